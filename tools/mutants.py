@@ -135,7 +135,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "grad.copy_(wide).add_(0 if addend is None else addend)",
         ),
     ),
-    ("kernels/triton/device/updates.py", TRITON): (
+    ("kernels/triton/updates.py", TRITON): (
         (
             "direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)\n"
             "            if DECAYS and DECOUPLED:",

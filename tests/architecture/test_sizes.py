@@ -32,7 +32,7 @@ and which functions there (all)."""
 
 KERNELS = tuple(
     ROOT / "src" / "preamp" / "kernels" / place
-    for place in ("triton/device", "jit/loops.py", "jit/formats.py")
+    for place in ("triton/device", "triton/updates.py", "jit/loops.py", "jit/formats.py")
 )
 """Kernels: what they are launched with is one parameter each, and does not count."""
 

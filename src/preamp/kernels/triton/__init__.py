@@ -22,4 +22,4 @@ their order, which is fixed here, and before Triton 3.6 quotients and roots belo
 range become zero on CUDA.
 """
 
-from preamp.kernels.triton.updates import Triton as Triton
+from preamp.kernels.triton.ops import Triton as Triton

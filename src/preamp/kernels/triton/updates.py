@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The update rules: what each kernel is started with. With them the back end is complete."""
+# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMatchNotExhaustive=true
+"""The update rules: a kernel for each, and what it is started with.
+
+Kernels are written as ``preamp.kernels.triton.device`` says; `start` runs on the host.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
-from preamp.core.dtypes import math_dtype
-from preamp.kernels.ops import Tensors
-from preamp.kernels.places import STORED_DTYPES, Group, check_stored, pick, sort
 from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
@@ -22,253 +23,100 @@ from preamp.kernels.rules import (
     NovoGradRule,
     Rule,
     SgdRule,
-    Update,
     left_out,
 )
-from preamp.kernels.stored import BLOCK as SLOTS
-from preamp.kernels.stored import Format, Stored, scales_shape
-from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.device.updates import (
-    adagrad_kernel,
-    adam_kernel,
-    average_norms,
-    lamb_kernel,
-    lars_kernel,
-    novograd_kernel,
-    sgd_kernel,
+from preamp.kernels.triton import launch as launching
+from preamp.kernels.triton.device.jit import KINDS, kernel
+from preamp.kernels.triton.device.stored import (
+    draw,
+    has_gaps,
+    lanes,
+    load_moment,
+    load_param,
+    row_length,
+    scales_of,
+    store_moment,
+    store_param,
 )
-from preamp.kernels.triton.elementwise import Elementwise
-from preamp.kernels.triton.launch import (
-    REFERENCE,
-    check_devices,
-    given,
-    launch,
-    moved,
+from preamp.kernels.triton.device.walk import (
+    BLOCK,
+    address,
+    address_of_half,
+    bounds,
+    correction,
+    divide,
+    factor_or_one,
+    find_chunk,
+    load,
+    load_one,
     number,
+    root,
     scalar,
+    spared,
+    store_one,
+    whole_blocks,
 )
-from preamp.kernels.triton.reductions import Reductions, gather, gathered, measure
-from preamp.kernels.triton.tables import CHUNK, Table, table
+from preamp.kernels.triton.places import Places
+from preamp.kernels.triton.reductions import gather
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Places of an update that one launch takes."""
-
-    entries: Table  # rows: parameters, gradients, state, and halves if there are any
-    # by the names that kernels know: ``P`` and ``G``, ``M`` and ``V`` for the state, ``H`` for
-    # the halves or ``None``, ``N`` for 0-dim state
-    dtypes: dict[str, torch.dtype | None]
-    math: torch.dtype  # that of the computation
-    update: Update  # as given
-    written: list[torch.Tensor]  # the tensors that change
-    kept: dict[str, Any]  # what kernels are told of lists that are kept in fewer bits
-    # as ``entries``, without what is kept, and cut by elements
-    plain: Table
-
-    def numbers(self, **values: float) -> dict[str, int]:
-        """Keyword arguments: the bits of each value."""
-        return {name: number(value, self.math) for name, value in values.items()}
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Room for intermediate results."""
-        return torch.empty(shape, dtype=self.math, device=self.entries.layout.device)
-
-    def corrections(self, wanted: bool, **betas: float) -> dict[str, Any]:
-        """Keyword arguments for the kernel's ``correction``, and ``STEP_AT``."""
-        step = self.update.step
-        arguments = scalar("step", step, self.entries, self.math)
-        on_device = arguments["STEP_AT"]
-        for name, beta in betas.items():
-            if not wanted:
-                beta = 0.0  # no correction: 1 - 0 is 1
-            if on_device:
-                value = math.log(beta) if beta > 0 else -math.inf
+@kernel
+def adam_kernel(
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, beta1: tl.int64,
+    beta1_left: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
+    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
+    found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
+    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, MOMENTS,
+    STEP_SIZE, EPS_INSIDE_SQRT, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+):  # fmt: skip
+    """One chunk of an Adam update."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
+    v_at = address(pointers, n, 3, tensor)
+    vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
+    h_at = address_of_half(pointers, n, 4, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    c1 = correction(correction1, step_at, STEP_AT, MATH)
+    c2 = correction(correction2, step_at, STEP_AT, MATH)
+    if STEP_SIZE:
+        size = divide(size * root(c2, MATH), c1, MATH)
+    decay = number(weight_decay, MATH)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at | has_gaps(length), count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+            v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
+            if DECAYS and not DECOUPLED:
+                g = g + decay * p
+            m = number(beta1, MATH) * m + number(beta1_left, MATH) * g
+            v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
+            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+            store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1, v)
+            if MOMENTS:
+                m = divide(m, c1, MATH)
+                v = divide(v, c2, MATH)
+            if EPS_INSIDE_SQRT:
+                direction = divide(m, root(v + number(eps, MATH), MATH), MATH)
             else:
-                value = 1.0 - beta ** cast("int", step)
-            arguments[name] = number(value, self.math)
-        return arguments
-
-    def given_norms(self) -> torch.Tensor | None:
-        """``update.norms``, if the rule has been told them."""
-        norms = self.update.norms
-        return None if norms is None else norms.to(self.math).contiguous()
-
-    def norms(
-        self, name: str, factor: torch.Tensor | None = None, *, largest: bool = False
-    ) -> torch.Tensor:
-        """Norm or largest magnitude of each parameter (``P``) or gradient (``G``) × ``factor``."""
-        dtypes = (cast("torch.dtype", self.dtypes[name]), self.math)
-        is_split = name == "P" and self.dtypes["H"] is torch.int16
-        partials = measure(
-            self.plain,
-            (0, 3 + ("V" in self.dtypes)) if is_split else "PG".index(name),
-            dtypes,
-            largest=largest,
-            squares=not largest,
-            factor=factor,
-        )
-        return gathered(self.plain, partials[0], largest=largest)
-
-    def launch(self, kernel: Any, **arguments: Any) -> None:
-        """Start an update kernel with what all of them take, and note what it wrote."""
-        launch(
-            kernel,
-            (self.entries.chunks,),
-            self.entries,
-            **given("inv_scale", self.update.inv_scale, self.entries),
-            **given("found_inf", self.update.found_inf, self.entries),
-            **{name: KINDS[dtype] for name, dtype in self.dtypes.items() if name != "N"},
-            MATH=KINDS[self.math],
-            CHUNK=CHUNK,
-            **(self.kept | arguments),
-        )
-        torch.autograd.graph.increment_version(self.written)
-
-
-def places(
-    params: Tensors,
-    grads: Tensors,
-    *state: Tensors,
-    update: Update,
-    numbers: Sequence[Tensors] = (),
-) -> tuple[list[Places], list[int]]:
-    """Sort lists, ``numbers`` last, into launches, and name what only the reference can take."""
-    check_devices(params)
-    stored = update.stored or Stored()
-    nothing: list[None] = [None] * len(params)
-    lows = update.halves if stored.lows is None else stored.lows
-    scales = [row or nothing for row in stored.scales[: len(state)]]
-    groups, others = sort(
-        *(params, grads, *state, lows or nothing, *numbers, *scales),
-        scalars=len(numbers) + len(scales),
-        codes=frozenset() if update.stored is None else STORED_DTYPES,
-        in_order=any([kind is not Format.PLAIN for kind in stored.formats]),
-    )
-    names = ("P", "G", *"MV"[: len(state)], "H", *"N"[: len(numbers)])
-    return [_places_of(group, names, update) for group in groups], others
-
-
-def _places_of(group: Group, names: Sequence[str], update: Update) -> Places:
-    stored = update.stored or Stored()
-    shaped = group.rows[: len(names)]
-    rows = [row for row in shaped if row]
-    positions = range(len(group.positions))
-    dtypes = dict(zip(names, group.dtypes, strict=False))
-    for name, kind in zip("MV", stored.formats, strict=False):
-        if kind is Format.BFLOAT16:
-            dtypes[name] = torch.int16  # as kernels call it
-    kept = {"KEPT": len(rows), "CHANCE": False, "IN_BLOCKS": False, "turn": 0, "seed": 0}
-    entries = plain = table(rows, positions)
-    turn: dict[str, Any] = {"turn_at": plain.layout, "TURN_AT": False}
-    if any([kind is not Format.PLAIN for kind in stored.formats]):
-        kept["CHANCE"], kept["seed"] = True, stored.seed
-        kept["IN_BLOCKS"] = any([kind.has_scales for kind in stored.formats])
-        entries = _kept_table(group, rows, names, stored)
-        turn = _turn(update.step, entries)
-    return Places(
-        entries=entries,
-        plain=plain,
-        dtypes=dtypes,
-        math=math_dtype(cast("torch.dtype", group.dtypes[0])),
-        update=update if update.norms is None else update.at(group.positions),
-        written=[t for i, row in enumerate(group.rows) if i != 1 for t in row],
-        kept=kept | turn,
-    )
-
-
-def _kept_table(
-    group: Group, rows: Sequence[list[torch.Tensor]], names: Sequence[str], stored: Stored
-) -> Table:
-    """Behind ``rows``: scales of both lists, numbers, starts, and lengths of rows."""
-    count = len(group.positions)
-    columns = group.rows[len(names) :]
-    behind = [[t.data_ptr() for t in row] or [0] * count for row in columns]
-    behind += [[0] * count for _ in range(2 - len(behind))]
-    behind += [pick(stored.numbers, group.positions), pick(stored.starts, group.positions)]
-    shapes = [tensor.shape for tensor in rows[0]]
-    behind.append([math.prod(shape[1:]) for shape in shapes])
-    sizes = None
-    if any([kind.has_scales for kind in stored.formats]):
-        sizes = [math.prod(scales_shape(shape)) * SLOTS for shape in shapes]
-    return table(rows, range(count), behind, sizes)
-
-
-def _turn(step: int | torch.Tensor, entries: Table) -> dict[str, Any]:
-    """The number of the update, as an integer."""
-    if isinstance(step, torch.Tensor):
-        return {"turn_at": moved(step, entries.layout.device), "TURN_AT": True}
-    return {"turn": step, "turn_at": entries.layout, "TURN_AT": False}
-
-
-class Triton(Elementwise, Reductions):
-    """Every op in Triton's kernels."""
-
-    name = "triton"
-
-    @torch.no_grad()
-    def update_(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
-    ) -> None:
-        check_stored(params, state, update)
-        shaped = len(state) - rule.has_numbers
-        taken, others = places(
-            params, grads, *state[:shaped], update=update, numbers=state[shaped:]
-        )
-        for part in taken:
-            _start(part, rule)
-        if others:
-            lists = [pick(row, others) for row in (params, grads, *state)]
-            REFERENCE.update_(*lists, rule=rule, update=update.at(others))
-
-    @torch.no_grad()
-    def lamb_norms(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
-    ) -> torch.Tensor:
-        taken, others = places(params, grads, *state, update=update)
-        if others or len(taken) != 1:
-            return REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
-        return _lamb_norms(taken[0], _lamb_arguments(taken[0], rule))
-
-
-def _start(part: Places, rule: Rule) -> None:
-    """Launch the kernels of ``rule``."""
-    rate = scalar("lr", rule.lr, part.entries, part.math)
-    match rule:
-        case AdamRule():
-            part.launch(adam_kernel, **rate, **_adam_arguments(part, rule))
-        case LambRule():
-            arguments = _lamb_arguments(part, rule)
-            norms = part.given_norms()
-            if norms is None:
-                measures = rule.uses_trust_ratio
-                norms = _lamb_norms(part, arguments) if measures else part.empty(2, 1)
-            part.launch(lamb_kernel, norms=norms, MEASURE=False, **arguments)
-        case SgdRule():
-            part.launch(sgd_kernel, **rate, **_sgd_arguments(part, rule))
-        case NovoGradRule():
-            averages = _novograd_norms(part, rule)
-            part.launch(
-                novograd_kernel, averages=averages, **rate, **_novograd_arguments(part, rule)
-            )
-        case AdagradRule():
-            part.launch(
-                adagrad_kernel,
-                **rate,
-                **part.numbers(eps=rule.eps, weight_decay=rule.weight_decay),
-                DECAYS=rule.weight_decay != 0,
-                DECOUPLED=rule.decoupled,
-            )
-        case LarsRule():
-            part.launch(lars_kernel, **rate, **_lars_arguments(part, rule))
-        case _:
-            left_out(rule)
-
-
-def _corrections(
-    part: Places, rule: AdamRule | LambRule | NovoGradRule, wanted: bool
-) -> dict[str, Any]:
-    return part.corrections(wanted, correction1=rule.beta1, correction2=rule.beta2)
+                direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)
+            if DECAYS and DECOUPLED:
+                direction = direction + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
 
 
 def _adam_arguments(part: Places, rule: AdamRule) -> dict[str, Any]:
@@ -291,6 +139,176 @@ def _adam_arguments(part: Places, rule: AdamRule) -> dict[str, Any]:
     }
 
 
+@triton.jit
+def trusted(rate, norms, n, MATH: tl.constexpr):
+    """The rate times the ratio of the two norms, alone where one of them is zero."""
+    p_norm = tl.load(norms)
+    u_norm = tl.load(norms + n)
+    ratio = divide(p_norm, u_norm, MATH)
+    return tl.where((p_norm > 0) & (u_norm > 0), rate * ratio, rate)
+
+
+@triton.jit
+def store_sums(norms, p_squares, u_squares):
+    """Write the sums of a chunk, those of the second kind behind all of the first."""
+    partial = norms + tl.program_id(0).to(tl.int64)
+    tl.store(partial, tl.sum(p_squares, 0))
+    tl.store(partial + tl.num_programs(0), tl.sum(u_squares, 0))
+
+
+@kernel
+def lamb_kernel(
+    pointers, layout, n: tl.int64, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
+    beta1: tl.int64, beta3: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
+    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
+    found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
+    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CORRECTS,
+    TRUST_RATIO, MEASURE, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+):  # fmt: skip
+    """Write sums of squares of a chunk's parameters and steps to ``norms``, or take the steps.
+
+    Measuring stores nothing else: steps that are computed twice from the same state are equal,
+    whatever dtype the state is rounded to.
+    """
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at, g_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
+    m_at, v_at = address(pointers, n, 2, tensor), address(pointers, n, 3, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
+    vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
+    h_at = address_of_half(pointers, n, 4, tensor, H)
+    rate = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    if TRUST_RATIO and not MEASURE:
+        rate = trusted(rate, norms + tensor, n, MATH)
+    c1 = correction(correction1, step_at, STEP_AT, MATH)
+    c2 = correction(correction2, step_at, STEP_AT, MATH)
+    decay = number(weight_decay, MATH)
+    p_squares = tl.zeros([BLOCK], MATH)
+    u_squares = tl.zeros([BLOCK], MATH)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at | has_gaps(length), count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+            v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
+            if DECAYS and not DECOUPLED:
+                g = g + decay * p
+            m = number(beta1, MATH) * m + number(beta3, MATH) * g
+            v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
+            if not MEASURE:
+                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+                store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1, v)
+            if CORRECTS:
+                m = divide(m, c1, MATH)
+                v = divide(v, c2, MATH)
+            u = divide(m, root(v, MATH) + number(eps, MATH), MATH)
+            if DECAYS and DECOUPLED:
+                u = u + decay * p
+            if MEASURE:
+                u = tl.where(mask, u, 0)  # without eps it is nan beyond the end
+                p_squares += p * p
+                u_squares += u * u
+            else:
+                store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - rate * u)
+            first += BLOCK
+    if MEASURE:
+        store_sums(norms, p_squares, u_squares)
+
+
+def _lamb_arguments(part: Places, rule: LambRule) -> dict[str, Any]:
+    """What both launches take."""
+    return {
+        **_corrections(part, rule, rule.bias_correction),
+        **part.numbers(
+            beta1=rule.beta1,
+            beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
+            beta2=rule.beta2,
+            beta2_left=1 - rule.beta2,
+            eps=rule.eps,
+            weight_decay=rule.weight_decay,
+        ),
+        "DECAYS": rule.weight_decay != 0,
+        "DECOUPLED": rule.decoupled,
+        "CORRECTS": rule.bias_correction,
+        "TRUST_RATIO": rule.uses_trust_ratio,
+    }
+
+
+def lamb_norms(part: Places, rule: LambRule) -> torch.Tensor:
+    """Measure parameters and steps, one launch; row 0 and 1 of what is returned."""
+    norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
+    rate = launching.scalar("lr", rule.lr, part.entries, part.math)
+    arguments = _lamb_arguments(part, rule) | {"norms": partials, "MEASURE": True, "CHANCE": False}
+    part.launch(lamb_kernel, **rate, **arguments)
+    for sums, results in zip(partials, norms, strict=True):
+        gather(part.entries, sums, results, largest=False)
+    return norms
+
+
+def _trust(part: Places, rule: LambRule) -> dict[str, Any]:
+    norms = part.given_norms()
+    if norms is None:
+        norms = lamb_norms(part, rule) if rule.uses_trust_ratio else part.empty(2, 1)
+    return {"norms": norms, "MEASURE": False}
+
+
+@kernel
+def sgd_kernel(
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, momentum: tl.int64,
+    share: tl.int64, weight_decay: tl.int64, inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
+    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, HAS_MOMENTUM, NESTEROV,
+    DECAYS_BEFORE, DECAYS_AFTER, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+):  # fmt: skip
+    """One chunk of a step of gradient descent."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    is_first = scalar(step, step_at, STEP_AT, MATH) == 1
+    decay = number(weight_decay, MATH)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            if DECAYS_BEFORE:
+                g = g + decay * p
+            if HAS_MOMENTUM:
+                m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+                later = number(momentum, MATH) * m + number(share, MATH) * g
+                m = tl.where(is_first, g, later)
+                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+                if NESTEROV:
+                    g = g + number(momentum, MATH) * m
+                else:
+                    g = m
+            if DECAYS_AFTER:
+                g = g + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * g)
+            first += BLOCK
+
+
 def _sgd_arguments(part: Places, rule: SgdRule) -> dict[str, Any]:
     decays = rule.weight_decay != 0
     return {
@@ -305,17 +323,49 @@ def _sgd_arguments(part: Places, rule: SgdRule) -> dict[str, Any]:
     }
 
 
-def _novograd_arguments(part: Places, rule: NovoGradRule) -> dict[str, Any]:
-    return {
-        **_corrections(part, rule, rule.bias_correction),
-        **part.numbers(
-            beta1=rule.beta1,
-            beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
-            eps=rule.eps,
-            weight_decay=rule.weight_decay,
-        ),
-        "INSIDE_MOMENT": rule.decays_inside_moment,
-    }
+@kernel
+def lars_kernel(
+    pointers, layout, n: tl.int64, p_norms, g_norms, lr: tl.int64, lr_at, momentum: tl.int64,
+    weight_decay: tl.int64, trust_coefficient: tl.int64, eps: tl.int64, inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
+    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, NESTEROV, TRUST_RATIO, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+):  # fmt: skip
+    """One chunk of a LARS update; the norms are those of whole tensors."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    rate = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    decay = number(weight_decay, MATH)
+    if TRUST_RATIO:
+        p_norm = tl.load(p_norms + tensor)
+        g_norm = tl.load(g_norms + tensor)
+        ratio = divide(p_norm, g_norm + decay * p_norm + number(eps, MATH), MATH)
+        ratio = number(trust_coefficient, MATH) * ratio
+        rate = tl.where((p_norm > 0) & (g_norm > 0), rate * ratio, rate)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+            change = rate * (g + decay * p)
+            m = number(momentum, MATH) * m - change
+            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+            if NESTEROV:
+                m = number(momentum, MATH) * m - change
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p + m)
+            first += BLOCK
 
 
 def _lars_arguments(part: Places, rule: LarsRule) -> dict[str, Any]:
@@ -339,32 +389,135 @@ def _lars_arguments(part: Places, rule: LarsRule) -> dict[str, Any]:
     }
 
 
-def _lamb_arguments(part: Places, rule: LambRule) -> dict[str, Any]:
-    """What both launches take."""
+@kernel
+def adagrad_kernel(
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, eps: tl.int64, weight_decay: tl.int64,
+    inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
+    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+):  # fmt: skip
+    """One chunk of an Adagrad update."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    sum_at = address(pointers, n, 2, tensor)
+    sums_at = scales_of(pointers, n, KEPT, tensor, 0, M)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    decay = number(weight_decay, MATH)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | sum_at | h_at | has_gaps(length), count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            total = load_moment(sum_at, sums_at, start, first, count, where, mask, EDGE, M, MATH)
+            if DECAYS and not DECOUPLED:
+                g = g + decay * p
+            total = total + g * g
+            store_moment(sum_at, sums_at, start, first, count, where, mask,
+                EDGE, M, chance, 0, total)  # fmt: skip
+            direction = divide(g, root(total, MATH) + number(eps, MATH), MATH)
+            if DECAYS and DECOUPLED:
+                direction = direction + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
+
+
+def _adagrad_arguments(part: Places, rule: AdagradRule) -> dict[str, Any]:
     return {
-        **scalar("lr", rule.lr, part.entries, part.math),
+        **part.numbers(eps=rule.eps, weight_decay=rule.weight_decay),
+        "DECAYS": rule.weight_decay != 0,
+        "DECOUPLED": rule.decoupled,
+    }
+
+
+@kernel
+def average_norms(
+    pointers, layout, n: tl.int64, norms, averages, beta2: tl.int64, beta2_left: tl.int64,
+    found_inf_at,
+    N, ROW, MATH, FOUND_INF_AT, USES_MAX,
+):  # fmt: skip
+    """Blend the norm of one gradient into its average, unrounded for the update that follows."""
+    tensor = tl.program_id(0).to(tl.int64)
+    at = address(pointers, n, ROW, tensor)
+    norm = tl.load(norms + tensor)
+    v = load_one(at, N, MATH)
+    if USES_MAX:
+        blend = number(beta2, MATH) * v + number(beta2_left, MATH) * norm
+    else:
+        blend = number(beta2, MATH) * v * v + number(beta2_left, MATH) * norm * norm
+        blend = root(blend, MATH)
+    blend = tl.where(v < 0, norm, blend)
+    tl.store(averages + tensor, blend)
+    if spared(1, found_inf_at, FOUND_INF_AT) == 1:  # older interpreters store scalars unmasked
+        store_one(at, N, blend)
+
+
+@kernel
+def novograd_kernel(
+    pointers, layout, n: tl.int64, averages, lr: tl.int64, lr_at, step: tl.int64, step_at,
+    beta1: tl.int64, beta3: tl.int64, eps: tl.int64, weight_decay: tl.int64, correction1: tl.int64,
+    correction2: tl.int64, inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
+    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, INSIDE_MOMENT, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+):  # fmt: skip
+    """One chunk of a NovoGrad update; ``averages`` is what `average_norms` wrote."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    decay = number(weight_decay, MATH)
+    c1 = correction(correction1, step_at, STEP_AT, MATH)
+    c2 = correction(correction2, step_at, STEP_AT, MATH)
+    denominator = divide(tl.load(averages + tensor), root(c2, MATH), MATH) + number(eps, MATH)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+            if INSIDE_MOMENT:
+                g = divide(g, denominator, MATH) + decay * p
+            m = number(beta1, MATH) * m + number(beta3, MATH) * g
+            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+            direction = divide(m, c1, MATH)
+            if not INSIDE_MOMENT:
+                direction = divide(direction, denominator, MATH) + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
+
+
+def _novograd_arguments(part: Places, rule: NovoGradRule) -> dict[str, Any]:
+    return {
+        "averages": _novograd_norms(part, rule),
         **_corrections(part, rule, rule.bias_correction),
         **part.numbers(
             beta1=rule.beta1,
             beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
-            beta2=rule.beta2,
-            beta2_left=1 - rule.beta2,
             eps=rule.eps,
             weight_decay=rule.weight_decay,
         ),
-        "DECAYS": rule.weight_decay != 0,
-        "DECOUPLED": rule.decoupled,
-        "CORRECTS": rule.bias_correction,
-        "TRUST_RATIO": rule.uses_trust_ratio,
+        "INSIDE_MOMENT": rule.decays_inside_moment,
     }
-
-
-def _lamb_norms(part: Places, arguments: dict[str, Any]) -> torch.Tensor:
-    norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
-    part.launch(lamb_kernel, norms=partials, MEASURE=True, CHANCE=False, **arguments)
-    for sums, results in zip(partials, norms, strict=True):
-        gather(part.entries, sums, results, largest=False)
-    return norms
 
 
 def _novograd_norms(part: Places, rule: NovoGradRule) -> torch.Tensor:
@@ -375,17 +528,48 @@ def _novograd_norms(part: Places, rule: NovoGradRule) -> torch.Tensor:
     else:
         measured = known[0]
     averages = torch.empty_like(measured)
-    launch(
+    launching.launch(
         average_norms,
         (part.entries.count,),
         part.entries,
         norms=measured,
         averages=averages,
         **part.numbers(beta2=rule.beta2, beta2_left=1 - rule.beta2),
-        **given("found_inf", part.update.found_inf, part.entries),
+        **launching.given("found_inf", part.update.found_inf, part.entries),
         N=KINDS[part.dtypes["N"]],
         ROW=3 if part.dtypes["H"] is None else 4,
         MATH=KINDS[part.math],
         USES_MAX=rule.uses_max_norm,
     )
     return averages
+
+
+def _corrections(
+    part: Places, rule: AdamRule | LambRule | NovoGradRule, wanted: bool
+) -> dict[str, Any]:
+    return part.corrections(wanted, correction1=rule.beta1, correction2=rule.beta2)
+
+
+def start(part: Places, rule: Rule) -> None:
+    """Launch the kernels of ``rule``."""
+    kernel, arguments = _told(part, rule)
+    rate = launching.scalar("lr", rule.lr, part.entries, part.math)
+    part.launch(kernel, **rate, **arguments)
+
+
+def _told(part: Places, rule: Rule) -> tuple[Any, dict[str, Any]]:
+    """The kernel of ``rule``, and what it is told apart from the rate; its norms are measured."""
+    match rule:
+        case AdamRule():
+            return adam_kernel, _adam_arguments(part, rule)
+        case LambRule():
+            return lamb_kernel, _lamb_arguments(part, rule) | _trust(part, rule)
+        case SgdRule():
+            return sgd_kernel, _sgd_arguments(part, rule)
+        case NovoGradRule():
+            return novograd_kernel, _novograd_arguments(part, rule)
+        case AdagradRule():
+            return adagrad_kernel, _adagrad_arguments(part, rule)
+        case LarsRule():
+            return lars_kernel, _lars_arguments(part, rule)
+    left_out(rule)  # no ``case _``: the type checker would take it for all that are missing
