@@ -170,13 +170,13 @@ class PureHalf:
     def __init__(self, task: Task, half: torch.dtype) -> None:
         """Cast the model and make the optimizer."""
         self._task = task
-        self._inputs = _cast(task.inputs, half)
+        self._half = half
         self.model = task.model.to(half)
         self.optimizer = torch_adamw(self.model.parameters())
 
     def backward(self) -> None:
         """Compute clipped gradients."""
-        self._task.loss(self.model(self._inputs).float()).backward()
+        self._task.loss(self.model(_cast(self._task.inputs, self._half)).float()).backward()
         clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def update(self) -> None:
@@ -197,7 +197,7 @@ class Masters:
     def __init__(self, task: Task, half: torch.dtype, scale: float) -> None:
         """Copy the masters before the cast."""
         self._task = task
-        self._inputs = _cast(task.inputs, half)
+        self._half = half
         self._scale = self._first_scale = scale
         self._steps_at_scale = 0
         values = [parameter.detach().clone() for parameter in task.model.parameters()]
@@ -220,7 +220,7 @@ class Masters:
 
     def backward(self) -> None:
         """Compute clipped gradients of the masters."""
-        loss = self._task.loss(self.model(self._inputs).float())
+        loss = self._task.loss(self.model(_cast(self._task.inputs, self._half)).float())
         (loss * self._scale).backward()
         with torch.no_grad():
             for master, half in self._pairs:
@@ -255,6 +255,7 @@ class Masters:
 
 
 def _cast(inputs: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+    """The inputs of one step; data sets hold images in float32."""
     return inputs.to(half) if inputs.is_floating_point() else inputs
 
 

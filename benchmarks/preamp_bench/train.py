@@ -22,7 +22,7 @@ AUTOCAST = "bf16 autocast by hand"
 LAUNCHES = 3
 """How often all processes are started anew.
 
-Two processes with the very same loop differ by a tenth and more, depending on the memory that they
+Two processes with the very same loop differ by some percent, depending on the memory that they
 happened to get; the best of several starts does not depend on the luck of one.
 """
 
