@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import random
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,9 +84,20 @@ def _autocast_state() -> tuple[object, ...]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what collecting made out of every later look for cycles: there are millions of it."""
-    gc.collect()
-    gc.freeze()
+    importlib.import_module("torch._dynamo")  # as the first optimizer would
+    leave_out_of_collections()
+
+
+_modules_left_out = 0
+
+
+def leave_out_of_collections() -> None:
+    """Keep modules, millions of objects, out of every later look for cycles: tests take many."""
+    global _modules_left_out
+    if len(sys.modules) > _modules_left_out + 100:
+        gc.collect()
+        gc.freeze()
+        _modules_left_out = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:
@@ -132,3 +144,4 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.set_autocast_dtype(device, half)
     torch.set_autocast_cache_enabled(casts[-1])
     assert left == casts, "a test left autocast in another state"
+    leave_out_of_collections()

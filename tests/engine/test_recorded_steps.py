@@ -315,7 +315,7 @@ def test_another_thread_may_read_the_history_meanwhile(tmp_path: Path) -> None:
 
     def read() -> None:
         try:
-            while not ends.is_set():
+            while not ends.wait(0.001):  # or each operation of a step waits 5 ms for the lock again
                 numbers = [record.step for record in engine.history.of(StepRecord)]
                 assert numbers == list(range(1, len(numbers) + 1))
                 assert len(list(engine.history)) <= len(engine.history) + 3
