@@ -32,8 +32,9 @@ def test_a_parameter_of_torchs_optimizer_costs_eight(level: str) -> None:
 @levels
 def test_all_gradients_of_masters_are_made_in_one_op(level: str) -> None:
     entered, _ = trace(make_step(level, "AdamW", 50, clips=False))
-    ops = [name for (path, name) in entered.elements() if path == "kernels/by_device.py"]
-    assert ops.count("ByDevice.widen_add") == 1
+    entries = entered.elements()  # before Python 3.11 without the class's name
+    ops = [name.split(".")[-1] for path, name in entries if path == "kernels/by_device.py"]
+    assert ops.count("widen_add") == 1
 
 
 @levels
