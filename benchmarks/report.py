@@ -68,25 +68,26 @@ hand with the same numerics: `torch.autocast` and `GradScaler` (O1, O4; on CPUs 
 layer norms and losses in float32, as on GPUs and with preamp), float32 masters (O2, O5), nothing
 but half (O3). *bf16 autocast by hand* is torch's as it is, which leaves those in half precision on
 CPUs. Each loop has a process of its own, since the casts of an O1 engine hold for a whole process.
-They keep the memory that a step frees for the next one (`MALLOC_TRIM_THRESHOLD_` and
-`MALLOC_MMAP_THRESHOLD_` at 4 GiB): otherwise glibc hands large blocks back to the system in one
-process and not in another, and the very same loop takes up to a fifth longer. Any training on CPUs
-may gain from that setting. All are started three times nevertheless, and the best counts. **Peak**
-is how far the resident memory of a process rose (on CUDA: what was allocated) from before the model
-was made; **B/param** are weights, masters, gradients and optimizer state, counted between backward
-and step.
+All are started three times, and the best counts. On AMD EPYC (AVX512) they kept the memory that a
+step frees for the next one, which `MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_MAX_=0` in the
+environment tells glibc. Otherwise it hands large blocks back to the system in one process and not
+in another, and the very same loop takes up to a fifth longer; the earlier rows of other machines
+have that in their spread. Any training on CPUs may gain from this setting. **Peak** is how
+far the resident memory of a process rose (on CUDA: what was allocated) from before the model was
+made; **B/param** are weights, masters, gradients and optimizer state, counted between backward and
+step.
 
 Where the CPU has no units for a half dtype, torch multiplies its matrices one element at a time,
 and preamp runs these products in float32 and rounds once. Most CPUs have none for float16, and none
 for bfloat16 before AVX-512; and float16 convolutions run that way on all, their backward at fifty
 times the time of float32's. There the ratio says what that is worth, and nothing about
 preamp's overhead, which is read at O0 then. Aimed at are an overhead of 2 % and an O5 that is
-faster than bfloat16 autocast. The GPT keeps both, the second with FusedAdam. The convnet does not:
-its step is so short that a fixed cost shows, some 0.6 ms of Python (hooks, checks, books) that
-finds the caches emptied by the backward. The fused update wins back 0.15 ms of it; its kernels
-alone, without an engine around them, take 0.97 to 0.99 of the loop by hand. The first step loads
-numba where it is installed, which takes about 120 MB of the process's memory, whatever the model;
-that is in every peak of preamp's.
+faster than bfloat16 autocast. On AMD EPYC (AVX512) the GPT has both, the second with FusedAdam; its
+convnet has neither at O4 and O5. There a step is so short that a fixed cost of Python shows: hooks,
+blocks and books of masters, which find the caches emptied by the backward. Elsewhere the spread is
+wider than 2 %, so those rows neither show nor refute it. The first step loads numba where it is
+installed, which takes about 120 MB of the process's memory, whatever the model; that is in every
+peak of preamp's.
 """
 
 

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,24 @@ def _autocast_state() -> tuple[object, ...]:
 
 
 def pytest_collection_finish() -> None:
-    importlib.import_module("torch._dynamo")  # as the first optimizer would
     leave_out_of_collections()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    done = yield  # fixtures hold nothing any more
+    leave_out_of_collections()
+    return done
 
 
 _modules_left_out = 0
 
 
 def leave_out_of_collections() -> None:
-    """Keep modules, millions of objects, out of every later look for cycles: tests take many."""
+    """Keep modules, millions of objects, out of every later look for cycles: tests run many.
+
+    Worth a look of its own once torch's compiler is loaded, say, and not for a module or two.
+    """
     global _modules_left_out
     if len(sys.modules) > _modules_left_out + 100:
         gc.collect()
@@ -144,4 +153,3 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.set_autocast_dtype(device, half)
     torch.set_autocast_cache_enabled(casts[-1])
     assert left == casts, "a test left autocast in another state"
-    leave_out_of_collections()

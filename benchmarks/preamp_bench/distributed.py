@@ -136,8 +136,8 @@ def run(config: Config) -> list[records.Record]:
         One record for each way to train and each collective, as the first rank saw it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Forks of a server end without finalizing Python. Others may abort in that: gloo's threads
-        # take Python's lock to free the last collective's tensors (pytorch/pytorch#190489).
+        # Forks of a server end without finalizing Python. Spawned ones finalize, and may abort as
+        # gloo's threads take Python's lock to free the last tensors (pytorch/pytorch#190489).
         start = cast("Any", multiprocessing).start_processes
         start(_rank_main, (folder, config), RANKS, start_method="forkserver")
         rows = records.read(Path(folder, "rows.jsonl"))

@@ -29,10 +29,10 @@ from preamp_bench.loops import Loop, make_loop
 from preamp_bench.memory import Peak
 from preamp_bench.tasks import TaskConfig, make_task
 
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)}
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_MAX_": "0"}
 """Lets glibc keep what a step frees for the next one.
 
-By default it hands large blocks back to the system or keeps them, as they happen to lie: the very
+By default it hands large blocks back to the system or not, depending on where they lie: the very
 same loop then takes 20 page faults a step in one process, 1,300 in another, and a fifth more time.
 """
 

@@ -112,6 +112,25 @@ class Training:
         return losses
 
 
+@levels
+def test_gradients_are_dropped_within_a_compiled_function(level: str) -> None:
+    """In a graph without masters; those are dropped between two."""
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with preamp.scale_loss(model(torch.ones(8, 8)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    has_masters = preamp.OPT_LEVELS[level].master_weights
+
+    @torch.compile(backend="eager", fullgraph=not has_masters)
+    def drop_and_add(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        return x + 1
+
+    assert drop_and_add(torch.ones(())) == 2
+    assert [param.grad for param in optimizer.param_groups[0]["params"]] == [None] * 6
+
+
 def close(training: Training) -> None:
     preamp.engine_of(training.model).close()
 

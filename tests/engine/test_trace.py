@@ -612,7 +612,7 @@ def test_with_a_static_scale_each_optimizer_is_told_its_own() -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-@pytest.mark.parametrize("what", ["loss", "norm", "history"])
+@pytest.mark.parametrize("what", ["loss", "earlier loss", "norm", "history"])
 def test_static_scales_say_once_that_something_is_not_finite(
     level: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -624,6 +624,11 @@ def test_static_scales_say_once_that_something_is_not_finite(
         loss = run.model(torch.ones(3, 4)).float().sum()
         if what == "loss":
             with preamp.scale_loss(loss * math.nan, run.optimizer) as scaled:
+                scaled.backward()
+        elif what == "earlier loss":
+            with preamp.scale_loss(loss * math.inf, run.optimizer, delay_unscale=True) as scaled:
+                scaled.backward(retain_graph=True)
+            with preamp.scale_loss(loss, run.optimizer) as scaled:
                 scaled.backward()
         else:
             loss.backward()
@@ -638,6 +643,7 @@ def test_static_scales_say_once_that_something_is_not_finite(
     assert out.startswith(
         {
             "loss": "The loss is infinite or nan.",
+            "earlier loss": "The loss is infinite or nan.",
             "norm": "The norm of the gradients is infinite or nan.",
             "history": "A gradient or weight of 'last.bias' is infinite or nan.",
         }[what]

@@ -87,7 +87,8 @@ class MatchWeightDtype(EngineHook):
 def _dtype_of(module: torch.nn.Module) -> torch.dtype | None:
     """That of a layer's weights; without any that of its statistics, as batch norms have them."""
     # Plain loops, which torch.compile has been able to trace since torch 2.6.
-    for tensor in module._parameters.values():  # noqa: SLF001 - a tenth of the time of `parameters`
+    own: Any = module
+    for tensor in own._parameters.values():  # noqa: SLF001 - a tenth of the time of `parameters`
         if tensor is not None and tensor.is_floating_point():
             return tensor.dtype
     for tensor in module.parameters():

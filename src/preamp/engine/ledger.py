@@ -21,7 +21,7 @@ import torch
 
 from preamp.core.errors import LossScaleError
 from preamp.core.log import say
-from preamp.core.tensors import all_finite, host_reaches, is_capturing
+from preamp.core.tensors import host_reaches, is_capturing
 from preamp.engine.overflow import GradientNote, OverflowCause, find_cause
 from preamp.engine.overflow_messages import check_limits, overflow_message, unnoticed_message
 from preamp.engine.session import OptimizerSession
@@ -240,21 +240,21 @@ class Ledger:
 
     # -- where nobody acts on an overflow -----------------------------------------------------
 
-    def look(self, value: torch.Tensor, what: str) -> None:
+    def look(self, what: str, device: torch.device, is_finite: Callable[[], torch.Tensor]) -> None:
         """Tell, once, that a loss or norm is not finite though no loss scale reacts to that.
 
         On devices that the host would have to wait for, of every hundredth only.
         """
         if self._has_looked:
             return
-        if host_reaches(value):
-            self._tell_once(what, bool(all_finite(value)))
+        if device.type == "cpu":
+            self._tell_once(what, bool(is_finite()))
             return
         if what in self._coming and self._coming[what].has_come():
             self._tell_once(what, not self._coming.pop(what).read())
         self._looks[what] += 1
-        if self._looks[what] % _LOOKS == 1 and not is_capturing(value.device):
-            self._coming[what] = _Flag(1.0 - all_finite(value).float())
+        if self._looks[what] % _LOOKS == 1 and not is_capturing(device):
+            self._coming[what] = _Flag(1.0 - is_finite().float())
 
     def read_record(self, record: Record) -> None:
         """Look at what is recorded anyway. A listener of the history."""

@@ -252,7 +252,7 @@ class Block:
         for tell in self._engine.events.block_over:
             tell(self)
         if not self.scaler.is_dynamic:
-            self._engine.ledger.look(self.loss.detach(), "the loss")
+            self._engine.ledger.look("the loss", self.loss.device, lambda: self.note.loss_finite)
         adjustments, unreduced = self._engine.adjustments, self._engine.unreduced
         if (unreduced.models and unreduced.end(self.scaler)) or False in answers:
             # Other ranks may not know of an overflow here yet.
@@ -363,7 +363,7 @@ def clip_grad_norm_(
     if norm is None:
         norm = found.norm(engine, norm_type)
     if not any([scaler.is_dynamic for scaler in engine.scalers]):
-        engine.ledger.look(norm, "the norm of the gradients")
+        engine.ledger.look("the norm of the gradients", norm.device, partial(all_finite, norm))
     if is_euclidean and only is None:
         for tell in engine.events.norm_taken:
             tell(sessions[0], norm)

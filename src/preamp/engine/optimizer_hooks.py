@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from preamp.casting import disable_casts, settle_thread, thread_casts_restored, thread_has_casts
+from preamp.casting.autocast_state import untraced
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession
@@ -193,7 +194,7 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, "zero_grad")
         is_own = "zero_grad" not in vars(self._optimizer)  # the class's
 
-        def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def drop(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             def original() -> Any:
                 return inner(optimizer, *args, **kwargs)
 
@@ -213,6 +214,13 @@ class OptimizerHooks:
                 for param in self._session.direct_params():
                     param.grad = None
             return None
+
+        drop_untraced = untraced(drop)
+
+        def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # A graph would drop the half gradients and leave what is known of the masters'.
+            is_traced = self._session.masters is not None and torch.compiler.is_compiling()
+            return (drop_untraced if is_traced else drop)(optimizer, *args, **kwargs)
 
         copy_identity(inner, zero_grad)
         return zero_grad
@@ -241,8 +249,8 @@ _TORCHS_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 def _labelled(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """What shows a profiler torch's own name of ``zero_grad``; a label costs 20 µs without one."""
-    if not cast("Any", torch.autograd)._profiler_enabled():  # noqa: SLF001
+    """What shows a profiler torch's own name of ``zero_grad``; costs as much as all the rest."""
+    if not cast("Any", torch.autograd.profiler)._is_profiler_enabled:  # noqa: SLF001
         return nullcontext()
     label = getattr(optimizer, "_zero_grad_profile_name", "zero_grad")
     return torch.profiler.record_function(label)

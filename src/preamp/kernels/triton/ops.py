@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every op of the table, in kernels."""
+"""The back end: every op of ``preamp.kernels.ops``."""
 
 from __future__ import annotations
 

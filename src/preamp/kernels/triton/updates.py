@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportMatchNotExhaustive=true
+# pyright: basic, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 """The update rules: a kernel for each, and what it is started with.
 
 Kernels are written as ``preamp.kernels.triton.device`` says; `start` runs on the host.
@@ -11,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from preamp.kernels.rules import (
@@ -25,8 +23,8 @@ from preamp.kernels.rules import (
     SgdRule,
     left_out,
 )
-from preamp.kernels.triton import launch as launching
-from preamp.kernels.triton.device.jit import KINDS, kernel
+from preamp.kernels.triton import launch as launching  # kernels have a `number` and a `scalar` too
+from preamp.kernels.triton.device.jit import KINDS, helper, kernel
 from preamp.kernels.triton.device.stored import (
     draw,
     has_gaps,
@@ -139,7 +137,7 @@ def _adam_arguments(part: Places, rule: AdamRule) -> dict[str, Any]:
     }
 
 
-@triton.jit
+@helper
 def trusted(rate, norms, n, MATH: tl.constexpr):
     """The rate times the ratio of the two norms, alone where one of them is zero."""
     p_norm = tl.load(norms)
@@ -148,7 +146,7 @@ def trusted(rate, norms, n, MATH: tl.constexpr):
     return tl.where((p_norm > 0) & (u_norm > 0), rate * ratio, rate)
 
 
-@triton.jit
+@helper
 def store_sums(norms, p_squares, u_squares):
     """Write the sums of a chunk, those of the second kind behind all of the first."""
     partial = norms + tl.program_id(0).to(tl.int64)
@@ -243,22 +241,25 @@ def _lamb_arguments(part: Places, rule: LambRule) -> dict[str, Any]:
     }
 
 
-def lamb_norms(part: Places, rule: LambRule) -> torch.Tensor:
-    """Measure parameters and steps, one launch; row 0 and 1 of what is returned."""
+def lamb_norms(
+    part: Places, rule: LambRule, arguments: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """Measure parameters and steps, rows 0 and 1 of what is returned; ``arguments`` if made."""
     norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
     rate = launching.scalar("lr", rule.lr, part.entries, part.math)
-    arguments = _lamb_arguments(part, rule) | {"norms": partials, "MEASURE": True, "CHANCE": False}
-    part.launch(lamb_kernel, **rate, **arguments)
+    own = {"norms": partials, "MEASURE": True, "CHANCE": False}
+    part.launch(lamb_kernel, **rate, **((arguments or _lamb_arguments(part, rule)) | own))
     for sums, results in zip(partials, norms, strict=True):
         gather(part.entries, sums, results, largest=False)
     return norms
 
 
-def _trust(part: Places, rule: LambRule) -> dict[str, Any]:
+def _trust_norms(part: Places, rule: LambRule, arguments: dict[str, Any]) -> torch.Tensor:
     norms = part.given_norms()
     if norms is None:
-        norms = lamb_norms(part, rule) if rule.uses_trust_ratio else part.empty(2, 1)
-    return {"norms": norms, "MEASURE": False}
+        measures = rule.uses_trust_ratio
+        norms = lamb_norms(part, rule, arguments) if measures else part.empty(2, 1)
+    return norms
 
 
 @kernel
@@ -508,7 +509,6 @@ def novograd_kernel(
 
 def _novograd_arguments(part: Places, rule: NovoGradRule) -> dict[str, Any]:
     return {
-        "averages": _novograd_norms(part, rule),
         **_corrections(part, rule, rule.bias_correction),
         **part.numbers(
             beta1=rule.beta1,
@@ -520,7 +520,7 @@ def _novograd_arguments(part: Places, rule: NovoGradRule) -> dict[str, Any]:
     }
 
 
-def _novograd_norms(part: Places, rule: NovoGradRule) -> torch.Tensor:
+def _blend_norms(part: Places, rule: NovoGradRule) -> torch.Tensor:
     """Blend the gradients' norms into the averages; also stores these."""
     known = part.given_norms()
     if known is None:
@@ -552,24 +552,31 @@ def _corrections(
 
 def start(part: Places, rule: Rule) -> None:
     """Launch the kernels of ``rule``."""
-    kernel, arguments = _told(part, rule)
+    update, arguments = _kernel_and_arguments(part, rule)
     rate = launching.scalar("lr", rule.lr, part.entries, part.math)
-    part.launch(kernel, **rate, **arguments)
+    part.launch(update, **rate, **arguments)
 
 
-def _told(part: Places, rule: Rule) -> tuple[Any, dict[str, Any]]:
-    """The kernel of ``rule``, and what it is told apart from the rate; its norms are measured."""
+def _kernel_and_arguments(part: Places, rule: Rule) -> tuple[Any, dict[str, Any]]:
+    """The kernel of the update, and its arguments but for the rate.
+
+    Launches what measures norms, for rules that need them.
+    """
     match rule:
         case AdamRule():
             return adam_kernel, _adam_arguments(part, rule)
         case LambRule():
-            return lamb_kernel, _lamb_arguments(part, rule) | _trust(part, rule)
+            arguments = _lamb_arguments(part, rule)
+            norms = _trust_norms(part, rule, arguments)
+            return lamb_kernel, arguments | {"norms": norms, "MEASURE": False}
         case SgdRule():
             return sgd_kernel, _sgd_arguments(part, rule)
         case NovoGradRule():
-            return novograd_kernel, _novograd_arguments(part, rule)
+            arguments = _novograd_arguments(part, rule)
+            return novograd_kernel, arguments | {"averages": _blend_norms(part, rule)}
         case AdagradRule():
             return adagrad_kernel, _adagrad_arguments(part, rule)
         case LarsRule():
             return lars_kernel, _lars_arguments(part, rule)
-    left_out(rule)  # no ``case _``: the type checker would take it for all that are missing
+        case _:
+            left_out(rule)

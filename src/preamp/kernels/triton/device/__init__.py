@@ -4,5 +4,6 @@
 Names in capitals are known when a kernel is compiled. ``P``, ``G``, ``M``, ``V``, ``H`` are the
 dtypes of parameters, gradients, state and halves, ``MATH`` is that of the computation. A scalar
 argument ``x`` comes with ``x_at`` and ``X_AT``: where on the device it is, if it is there. Type
-checkers cannot judge this language, so this folder is exempt from strict checks.
+checkers cannot judge this language, so this folder and `preamp.kernels.triton.updates` are exempt
+from strict checks.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 """The kernels of linear combinations, and of splitting and joining."""
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ def kernel(function: Callable[..., None]) -> Any:
     return cast("Any", triton).jit(function, do_not_specialize=varying)
 
 
+helper: Any = cast("Any", triton).jit
+"""Compile what kernels call; type checkers cannot tell what such functions take."""
+
+
 @kernel
 def _probe() -> None: ...
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 """Largest magnitudes and norms: per chunk, then per tensor.
 
 Each sum is taken in a fixed order, so equal inputs give equal bits. Magnitudes are compared as

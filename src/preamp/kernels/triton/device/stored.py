@@ -13,7 +13,6 @@ and, in place of a half, for the low bits of a split parameter.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from preamp.kernels.stored import BINADES as _BINADES
@@ -22,6 +21,7 @@ from preamp.kernels.stored import LEAST as _LEAST
 from preamp.kernels.stored import MANTISSA as _MANTISSA
 from preamp.kernels.stored import ODD as _ODD
 from preamp.kernels.stored import Format
+from preamp.kernels.triton.device.jit import helper
 from preamp.kernels.triton.device.walk import BLOCK, address, load, narrow, read, store, widen
 
 SLOTS = tl.constexpr(_SLOTS)
@@ -37,7 +37,7 @@ SIGNED_BINADES = tl.constexpr(_BINADES[Format.SIGNED])
 UNSIGNED_BINADES = tl.constexpr(_BINADES[Format.UNSIGNED])
 
 
-@triton.jit
+@helper
 def row_length(pointers, n, KEPT: tl.constexpr, tensor, IN_BLOCKS: tl.constexpr):
     """Elements of a row, or zero where it does not matter."""
     if IN_BLOCKS:
@@ -46,13 +46,13 @@ def row_length(pointers, n, KEPT: tl.constexpr, tensor, IN_BLOCKS: tl.constexpr)
         return tl.zeros((), tl.int64)
 
 
-@triton.jit
+@helper
 def has_gaps(length):
     """1 where slots are not elements, as an address that is not aligned; else 0."""
     return tl.where(length % SLOTS == 0, 0, 1)
 
 
-@triton.jit
+@helper
 def scales_of(pointers, n, KEPT: tl.constexpr, tensor, ROW: tl.constexpr, KIND: tl.constexpr):
     """Where the scales of a list are, if it has some."""
     if KIND == tl.int8 or KIND == tl.uint8:
@@ -61,7 +61,7 @@ def scales_of(pointers, n, KEPT: tl.constexpr, tensor, ROW: tl.constexpr, KIND: 
         return tl.zeros((), tl.int64)
 
 
-@triton.jit
+@helper
 def lanes(first, start, count, length, EDGE: tl.constexpr, IN_BLOCKS: tl.constexpr):
     """Elements behind ``start`` that come next, and which of them there are."""
     slots = first + tl.arange(0, BLOCK)
@@ -78,25 +78,25 @@ def lanes(first, start, count, length, EDGE: tl.constexpr, IN_BLOCKS: tl.constex
         return slots, slots < count
 
 
-@triton.jit
+@helper
 def _each(values):
     """The value of its block for every slot."""
     return tl.reshape(tl.broadcast_to(values[:, None], [BLOCKS, SLOTS]), [BLOCK])
 
 
-@triton.jit
+@helper
 def _scale_places(at, start, first, count):
     blocks = tl.arange(0, BLOCKS)
     places = at.to(tl.pointer_type(tl.float32)) + (start + first) // SLOTS + blocks
     return places, blocks * SLOTS < count - first
 
 
-@triton.jit
+@helper
 def _power(field):
     return (field << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@helper
 def load_moment(
     at, scales_at, start, first, count, where, mask,
     EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr,
@@ -112,7 +112,7 @@ def load_moment(
         return load(at, start, where, mask, EDGE, KIND, MATH)
 
 
-@triton.jit
+@helper
 def store_moment(
     at, scales_at, start, first, count, where, mask,
     EDGE: tl.constexpr, KIND: tl.constexpr, chance, ROW: tl.constexpr, x,
@@ -135,7 +135,7 @@ def store_moment(
         store(at, start, where, mask, EDGE, KIND, narrow(x, KIND))
 
 
-@triton.jit
+@helper
 def _binades(KIND: tl.constexpr):
     if KIND == tl.int8:
         return SIGNED_BINADES
@@ -143,7 +143,7 @@ def _binades(KIND: tl.constexpr):
         return UNSIGNED_BINADES
 
 
-@triton.jit
+@helper
 def _encode(x, chance, KIND: tl.constexpr):
     """Codes, and the scales of their blocks."""
     bits = x.to(tl.int32, bitcast=True)
@@ -164,7 +164,7 @@ def _encode(x, chance, KIND: tl.constexpr):
     return code.to(KIND), scales
 
 
-@triton.jit
+@helper
 def _decode(codes, scales, KIND: tl.constexpr):
     by = scales.to(tl.int32, bitcast=True)
     lowest = _each(tl.maximum(by >> 23, LEAST) - (_binades(KIND) - 2))
@@ -178,7 +178,7 @@ def _decode(codes, scales, KIND: tl.constexpr):
     return tl.where(_each(by & 0x7FFFFFFF) < 0x7F800000, value, float("nan"))
 
 
-@triton.jit
+@helper
 def draw(
     pointers, n, KEPT: tl.constexpr, tensor, start, where, length, seed, turn, turn_at,
     TURN_AT: tl.constexpr, CHANCE: tl.constexpr,
@@ -200,7 +200,7 @@ def draw(
     return found
 
 
-@triton.jit
+@helper
 def _drawn_by_eight(key, index, step):
     """Eight elements that follow each other share their words."""
     group = tl.min(tl.reshape(index, [BLOCK // 8, 8]), 1) >> 3
@@ -209,7 +209,7 @@ def _drawn_by_eight(key, index, step):
     return tl.interleave(words & 0xFFFF, words >> 16).to(tl.int32)
 
 
-@triton.jit
+@helper
 def _drawn_by_one(key, index, step):
     w0, w1, w2, w3 = _words(key, index >> 3, step)
     lane = (index & 7).to(tl.int32)
@@ -217,7 +217,7 @@ def _drawn_by_one(key, index, step):
     return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
 
 
-@triton.jit
+@helper
 def _words(key, counter, step):
     """Philox 4x32-10."""
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
@@ -229,7 +229,7 @@ def _words(key, counter, step):
 # -- split parameters -----------------------------------------------------------------------------
 
 
-@triton.jit
+@helper
 def load_param(
     p_at, h_at, start, where, mask,
     EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, MATH: tl.constexpr,
@@ -241,7 +241,7 @@ def load_param(
     return p
 
 
-@triton.jit
+@helper
 def store_param(
     p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
 ):
@@ -255,7 +255,7 @@ def store_param(
             store(h_at, start, where, mask, EDGE, H, narrow(widen(raw, P, p.dtype), H))
 
 
-@triton.jit
+@helper
 def store_split(
     p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
 ):
@@ -266,7 +266,7 @@ def store_split(
         store(h_at, start, where, mask, EDGE, H, low)
 
 
-@triton.jit
+@helper
 def _join(wide, low, P: tl.constexpr):
     bits = wide.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -281,7 +281,7 @@ def _join(wide, low, P: tl.constexpr):
     return word.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@helper
 def _split(x, P: tl.constexpr):
     """The half, as `narrow` returns it, and the low bits."""
     bits = x.to(tl.int32, bitcast=True)
@@ -296,7 +296,7 @@ def _split(x, P: tl.constexpr):
         return half.to(tl.float16, bitcast=True), _distance(x, half).to(tl.int16)
 
 
-@triton.jit
+@helper
 def _distance(x, half):
     """How much larger magnitudes are than the half ones, in 2**-16 of a unit; int32."""
     rounded = half.to(tl.float16, bitcast=True).to(tl.float32)
@@ -307,7 +307,7 @@ def _distance(x, half):
     return ((far + 12582912.0).to(tl.int32, bitcast=True)) - 0x4B400000
 
 
-@triton.jit
+@helper
 def _unit_of(size):
     """The unit in the last place of float16 values, from the bits of their magnitudes."""
     field = tl.minimum(tl.maximum(size >> 23, 113), 142) - 10

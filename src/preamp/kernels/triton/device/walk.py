@@ -8,14 +8,15 @@ accesses of 16 bytes, then over the rest behind a mask. Elements are read in sto
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from preamp.kernels.triton.device.jit import helper
 
 BLOCK = tl.constexpr(1024)
 """Elements per iteration: eight for each thread of four warps."""
 
 
-@triton.jit
+@helper
 def find_chunk(layout, n, CHUNK: tl.constexpr):
     """Return this program's tensor, its first element there, and how many it has."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -25,13 +26,13 @@ def find_chunk(layout, n, CHUNK: tl.constexpr):
     return tensor, start, count
 
 
-@triton.jit
+@helper
 def address(pointers, n, row: tl.constexpr, tensor):
     """Return the address in ``row`` for ``tensor``."""
     return tl.load(pointers + row * n + tensor)
 
 
-@triton.jit
+@helper
 def address_of_half(pointers, n, row: tl.constexpr, tensor, H: tl.constexpr):
     """The address in ``row``, or one that is aligned and not used where there are no halves."""
     if H is not None:
@@ -40,13 +41,13 @@ def address_of_half(pointers, n, row: tl.constexpr, tensor, H: tl.constexpr):
         return tl.zeros((), tl.int64)
 
 
-@triton.jit
+@helper
 def whole_blocks(addresses, count):
     """Elements that can be read 16 bytes at a time; ``addresses`` are or-ed together."""
     return tl.where((addresses & 15) == 0, count // BLOCK * BLOCK, 0)
 
 
-@triton.jit
+@helper
 def bounds(whole, count, EDGE: tl.constexpr):
     """First and last element of a run: the whole blocks, or what is left behind them.
 
@@ -58,7 +59,7 @@ def bounds(whole, count, EDGE: tl.constexpr):
         return whole * 0, whole
 
 
-@triton.jit
+@helper
 def load(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr):
     """Load elements of dtype ``KIND`` widened to ``MATH``."""
     if KIND == tl.bfloat16:
@@ -68,7 +69,7 @@ def load(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, MATH: t
     return widen(raw, KIND, MATH)
 
 
-@triton.jit
+@helper
 def read(at, start, where, mask, EDGE: tl.constexpr, STORED: tl.constexpr):
     """Load elements as they are stored."""
     places = at.to(tl.pointer_type(STORED)) + start + where
@@ -78,7 +79,7 @@ def read(at, start, where, mask, EDGE: tl.constexpr, STORED: tl.constexpr):
         return tl.load(tl.multiple_of(places, 16))
 
 
-@triton.jit
+@helper
 def store(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, raw):
     """Store what `narrow` returned."""
     if KIND == tl.bfloat16:
@@ -91,7 +92,7 @@ def store(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, raw):
         tl.store(tl.multiple_of(places, 16), raw)
 
 
-@triton.jit
+@helper
 def narrow(x, KIND: tl.constexpr):
     """Round to nearest even, once; bfloat16 as the int16 that holds its bits.
 
@@ -109,7 +110,7 @@ def narrow(x, KIND: tl.constexpr):
         return x.to(KIND)
 
 
-@triton.jit
+@helper
 def widen(raw, KIND: tl.constexpr, MATH: tl.constexpr):
     """Undo `narrow`."""
     if KIND == tl.bfloat16:
@@ -118,7 +119,7 @@ def widen(raw, KIND: tl.constexpr, MATH: tl.constexpr):
         return raw.to(MATH)
 
 
-@triton.jit
+@helper
 def load_one(at, KIND: tl.constexpr, MATH: tl.constexpr):
     """Load the 0-dim tensor at an address."""
     if KIND == tl.bfloat16:
@@ -128,7 +129,7 @@ def load_one(at, KIND: tl.constexpr, MATH: tl.constexpr):
     return widen(raw, KIND, MATH)
 
 
-@triton.jit
+@helper
 def store_one(at, KIND: tl.constexpr, x):
     """Round into the 0-dim tensor at an address."""
     if KIND == tl.bfloat16:
@@ -137,7 +138,7 @@ def store_one(at, KIND: tl.constexpr, x):
         tl.store(at.to(tl.pointer_type(KIND)), narrow(x, KIND))
 
 
-@triton.jit
+@helper
 def number(bits, MATH: tl.constexpr):
     """A Python float. It comes as its bits, since Triton would make any float a float32."""
     if MATH == tl.float64:
@@ -146,7 +147,7 @@ def number(bits, MATH: tl.constexpr):
         return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@helper
 def scalar(bits, at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
     """A hyper-parameter: the 0-dim tensor if there is one, else the number."""
     if ON_DEVICE:
@@ -155,7 +156,7 @@ def scalar(bits, at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
         return number(bits, MATH)
 
 
-@triton.jit
+@helper
 def spared(count, found_inf_at, FOUND_INF_AT: tl.constexpr):
     """``count``, or nothing to do if an overflow was found."""
     if FOUND_INF_AT:
@@ -164,7 +165,7 @@ def spared(count, found_inf_at, FOUND_INF_AT: tl.constexpr):
         return count
 
 
-@triton.jit
+@helper
 def factor_or_one(at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
     """A factor that may be missing."""
     if ON_DEVICE:
@@ -173,7 +174,7 @@ def factor_or_one(at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
         return tl.full((), 1, MATH)
 
 
-@triton.jit
+@helper
 def divide(a, b, MATH: tl.constexpr):
     """IEEE division; Triton's ``/`` is faster than that for float32."""
     if MATH == tl.float32:
@@ -182,7 +183,7 @@ def divide(a, b, MATH: tl.constexpr):
         return a / b
 
 
-@triton.jit
+@helper
 def root(x, MATH: tl.constexpr):
     """IEEE square root; Triton's ``sqrt`` is faster than that for float32."""
     if MATH == tl.float32:
@@ -191,7 +192,7 @@ def root(x, MATH: tl.constexpr):
         return tl.sqrt(x)
 
 
-@triton.jit
+@helper
 def correction(bits, step_at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
     """``1 - beta ** step``; for a step on the device from its number, ``log(beta)``.
 
@@ -207,7 +208,7 @@ def correction(bits, step_at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
         return number(bits, MATH)
 
 
-@triton.jit
+@helper
 def _expm1(y, MATH: tl.constexpr, TERMS: tl.constexpr):
     """``exp(y) - 1`` near zero: for ``|y| < 1/2`` the term behind the 17th is below 2**-66."""
     series = y * 0
@@ -216,7 +217,7 @@ def _expm1(y, MATH: tl.constexpr, TERMS: tl.constexpr):
     return (series + 1) * y
 
 
-@triton.jit
+@helper
 def _less_than_one(y):
     """``1 - exp(y)`` within an ulp, for ``y`` below zero.
 
@@ -231,7 +232,7 @@ def _less_than_one(y):
     return (1 - power) - power * _expm1(r, tl.float32, 12)
 
 
-@triton.jit
+@helper
 def magnitude_bits(x, MATH: tl.constexpr):
     """The bits of ``abs(x)``, which are ordered as the magnitudes are, nan last."""
     if MATH == tl.float64:
@@ -240,7 +241,7 @@ def magnitude_bits(x, MATH: tl.constexpr):
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit
+@helper
 def infinity_bits(MATH: tl.constexpr):
     """What `magnitude_bits` are below for finite values."""
     if MATH == tl.float64:
@@ -249,7 +250,7 @@ def infinity_bits(MATH: tl.constexpr):
         return 0x7F800000
 
 
-@triton.jit
+@helper
 def value_of_bits(bits, MATH: tl.constexpr):
     """The magnitude that `magnitude_bits` took apart."""
     return bits.to(MATH, bitcast=True)
