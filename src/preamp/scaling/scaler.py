@@ -176,8 +176,10 @@ class LossScaler:
                 self._growth_tracker = state.growth_tracker
             else:  # a CUDA graph knows where it lies
                 self._growth_tracker.copy_(state.growth_tracker)
-        else:
+        elif host_reaches(self._growth_tracker):
             self._uncounted += 1
+        else:  # a CUDA graph counts its replays
+            self._growth_tracker += 1
         if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
             self.found_inf.zero_()
         self._has_recorded = False
