@@ -393,7 +393,7 @@ def _norms_of(
 
 
 def _norm(norms: np.ndarray) -> float:
-    return math.sqrt(float(np.add.reduce(norms * norms)))  # `sum` is two more calls around it
+    return math.sqrt(float((norms * norms).sum()))
 
 
 def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
