@@ -105,8 +105,8 @@ class LossScaler:
             start = max(min(start, rule.max_scale), rule.min_scale or 0.0)
         # float32 scalar tensor
         self.scale = torch.tensor(start, dtype=torch.float32, device=device)
-        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self._uncounted = 0  # updates at a static scale that are not in it yet
+        # int32 scalar tensor, clean updates since the last overflow or growth
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         # float32 scalar tensor; set by `record`, consumed by `update`. It stays set until an
         # update looks at it, so a delayed check loses nothing.
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -117,14 +117,6 @@ class LossScaler:
     def device(self) -> torch.device:
         """Where scale and flags live."""
         return self.scale.device
-
-    @property
-    def growth_tracker(self) -> torch.Tensor:
-        """int32 scalar tensor, clean updates since the last overflow or growth."""
-        if self._uncounted:
-            self._growth_tracker += self._uncounted
-            self._uncounted = 0
-        return self._growth_tracker
 
     @property
     def is_dynamic(self) -> bool:
@@ -168,18 +160,13 @@ class LossScaler:
 
     def react(self) -> None:
         """Adjust to what was recorded, not synchronising."""
-        if self.is_dynamic:
-            state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
-            if state.scale is not self.scale:
-                self.scale.copy_(state.scale)
-            if host_reaches(state.growth_tracker):
-                self._growth_tracker = state.growth_tracker
-            else:  # a CUDA graph knows where it lies
-                self._growth_tracker.copy_(state.growth_tracker)
-        elif host_reaches(self._growth_tracker):
-            self._uncounted += 1
-        else:  # a CUDA graph counts its replays
-            self._growth_tracker += 1
+        state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
+        if state.scale is not self.scale:
+            self.scale.copy_(state.scale)
+        if host_reaches(state.growth_tracker):
+            self.growth_tracker = state.growth_tracker
+        else:  # a CUDA graph knows where it lies
+            self.growth_tracker.copy_(state.growth_tracker)
         if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
             self.found_inf.zero_()
         self._has_recorded = False
