@@ -120,6 +120,7 @@ def adam_kernel(
 def _adam_arguments(part: Places, rule: AdamRule) -> dict[str, Any]:
     corrects = rule.bias_correction is not BiasCorrection.NONE
     return {
+        **_rate(part, rule),
         **_corrections(part, rule, corrects),
         **part.numbers(
             beta1=rule.beta1,
@@ -225,6 +226,7 @@ def lamb_kernel(
 def _lamb_arguments(part: Places, rule: LambRule) -> dict[str, Any]:
     """What both launches take."""
     return {
+        **_rate(part, rule),
         **_corrections(part, rule, rule.bias_correction),
         **part.numbers(
             beta1=rule.beta1,
@@ -241,14 +243,14 @@ def _lamb_arguments(part: Places, rule: LambRule) -> dict[str, Any]:
     }
 
 
-def lamb_norms(
-    part: Places, rule: LambRule, arguments: dict[str, Any] | None = None
-) -> torch.Tensor:
-    """Measure parameters and steps, rows 0 and 1 of what is returned; ``arguments`` if made."""
+def lamb_norms(part: Places, rule: LambRule) -> torch.Tensor:
+    """Measure parameters and steps, rows 0 and 1 of what is returned."""
+    return _lamb_norms(part, _lamb_arguments(part, rule))
+
+
+def _lamb_norms(part: Places, arguments: dict[str, Any]) -> torch.Tensor:
     norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
-    rate = launching.scalar("lr", rule.lr, part.entries, part.math)
-    own = {"norms": partials, "MEASURE": True, "CHANCE": False}
-    part.launch(lamb_kernel, **rate, **((arguments or _lamb_arguments(part, rule)) | own))
+    part.launch(lamb_kernel, norms=partials, MEASURE=True, CHANCE=False, **arguments)
     for sums, results in zip(partials, norms, strict=True):
         gather(part.entries, sums, results, largest=False)
     return norms
@@ -258,7 +260,7 @@ def _trust_norms(part: Places, rule: LambRule, arguments: dict[str, Any]) -> tor
     norms = part.given_norms()
     if norms is None:
         measures = rule.uses_trust_ratio
-        norms = lamb_norms(part, rule, arguments) if measures else part.empty(2, 1)
+        norms = _lamb_norms(part, arguments) if measures else part.empty(2, 1)
     return norms
 
 
@@ -313,6 +315,7 @@ def sgd_kernel(
 def _sgd_arguments(part: Places, rule: SgdRule) -> dict[str, Any]:
     decays = rule.weight_decay != 0
     return {
+        **_rate(part, rule),
         **part.corrections(False),
         **part.numbers(
             momentum=rule.momentum, share=1 - rule.dampening, weight_decay=rule.weight_decay
@@ -377,6 +380,7 @@ def _lars_arguments(part: Places, rule: LarsRule) -> dict[str, Any]:
     elif rule.uses_trust_ratio:
         p_norms, g_norms = part.norms("P"), part.norms("G", part.update.inv_scale)
     return {
+        **_rate(part, rule),
         **part.numbers(
             momentum=rule.momentum,
             weight_decay=rule.weight_decay,
@@ -434,6 +438,7 @@ def adagrad_kernel(
 
 def _adagrad_arguments(part: Places, rule: AdagradRule) -> dict[str, Any]:
     return {
+        **_rate(part, rule),
         **part.numbers(eps=rule.eps, weight_decay=rule.weight_decay),
         "DECAYS": rule.weight_decay != 0,
         "DECOUPLED": rule.decoupled,
@@ -509,6 +514,7 @@ def novograd_kernel(
 
 def _novograd_arguments(part: Places, rule: NovoGradRule) -> dict[str, Any]:
     return {
+        **_rate(part, rule),
         **_corrections(part, rule, rule.bias_correction),
         **part.numbers(
             beta1=rule.beta1,
@@ -553,12 +559,15 @@ def _corrections(
 def start(part: Places, rule: Rule) -> None:
     """Launch the kernels of ``rule``."""
     update, arguments = _kernel_and_arguments(part, rule)
-    rate = launching.scalar("lr", rule.lr, part.entries, part.math)
-    part.launch(update, **rate, **arguments)
+    part.launch(update, **arguments)
+
+
+def _rate(part: Places, rule: Rule) -> dict[str, Any]:
+    return launching.scalar("lr", rule.lr, part.entries, part.math)
 
 
 def _kernel_and_arguments(part: Places, rule: Rule) -> tuple[Any, dict[str, Any]]:
-    """The kernel of the update, and its arguments but for the rate.
+    """The kernel of the update, and its arguments.
 
     Launches what measures norms, for rules that need them.
     """
