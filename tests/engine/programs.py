@@ -37,24 +37,47 @@ from preamp.optimizers import FusedAdam, FusedSGD
 
 GRAIN = 2.0**-10
 """All gradients are small multiples of it; times 65536 they still fit float16."""
-OWNER = {"a": 0, "q": 0, "n": 0, "b": 1}
+OWNER = {"a": 0, "q": 0, "n": 0, "b": 1, "c": 1}
 """Which of two optimizers has a part of the model."""
 NAMES = ("a.weight", "a.bias", "q", "n.weight", "n.bias", "b.weight", "b.bias")
+ADDED = ("c.weight", "c.bias")
+"""Of a layer that a program may add."""
 LOSSES = 2
 
 Build = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Parameters = dict[str, nn.Parameter]
 
 
+class Halving:
+    """An optimizer with a method that moves weights in a way that leaves no trace in torch."""
+
+    def halve(self) -> None:
+        for group in self.param_groups:  # type: ignore[attr-defined]
+            for param in group["params"]:
+                param.data.mul_(0.5)
+
+
+class HalvingSGD(Halving, torch.optim.SGD): ...
+
+
+class HalvingAdamW(Halving, torch.optim.AdamW): ...
+
+
+class HalvingFusedSGD(Halving, FusedSGD): ...
+
+
+class HalvingFusedAdam(Halving, FusedAdam): ...
+
+
 def _sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1.0, momentum=0.5)
+    return HalvingSGD(params, lr=1.0, momentum=0.5)
 
 
 def _adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=2.0**-4, eps=2.0**-12, weight_decay=0.0)
+    return HalvingAdamW(params, lr=2.0**-4, eps=2.0**-12, weight_decay=0.0)
 
 
-class Keeping(torch.optim.Optimizer):
+class Keeping(Halving, torch.optim.Optimizer):
     """A plain optimizer whose moments have the values that ``storage`` lets them have.
 
     It counts the steps of a group, those without any gradient too, as Apex's does.
@@ -134,9 +157,9 @@ class KeepingAdam(Keeping):
 
 OPTIMIZERS: dict[str, tuple[Build, Build]] = {
     "SGD": (_sgd, _sgd),
-    "FusedSGD": (lambda params: FusedSGD(params, lr=1.0, momentum=0.5), _sgd),
+    "FusedSGD": (lambda params: HalvingFusedSGD(params, lr=1.0, momentum=0.5), _sgd),
     "AdamW": (_adamw, _adamw),
-    "FusedAdam": (lambda params: FusedAdam(params, lr=2.0**-4, eps=2.0**-12), KeepingAdam),
+    "FusedAdam": (lambda params: HalvingFusedAdam(params, lr=2.0**-4, eps=2.0**-12), KeepingAdam),
 }
 """How to build one, and what it has to do."""
 STORAGES = {
@@ -160,6 +183,8 @@ def storage_at(level: LevelCase, name: str) -> Storage:
 class Toy(nn.Module):
     """Two linear layers, the weights of a batch norm, and a parameter that its gradient follows.
 
+    A third linear layer, ``c``, may be added later.
+
     Attributes:
         rounds: The half dtype in which a forward sees ``q`` while it is stored in another.
         rounds_ties_away: Whether it is rounded as split masters are.
@@ -178,9 +203,13 @@ class Toy(nn.Module):
             for param in self.parameters():
                 param.copy_(torch.randint(-700, 700, param.shape, generator=generator) * 2.0**-9)
 
+    def present(self, parts: str) -> str:
+        """Those of ``parts`` that there are; ``c`` may not be."""
+        return parts if hasattr(self, "c") else parts.replace("c", "")
+
     def forward(self, x: torch.Tensor, parts: str) -> torch.Tensor:
         out = torch.zeros(2, 2)
-        for part in parts:
+        for part in self.present(parts):
             if part == "q":
                 seen = self.q.detach()
                 if self.rounds is not None and self.rounds_ties_away:
@@ -261,6 +290,28 @@ class Step(Call):
 
 
 @dataclass(frozen=True)
+class Iteration(Call):
+    """A whole iteration of a loop that was written for torch's ``GradScaler``.
+
+    Attributes:
+        parts: What the loss depends on.
+        max_norm: Where to clip after ``unscale_``; ``None`` calls neither.
+        by: Whose clipping that is.
+        poison: Whether the loss is infinite; at dynamic scales only.
+    """
+
+    parts: str
+    index: int
+    loss_id: int = 0
+    max_norm: float | None = None
+    by: Literal["preamp", "torch"] = "torch"
+    poison: bool = False
+
+    def run(self, world: World) -> None:
+        world.iteration(self)
+
+
+@dataclass(frozen=True)
 class Zero(Call):
     """Zero or drop gradients: of an optimizer (0, 1), of the model, or of a parameter."""
 
@@ -298,7 +349,7 @@ class Write(Call):
     """Write to a weight of the model."""
 
     name: str
-    how: Literal["fill_", "mul_", "data =", "data.fill_"]
+    how: Literal["fill_", "mul_", "data =", "data.fill_", "exact"]
 
     def run(self, world: World) -> None:
         world.write(self.name, self.how)
@@ -313,6 +364,34 @@ class WriteMasters(Call):
 
     def run(self, world: World) -> None:
         world.write_masters(self.optimizer, self.how)
+
+
+@dataclass(frozen=True)
+class Halve(Call):
+    """Call a method of an optimizer that writes to ``p.data``."""
+
+    optimizer: int
+
+    def run(self, world: World) -> None:
+        world.halve(self.optimizer)
+
+
+@dataclass(frozen=True)
+class Add(Call):
+    """Give the model another layer, and an optimizer a group of its parameters."""
+
+    def run(self, world: World) -> None:
+        world.add()
+
+
+@dataclass(frozen=True)
+class Pair(Call):
+    """Copy the model together with its optimizers, and train the copy."""
+
+    index: int
+
+    def run(self, world: World) -> None:
+        world.train_copy(self.index)
 
 
 @dataclass(frozen=True)
@@ -348,12 +427,13 @@ class Checkpoint(Call):
 
 @dataclass(frozen=True)
 class Again(Call):
-    """Close the engine and initialize again, maybe at another level."""
+    """Close the engine and initialize again, maybe at another level or with split masters."""
 
     level: str
+    splits: bool = False
 
     def run(self, world: World) -> None:
-        world.again(self.level)
+        world.again(self.level, splits=self.splits)
 
 
 # -- known faults --------------------------------------------------------------------------------
@@ -482,7 +562,8 @@ class World:
         return self.ours.get_parameter(name), self.plain.get_parameter(name)
 
     def names(self, optimizer: int | None = None) -> list[str]:
-        return [n for n in NAMES if optimizer is None or OWNER[n[0]] == optimizer]
+        names = names_of(self.ours)
+        return [n for n in names if optimizer is None or OWNER[n[0]] == optimizer]
 
     def grads(self, optimizer: int) -> dict[str, torch.Tensor]:
         """What the coming step of plain torch would use."""
@@ -506,6 +587,7 @@ class World:
 
     def plain_backward(self, call: Backward) -> None:
         """Outside of any block: nothing of a loss scale may be left."""
+        call = replace(call, parts=self.ours.present(call.parts))
         params = [n for n in self.names() if n[0] in call.parts]
         if not any(self.ours.get_parameter(n).requires_grad for n in params):
             return
@@ -537,6 +619,7 @@ class World:
             self.plain.get_parameter(name).grad = None
 
     def block(self, call: Backward) -> None:
+        call = replace(call, parts=self.ours.present(call.parts))
         if not any(self.both(n)[0].requires_grad for n in self.names() if n[0] in call.parts):
             return
         if any(self.master_written) and self.avoids("masters written before anybody looks"):
@@ -617,17 +700,67 @@ class World:
             if not (self.grads(i) if maybe else self.holds(i)):
                 self.overflowed[i] = False
 
+    def iteration(self, call: Iteration) -> None:
+        """With a ``GradScaler`` of its own, which unscales, clips, steps and updates."""
+        parts = self.ours.present(call.parts)
+        trained = [n for n in self.names() if n[0] in parts and self.both(n)[0].requires_grad]
+        owners = sorted({OWNER[n[0]] for n in trained})
+        if not owners or any(
+            self.delayed[i] or self.overflowed[i] or self.is_stale[i] for i in (0, 1)
+        ):
+            return
+        poison = call.poison and self.is_dynamic
+        self.log.append(
+            f"GradScaler of {[f'opt{i}' for i in owners]}, loss_id={call.loss_id}: "
+            f"scale(loss({parts!r}, {call.index}){' * inf' if poison else ''}).backward()"
+        )
+        self.begin(owners, call.loss_id, self.engine.scaler(call.loss_id).generation)
+        scaler = preamp.GradScaler([self.opts[i] for i in owners], call.loss_id)
+        loss = loss_of(self.ours, parts, call.index) * (math.inf if poison else 1.0)
+        self.master_written, self.started = [False, False], True
+        scaler.scale(loss).backward()
+        self.theirs(parts, call.index, poison=poison)
+        for i in owners:
+            self.overflowed[i] = poison
+            if call.max_norm is not None:
+                scaler.unscale_(self.opts[i])
+                if not poison:
+                    self.clip_unscaled(i, call.max_norm, call.by)
+        for i in owners:
+            self.step(i, scaler)
+        scaler.update()
+        self.halved[call.loss_id] += poison
+
+    def clip_unscaled(self, i: int, max_norm: float, by: str) -> None:
+        """After ``unscale_``; torch's clip takes the norm of half gradients in their dtype."""
+        self.log.append(f"unscale_(opt{i}); {by}.clip_grad_norm_(opt{i}, {max_norm})")
+        if by == "preamp":
+            preamp.clip_grad_norm_(self.opts[i], max_norm)
+        else:
+            nn.utils.clip_grad_norm_(_owned(self.ours, i), max_norm)
+        grads = self.grads(i).values()
+        norm = float(torch.stack([grad.double().norm() for grad in grads]).norm()) if grads else 0.0
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        is_near = math.isclose(norm, max_norm, rel_tol=2.0**-6)
+        if factor != 1.0 or is_near:
+            self.exact = False
+            self.was_half |= by == "torch" and self.row.weight is not torch.float32
+        for grad in grads:
+            grad.mul_(factor)
+
     # -- steps ---------------------------------------------------------------------------------
 
-    def step(self, i: int) -> None:
+    def step(self, i: int, scaler: preamp.GradScaler | None = None) -> None:
         if self.is_stale[i]:
             self.zero(i, to_none=True)
-        self.log.append(f"opt{i}.step()")
+        self.log.append(f"opt{i}.step()" if scaler is None else f"scaler.step(opt{i})")
         if self.delayed[i]:
             if self.refused(self.opts[i].step):
                 return
             assert not self.holds(i), "a step on gradients that are still scaled"
             self.delayed[i] = None
+        elif scaler is not None:
+            scaler.step(self.opts[i])
         else:
             self.opts[i].step()
         skipped = self.overflowed[i]
@@ -798,6 +931,9 @@ class World:
         if how == "data.fill_" and has_master and (self.started or self.avoids("quiet writes")):
             return
         self.log.append(f"model.{name}.{how}")
+        if how == "exact":
+            self.write_exactly(param, plain)
+            return
         for side in (param, plain):
             _write(side, how, 0.375)
         if param.dtype != plain.dtype and param.dtype is not torch.float32:
@@ -809,6 +945,58 @@ class World:
                 plain.data = torch.where(rounded == value, before, value)
             else:
                 plain.data = param.detach().double()
+
+    @torch.no_grad()
+    def write_exactly(self, param: nn.Parameter, plain: nn.Parameter) -> None:
+        """Within ``exact_weights``, where a master loses nothing."""
+        with self.engine.exact_weights():
+            param.mul_(0.5)
+        plain.mul_(0.5)
+        if self.engine.master_of(param) is None:
+            plain.copy_(param)
+
+    def halve(self, i: int) -> None:
+        if self.half_written[i]:
+            return
+        self.log.append(f"opt{i}.halve()")
+        for optimizer in (self.opts[i], self.plain_opts[i]):
+            optimizer.halve()  # type: ignore[attr-defined]
+        self.check(i)
+
+    def add(self) -> None:
+        if hasattr(self.ours, "c"):
+            return
+        self.log.append("model.c = Linear(...); opt1.add_param_group(model.c.parameters())")
+        layer = nn.Linear(self.ours.a.in_features, 2)
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.copy_(torch.arange(param.numel()).view(param.shape) * 2.0**-9)
+        self.plain.c = copy.deepcopy(layer).to(self.plain.q.dtype)
+        self.ours.c = layer
+        for model, opts in ((self.ours, self.opts), (self.plain, self.plain_opts)):
+            opts[1].add_param_group({"params": list(model.c.parameters())})
+        self.saved = None
+        self.check(1)
+
+    def train_copy(self, index: int) -> None:
+        """A model and its optimizers that are copied together train on in float32."""
+        if self.moments != "float32" or self.plain.q.dtype is torch.float16:
+            return
+        self.log.append(f"a deep copy of all, one step on loss('abqn', {index})")
+        ours, opts = copy.deepcopy((self.ours, self.opts))
+        plain, plain_opts = copy.deepcopy((self.plain, self.plain_opts))
+        plain.rounds = None
+        for model, optimizers in ((ours, opts), (plain, plain_opts)):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            with preamp.disable_casts():
+                loss_of(model, "abqnc", index, model.q.dtype).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for name in self.names():
+            found, wanted = ours.get_parameter(name), plain.get_parameter(name)
+            assert found.dtype is torch.float32, f"copied {name} is {found.dtype}"
+            self.compare(found, wanted, f"copied {name}")
 
     def write_masters(self, i: int, how: str) -> None:
         if self.half_written[i]:
@@ -839,17 +1027,18 @@ class World:
         self.log.append(through)
         if through == "forward":
             with torch.no_grad():
-                self.ours(torch.zeros(2, self.ours.a.in_features), "abqn")
+                self.ours(torch.zeros(2, self.ours.a.in_features), "abqnc")
             self.master_written = [False, False]
             self.check_halves()
             return
         if through == "exact_weights":
             with self.engine.exact_weights():
                 found = {n: p.detach().clone() for n, p in self.ours.named_parameters()}
+                self.ours(torch.zeros(2, self.ours.a.in_features), "abqnc")
         elif through == "deepcopy":
             found = {n: p.detach() for n, p in copy.deepcopy(self.ours).named_parameters()}
         else:
-            found = {n: v for n, v in self.ours.state_dict().items() if n in NAMES}
+            found = {n: v for n, v in self.ours.state_dict().items() if n in self.names()}
             self.half_written = [False, False]
             if not self.avoids("masters written before anybody looks"):
                 self.master_written = [False, False]
@@ -902,16 +1091,18 @@ class World:
 
     def restart(self) -> None:
         level, saved = self.row.name, (self.saved, self.saved_halved)
-        exact, was_half = self.exact, self.was_half
+        exact, was_half, has_added = self.exact, self.was_half, hasattr(self.ours, "c")
         self.engine.close()
         log = self.log
         options: Any = {"avoided": self.avoided, "storage": self.storage}
         self.__init__(level, self.kind, self.loss_scale, **options)  # type: ignore[misc]
         self.log = [*log, *self.log]
+        if has_added:
+            self.add()
         self.exact, self.was_half = exact, was_half
         self.saved, self.saved_halved = saved
 
-    def again(self, level: str) -> None:
+    def again(self, level: str, *, splits: bool) -> None:
         if level == "O3" and not self.exact:
             return  # float16 state of what differs by a rounding
         self.log.append("engine.close()")
@@ -927,6 +1118,8 @@ class World:
             param.grad = plain.grad = None
         self.was_half |= self.plain.q.dtype is torch.float16
         self.saved = None
+        if self.moments == "float32":
+            self.storage, self.splits = ("split", True) if splits else ("full", False)
         self.initialize(level)
 
     # -- comparisons ---------------------------------------------------------------------------
@@ -993,8 +1186,13 @@ class World:
                 self.compare(ours, wanted, f"momentum of {name}")
 
 
+def names_of(model: Toy) -> tuple[str, ...]:
+    """The names of its parameters."""
+    return (*NAMES, *ADDED) if hasattr(model, "c") else NAMES
+
+
 def _owned(model: Toy, optimizer: int) -> list[nn.Parameter]:
-    return [p for n, p in ((n, model.get_parameter(n)) for n in NAMES) if OWNER[n[0]] == optimizer]
+    return [model.get_parameter(n) for n in names_of(model) if OWNER[n[0]] == optimizer]
 
 
 def _finite(grads: dict[str, torch.Tensor]) -> bool:

@@ -19,13 +19,17 @@ from engine.programs import (
     NAMES,
     OPTIMIZERS,
     STORAGES,
+    Add,
     Again,
     Backward,
     Call,
     Checkpoint,
     Clip,
     Freeze,
+    Halve,
+    Iteration,
     Look,
+    Pair,
     Read,
     Step,
     World,
@@ -86,6 +90,9 @@ class Dice:
     def iteration(self) -> Iterator[Call]:
         if self.happens():
             yield self.between_steps()
+        if self.happens(rarely=True):
+            yield self.whole_iteration()
+            return
         for _ in range(self.number(1, 3)):
             yield self.backward()
             for _ in range(self.number(0, 2)):
@@ -105,12 +112,22 @@ class Dice:
 
     def backward(self) -> Call:
         return Backward(
-            self.one(["a", "b", "q", "n", "ab", "aqn", "abqn"], [1, 1, 1, 1, 1, 1, 2]),
+            self.one(["a", "b", "q", "n", "ab", "aqn", "abqnc"], [1, 1, 1, 1, 1, 1, 2]),
             self.number(0, 5),
             loss_id=int(self.happens()),
             delay=self.happens(),
             both=self.happens(),
             **{name: self.happens(rarely=True) for name in RARE},
+        )
+
+    def whole_iteration(self) -> Call:
+        return Iteration(
+            self.one(["a", "bc", "aqn", "abqnc"]),
+            self.number(0, 5),
+            loss_id=int(self.happens()),
+            max_norm=self.one([None, 2.0**-12, 2.0**-6, 2.0**6, math.inf]),
+            by=self.one(["preamp", "torch"]),
+            poison=self.happens(rarely=True),
         )
 
     def among_backwards(self) -> Call:
@@ -126,8 +143,10 @@ class Dice:
                 ),
             ),
             (2, lambda: Read(self.one(NAMES))),
-            (1, lambda: Write(self.one(NAMES), self.one(["fill_", "mul_", "data ="]))),
+            (1, lambda: Write(self.one(NAMES), self.one(["fill_", "mul_", "data =", "exact"]))),
             (1, self.write_masters),
+            (1, lambda: Halve(self.one([0, 1]))),
+            (1, Add),
             (1, self.freeze),
             (1, self.look),
             (1, lambda: Checkpoint(self.one(["save", "load"]))),
@@ -138,13 +157,18 @@ class Dice:
         makers: list[tuple[int, Callable[[], Call]]] = [
             (
                 2,
-                lambda: Write(self.one(NAMES), self.one(["fill_", "mul_", "data =", "data.fill_"])),
+                lambda: Write(
+                    self.one(NAMES), self.one(["fill_", "mul_", "data =", "data.fill_", "exact"])
+                ),
             ),
             (2, self.write_masters),
             (1, self.freeze),
             (1, self.look),
             (2, lambda: Checkpoint(self.one(["save", "load", "restart"]))),
-            (1, lambda: Again(self.one(LEVEL_NAMES))),
+            (1, lambda: Again(self.one(LEVEL_NAMES), splits=self.happens())),
+            (1, lambda: Halve(self.one([0, 1]))),
+            (1, Add),
+            (1, lambda: Pair(self.number(0, 5))),
         ]
         return self.one([make for _, make in makers], [weight for weight, _ in makers])()
 
