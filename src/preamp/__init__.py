@@ -48,20 +48,36 @@ from preamp.policy import Storage as Storage
 if TYPE_CHECKING:
     from preamp import amp as amp
     from preamp import checkpoint as checkpoint
+    from preamp import fp16_utils as fp16_utils
+    from preamp import integrations as integrations
+    from preamp import multi_tensor_apply as multi_tensor_apply
+    from preamp import normalization as normalization
+    from preamp import numerics as numerics
+    from preamp import optimizers as optimizers
+    from preamp import parallel as parallel
     from preamp import planning as planning
+    from preamp import report as report
     from preamp.checkpoint.saving import load_checkpoint as load_checkpoint
     from preamp.checkpoint.saving import save_checkpoint as save_checkpoint
     from preamp.planning.memory import estimate as estimate
     from preamp.planning.planner import plan as plan
 
-__getattr__ = names(  # what not every program needs loads when it is first asked for
+__getattr__, __dir__ = names(  # what not every program needs loads when it is first asked for
     "preamp",
     amp="",
     checkpoint="",
     estimate="planning.memory",
+    fp16_utils="",
+    integrations="",
     load_checkpoint="checkpoint.saving",
+    multi_tensor_apply="",
+    normalization="",
+    numerics="",
+    optimizers="",
+    parallel="",
     plan="planning.planner",
     planning="",
+    report="",
     save_checkpoint="checkpoint.saving",
 )
 

@@ -118,6 +118,20 @@ def test_endings_are_those_of_python(
         assert ours.returncode == -signal.SIGINT
 
 
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_nul_byte_is_told_with_its_place(
+    preamp_run: Run, tmp_path: Path, as_module: bool
+) -> None:
+    """As by Python, from 3.11.4 on, when it runs a file; its ``compile`` tells no place."""
+    script = written(tmp_path, "nul.py", "x = 1\ny = '''\n\0'''\n")
+    done = preamp_run("-m", "nul") if as_module else preamp_run(script)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f'  File "{tmp_path / "nul.py"}", line 3\n    \n'
+        "SyntaxError: source code cannot contain null bytes\n"
+    )
+
+
 def test_a_module_that_fails(preamp_run: Run, tmp_path: Path) -> None:
     written(tmp_path, "fails.py", "import apex\n1 / 0\n")
     done = preamp_run("-m", "fails")

@@ -286,8 +286,9 @@ def logic_in_exports(sources: list[Source]) -> list[str]:
 
 def _assigns_dunder(node: ast.stmt) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    names = ("__all__", "__getattr__", "__version__")
-    return all(isinstance(t, ast.Name) and t.id in names for t in targets)
+    names = [name for t in targets for name in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    allowed = ("__all__", "__dir__", "__getattr__", "__version__")
+    return all(isinstance(name, ast.Name) and name.id in allowed for name in names)
 
 
 def _is_guard(node: ast.stmt) -> bool:

@@ -54,6 +54,22 @@ except AttributeError as error:
     assert error.name == "nothing" and "'preamp' has no attribute 'nothing'" in str(error)
 """
 
+PUBLIC = """
+import preamp
+shown = {name for name in dir(preamp) if not name.startswith("__")}
+modules = {"amp", "checkpoint", "fp16_utils", "integrations", "multi_tensor_apply",
+           "normalization", "numerics", "optimizers", "parallel", "planning", "report"}
+assert shown == {*preamp.__all__, *modules} - {"__version__"}, shown
+assert not any("preamp." + name in sys.modules for name in modules)
+for package in (preamp, preamp.checkpoint, preamp.planning):
+    names = [name for name in dir(package) if not name.startswith("__")]
+    assert {*package.__all__} - {"__version__"} <= {*names}
+    assert all(getattr(package, name) is not None for name in names)
+assert preamp.optimizers.FusedAdam and preamp.parallel.LARC.LARC
+assert preamp.normalization.fused_layer_norm.FusedLayerNorm
+assert "__doc__" in dir(preamp) and "TYPE_CHECKING" not in dir(preamp.checkpoint)
+"""
+
 READERS_OF_APEX_FILES = """
 import preamp.checkpoint
 assert "preamp.checkpoint.convert" not in sys.modules
@@ -78,7 +94,8 @@ def run_each(*texts: str) -> list[dict[str, object]]:
 def test_import_is_light_and_the_rest_loads_when_it_is_asked_for() -> None:
     facades = ", ".join(f"preamp.{name}" for name in FACADES.split())
     looks = [LOOK % "preamp, preamp.amp", LOOK % facades]
-    assert run_each(*looks, APEX_NAMES, READERS_OF_APEX_FILES) == [LIGHT, LIGHT]
+    programs = (APEX_NAMES, PUBLIC, READERS_OF_APEX_FILES)
+    assert run_each(*looks, *programs) == [LIGHT, LIGHT]
 
 
 HEAVY = {

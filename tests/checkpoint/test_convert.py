@@ -230,6 +230,20 @@ def test_nothing_but_a_file_is_replaced(run: Path, tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+def test_links_in_a_circle_are_neither_read_nor_replaced(run: Path, tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    with pytest.raises(OSError, match=r"circle cannot be read: Too many .* Check the path"):
+        convert_apex_checkpoint(circle, tmp_path / "plain.pt")
+    for target in (circle, circle / "plain.pt"):
+        with pytest.raises(OSError, match=rf"{target} cannot be written: Too many .* and try"):
+            convert_apex_checkpoint(run, target)
+    done = invoke(run, circle)
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit)
+    assert circle.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"circle", run.name}
+
+
 def test_a_scaler_that_cannot_be_read_writes_nothing(tmp_path: Path) -> None:
     src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"
     with apex_class(AMP, "LossScaler") as make:

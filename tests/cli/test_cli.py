@@ -216,6 +216,13 @@ def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path
             (f"Error: new/folder/{'x' * 300}.html cannot be written: File name too long. It",),
         ),
         (("run.jsonl", "-o", f"new/{'x' * 300}/page.html"), ("cannot be written: File name too",)),
+        (("circle",), ("Error: circle cannot be read: Too many levels of symbolic links. It",)),
+        (("circle/run.jsonl",), ("Error: circle/run.jsonl cannot be read: Too many levels of",)),
+        (("run.jsonl", "-o", "circle"), ("Error: circle cannot be written: Too many levels",)),
+        (
+            ("run.jsonl", "-o", "circle/page.html"),
+            ("circle/page.html cannot be written: Too many",),
+        ),
         (("empty.jsonl",), ("empty.jsonl holds no record", "at least one line", "Pass the file")),
         (("text.jsonl",), ("Line 1 of", "is not a record of a run", "Pass another file")),
         (("run.jsonl", "run.jsonl"), ("is named twice", "shown once", "Name each file once")),
@@ -237,6 +244,7 @@ def test_report_refuses_what_it_cannot_read(
     Path("text.jsonl").write_text("hello\n", encoding="utf-8")
     Path("binary.jsonl").write_bytes(bytes(range(255, 0, -1)))
     Path("folder").mkdir()
+    Path("circle").symlink_to("circle")
     os.mkfifo("pipe")
     before = sorted(Path().rglob("*"))
     done = invoke("report", *arguments)

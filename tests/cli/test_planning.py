@@ -230,6 +230,7 @@ BUGS = {
     "the loss": ("", "def loss_fn(model, batch):\n    return helper()", ["loss_fn", "helper"]),
     "initialize": ("import preamp; preamp.initialize(None, opt_level='bf16')", "", ["<module>"]),
     "its syntax": ("def f(:", "", []),
+    "a nul byte": ("x = '\0'", "", []),
 }
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cases.demo import result, row
 from demo_schema import check_results, read_results
 from preamp.core.errors import PreampUnavailableError
-from preamp.demo import report
+from preamp.demo import report, table
 from preamp.demo.records import DemoResult, to_json
 from preamp.demo.report import render
 from preamp.demo.table import columns_of, format_seconds, note_of
@@ -131,12 +132,20 @@ def test_notes_say_what_happened_and_why_o3_may_be_worse() -> None:
     assert "no fp32 masters" in note
 
 
-@pytest.mark.parametrize(("device", "is_slow"), [("cpu (AVX2", True), ("cpu (AVX512", False)])
-def test_notes_say_where_half_saves_no_time(device: str, is_slow: bool) -> None:
-    run = replace(RUN, device=f"{device}, 2 threads)")
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+@pytest.mark.parametrize("lacks", [True, False])
+@pytest.mark.parametrize("device", ["cpu (AVX512, 2 threads)", "cuda:0 (NVIDIA H200)"])
+def test_notes_say_where_half_saves_no_time(
+    half: str, lacks: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said is what the casts go by, so a CPU with units for fp16 is not taken for slow."""
+    dtypes = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    monkeypatch.setattr(table, "cpu_lacks_matmul", lambda dtype: lacks and dtypes[dtype] == half)
+    run = replace(RUN, device=device)
     level: Any = RUN.levels[1]
-    level = replace(level, dtypes=replace(level.dtypes, compute="bf16"))
-    assert ("bf16 saves no time here" in note_of(level, run)) is is_slow
+    level = replace(level, dtypes=replace(level.dtypes, compute=half))
+    note = note_of(level, run)
+    assert (f"{half} saves no time here" in note) is (lacks and device.startswith("cpu"))
 
 
 def test_results_are_what_the_schema_says(tmp_path: Path) -> None:

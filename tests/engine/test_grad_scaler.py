@@ -468,6 +468,28 @@ def test_numbers_are_asked_for_and_set_as_with_torchs(level: str) -> None:
         }
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_an_interval_that_has_been_reached_lets_the_scale_grow(is_loaded: bool) -> None:
+    """Not so with torch's, which compares for equality, before the next overflow."""
+    found: list[list[float]] = []
+    for loop in both("O2", growth_interval=5):
+
+        def step(loop: Loop = loop) -> float:
+            loop.backward((0,))
+            loop.scaler.step(loop.optimizers[0])
+            loop.scaler.update()
+            loop.zero(0)
+            return loop.scaler.get_scale() / SCALE
+
+        if is_loaded:
+            loop.scaler.load_state_dict({**loop.scaler.state_dict(), "_growth_tracker": 3})
+        else:
+            assert [step() for _ in range(3)] == [1, 1, 1]
+        loop.scaler.set_growth_interval(2)
+        found.append([step() for _ in range(4)])
+    assert found == [[2, 2, 4, 4], [1, 1, 1, 1]]
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_states_are_exchanged_with_torchs(level: str) -> None:
     ours, torchs = both(level)

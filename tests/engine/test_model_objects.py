@@ -282,6 +282,34 @@ def test_compiled(level: str, backend: str) -> None:
     assert preamp.engine_of(model).steps_applied == 2
 
 
+class Recalled:
+    """A hook with a state, as those of scripts may have one."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+
+
+@ALL_LEVELS
+def test_hooks_have_one_order(level: str) -> None:
+    """As torch 2.8 compiles them in that of the dictionary below the ``OrderedDict``."""
+    model, first, second = nn.Linear(2, 1), Recalled(), Recalled()
+    handle = model.register_forward_pre_hook(first)
+    model.register_forward_pre_hook(second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    tables = [table for name, table in vars(model).items() if name.endswith("_hooks")]
+    for table in tables:
+        assert list(table) == list(dict.keys(table))
+    hooks = list(model._forward_pre_hooks.values())
+    assert hooks.index(first) < hooks.index(second)
+    handle.remove()
+    model(torch.ones(1, 2))
+    assert (first.calls, second.calls) == (0, 1)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

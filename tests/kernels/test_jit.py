@@ -6,10 +6,14 @@ That they compute what the other back ends do is in the tests of every back end.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
+import pickle
+import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -702,6 +706,136 @@ def test_where_code_is_kept(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "platform", platform)
     assert compiler.cache_folder() == wanted
+
+
+# -- who may write to the folder of machine code ---------------------------------------------------
+
+OTHER = 54321  # a user that nobody is
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="folders have no such permissions")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for machine code that nobody else can write to, not made yet."""
+    monkeypatch.setenv("PREAMP_CACHE", str(tmp_path / "above" / "code"))
+    compiler._folder.cache_clear()
+    yield tmp_path / "above" / "code"
+    compiler._folder.cache_clear()
+
+
+def use_cache() -> list[Path]:
+    """Compile a kernel and return the files that it is kept in."""
+    assert compiler.kernel(one_more)(1.0) == 2.0
+    return [file for file in compiler.cache_folder().rglob("*.nb?") if file.is_file()]
+
+
+def one_more(number: float) -> float:
+    return number + 1
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a folder be another user's, by root's right or by being another."""
+    if os.geteuid() == 0:
+        os.chown(path, OTHER, OTHER)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+
+
+@posix_only
+def test_folders_for_code_are_made_for_the_user_alone(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert use_cache()
+    finally:
+        os.umask(before)
+    (folder,) = cache.iterdir()
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, cache, cache.parent)] == [0o700] * 3
+
+
+@posix_only
+@pytest.mark.parametrize("mode", [0o775, 0o722, 0o1777])
+@pytest.mark.parametrize("place", ["code", "above", "inner"])
+def test_code_is_not_kept_where_others_may_write(cache: Path, place: str, mode: int) -> None:
+    """But in a folder with the sticky bit, such as /tmp, nobody can put another in its place."""
+    inner = Path(cast("str", compiler._folder()))
+    compiler._folder.cache_clear()
+    changed = {"code": cache, "above": cache.parent, "inner": inner}[place]
+    changed.chmod(mode)
+    if mode == 0o1777 and place != "inner":
+        assert use_cache()
+        return
+    told = rf"(?s)others may write to {re.escape(str(changed))} \(drwx.*Set PREAMP_CACHE"
+    with pytest.warns(UserWarning, match=told):
+        assert use_cache() == []
+    compiler.kernel(one_more)  # and once is enough
+
+
+@posix_only
+@pytest.mark.parametrize("place", ["code", "above"])
+def test_code_is_not_kept_in_the_folder_of_another_user(
+    cache: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir(parents=True)
+    give_away({"code": cache, "above": cache.parent}[place], monkeypatch)
+    with pytest.warns(UserWarning, match=r"(?s)belongs to another user.*your own"):
+        assert use_cache() == []
+
+
+@posix_only
+def test_a_link_is_judged_by_where_it_leads(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "code").mkdir()
+    cache.parent.mkdir()
+    cache.symlink_to(shared / "code")
+    with pytest.warns(UserWarning, match=rf"others may write to {shared} "):
+        assert use_cache() == []
+    compiler._folder.cache_clear()
+    monkeypatch.setenv("PREAMP_CACHE", str(shared / "link"))
+    (tmp_path / "own").mkdir()
+    (shared / "link").symlink_to(tmp_path / "own")
+    assert use_cache()  # whoever turns the link around does so too late: what it led to is used
+
+
+class Planted:
+    """What an index that somebody else put there can be: code that runs when it is read."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+@posix_only
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_planted_index_is_not_read(cache: Path, tmp_path: Path, is_shared: bool) -> None:
+    (index,) = [file for file in use_cache() if file.suffix == ".nbi"]
+    version = pickle.loads(index.read_bytes())
+    index.write_bytes(pickle.dumps(version) + pickle.dumps(Planted(tmp_path / "proof")))
+    compiler._folder.cache_clear()
+    if is_shared:
+        cache.chmod(0o777)
+        with pytest.warns(UserWarning, match="could run code in this process"):
+            use_cache()
+    else:  # numba does run it, so the rule is needed
+        with contextlib.suppress(TypeError):
+            use_cache()
+    assert (tmp_path / "proof").exists() is not is_shared
+
+
+def test_on_windows_permissions_are_not_looked_at(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(os, "geteuid", raising=False)
+    assert use_cache()
 
 
 # -- without numba ---------------------------------------------------------------------------------

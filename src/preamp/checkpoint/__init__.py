@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from preamp.checkpoint.saving import read_checkpoint as read_checkpoint
 
 # Checkpoints would be a third of the time of importing preamp.
-__getattr__ = names(
+__getattr__, __dir__ = names(
     "preamp.checkpoint",
     ApexRecord="reader",
     Finding="convert",

@@ -25,6 +25,7 @@ from preamp.cli.console import (
     print_wrapped,
     refused,
 )
+from preamp.cli.run import refuse_nul_bytes
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
 from preamp.planning.cases import CASES, case_named
@@ -186,6 +187,7 @@ def _run(script: Path) -> ModuleType:
     loader, arguments = spec.loader, sys.argv
     sys.argv = [str(script)]  # this command's own are not for it
     try:
+        refuse_nul_bytes(loader)
         _without_exit(lambda: loader.exec_module(module), script)
     finally:
         sys.argv = arguments

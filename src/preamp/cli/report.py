@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ def report(
 
 def names_of(files: Sequence[Path]) -> list[str]:
     """Name runs after their files, with as many folders as it takes to tell them apart."""
-    paths = [path.resolve().with_suffix("") for path in files]
-    twice = [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]
+    targets = [_target(path) for path in files]
+    paths = [target.with_suffix("") for target in targets]
+    twice = [target for target, count in Counter(targets).items() if count > 1]
     if twice:
         raise bad_value(
             f"{twice[0]} is named twice", "Each run is shown once", "Name each file once"
@@ -62,9 +64,14 @@ def _read(path: Path) -> list[Record]:
 
 
 def _require_apart(files: Sequence[Path], output: Path) -> None:
-    if output.resolve() in [path.resolve() for path in files]:
+    if _target(output) in [_target(path) for path in files]:
         raise bad_value(
             f"The page would replace {output}, which holds records",
             "The page goes to a file of its own",
             "Pass for example -o report.html",
         )
+
+
+def _target(path: Path) -> Path:
+    """Where links lead; what leads in a circle is told when it is opened."""
+    return Path(os.path.realpath(path))

@@ -107,7 +107,7 @@ def _start(name: str, folder: str, arguments: list[str]) -> None:
 
 def _read_script(path: str) -> Program:
     loader = SourceFileLoader("__main__", path)
-    code = _compiled(lambda: loader.source_to_code(loader.get_data(path), path))
+    code = _compiled(loader, lambda: loader.source_to_code(loader.get_data(path), path))
     attributes = {"__file__": path, "__cached__": None, "__loader__": loader}
     return Program(code=code, attributes=attributes)
 
@@ -118,7 +118,8 @@ def _read_module(name: str, command: str) -> Program:
         spec = _find(f"{name}.__main__")
     if spec is None or not hasattr(spec.loader, "get_code"):
         _stop(f"There is no module {name} that can be run", command)
-    code = _compiled(lambda: cast("InspectLoader", spec.loader).get_code(spec.name))
+    loader = cast("InspectLoader", spec.loader)
+    code = _compiled(loader, lambda: loader.get_code(spec.name))
     attributes = {
         "__file__": code.co_filename,
         "__cached__": spec.cached,
@@ -129,13 +130,24 @@ def _read_module(name: str, command: str) -> Program:
     return Program(code=code, attributes=attributes)
 
 
-def _compiled(read: Callable[[], CodeType | None]) -> CodeType:
+def _compiled(loader: object, read: Callable[[], CodeType | None]) -> CodeType:
     """Read a program; a syntax error in it is shown as Python shows it."""
     try:
+        refuse_nul_bytes(loader)
         return cast("CodeType", read())
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         raise SystemExit(1) from None
+
+
+def refuse_nul_bytes(loader: object) -> None:
+    """Raise the `SyntaxError` of a source file with a nul byte; Python's own names no place."""
+    if isinstance(loader, SourceFileLoader):
+        before, nul, _ = loader.get_data(loader.path).partition(b"\0")
+        if nul:
+            line = len((before + b".").splitlines())
+            place = (loader.path, line, None, "")
+            raise SyntaxError("source code cannot contain null bytes", place)
 
 
 def _find(name: str) -> ModuleSpec | None:

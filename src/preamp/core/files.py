@@ -80,9 +80,11 @@ def replacing(path: Path) -> Generator[DraftFile]:
     made: list[Path] = []
     with naming(path):
         try:
-            target = path.resolve()
-            if target.exists() and not target.is_file():  # a device would be gone for all programs
-                raise FileExistsError(errno.EEXIST, "What is there is no regular file")
+            # Not path.resolve(): for a circle of links that is a RuntimeError, or none at all.
+            target = Path(os.path.realpath(path))
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISREG(target.stat().st_mode):  # a device would be gone for all
+                    raise FileExistsError(errno.EEXIST, "What is there is no regular file")
             made += (folder for folder in target.parents if not folder.exists())
             target.parent.mkdir(parents=True, exist_ok=True)
             with _draft_of(target) as name:

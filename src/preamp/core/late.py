@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 
-def names(package: str, **modules: str) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` (PEP 562) of a package or module from names' modules.
+def names(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make ``__getattr__`` and ``__dir__`` (PEP 562) of a package or module from names' modules.
 
     Each is a relative import without its first dot; an empty one says that the name is a module.
+    ``dir`` shows these names and those in ``__all__``, whether they have been loaded or not.
     """
 
     def load(name: str) -> Any:
@@ -23,4 +24,9 @@ def names(package: str, **modules: str) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return load
+    def public() -> list[str]:
+        own = vars(sys.modules[package])
+        of_python = (name for name in own if name.startswith("__") and name.endswith("__"))
+        return sorted({*of_python, *own.get("__all__", ()), *modules})
+
+    return load, public

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from preamp.demo.parallel import agreement_of
 from preamp.demo.records import DemoResult, LevelResult, ratio
+from preamp.kernels import cpu_lacks_matmul
 
 MISSING = "–"
 
@@ -187,12 +190,11 @@ HELD_OUT = (
 )
 
 
-# The CPUs that have no units for a half dtype, by how `DemoResult` names them
-_WIDE = {"fp16": ("cpu",), "bf16": ("cpu (AVX2", "cpu (DEFAULT")}
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def note_of(row: LevelResult, result: DemoResult) -> str:
-    """Say what is special about a row."""
+    """Say what is special about a row of a run on this machine."""
     parts = [_LEVELS.get(row.level, "")]
     if row.status != "finished":
         end = row.reason.rstrip(".")
@@ -200,8 +202,8 @@ def note_of(row: LevelResult, result: DemoResult) -> str:
     compute = "" if row.dtypes is None else row.dtypes.compute
     parts += [
         f"On this CPU preamp multiplies {half} numbers in fp32, so {half} saves no time here."
-        for half, cpus in _WIDE.items()
-        if half in compute and result.device.startswith(cpus)
+        for half, dtype in _HALVES.items()
+        if half in compute and result.device.startswith("cpu") and cpu_lacks_matmul(dtype)
     ]
     if row.ranks:
         parts.append(agreement_of(row.ranks, result.config.parallel))

@@ -171,7 +171,11 @@ class GradScaler(torch.amp.GradScaler):
         self._take({"backoff_factor": new_factor})
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set how many updates without an overflow precede a growth."""
+        """Set how many updates without an overflow precede a growth.
+
+        Where as many have been counted already, the next one grows; torch's own scaler would not
+        grow again before an overflow.
+        """
         self._take({"growth_interval": new_interval})
 
     def _take(self, given: Mapping[str, Any]) -> None:

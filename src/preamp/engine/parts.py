@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from preamp.engine.trace import Tracer as Tracer
     from preamp.report import write as write
 
-__getattr__ = names(
+__getattr__, __dir__ = names(
     "preamp.engine.parts",
     RankComparison=".agreement",
     Tracer=".trace",

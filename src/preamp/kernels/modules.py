@@ -42,6 +42,9 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
 
     The hook is looked for, since an interrupt may come before the handle that torch returns.
     ``undo`` does not keep the owner alive.
+
+    What ``prepend`` puts first stays last in the dictionary below the ``OrderedDict``, whose order
+    torch's compiler of 2.8 takes for that of the hooks. So the entries are put in anew.
     """
     weak = weakref.ref(owner)
 
@@ -51,6 +54,14 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
 
     undo.push(remove)
     getattr(owner, register)(hook, **options)
+    if options.get("prepend"):
+        for table in _hook_tables(owner):
+            entries = list(table.items())
+            if entries != list(dict[int, object].items(table)):
+                try:
+                    table.clear()
+                finally:
+                    table.update(entries)
 
 
 class _Replicate:
@@ -115,11 +126,7 @@ def forget_moves(module: nn.Module) -> None:
 
 def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
     """Remove hooks of a module or an optimizer, with what torch notes about them."""
-    tables = [
-        cast("dict[int, object]", table)
-        for name, table in cast("dict[str, object]", vars(owner)).items()
-        if "_hooks" in name and isinstance(table, dict)
-    ]
+    tables = _hook_tables(owner)
     found = {
         key
         for table in tables
@@ -129,3 +136,11 @@ def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
     for key in found:  # of all tables, no two have the same
         for table in tables:
             table.pop(key, None)
+
+
+def _hook_tables(owner: Any) -> list[dict[int, object]]:
+    return [
+        cast("dict[int, object]", table)
+        for name, table in cast("dict[str, object]", vars(owner)).items()
+        if "_hooks" in name and isinstance(table, dict)
+    ]

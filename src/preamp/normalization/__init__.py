@@ -5,5 +5,6 @@ from preamp.compat.normalization import FusedLayerNorm as FusedLayerNorm
 from preamp.compat.normalization import FusedRMSNorm as FusedRMSNorm
 from preamp.compat.normalization import MixedFusedLayerNorm as MixedFusedLayerNorm
 from preamp.compat.normalization import MixedFusedRMSNorm as MixedFusedRMSNorm
+from preamp.normalization import fused_layer_norm as fused_layer_norm
 
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]

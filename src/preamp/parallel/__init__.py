@@ -9,6 +9,10 @@ from preamp.distributed import convert_syncbn_model as convert_syncbn_model
 from preamp.distributed import create_syncbn_process_group as create_syncbn_process_group
 from preamp.distributed import full_state_dicts as full_state_dicts
 from preamp.distributed import shard_optimizer as shard_optimizer
+from preamp.parallel import LARC as LARC
+from preamp.parallel import distributed as distributed
+from preamp.parallel import optimized_sync_batchnorm as optimized_sync_batchnorm
+from preamp.parallel import sync_batchnorm as sync_batchnorm
 
 __all__ = [
     "DistributedDataParallel",

@@ -10,6 +10,6 @@ if TYPE_CHECKING:
     from preamp.planning.planner import plan as plan
 
 # Dozens of records and torch's tracing tools would be a quarter of the time of importing preamp.
-__getattr__ = names("preamp.planning", estimate="memory", plan="planner")
+__getattr__, __dir__ = names("preamp.planning", estimate="memory", plan="planner")
 
 __all__ = ["estimate", "plan"]

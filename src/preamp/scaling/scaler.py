@@ -79,7 +79,9 @@ class DynamicScale:
             state.scale, (state.scale * self.backoff_factor).clamp(min=self.floor)
         )
         tracker = torch.where(overflow, 0, state.growth_tracker + 1)
-        grows = tracker >= self.growth_interval  # the interval may have shrunk below it
+        # Not equality, as torch and Apex have it: an interval that was lowered below the count
+        # would hold the scale until the next overflow.
+        grows = tracker >= self.growth_interval
         higher = torch.where(
             grows, (state.scale * self.growth_factor).clamp(max=self.max_scale), state.scale
         )

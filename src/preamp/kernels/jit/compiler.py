@@ -6,6 +6,9 @@ numba compiles at the first call with new dtypes and rules. Its own index of wha
 knows the processor and the version of numba, and of the sources only the file that a kernel stands
 in; so the folder's name has a digest of all of them. Files are replaced as a whole, which lets any
 number of processes compile at once. Where nothing can be written each process compiles for itself.
+
+numba unpickles its index, which runs what somebody else may have put there. So the folder is used
+only where nobody else can write to it, by the rule that ssh has for its files.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import stat
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
+
+from preamp.core.errors import message
 
 _numba: Any = numba
 _config: Any = _numba.config
@@ -51,19 +58,58 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _folder() -> str | None:
-    """The folder of this version's code, made if need be; ``None`` if it cannot be written to."""
+    """The folder of this version's code, made if need be; ``None`` if it is not to be used.
+
+    Where others may write to it, a warning says so once.
+    """
     digest = hashlib.sha256(_numba.__version__.encode() + FP16.encode())
     here = Path(__file__).parent
     beside = [here.parent / name for name in ("ops.py", "stored.py")]  # kernels know their numbers
     for file in (*beside, *sorted(here.glob("*.py"))):
         digest.update(file.read_bytes())
     try:
-        folder = cache_folder() / f"jit-{digest.hexdigest()[:16]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return str(folder)
+        # Links are followed here: what is looked at below is what numba will use.
+        folder = (cache_folder() / f"jit-{digest.hexdigest()[:16]}").resolve()
+        for place in (*reversed(folder.parents), folder):
+            place.mkdir(mode=0o777 if sys.platform == "win32" else 0o700, exist_ok=True)
+        why = _open_to_others(folder)
+        if why is None:
+            with tempfile.TemporaryFile(dir=folder):
+                return str(folder)
     except (OSError, RuntimeError):  # there may be no home either
         return None
+    warnings.warn(_left_alone(folder, why), stacklevel=3)
+    return None
+
+
+def _open_to_others(folder: Path) -> str | None:
+    """How anybody but the user and root could put files into a folder; ``None`` if nobody can.
+
+    It and all its parents belong to the user or root, and no other may write to them. Unlike ssh
+    this takes parents with the sticky bit, as ``/tmp`` has it: what lies in these can be moved by
+    its owner only. Windows has no such permissions; its folders for users are private.
+    """
+    if sys.platform == "win32":
+        return None
+    for place in (folder, *folder.parents):
+        status = place.lstat()
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{place} belongs to another user (uid {status.st_uid})"
+        is_sticky = place != folder and bool(status.st_mode & stat.S_ISVTX)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+            return f"others may write to {place} ({stat.filemode(status.st_mode)})"
+    return None
+
+
+def _left_alone(folder: Path, why: str) -> str:
+    return message(
+        f"Machine code is neither kept in {folder} nor read from there, since {why}: whoever puts "
+        "a file there could run code in this process",
+        "The folder and all above it have to belong to you or root, and nobody else may write to "
+        "them; until then each process compiles for itself, for about three seconds",
+        "Set PREAMP_CACHE to a folder of your own, or take the permission away (chmod go-w) and "
+        "delete what is in the folder",
+    )
 
 
 def kernel(body: Callable[..., Any]) -> Any:
