@@ -125,12 +125,15 @@ def test_plain_models_are_not_touched_by_scope_model() -> None:
 
 
 @pytest.mark.apex("1.1 another call with new objects")
-def test_the_current_engine_is_the_latest_made_through_amp() -> None:
+def test_what_has_no_argument_means_engines_made_through_amp() -> None:
     one, two = make(), make(1)
     amp.initialize(*one, opt_level="O2", verbosity=0)
     amp.initialize(*two, opt_level="O1", verbosity=0, loss_scale=4.0)
-    started("O5", 2)  # preamp's own spelling makes nothing current
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}
+    started("O5", 2)  # preamp's own spelling is not among them
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 4.0, "unskipped": 0},
+    }
     assert amp._amp_state.opt_properties.opt_level == "O1"
     with amp.scale_loss(loss_of(one[0], 0), one[1]) as scaled:  # the first still has its own scale
         assert scaled.item() == pytest.approx(2.0**16 * loss_of(one[0], 0).item(), rel=0.2)
