@@ -85,6 +85,7 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
     return rooms.Entrance(
         allow_half_model=amp_state.allow_incoming_model_not_fp32,
         edits=() if half is None else edits_for(half),
+        widens_any_half=True,
         casts_forward=True,
         ignores_rewriting=True,
     )
