@@ -152,7 +152,8 @@ def scale_loss(
             yield loss
             return
     members = rooms.as_optimizers(optimizers)
-    if all(rooms.find_engine(optimizer) is None for optimizer in members):
+    engines = {rooms.find_engine(optimizer) for optimizer in members}
+    if engines == {None}:
         if amp_state.is_off:
             yield loss
             return
@@ -163,6 +164,8 @@ def scale_loss(
                 "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
                 "before the training loop; enabled=False turns amp off",
             )
+    if len(engines) > 1 or None in engines:
+        rooms.common_engine(members, initialize="amp.initialize")  # raises
     with rooms.scale_loss(
         loss, members, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
