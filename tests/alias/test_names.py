@@ -31,14 +31,17 @@ DOCUMENTED = {
     "register_float_function register_promote_function scale_loss disable_casts initialize "
     "state_dict load_state_dict master_params _amp_state bfloat16_function "
     "register_bfloat16_function",
+    "apex.amp.__version__": "VERSION __version__",
     "apex.amp._amp_state": "_amp_state AmpState maybe_print warn_or_err master_params",
-    "apex.amp._initialize": "applier",
+    "apex.amp._initialize": "applier _amp_state warn_or_err disable_casts LossScaler LARC",
     "apex.amp.amp": "init half_function float_function promote_function register_half_function "
     "register_float_function register_promote_function bfloat16_function "
     "register_bfloat16_function AmpHandle NoOpHandle functional_overrides torch_overrides "
-    "tensor_overrides",
-    "apex.amp.frontend": "Properties opt_levels initialize state_dict load_state_dict",
-    "apex.amp.handle": "AmpHandle NoOpHandle scale_loss disable_casts",
+    "tensor_overrides _amp_state",
+    "apex.amp.frontend": "Properties opt_levels initialize state_dict load_state_dict _amp_state "
+    "maybe_print warn_or_err",
+    "apex.amp.handle": "AmpHandle NoOpHandle scale_loss disable_casts OptimWrapper LossScaler LARC "
+    "_amp_state master_params maybe_print",
     "apex.amp.lists": "functional_overrides torch_overrides tensor_overrides",
     "apex.amp.lists.functional_overrides": "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS "
     "BANNED_FUNCS",
@@ -46,8 +49,8 @@ DOCUMENTED = {
     "SEQUENCE_CASTS",
     "apex.amp.lists.tensor_overrides": "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS "
     "SEQUENCE_CASTS",
-    "apex.amp.opt": "OptimWrapper",
-    "apex.amp.scaler": "LossScaler",
+    "apex.amp.opt": "OptimWrapper LossScaler master_params",
+    "apex.amp.scaler": "LossScaler _amp_state master_params maybe_print",
     "apex.fp16_utils": "BN_convert_float network_to_half prep_param_lists "
     "model_grads_to_master_grads master_params_to_model_params tofp16 to_python_float "
     "clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler "
@@ -301,6 +304,121 @@ def test_the_state_is_an_object_and_a_module() -> None:
     names["apex"].amp._amp_state.verbosity = 0
     assert amp._amp_state.verbosity == 0
     amp._amp_state.verbosity = 1
+
+
+@pytest.mark.apex("0 apex.amp.__version__")
+@pytest.mark.parametrize("root", ["apex", "preamp"])
+def test_probes_by_the_version(root: str) -> None:
+    """Trainers that import it tell their users to install Apex where that fails."""
+    names = run(
+        f"from {root}.amp import __version__ as module\n"
+        f"from {root}.amp.__version__ import VERSION, __version__ as text\n"
+    )
+    assert names["module"].VERSION == names["VERSION"] == (0, 1, 0)
+    assert names["module"].__version__ == names["text"] == "0.1.0"
+
+
+# What each file of Apex binds at module level, its own or imported from another one of Apex's.
+# torch, numpy and Python's modules are left out: they are imported by their own names.
+BOUND = {
+    "apex": "amp fp16_utils multi_tensor_apply normalization optimizers parallel transformer "
+    "DeprecatedFeatureWarning deprecated_warning RankInfoFormatter _library_root_logger "
+    "check_cudnn_version_and_warn",
+    "apex.amp": "_amp_state _initialize _process_optimizer amp compat frontend handle lists opt "
+    "rnn_compat scaler utils wrap init half_function float_function promote_function "
+    "bfloat16_function register_half_function register_float_function register_promote_function "
+    "register_bfloat16_function scale_loss disable_casts initialize state_dict load_state_dict "
+    "master_params",
+    "apex.amp.__version__": "VERSION __version__",
+    "apex.amp._amp_state": "AmpState _amp_state container_abcs maybe_print master_params "
+    "warn_or_err",
+    "apex.amp._initialize": "FP16_Optimizer_for_fused FP16_Optimizer_general LARC LossScaler "
+    "_amp_state _initialize _process_optimizer apex_DDP applier check_models check_optimizers "
+    "check_params_fp32 container_abcs convert_network disable_casts to_type warn_or_err",
+    "apex.amp.amp": "AmpHandle NoOpHandle _DECORATOR_HANDLE _USER_CAST_REGISTRY "
+    "_USER_PROMOTE_REGISTRY _amp_state _decorator_helper bfloat16_function compat float_function "
+    "functional_overrides half_function init promote_function register_bfloat16_function "
+    "register_float_function register_half_function register_promote_function rnn_compat "
+    "tensor_overrides torch_overrides utils wrap",
+    "apex.amp.frontend": "O0 O1 O2 O3 O4 O5 Properties _amp_state _initialize initialize "
+    "load_state_dict maybe_print opt_levels state_dict warn_or_err",
+    "apex.amp.handle": "AmpHandle LARC LossScaler NoOpHandle OptimWrapper _amp_state disable_casts "
+    "master_params maybe_print scale_loss utils",
+    "apex.amp.lists.functional_overrides": "BANNED_FUNCS BFLOAT16_FUNCS FP16_FUNCS FP32_FUNCS "
+    "MODULE",
+    "apex.amp.lists.tensor_overrides": "BFLOAT16_FUNCS CASTS FP16_FUNCS FP32_FUNCS MODULE "
+    "SEQUENCE_CASTS compat torch_overrides",
+    "apex.amp.lists.torch_overrides": "BFLOAT16_FUNCS CASTS FP16_FUNCS FP32_FUNCS MODULE "
+    "SEQUENCE_CASTS utils",
+    "apex.amp.opt": "LossScaler OptimWrapper master_params",
+    "apex.amp.scaler": "LossScaler _amp_state axpby_check_overflow_python master_params "
+    "maybe_print multi_tensor_applier scale_check_overflow_python",
+    "apex.contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB",
+    "apex.contrib.optimizers.fp16_optimizer": "FP16_Optimizer multi_tensor_applier",
+    "apex.contrib.optimizers.fused_adam": "FusedAdam multi_tensor_applier",
+    "apex.contrib.optimizers.fused_lamb": "FusedLAMB multi_tensor_applier",
+    "apex.contrib.optimizers.fused_sgd": "FusedSGD multi_tensor_applier",
+    "apex.fp16_utils": "BN_convert_float DynamicLossScaler FP16Model FP16_Optimizer LossScaler "
+    "clip_grad_norm convert_module convert_network fp16_optimizer fp16util loss_scaler "
+    "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists "
+    "to_python_float tofp16",
+    "apex.fp16_utils.fp16_optimizer": "FP16_Optimizer LossScaler _amp_state clip_grad_norm "
+    "master_params_to_model_params maybe_print model_grads_to_master_grads multi_tensor_applier",
+    "apex.fp16_utils.fp16util": "BN_convert_float FP16Model TORCH_MAJOR TORCH_MINOR "
+    "backwards_debug_hook clip_grad_norm convert_module convert_network "
+    "master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists "
+    "to_python_float tofp16",
+    "apex.fp16_utils.loss_scaler": "DynamicLossScaler LossScaler to_python_float",
+    "apex.multi_tensor_apply": "MultiTensorApply multi_tensor_applier",
+    "apex.multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm "
+    "fused_layer_norm",
+    "apex.normalization.fused_layer_norm": "FusedLayerNorm FusedLayerNormAffineFunction "
+    "FusedLayerNormAffineMixedDtypesFunction FusedLayerNormFunction FusedRMSNorm "
+    "FusedRMSNormAffineFunction FusedRMSNormAffineMixedDtypesFunction FusedRMSNormFunction "
+    "MixedFusedLayerNorm MixedFusedRMSNorm fused_layer_norm fused_layer_norm_affine "
+    "fused_layer_norm_cuda fused_rms_norm fused_rms_norm_affine manual_rms_norm "
+    "mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine supports_custom_op",
+    "apex.optimizers": "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedLARS "
+    "FusedMixedPrecisionLamb FusedNovoGrad FusedSGD",
+    **{
+        f"apex.optimizers.{file}": f"{name} multi_tensor_applier"
+        for file, name in {
+            "fp16_optimizer": "FP16_Optimizer",
+            "fused_adagrad": "FusedAdagrad",
+            "fused_adam": "FusedAdam",
+            "fused_lamb": "FusedLAMB",
+            "fused_lars": "FusedLARS",
+            "fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+            "fused_novograd": "FusedNovoGrad",
+            "fused_sgd": "FusedSGD",
+        }.items()
+    },
+    "apex.parallel": "DistributedDataParallel LARC ReduceOp Reducer SyncBatchNorm "
+    "convert_syncbn_model create_syncbn_process_group distributed optimized_sync_batchnorm "
+    "sync_batchnorm",
+    "apex.parallel.LARC": "LARC",
+    "apex.parallel.distributed": "DistributedDataParallel Reducer apply_flat_dist_call "
+    "extract_tensors flat_dist_call flatten flatten_impl import_flatten_impl "
+    "imported_flatten_impl multi_tensor_applier split_by_type split_half_float_double unflatten "
+    "unflatten_impl",
+    "apex.parallel.multiproc": "main",
+    "apex.parallel.optimized_sync_batchnorm": "ReduceOp SyncBatchNorm SyncBatchnormFunction syncbn",
+    "apex.parallel.sync_batchnorm": "ReduceOp SyncBatchNorm SyncBatchnormFunction",
+}
+
+
+@pytest.mark.apex("0 any other name")
+@pytest.mark.parametrize("module", BOUND)
+def test_what_files_of_apex_bind_is_there_or_says_what_replaces_it(module: str) -> None:
+    loaded = importlib.import_module(module)
+    missing = {f"{module}.{name}" for name in BOUND[module].split() if not hasattr(loaded, name)}
+    assert missing <= set(table.REFUSED)
+
+
+def test_the_state_is_one_object_wherever_apex_had_it() -> None:
+    for module in ("", ".frontend", ".handle", ".amp", ".scaler", "._initialize", "._amp_state"):
+        assert importlib.import_module(f"apex.amp{module}")._amp_state is amp_state
 
 
 @pytest.mark.apex("B 12: apex.amp._initialize.applier")

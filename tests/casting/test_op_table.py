@@ -75,12 +75,15 @@ def installed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def casting(dtype: torch.dtype) -> Iterator[None]:
-    handle = held(push_thread_casts, {"cpu"}, dtype)
+def casting(dtype: torch.dtype, *, widens_any_half: bool = False) -> Iterator[None]:
+    either = {"widens_any_half": widens_any_half}
+    handles = [held(install_function_casts, **either)]
+    handles.append(held(push_thread_casts, {"cpu"}, dtype, **either))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in reversed(handles):
+            handle.remove()
 
 
 @pytest.fixture
@@ -158,6 +161,15 @@ def test_float_functions_compute_in_float32_throughout(row: OpRow) -> None:
             _check_float_functions_compute_in_float32_throughout(row, dtype)
 
 
+@pytest.mark.apex("4.2 fp32, given the other half dtype")
+@pytest.mark.parametrize("row", _rows("float"))
+def test_float_functions_widen_either_half_dtype_under_apexs_names(row: OpRow) -> None:
+    for dtype, other in (HALVES, reversed(HALVES)):
+        with casting(dtype, widens_any_half=True):
+            _check_float_functions_compute_in_float32_throughout(row, other)
+            _check_float_functions_compute_in_float32_throughout(row, dtype)
+
+
 def _check_float_functions_compute_in_float32_throughout(row: OpRow, dtype: torch.dtype) -> None:
     args, _ = _arguments(row, dtype, "half")
 
@@ -165,6 +177,7 @@ def _check_float_functions_compute_in_float32_throughout(row: OpRow, dtype: torc
 
     with disable_casts():
         expected = _tensors(_call(row, tuple(map_tensors(torch.Tensor.float, a) for a in args)))
+    assert all(result.dtype is torch.float32 for result in results)
     tolerance = 1e-6 if row.name in INEXACT else 0.0
     for ours, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

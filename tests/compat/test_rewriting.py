@@ -111,6 +111,179 @@ def test_zeroing_and_dropping_still_count() -> None:
         assert_same(ours, exact)
 
 
+# -- each sentence of the page on clipping ------------------------------------------------------
+
+
+def halve(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+
+def clip_to_four(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 4.0)
+
+
+def clip_to_one(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def halved(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad = param.grad * 0.5
+
+
+def take_step(
+    door: Any,
+    arguments: dict[str, Any],
+    change: Callable[[nn.Module], object],
+    *,
+    backwards: int = 1,
+    late: bool = False,
+) -> float:
+    """What one step took off a weight whose gradient is 8, changed after the block."""
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(model.weight, 32.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    door.initialize(model, optimizer, verbosity=0, **arguments)
+
+    def step(change: Callable[[nn.Module], object] = lambda _: None) -> None:
+        optimizer.zero_grad()
+        for _ in range(backwards):
+            with door.scale_loss(model.weight.float().sum() * (8 / backwards), optimizer) as scaled:
+                scaled.backward()
+        change(model)
+        optimizer.step()
+
+    try:
+        for _ in range(12 if late else 0):
+            step()
+        optimizer.param_groups[0]["lr"] = 1.0
+        step(change)
+        return 32.0 - next(iter(amp.master_params(optimizer))).flatten()[0].item()
+    finally:
+        preamp.engine_of(model).close()
+
+
+DOORS = pytest.mark.parametrize("door", [amp, preamp], ids=["amp", "preamp"])
+CHANGES = pytest.mark.parametrize("change", [halve, clip_to_four, halved])
+BACKWARDS = pytest.mark.parametrize("backwards", [1, 2])
+LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+PLAIN = pytest.mark.parametrize(
+    "arguments",
+    [{"opt_level": "O5"}, {"opt_level": "O2", "loss_scale": 1.0}],
+    ids=["O5", "O2 without a scale"],
+)
+SCALED = pytest.mark.parametrize(
+    "arguments",
+    [{"opt_level": level, "loss_scale": 64.0} for level in ("O2", "O5")],
+    ids=["O2", "O5 with a scale"],
+)
+
+
+@DOORS
+@CHANGES
+@BACKWARDS
+@LATE
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+def test_without_masters_a_change_counts(
+    door: Any, change: Any, level: str, loss_scale: float, backwards: int, late: bool
+) -> None:
+    arguments = {"opt_level": level, "loss_scale": loss_scale}
+    assert take_step(door, arguments, change, backwards=backwards, late=late) == 4.0
+
+
+@pytest.mark.apex("2.1 changing those half gradients in place")
+@DOORS
+@CHANGES
+@LATE
+@PLAIN
+def test_without_a_loss_scale_a_change_counts(
+    door: Any, change: Any, arguments: dict[str, Any], late: bool
+) -> None:
+    assert take_step(door, arguments, change, late=late) == 4.0
+
+
+@pytest.mark.apex("2.1 changing accumulated half gradients without a loss scale")
+@DOORS
+@pytest.mark.parametrize("change", [halve, halved, clip_to_one])
+@LATE
+@PLAIN
+def test_without_a_loss_scale_a_change_of_a_part_is_refused(
+    door: Any, change: Any, arguments: dict[str, Any], late: bool
+) -> None:
+    with pytest.raises(PreampStateError, match="earlier gradients that it adds to were kept in"):
+        take_step(door, arguments, change, backwards=2, late=late)
+
+
+@pytest.mark.apex("2.1 changing those half gradients in place")
+@CHANGES
+@BACKWARDS
+@SCALED
+def test_with_a_loss_scale_a_change_has_no_effect_under_apexs_names(
+    change: Any, arguments: dict[str, Any], backwards: int
+) -> None:
+    with pytest.warns(UserWarning, match="as with Apex that has no effect"):
+        assert take_step(amp, arguments, change, backwards=backwards) == 8.0
+
+
+@pytest.mark.apex("2.1 changing them for the first time later")
+@CHANGES
+@BACKWARDS
+@SCALED
+@pytest.mark.parametrize(
+    ("door", "late"), [(amp, True), (preamp, False), (preamp, True)], ids=["amp", "own", "own late"]
+)
+def test_with_a_loss_scale_a_change_is_refused(
+    door: Any, change: Any, arguments: dict[str, Any], backwards: int, late: bool
+) -> None:
+    with pytest.raises(PreampStateError, match="while it was still multiplied by the loss scale"):
+        take_step(door, arguments, change, backwards=backwards, late=late)
+
+
+@DOORS
+@BACKWARDS
+@LATE
+@pytest.mark.parametrize(
+    "arguments", [{"opt_level": "O5"}, {"opt_level": "O2", "loss_scale": 64.0}], ids=["O5", "O2"]
+)
+def test_zeros_and_none_count_and_a_clip_beyond_all_is_no_change(
+    door: Any, arguments: dict[str, Any], backwards: int, late: bool
+) -> None:
+    def zero(model: nn.Module) -> None:
+        model.zero_grad(set_to_none=False)
+
+    def clip_nothing(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e4)
+
+    for change, taken in ((zero, 0.0), (nn.Module.zero_grad, 0.0), (clip_nothing, 8.0)):
+        assert take_step(door, arguments, change, backwards=backwards, late=late) == taken
+
+
+@DOORS
+@pytest.mark.parametrize(
+    "arguments", [{"opt_level": "O5"}, {"opt_level": "O2", "loss_scale": 64.0}], ids=["O5", "O2"]
+)
+@BACKWARDS
+def test_what_is_to_be_clipped_with_masters(
+    door: Any, arguments: dict[str, Any], backwards: int
+) -> None:
+    """The norm of four gradients of 8 is 16."""
+
+    def masters(model: nn.Module) -> None:
+        optimizer = preamp.engine_of(model).optimizers[0]
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 8.0)
+
+    def ours(model: nn.Module) -> None:
+        preamp.clip_grad_norm_(preamp.engine_of(model).optimizers[0], 8.0)
+
+    for clip in (masters, ours):
+        taken = take_step(door, arguments, clip, backwards=backwards)
+        assert taken == pytest.approx(4.0, rel=1e-6)
+
+
 def test_preamps_own_engines_refuse() -> None:
     model, optimizer = made()
     preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)

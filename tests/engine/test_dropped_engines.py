@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -88,6 +88,56 @@ def test_amp_without_a_living_engine_has_no_state() -> None:
         assert amp._amp_state.engine is None
     assert not amp._amp_state.handle.is_active()
     amp._amp_state.handle._deactivate()
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Python collects reference cycles only where it is asked to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _skip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with amp.scale_loss(model(torch.randn(8, 4)).sum(), optimizer) as scaled:
+        (scaled * float("inf")).backward()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_amps_state_has_nothing_of_what_was_dropped_before_a_call(level: str) -> None:
+    """As in a search over learning rates, or in a notebook's cell that runs again."""
+    for count in range(3):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        for _ in range(count):
+            _skip(model, optimizer)
+        scale = 2.0 ** (16 - count)
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
+        amp._amp_state.loss_scalers[0]._loss_scale = 64.0
+        assert preamp.engine_of(optimizer).loss_scale() == 64.0
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_amps_state_has_nothing_of_an_optimizer_that_another_replaced(level: str) -> None:
+    """The old one is dropped where the name is bound anew, after the call."""
+    model = nn.Linear(4, 2)
+    for _ in range(2):
+        model, optimizer = amp.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            opt_level=level,
+            loss_scale="dynamic",
+            verbosity=0,
+        )
+        amp._amp_state.loss_scalers[0]._loss_scale = 32.0
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 0}}
+        assert preamp.engine_of(optimizer).loss_scale() == 32.0
+        _skip(model, optimizer)
 
 
 def test_a_layer_shared_with_a_dropped_engine_is_free() -> None:

@@ -405,25 +405,28 @@ def test_scale_loss_with_a_foreign_optimizer(door: Any) -> None:
     model, optimizer = make()
     door.initialize(model, optimizer, opt_level="O2", verbosity=0)
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    name = "amp.initialize" if door is amp else "preamp.initialize"
     text = (
         "scale_loss was given an SGD that was not initialized. It takes optimizers that went "
-        "through preamp.initialize. Call model, optimizer = preamp.initialize(model, optimizer, "
-        "opt_level=…) before the training loop."
+        f"through {name}. Call model, optimizer = {name}(model, optimizer, opt_level=…) before "
+        "the training loop."
     )
     loss = loss_of(model, 0)
     with refused(PreampStateError, text, model, optimizer, stranger):
         enter(door, loss, [optimizer, stranger])
 
 
+@pytest.mark.apex("2.1 optimizers of two calls in one block")
 @DOORS
 def test_scale_loss_over_two_engines(door: Any) -> None:
-    one, first = started("O2")
-    two, second = started("O2", 1)
+    one, first = door.initialize(*make(0), opt_level="O2", verbosity=0)
+    two, second = door.initialize(*make(1), opt_level="O2", verbosity=0)
     loss = loss_of(one, 0) + loss_of(two, 0)
+    name = "amp.initialize" if door is amp else "preamp.initialize"
     text = (
         "scale_loss was given optimizers of different engines. One backward has one loss scale, "
-        "so its optimizers must come from one preamp.initialize call. Initialize them together: "
-        "preamp.initialize([model_a, model_b], [optimizer_a, optimizer_b], …)."
+        f"so its optimizers must come from one {name} call. Initialize them together: "
+        f"{name}([model_a, model_b], [optimizer_a, optimizer_b], …)."
     )
     with refused(PreampStateError, text, one, first, two, second):
         enter(door, loss, [first, second])

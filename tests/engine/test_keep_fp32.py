@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import HALF
 from engine.harness import engines_closed as engines_closed
 from preamp import amp
+from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.numerics import RunRecord
 
 F32 = torch.float32
@@ -238,6 +240,61 @@ def test_modules_without_weights_compute_in_float32(level: str) -> None:
     preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=nn.Softmax)
     model(torch.randn(3, 4)).sum().backward()
     assert seen == [F32]
+
+
+OWN = SimpleNamespace(cross_entropy=F.cross_entropy)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss, computed in four ways, and the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 32)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(x)
+        return {
+            "module": self.loss(logits, labels),
+            "function": F.cross_entropy(logits, labels),
+            "registered": OWN.cross_entropy(logits, labels),
+            "widened": F.cross_entropy(logits.float(), labels),
+            "logits": logits,
+        }
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    preamp.register_float_function(OWN, "cross_entropy")
+    yield
+    for install in (FUNCTION_CASTS, CAST_REPORTS):
+        install.discard((id(OWN), "cross_entropy"))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@pytest.mark.parametrize(
+    ("level", "keep"),
+    [
+        *((level, None) for level in LEVEL_NAMES if level != "O0"),
+        *((level, nn.CrossEntropyLoss) for level in HALF_WEIGHTS),
+    ],
+)
+def test_a_loss_inside_the_model(door: Any, level: str, keep: Any) -> None:
+    """Each sentence of the page about it."""
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(64) % 32
+    torch.manual_seed(0)
+    model = door.initialize(WithLoss(), opt_level=level, verbosity=0, keep_fp32=keep)
+    found = model(x, labels)
+    outside = F.cross_entropy(found["logits"].float(), labels)
+    exact = {name for name, loss in found.items() if torch.equal(loss, outside)}
+    if level in HALF_WEIGHTS:
+        assert exact == ({"widened"} if keep is None else {"widened", "module"})
+        assert torch.equal(found["function"], found["function"].to(HALF[level]).float())
+    else:
+        assert exact == {"widened", "module", "function", "registered"}
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)

@@ -7,6 +7,7 @@ import copy
 import io
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -125,12 +126,15 @@ def test_plain_models_are_not_touched_by_scope_model() -> None:
 
 
 @pytest.mark.apex("1.1 another call with new objects")
-def test_the_current_engine_is_the_latest_made_through_amp() -> None:
+def test_what_has_no_argument_means_engines_made_through_amp() -> None:
     one, two = make(), make(1)
     amp.initialize(*one, opt_level="O2", verbosity=0)
     amp.initialize(*two, opt_level="O1", verbosity=0, loss_scale=4.0)
-    started("O5", 2)  # preamp's own spelling makes nothing current
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}
+    started("O5", 2)  # preamp's own spelling is not among them
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 4.0, "unskipped": 0},
+    }
     assert amp._amp_state.opt_properties.opt_level == "O1"
     with amp.scale_loss(loss_of(one[0], 0), one[1]) as scaled:  # the first still has its own scale
         assert scaled.item() == pytest.approx(2.0**16 * loss_of(one[0], 0).item(), rel=0.2)
@@ -274,6 +278,92 @@ def test_a_plain_half_model_beside_casts_of_the_whole_thread() -> None:
     expected = train()
     started("O4", scope="thread")
     assert same(train(), expected)
+
+
+class WithScores(nn.Module):
+    """Has scores in a half dtype of its own, and notes what float functions make of them."""
+
+    def __init__(self, half: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.half = half
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = float_functions(self.half)
+        return self.linear(x)
+
+
+def float_functions(half: torch.dtype) -> set[torch.dtype]:
+    x = torch.rand(2, 4).to(half)
+    made = [x.softmax(-1), nn.functional.softmax(x, -1), x.pow(2), torch.pow(x, 2), x**2, x.sum()]
+    made += [torch.exp(x), x.norm(), nn.functional.layer_norm(x, [4]), amp.float_function(abs)(x)]
+    return {result.dtype for result in made}
+
+
+def elsewhere(run: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(run()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.apex("4.2 fp32, given the other half dtype")
+@pytest.mark.parametrize(
+    ("level", "other"), [("O1", torch.bfloat16), ("O4", torch.float16)], ids=["O1", "O4"]
+)
+@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("door", [amp, preamp], ids=["amp", "preamp"])
+def test_float_functions_of_the_other_half_dtype(
+    door: Any, scope: str, level: str, other: torch.dtype
+) -> None:
+    """In float32 wherever an engine made under Apex's names casts, and nowhere else."""
+    model = WithScores(other)
+    door.initialize(model, opt_level=level, scope=scope, verbosity=0)
+    inside = torch.float32 if door is amp else other
+    for run in (lambda run: run(), elsewhere):  # on another thread too
+        run(lambda: model(torch.rand(2, 4)))
+        assert model.seen == {inside}
+    assert float_functions(other) == {inside if scope == "thread" else other}
+    with preamp.disable_casts():
+        assert float_functions(other) == {other}
+
+    beside = WithScores(other)
+    preamp.initialize(beside, opt_level=level, verbosity=0)
+    beside(torch.rand(2, 4))
+    assert beside.seen == {other}
+    half = WithScores(other)
+    preamp.initialize(half, opt_level="O2" if level == "O4" else "O5", verbosity=0)
+    half(torch.rand(2, 4))
+    assert half.seen == {other}
+
+
+@pytest.mark.apex("4.2 fp32, given the other half dtype")
+@pytest.mark.parametrize(("half", "other"), [(torch.float16, torch.bfloat16)])
+def test_float_functions_of_the_other_half_dtype_under_a_handle(
+    half: torch.dtype, other: torch.dtype
+) -> None:
+    handle = amp.init(patch_type=half)
+    assert float_functions(other) == {torch.float32}
+    handle.deactivate()
+    assert float_functions(other) == {other}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("door", [amp, preamp], ids=["amp", "preamp"])
+def test_compiled_float_functions_of_the_other_half_dtype(door: Any) -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * 2, -1) + 1
+
+    x = torch.rand(2, 4).half()
+    compiled = torch.compile(attend, backend="eager")
+    assert compiled(x).dtype is torch.float16
+    door.initialize(nn.Linear(4, 4), opt_level="O0", verbosity=0)
+    kept = door.initialize(nn.Linear(4, 4), opt_level="O4", scope="thread", verbosity=0)
+    assert compiled(x).dtype is (torch.float32 if door is amp else torch.float16)
+    preamp.engine_of(kept).close()
+    assert compiled(x).dtype is torch.float16
 
 
 # -- shared sub-modules -------------------------------------------------------------------------

@@ -20,11 +20,11 @@ from preamp.casting import register_half_function as register_half_function
 from preamp.casting import register_promote_function as register_promote_function
 from preamp.compat.frontend import initialize as initialize
 from preamp.compat.frontend import load_state_dict as load_state_dict
+from preamp.compat.frontend import master_params as master_params
 from preamp.compat.frontend import scale_loss as scale_loss
 from preamp.compat.frontend import state_dict as state_dict
 from preamp.compat.handle import init as init
 from preamp.compat.scaler import LossScaler as LossScaler
-from preamp.engine import master_params as master_params
 
 __all__ = [
     "LossScaler",

@@ -12,6 +12,7 @@ from preamp.casting import register_bfloat16_function as register_bfloat16_funct
 from preamp.casting import register_float_function as register_float_function
 from preamp.casting import register_half_function as register_half_function
 from preamp.casting import register_promote_function as register_promote_function
+from preamp.compat.amp_state import amp_state as _amp_state
 from preamp.compat.handle import AmpHandle as AmpHandle
 from preamp.compat.handle import NoOpHandle as NoOpHandle
 from preamp.compat.handle import init as init
@@ -19,6 +20,7 @@ from preamp.compat.handle import init as init
 __all__ = [
     "AmpHandle",
     "NoOpHandle",
+    "_amp_state",
     "bfloat16_function",
     "float_function",
     "functional_overrides",

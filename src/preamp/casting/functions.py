@@ -10,6 +10,7 @@ run every function once on a device that the program may not even use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from preamp.casting.patches import PATCH_LOCK, PATCHES, Builder, Rank, SharedIns
 from preamp.casting.reports import listen, say_cast, wrap_report
 from preamp.casting.thread_casts import autocast_off, when_settled
 from preamp.casting.wrappers import (
+    WIDENING,
     AnyFunction,
     wrap_alone,
     wrap_banned,
@@ -202,7 +204,12 @@ WIDE_FLOAT16_CONVOLUTIONS: Final = SharedInstall(
 
 
 def install_function_casts(
-    undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False, edits: Edits = ()
+    undo: UndoStack,
+    *,
+    allow_banned: bool = False,
+    verbose: bool = False,
+    edits: Edits = (),
+    widens_any_half: bool = False,
 ) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
@@ -214,6 +221,7 @@ def install_function_casts(
     Until ``undo``, ``allow_banned`` casts the arguments of banned functions to
     float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`. ``edits``
     take the place of rows of the table; `PreampStateError` where others are in force.
+    ``widens_any_half`` says that threads or forwards are going to have casts that do so.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``,
     ``torch.autograd`` and the namespace of the recurrent layers.
@@ -221,6 +229,10 @@ def install_function_casts(
     installed = UndoStack()
     undo.push(partial(when_settled, installed.unwind))
     RULES.acquire(edits, installed)
+    if widens_any_half:
+        entry = object()
+        undo.push(partial(_no_longer_widening, entry))
+        WIDENING.append(entry)
     if verbose:
         CAST_LINES.acquire(undo)
     if allow_banned:
@@ -232,6 +244,11 @@ def install_function_casts(
                 PATCHES.add(owner, name, Rank.REGISTERED, allow, undo)
                 if verbose:
                     PATCHES.add(owner, name, Rank.REPORT, wrap_report("float"), undo)
+
+
+def _no_longer_widening(entry: object) -> None:
+    with contextlib.suppress(ValueError):  # interrupted before it was added
+        WIDENING.remove(entry)
 
 
 def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:

@@ -37,11 +37,13 @@ _COMMON = ("cpu", "cuda", "xpu", "mps")
 
 
 @untraced
-def _enter_casts(module: nn.Module, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
+def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
     bracket = open_bracket(module)
+    bracket.widens_any_half = hook.widens_any_half
     if CASTS.disabled is None:
         cache = weight_cache_keeps_gradients()
-        bracket.saved.casting(frozenset(device_types), dtype, cache_enabled=cache).restore()
+        types = frozenset(hook.device_types)
+        bracket.saved.casting(types, hook.dtype, cache_enabled=cache).restore()
         bracket.nesting = torch.autocast_increment_nesting()
         bracket.raised_nesting = True
 
@@ -72,12 +74,13 @@ class _EnterCasts(EngineHook):
 
     device_types: tuple[str, ...]  # no set: torch 2.6 cannot guard one while it traces
     dtype: torch.dtype
+    widens_any_half: bool = False
 
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() and self._are_on():
             return
-        _enter_casts(module, self.device_types, self.dtype)
+        _enter_casts(module, self)
 
     def _are_on(self) -> bool:
         for kind in self.device_types:
@@ -121,11 +124,19 @@ def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain, undo: UndoStack
 
 
 def attach_cast_region(
-    module: nn.Module, device_types: frozenset[str], dtype: torch.dtype, undo: UndoStack
+    module: nn.Module,
+    device_types: frozenset[str],
+    dtype: torch.dtype,
+    undo: UndoStack,
+    *,
+    widens_any_half: bool = False,
 ) -> None:
-    """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only."""
+    """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only.
+
+    ``widens_any_half`` as in `push_thread_casts`.
+    """
     know_device_types(device_types)
-    _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype), undo)
+    _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype, widens_any_half), undo)
 
 
 def attach_plain_region(module: nn.Module, undo: UndoStack) -> None:

@@ -11,7 +11,14 @@ from typing import Any, Final, Literal
 import torch
 
 from preamp.casting.patches import PATCH_LOCK, Wrapper
-from preamp.casting.wrappers import CASTABLE, AnyFunction, device_to_cast_on, is_mixed, is_of_others
+from preamp.casting.wrappers import (
+    CASTABLE,
+    AnyFunction,
+    device_to_cast_on,
+    is_left_half,
+    is_mixed,
+    is_of_others,
+)
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
@@ -89,7 +96,8 @@ def _casts(
 ) -> Iterator[Cast]:
     device = device_to_cast_on(args, kwargs)
     values: Sequence[Any] = (*args, *kwargs.values())
-    if device is None or is_of_others(values, device):
+    is_left = is_left_half if rule == "float" else is_of_others
+    if device is None or is_left(values, device):
         return
     if rule == "half":
         target = dtype or torch.get_autocast_dtype(device)

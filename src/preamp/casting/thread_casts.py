@@ -48,6 +48,7 @@ from preamp.kernels.modules import call_hooks_after_interrupts
 class _Push:
     device_types: frozenset[str]
     dtype: torch.dtype
+    widens_any_half: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +61,7 @@ class Bracket:
     frame: FrameType | None = None
     raised_nesting: bool = False
     is_counted: bool = False  # in `FORWARDS_OPEN`
+    widens_any_half: bool = False  # of a forward; see `widens_any_half`
 
 
 def _is_main_thread() -> bool:
@@ -227,11 +229,18 @@ def _outside() -> tuple[AutocastState, int]:
     return now.taking(first.saved, first.saved.devices), first.nesting - first.raised_nesting
 
 
-def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: UndoStack) -> None:
+def push_thread_casts(
+    device_types: Iterable[str],
+    dtype: torch.dtype,
+    undo: UndoStack,
+    *,
+    widens_any_half: bool = False,
+) -> None:
     """Turn casts on for the calling thread, outside models too, until ``undo``.
 
     torch's count of nested regions is not raised, so the weight cache of a model's forward is
-    still cleared when that forward ends; out here the cache is off.
+    still cleared when that forward ends; out here the cache is off. ``widens_any_half`` is what
+    the function of that name returns here.
 
     Casts may end in any order, on any thread. After the last ``undo`` the thread's autocast
     state is what it was before the first: at once if this thread calls it or is the main
@@ -240,7 +249,7 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: Und
     types = frozenset(device_types)
     know_device_types(types)
     settle_thread()
-    push = _Push(types, dtype)
+    push = _Push(types, dtype, widens_any_half)
     undo.push(_PopPush(push, CASTS.pushes))
     state, depth = _outside()
     if CASTS.original is None or CASTS.applied is None:
@@ -310,6 +319,14 @@ def _is_changing_state() -> bool:
 
 
 _STATE_MODULES: Final = frozenset({__name__, autocast_state.__name__, torch.autocast.__module__})
+
+
+def widens_any_half() -> bool:
+    """Whether float functions make float32 of both half dtypes here, as they did in Apex."""
+    for bracket in reversed(CASTS.brackets):
+        if bracket.module_id is not None:
+            return bracket.widens_any_half
+    return bool(CASTS.pushes) and CASTS.pushes[-1].widens_any_half
 
 
 def thread_has_casts() -> bool:

@@ -5,7 +5,8 @@ All of them look at torch's autocast state when called and pass the call through
 active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them.
 float64 is left alone everywhere, as autocast does: casts never reduce what the user widened. So is
 the other half dtype than the one that casts are on for: such tensors belong to another engine, or
-to nobody who asked for casts, and torch's own autocast would cast some and refuse others.
+to nobody who asked for casts, and torch's own autocast would cast some and refuse others. Under
+Apex's names float functions take it too, as they did there.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, Final, cast
 
 import torch
 
-from preamp.casting.autocast_state import casting_device
+from preamp.casting.autocast_state import casting_device, untraced
 from preamp.casting.patches import Wrapper
-from preamp.casting.thread_casts import STALE, settle_thread
+from preamp.casting.thread_casts import STALE, settle_thread, widens_any_half
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import worded
 from preamp.core.pytree import map_tensors
@@ -76,6 +77,22 @@ def is_of_others(values: Sequence[Any], device_type: str) -> bool:
     return {t.dtype for t in tensors if t.dtype in CASTABLE} == {_half_of_others(device_type)}
 
 
+WIDENING: Final[list[object]] = []
+"""One entry for each installation of casts that may widen both half dtypes; ``torch.compile``,
+which cannot look at a thread's own state, asks whether it is empty."""
+
+_widens_untraced = untraced(widens_any_half)
+
+
+def is_left_half(values: Sequence[Any], device_type: str) -> bool:
+    """Whether a float function leaves ``values`` as they are, all of the other half dtype."""
+    if not is_of_others(values, device_type):
+        return False
+    if not WIDENING:
+        return True
+    return not (_widens_untraced() if torch.compiler.is_compiling() else widens_any_half())
+
+
 def _has_others(values: Iterable[Any], device_type: str) -> bool:
     """Whether one of ``values`` is a tensor of the other half dtype on ``device_type``."""
     other = _half_of_others(device_type)
@@ -123,7 +140,7 @@ def wrap_float(*, is_closed: bool = False, is_open: bool = False) -> Wrapper:
             device = device_to_cast_on(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
-            if is_of_others((*args, *kwargs.values()), device):
+            if is_left_half((*args, *kwargs.values()), device):
                 return _run(fn, (args, kwargs), None if is_open else device)
             arguments = cast_arguments(args, kwargs, torch.float32, device)
             return _run(fn, arguments, device if is_closed else None)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The current engine, which Apex's argument-free functions mean. The only process-wide state."""
+"""The engines that Apex's argument-free functions mean. The only process-wide state."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -38,51 +39,93 @@ class Properties:
 
 
 class AmpState:
-    """What scripts read and write as ``amp._amp_state``."""
+    """What scripts read and write as ``amp._amp_state``.
+
+    Apex had one list of loss scalers. Here it is those of all engines in training that were made
+    through ``amp.initialize``, in the order of the calls.
+    """
 
     handle: Any  # of the latest ``amp.initialize`` at O1 or O4, or ``amp.init``; not there before
 
     def __init__(self) -> None:
         self.hard_override = False  # warn instead of refusing contradictory overrides
         self.allow_incoming_model_not_fp32 = False  # accept models that are half already
-        # whether the latest ``amp.initialize`` was called with ``enabled=False``
-        self.is_off = False
-        self._engine: weakref.ref[Engine] | None = None
-        self.opt_properties = Properties()  # its policy as Apex showed it
-        self.loss_scalers: list[LossScaler] = []  # its scalers under Apex's names
-        self.min_loss_scale: float | None = None  # as passed to ``initialize``
-        self.max_loss_scale: float | None = None  # as passed to ``initialize``
+        # Every open engine with Apex's faces of its scalers. Held weakly: models and optimizers
+        # keep an engine alive, not the other way round.
+        self._made: list[tuple[weakref.ref[Engine], list[LossScaler]]] = []
+        self._has_looked = True  # for engines that were dropped, since the latest call
+        self._latest_is_off = False  # whether that call said ``enabled=False``
         self._verbosity = 1
+
+    def _current(self) -> list[tuple[Engine, list[LossScaler]]]:
+        if not self._has_looked and len(self._made) > 1:
+            gc.collect()  # what the latest call replaced may be in reference cycles
+            self._has_looked = True
+        living = [(engine, faces) for ref, faces in self._made if (engine := ref()) is not None]
+        trained = [made for made in living if made[0].policy.enabled and made[0].optimizers]
+        as_asked = [made for made in living if made[0].policy.enabled is not self._latest_is_off]
+        return trained or as_asked[-1:]
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All open engines that have optimizers; where none has, the latest one."""
+        return [engine for engine, _ in self._current()]
 
     @property
     def engine(self) -> Engine | None:
-        """The latest engine made through ``amp.initialize`` that is still in use, or ``None``.
+        """The latest of `engines`, or ``None``."""
+        return next(reversed(self.engines), None)
 
-        Held weakly: models and optimizers keep it alive, not the other way round.
-        """
-        return None if self._engine is None else self._engine()
+    @property
+    def is_off(self) -> bool:
+        """Whether the latest call said ``enabled=False``, and no optimizer has amp."""
+        return self._latest_is_off and not any(one.policy.enabled for one in self.engines)
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """The scalers of `engines` under Apex's names, in a list of its own."""
+        return [
+            face for engine, faces in self._current() if engine.policy.enabled for face in faces
+        ]
+
+    @property
+    def opt_properties(self) -> Properties:
+        """The policy of `engine` as Apex showed it."""
+        return Properties(None if self.engine is None else self.engine.policy)
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        """What `engine` was given."""
+        return None if self.engine is None else self.engine.policy.min_loss_scale
+
+    @property
+    def max_loss_scale(self) -> float | None:
+        """What `engine` was given."""
+        return None if self.engine is None else self.engine.policy.max_loss_scale
 
     @property
     def verbosity(self) -> int:
-        """0 prints nothing, 1 decisions and skipped steps; writing reaches the current engine."""
+        """0 prints nothing, 1 decisions and skipped steps; writing reaches `engines`."""
         return self._verbosity
 
     @verbosity.setter
     def verbosity(self, value: int) -> None:
         self._verbosity = value
-        if self.engine is not None:
-            self.engine.verbosity = value
+        for engine in self.engines:
+            engine.verbosity = value
 
-    def make_current(self, engine: Engine | None, *, is_off: bool = False) -> None:
-        """Let the argument-free functions mean ``engine`` from now on, or none."""
-        self.is_off = is_off
-        self._engine = None if engine is None else weakref.ref(engine)
-        self.opt_properties = Properties(None if engine is None else engine.policy)
-        if engine is None or is_off:
-            return
-        self.loss_scalers = [LossScaler.of(scaler) for scaler in engine.scalers]
-        self.min_loss_scale = engine.policy.min_loss_scale
-        self.max_loss_scale = engine.policy.max_loss_scale
+    def made(self, engine: Engine, verbosity: int) -> None:
+        """Take note of the engine of an ``amp.initialize`` that was called with ``verbosity``."""
+        faces = [LossScaler.of(scaler) for scaler in engine.scalers]
+        self._made = [pair for pair in self._made if pair[0]() is not None]
+        self._made.append((weakref.ref(engine), faces))
+        self._has_looked = False
+        self._latest_is_off = not engine.policy.enabled
+        self._verbosity = verbosity
+
+    def closed(self, engine: weakref.ref[Engine]) -> None:
+        """Forget an engine."""
+        self._made = [pair for pair in self._made if pair[0] != engine]
 
 
 amp_state = AmpState()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The functions of ``apex.amp``: preamp's own, plus the current engine where Apex meant one."""
+"""The functions of ``apex.amp``: preamp's own, for all engines where Apex took no argument."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -47,9 +49,10 @@ def initialize(
 ) -> Any:
     """Put models and optimizers into mixed precision; see `preamp.initialize`.
 
-    Arguments, result and errors are described there. On top of that the new engine becomes the
-    current one, which ``amp.state_dict()``, ``amp.load_state_dict()`` and ``amp._amp_state`` refer
-    to. ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured,
+    Arguments, result and errors are described there. On top of that ``amp.state_dict()``,
+    ``amp.load_state_dict()``, ``amp.master_params()`` and ``amp._amp_state`` cover the new engine,
+    behind those of earlier calls; one without optimizers only where no other has any.
+    ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured,
     and so is what a script has made of ``amp.lists``. With ``verbosity`` above 0 the options are
     printed line by line. Function casts hold in the whole calling thread unless ``scope="model"``
     is passed.
@@ -65,8 +68,7 @@ def initialize(
     of_apex: dict[str, object] = {"scope": "thread" if scope is None else scope}
     of_apex["hard_override"] = amp_state.hard_override
     engine = rooms.start({**arguments, **of_apex}, _enter)
-    _make_current(engine, enabled)
-    amp_state.verbosity = _number(verbosity)
+    _take_note(engine, _number(verbosity))
     return models if optimizers is None else (models, optimizers)
 
 
@@ -83,6 +85,7 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
     return rooms.Entrance(
         allow_half_model=amp_state.allow_incoming_model_not_fp32,
         edits=() if half is None else edits_for(half),
+        widens_any_half=True,
         casts_forward=True,
         ignores_rewriting=True,
     )
@@ -93,13 +96,13 @@ def _say_options(policy: Policy) -> None:
         say(f"{name:26} : {getattr(policy, name)}")
 
 
-def _make_current(engine: rooms.Engine, enabled: bool) -> None:
-    if enabled:
+def _take_note(engine: rooms.Engine, verbosity: int) -> None:
+    if engine.policy.enabled:
         attach_stashes(engine)
         if engine.casts_functions:
             amp_state.handle = _handle_of(engine)
-        engine.on_close(_forget_if_current(engine))
-    amp_state.make_current(engine, is_off=not enabled)
+    engine.on_close(partial(amp_state.closed, weakref.ref(engine)))
+    amp_state.made(engine, verbosity)
 
 
 def _number(verbosity: Any) -> int:
@@ -126,14 +129,6 @@ def _handle_of(engine: rooms.Engine) -> AmpHandle:
     return handle
 
 
-def _forget_if_current(engine: rooms.Engine) -> Any:
-    def forget() -> None:
-        if amp_state.engine is engine:
-            amp_state.make_current(None)
-
-    return forget
-
-
 @contextmanager
 def scale_loss(
     loss: torch.Tensor,
@@ -157,7 +152,8 @@ def scale_loss(
             yield loss
             return
     members = rooms.as_optimizers(optimizers)
-    if all(rooms.find_engine(optimizer) is None for optimizer in members):
+    engines = {rooms.find_engine(optimizer) for optimizer in members}
+    if engines == {None}:
         if amp_state.is_off:
             yield loss
             return
@@ -168,29 +164,54 @@ def scale_loss(
                 "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
                 "before the training loop; enabled=False turns amp off",
             )
+    if len(engines) > 1 or None in engines:
+        rooms.common_engine(members, initialize="amp.initialize")  # raises
     with rooms.scale_loss(
         loss, members, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
         yield scaled
 
 
+def master_params(optimizer: torch.optim.Optimizer | None = None) -> Iterator[torch.nn.Parameter]:
+    """Yield what ``optimizer`` updates; see `preamp.master_params`.
+
+    Args:
+        optimizer: Any. ``None`` means all optimizers that ``amp.initialize`` was given, and
+            yields what several of them update once.
+
+    Raises:
+        PreampStateError: ``None``, and there is no such optimizer.
+    """
+    if optimizer is not None:
+        return rooms.master_params(optimizer)
+    given = [one for engine in amp_state.engines for one in engine.optimizers]
+    if not given:
+        raise bad_state(
+            "amp.master_params was called without an optimizer before amp.initialize",
+            "Without one it yields what the optimizers given to amp.initialize update",
+            "Pass the optimizer, or call amp.initialize with it first",
+        )
+    updated = {id(param): param for one in given for param in rooms.master_params(one)}
+    return (param for param in updated.values())
+
+
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the current engine's loss scalers in Apex's format, in ``destination`` if given.
+    """Return all loss scalers in Apex's format, in ``destination`` if given.
+
+    They are numbered in the order of the calls of ``amp.initialize``, each with its ``num_losses``.
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``, empty where amp is off.
     """
     # Not OrderedDict[str, Any](): that leaves a mark which torch.load(weights_only=True) refuses.
     result: dict[str, Any] = OrderedDict() if destination is None else destination
-    engine = amp_state.engine
-    if engine is not None and not amp_state.is_off:
-        for index, scaler in enumerate(engine.scalers):
-            result[f"{_PREFIX}{index}"] = scaler.state_dict()
+    for index, scaler in enumerate(amp_state.loss_scalers):
+        result[f"{_PREFIX}{index}"] = scaler.core.state_dict()
     return result
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Set the current engine's loss scalers from Apex's format.
+    """Set all loss scalers from Apex's format.
 
     Entries are matched by the number in their key. As in Apex, entries without a scaler and
     scalers without an entry are told of and left; static scales keep their value.
@@ -200,10 +221,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             unknown; nothing was applied.
         ValueError: An entry cannot be read; nothing was applied.
     """
-    engine = amp_state.engine
     if not state_dict or amp_state.is_off:
         return
-    if engine is None:
+    engines = amp_state.engines
+    if not engines:
         raise bad_state(
             "amp.load_state_dict was called before amp.initialize",
             "Loss scalers exist from amp.initialize on",
@@ -216,19 +237,27 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"Allowed are {_PREFIX}0, {_PREFIX}1, …",
             "Pass what amp.state_dict() returned; nothing was loaded",
         )
-    if len(state_dict) != len(engine.scalers):
+    entries = {int(key.removeprefix(_PREFIX)): entry for key, entry in state_dict.items()}
+    scalers = [scaler for engine in engines for scaler in engine.scalers]
+    for index in entries.keys() & set(range(len(scalers))):
+        scalers[index].read_state(entries[index])
+    if len(state_dict) != len(scalers):
         say(
             f"Warning: state_dict contains {len(state_dict)} entries, while "
-            f"{len(engine.scalers)} loss_scalers are used"
+            f"{len(scalers)} loss_scalers are used"
         )
-    entries = {int(key.removeprefix(_PREFIX)): entry for key, entry in state_dict.items()}
-    complete = {
-        f"{_PREFIX}{index}": entries.get(index, scaler.state_dict())
-        for index, scaler in enumerate(engine.scalers)
-    }
-    for index in sorted(set(entries) - set(range(len(engine.scalers)))):
-        say(f"Skipping loss_scaler[{index}], since num_losses was set to {len(engine.scalers)}")
-    engine.load_state_dict(complete)
+    for index in sorted(set(entries) - set(range(len(scalers)))):
+        say(f"Skipping loss_scaler[{index}], since num_losses was set to {len(scalers)}")
+    start = 0
+    for engine in engines:
+        own = {
+            f"{_PREFIX}{index}": entries.get(start + index, scaler.state_dict())
+            for index, scaler in enumerate(engine.scalers)
+        }
+        numbers = range(start, start + len(own))
+        if entries.keys() & set(numbers):
+            engine.load_state_dict(own)
+        start = numbers.stop
 
 
 def _is_scaler_key(key: Any) -> bool:

@@ -13,6 +13,7 @@ from preamp.engine.initialize import start as start
 from preamp.engine.inventory import count_memory as count_memory
 from preamp.engine.loop import as_optimizers as as_optimizers
 from preamp.engine.loop import clip_grad_norm_ as clip_grad_norm_
+from preamp.engine.loop import common_engine as common_engine
 from preamp.engine.loop import engine_of as engine_of
 from preamp.engine.loop import find_engine as find_engine
 from preamp.engine.loop import load_state_dict as load_state_dict

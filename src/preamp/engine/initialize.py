@@ -340,7 +340,9 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         region = UndoStack()
         undo.push(region.unwind)
         engine.cast_undo.push(region.unwind)
-        attach_cast_region(model, types, policy.patch_torch_functions_type, region)
+        widens = engine.entrance.widens_any_half
+        half = policy.patch_torch_functions_type
+        attach_cast_region(model, types, half, region, widens_any_half=widens)
     else:
         attach_plain_region(model, undo)
     inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
@@ -364,10 +366,13 @@ def _install_function_casts(engine: Engine) -> None:
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        edits = engine.entrance.edits
-        install_function_casts(undo, verbose=engine.verbosity >= 2, edits=edits)
+        edits, widens = engine.entrance.edits, engine.entrance.widens_any_half
+        install_function_casts(
+            undo, verbose=engine.verbosity >= 2, edits=edits, widens_any_half=widens
+        )
         if policy.scope == "thread":
-            push_thread_casts(types, policy.patch_torch_functions_type, undo)
+            half = policy.patch_torch_functions_type
+            push_thread_casts(types, half, undo, widens_any_half=widens)
     half = policy.half_dtype
     if half is not None and "cpu" in types:
         install_wide_where_slow(half, undo)

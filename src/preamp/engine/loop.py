@@ -595,8 +595,13 @@ def as_optimizers(optimizers: Any, who: str = "scale_loss") -> list[torch.optim.
     return members
 
 
-def common_engine(optimizers: Sequence[Any], who: str = "scale_loss") -> Engine:
-    """Return the one engine that owns all ``optimizers``, which ``who`` was given."""
+def common_engine(
+    optimizers: Sequence[Any], who: str = "scale_loss", initialize: str = "preamp.initialize"
+) -> Engine:
+    """Return the one engine that owns all ``optimizers``, which ``who`` was given.
+
+    ``initialize`` is the name by which the script knows it, for the errors.
+    """
     engines = [find_engine(optimizer) for optimizer in optimizers]
     first = engines[0]
     for optimizer, engine in zip(optimizers, engines, strict=True):
@@ -604,16 +609,16 @@ def common_engine(optimizers: Sequence[Any], who: str = "scale_loss") -> Engine:
             raise bad_state(
                 f"{who} was given {with_article(type(optimizer).__name__)} that was not "
                 "initialized",
-                "It takes optimizers that went through preamp.initialize",
-                "Call model, optimizer = preamp.initialize(model, optimizer, opt_level=…) "
+                f"It takes optimizers that went through {initialize}",
+                f"Call model, optimizer = {initialize}(model, optimizer, opt_level=…) "
                 "before the training loop",
             )
         if engine is not first:
             raise bad_state(
                 f"{who} was given optimizers of different engines",
                 "One backward has one loss scale, so its optimizers must come from one "
-                "preamp.initialize call",
-                "Initialize them together: preamp.initialize([model_a, model_b], "
+                f"{initialize} call",
+                f"Initialize them together: {initialize}([model_a, model_b], "
                 "[optimizer_a, optimizer_b], …)",
             )
     if first is None:  # unreachable: the loop above has raised

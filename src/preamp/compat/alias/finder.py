@@ -228,7 +228,7 @@ def _advice(name: str) -> str:
 
 def _refuse_attribute(module: str, name: str) -> Any:
     """What an alias module's ``__getattr__`` does (PEP 562)."""
-    if name.startswith("__") and f"{module}.{name}" not in REFUSED:  # Python's own questions
+    if name.startswith("__"):  # Python's own questions
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     refuse_missing(f"{module}.{name}", AttributeError)
     raise AttributeError(f"module {module!r} has no attribute {name!r} yet", name=name)

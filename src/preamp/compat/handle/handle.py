@@ -88,9 +88,10 @@ class AmpHandle:
             allow_banned=allow_banned,
             verbose=self._verbose,
             edits=edits_for(patch_type),
+            widens_any_half=True,
         )
         install_wide_where_slow(patch_type, self._undo)
-        push_thread_casts(device_types_here(), patch_type, self._undo)
+        push_thread_casts(device_types_here(), patch_type, self._undo, widens_any_half=True)
 
     def take_over(self, stop: Callable[[], None]) -> None:
         """Let `deactivate` end casts that an engine turned on, by calling ``stop``."""
