@@ -286,11 +286,11 @@ class WithScores(nn.Module):
     def __init__(self, half: torch.dtype) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.half = half
+        self.kind = half
         self.seen: set[torch.dtype] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = float_functions(self.half)
+        self.seen = float_functions(self.kind)
         return self.linear(x)
 
 

@@ -15,9 +15,9 @@ from preamp.casting.wrappers import (
     CASTABLE,
     AnyFunction,
     device_to_cast_on,
-    is_left_half,
     is_mixed,
     is_of_others,
+    widens_others,
 )
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
@@ -96,8 +96,9 @@ def _casts(
 ) -> Iterator[Cast]:
     device = device_to_cast_on(args, kwargs)
     values: Sequence[Any] = (*args, *kwargs.values())
-    is_left = is_left_half if rule == "float" else is_of_others
-    if device is None or is_left(values, device):
+    if device is None:
+        return
+    if is_of_others(values, device) and not (rule == "float" and widens_others()):
         return
     if rule == "half":
         target = dtype or torch.get_autocast_dtype(device)

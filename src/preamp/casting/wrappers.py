@@ -84,13 +84,11 @@ which cannot look at a thread's own state, asks whether it is empty."""
 _widens_untraced = untraced(widens_any_half)
 
 
-def is_left_half(values: Sequence[Any], device_type: str) -> bool:
-    """Whether a float function leaves ``values`` as they are, all of the other half dtype."""
-    if not is_of_others(values, device_type):
-        return False
+def widens_others() -> bool:
+    """Whether float functions take the other half dtype too, where this is called."""
     if not WIDENING:
-        return True
-    return not (_widens_untraced() if torch.compiler.is_compiling() else widens_any_half())
+        return False
+    return _widens_untraced() if torch.compiler.is_compiling() else widens_any_half()
 
 
 def _has_others(values: Iterable[Any], device_type: str) -> bool:
@@ -140,7 +138,7 @@ def wrap_float(*, is_closed: bool = False, is_open: bool = False) -> Wrapper:
             device = device_to_cast_on(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
-            if is_left_half((*args, *kwargs.values()), device):
+            if is_of_others((*args, *kwargs.values()), device) and not widens_others():
                 return _run(fn, (args, kwargs), None if is_open else device)
             arguments = cast_arguments(args, kwargs, torch.float32, device)
             return _run(fn, arguments, device if is_closed else None)
