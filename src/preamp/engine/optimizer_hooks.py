@@ -22,7 +22,7 @@ from preamp.casting import disable_casts, settle_thread, thread_casts_restored, 
 from preamp.casting.autocast_state import untraced
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.core import EngineCore
-from preamp.engine.session import OptimizerSession
+from preamp.engine.session import OptimizerSession, params_of_group
 from preamp.kernels.modules import add_hook
 
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
@@ -243,16 +243,24 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, "add_param_group")
 
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._engine.closed:
-                self._session.refuse_known(args[0] if args else kwargs.get("param_group"))
+            if self._engine.closed:
+                return inner(optimizer, *args, **kwargs)
+            params = params_of_group(args[0] if args else kwargs.get("param_group"))
+            self._session.refuse_known(params)
             known = self._engine.updated_params()
+            added = set(map(id, params))
+            sessions = self._engine.sessions.values()
+            others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
+            for session in (self._session, *others) if others else ():
+                session.check_can_share()
             result = inner(optimizer, *args, **kwargs)
-            if not self._engine.closed:
-                if self._engine.scales_losses:  # nobody unscaled what they have
-                    for param in optimizer.param_groups[-1]["params"]:
-                        if id(param) not in known:
-                            param.grad = None
-                self._session.adopt()
+            if self._engine.scales_losses:  # nobody unscaled what they have
+                for param in optimizer.param_groups[-1]["params"]:
+                    if id(param) not in known:
+                        param.grad = None
+            for session in others:
+                self._session.take_findings(session)
+            self._session.adopt()
             return result
 
         copy_identity(inner, add_param_group)

@@ -458,6 +458,7 @@ class WeightTable(WeightPairs):
         """Add a row whose half weight is its rounded master."""
         twin.table, twin.row = self, len(self)
         self.may_have_bases |= twin.held.gradient is not None
+        self.has_parts |= twin.held.part is not None
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
         self.lows.append(None)
@@ -470,14 +471,39 @@ class WeightTable(WeightPairs):
         if self.packs:
             self.round((twin.row,))
 
-    def remove(self, twin: Twin) -> None:
-        """Let another table have the row; between two steps only."""
+    def hand_over(self, twin: Twin, other: WeightTable) -> None:
+        """Let another table have the row, with all that is known of its weight and gradient.
+
+        Not while a backward is under way, or gradients are left scaled, in either of them.
+        """
+        self.settle(twin.row)
+        memo = twin.memo()
+        is_set = not self.is_fresh or twin.row in self.loaded or twin in self._written
+        self._remove(twin)
+        other.add(twin)
+        other._shares_versions |= self._shares_versions
+        if is_set:
+            other.loaded.add(twin.row)
+        twin.recall(memo)
+        if _is_shown(memo.record):
+            other.show()
+
+    def _remove(self, twin: Twin) -> None:
+        gone = twin.row
         self.make()
-        self.remove_row(twin.row)
+        self.remove_row(gone)
         columns = (self.twins, self.lows, *self._gradient_columns(), self.versions, self.records)
         for column in columns:
-            del column[twin.row]
-        self.raw = None
+            del column[gone]
+        self._arrived = None
+        self.changes += 1
+        self._written.discard(twin)
+        for rows in (self.loaded, self.carried, self.zeros_aside):
+            kept = {row - (row > gone) for row in rows if row != gone}
+            rows.clear()
+            rows.update(kept)
+        versions = self._base_versions.items()
+        self._base_versions = {row - (row > gone): v for row, v in versions if row != gone}
         for row, other in enumerate(self.twins):
             other.row = row
 
