@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import preamp
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Damage, Parts
 from cases.pair import Build, Pair, sgd
+from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 
 levels = pytest.mark.parametrize("level", EXACT)
@@ -287,6 +289,54 @@ def test_split_weights_shared_between_backward_and_step(level: str) -> None:
         master = run.engine.master_of(param)
         assert master is not None
         torch.testing.assert_close(master.detach(), wanted.detach(), rtol=2.0**-16, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.filterwarnings("ignore:The .* weight .* was written to between two steps")
+def test_a_weight_that_joins_shared_ones(level: str, storage: str, loads: bool) -> None:
+    """What a script has just written to the weight, or loaded, comes along."""
+    run = Sharing(level, storage=storage)
+    run.share()
+    run.backward("ab", *run.ours)
+    run.step()
+    run.zero()
+    if loads:
+        load(run)
+    both(run, lambda model: model.b.bias.fill_(0.5))
+    for optimizer, model in ((run.ours[1], run.model), (run.theirs[1], run.plain)):
+        optimizer.add_param_group({"params": [model.b.bias]})
+    assert run.model.b.bias.tolist() == [0.5, 0.5]
+    run.backward("ab", *run.ours)
+    run.step()
+    half, wanted = run.model.b.bias.detach(), run.plain.b.bias.detach()
+    assert_same(half, wanted.to(half.dtype))
+
+
+def share_on_ranks(rank: int) -> list[torch.Tensor]:
+    """Train each level without a wrapper, which rounds masters once, and share weights."""
+    found: list[torch.Tensor] = []
+    for level in WITH_MASTERS:
+        run = Sharing(level, lambda params: torch.optim.SGD(params, lr=2.0**-12))
+        both(run, lambda model: [param.fill_(1.0) for param in model.parameters()])
+        for shares in (False, True, False):
+            if shares:
+                run.share()
+            run.backward("ab", *run.ours)
+            run.step()
+            run.zero()
+        run.check()
+        found.append(run.plain.b.weight.detach().clone() + rank)
+    return found
+
+
+@pytest.mark.full
+def test_weights_shared_where_ranks_reduce_by_hand(tmp_path: Path) -> None:
+    """Masters that have trained are not rounded, as those of a beginning are."""
+    first, second = run_ranks(share_on_ranks, tmp_path)
+    for mine, theirs in zip(first, second, strict=True):
+        assert_same(mine + 1, theirs)
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)

@@ -210,6 +210,7 @@ def test_gradients_dropped_after_a_backward_by_hand_are_gone() -> None:
     model.zero_grad()
     optimizer.update_master_grads()
     assert gradients(optimizer) == [[], []]
+    optimizer.backward(model.loss(8.0))
     (model.loss(4.0) * 128.0).backward()
     (model.loss(4.0) * 128.0).backward()
     model.zero_grad()

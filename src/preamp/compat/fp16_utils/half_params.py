@@ -171,8 +171,7 @@ class ScaledGradients:
 
     def step_aside(self, param: torch.Tensor) -> None:
         """A backward is about to add to the gradient of ``param``. Mutates that."""
-        unscaled = self._unscaled.pop(id(param), None)
-        if param.grad is None or param.grad is unscaled:
+        if self._unscaled.pop(id(param), None) is param.grad:  # both None: the script dropped all
             self._direct.set_aside_reached(param)
 
     def _census(
