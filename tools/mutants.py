@@ -254,6 +254,23 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("torch.where(rounded == half, wide, half.float())", "half.float()"),
         ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
     ),
+    ("optim/table.py", "engine/test_shared_weights.py engine/test_doors.py"): (
+        ("        twin.recall(memo)\n        if _is_shown", "        if _is_shown"),
+        ("            other.loaded.add(twin.row)\n", "            pass\n"),
+        ("        self.settle(twin.row)\n        memo", "        memo"),
+    ),
+    ("optim/rewritten.py", "optim/test_rewritten.py engine/test_grad_scaler.py"): (
+        (" | (old.isnan() != new.isnan()).any()", ""),
+    ),
+    ("engine/optimizer_hooks.py", ENGINE): (
+        ("self._stepping = self._withheld = False", "self._stepping = False"),
+        ("                self._session.take_findings(session)\n", "                pass\n"),
+        ("            self._begin()  # reached", "            pass  # reached"),
+    ),
+    ("compat/fp16_utils/half_params.py", "fp16_utils"): (
+        ("if self._unscaled.pop(id(param), None) is param.grad:", "if False:"),
+        ("self._scale in (None, scale)", "True"),
+    ),
     ("optim/fused/keeping.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
         (
             "if known is None or known[0] != ids or known[1] != list(map(id, state)):",

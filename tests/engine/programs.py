@@ -899,9 +899,7 @@ class World:
         before = {n: self.both(n)[0].grad.clone() for n in fresh}  # type: ignore[union-attr]
         self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, {max_norm})")
         nn.utils.clip_grad_norm_(held, max_norm)
-        if all(torch.equal(self.both(n)[0].grad, was) for n, was in before.items()):  # type: ignore[arg-type]
-            if any(bool(was.any()) for was in before.values()):
-                return  # multiplied by one
+        if not any(bool(was.any()) for was in before.values()):
             # Zeros where earlier gradients are, multiplied by whatever: may be refused.
             if not self.refused(lambda: [p.grad for p in preamp.master_params(self.opts[i])]):
                 return

@@ -111,12 +111,12 @@ def test_a_clip_that_underflows_is_refused(level: str) -> None:
 
 
 @levels
-@pytest.mark.parametrize("scale", [None, 128.0])
 @pytest.mark.parametrize("read", [False, True])
-def test_asking_for_the_norm_changes_nothing(level: str, scale: Any, read: bool) -> None:
+def test_asking_for_the_norm_changes_nothing(level: str, read: bool) -> None:
     """Multiplied by one in place: written to, and the same."""
-    pair = Pair(level, loss_scale=scale)
-    for index in range(2):
+    is_whole = level not in WITH_MASTERS  # what accumulates lies beside the last gradient there
+    pair = Pair(level, loss_scale=128.0 if is_whole else 1.0)
+    for index in range(2 if is_whole else 1):
         pair.backward(index)
         if read:
             pair.check_grads()
@@ -145,18 +145,79 @@ def test_a_clip_of_zeros_in_place_of_earlier_gradients_drops_nothing(
         pair.optimizer.step()
 
 
+def keep_largest(grads: list[torch.Tensor]) -> None:
+    for grad in grads:
+        grad[grad.abs() < grad.abs().max()] = 0.0
+
+
+WRITES: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "value": lambda grads: [grad.clamp_(-64.0, 64.0) for grad in grads],
+    "norm asked for": lambda grads: [grad.mul_(1.0) for grad in grads],
+    "all but the largest": keep_largest,
+    "last element": lambda grads: grads[-1].view(-1)[-1:].mul_(0.5),
+    "decay": lambda grads: [grad.add_(2.0**-20) for grad in grads],
+}
+"""What leaves nearly all values, or all, and each tensor's first ones and largest magnitude."""
+
+
+def wide_pair(level: str, **options: Any) -> Any:
+    """A weight of 4,096 elements whose gradient is small but for its last element, which is 1."""
+    model = nn.Linear(4096, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = sgd(model.parameters())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    inputs = torch.full((1, 4096), 2.0**-12)
+    inputs[0, -1] = 1.0
+    return model, optimizer, inputs
+
+
 @with_masters
-@pytest.mark.parametrize("door", ["zeros", "None"])
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("read", [False, True])
-def test_asking_for_the_norm_after_one_gradient_went(level: str, door: str, read: bool) -> None:
-    """Others than that one were multiplied by one."""
-    pair = Pair(level, loss_scale=128.0)
-    pair.backward(0)
-    zero_both(pair, f"some, {door}")
+def test_any_write_to_scaled_gradients_is_refused(level: str, write: str, read: bool) -> None:
+    model, optimizer, inputs = wide_pair(level, loss_scale=128.0)
+    with preamp.scale_loss(model(inputs).sum(), optimizer) as scaled:
+        scaled.backward()
     if read:
-        pair.check_grads()
-    assert clip_grad_norm_(pair.model.parameters(), math.inf).isfinite()
-    finish(pair)
+        assert [master.grad for master in preamp.master_params(optimizer)]
+    WRITES[write]([param.grad for param in model.parameters()])
+    with pytest.raises(preamp.PreampStateError, match=SCALED):
+        optimizer.step()
+    assert not model.weight.any()
+    optimizer.zero_grad()
+    with preamp.scale_loss(model(inputs).sum(), optimizer) as scaled:
+        scaled.backward()
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    assert_same(model.weight.detach().float(), (-lr * inputs).to(model.weight.dtype).float())
+
+
+@with_masters
+def test_the_norm_of_accumulated_gradients_is_not_that_of_the_last(level: str) -> None:
+    """No scale is on them; clipped by it, their sum might be larger than allowed."""
+    pair = Pair(level, loss_scale=1.0)
+    pair.backward(0)
+    pair.backward(1)
+    clip_grad_norm_(pair.model.parameters(), math.inf)
+    with pytest.raises(preamp.PreampStateError, match="were kept in float32 beside it"):
+        pair.optimizer.step()
+
+
+@with_masters
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.filterwarnings("ignore:The float16 gradient")
+def test_infinities_that_a_script_replaces_after_unscaling(level: str, value: float) -> None:
+    """A static scale does not look for them; all else was multiplied by one."""
+    model, optimizer, inputs = wide_pair(level, loss_scale=128.0)
+    scaler = preamp.GradScaler(optimizer)
+    inputs[0, -1] = value
+    scaler.scale(model(inputs).sum()).backward()
+    scaler.unscale_(optimizer)
+    model.weight.grad.nan_to_num_(0.5, 0.5, 0.5)
+    scaler.step(optimizer)
+    lr = optimizer.param_groups[0]["lr"]
+    inputs[0, -1] = 0.5
+    assert_same(model.weight.detach().float(), (-lr * inputs).to(model.weight.dtype).float())
 
 
 @with_masters

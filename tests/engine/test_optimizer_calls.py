@@ -65,6 +65,93 @@ def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -
     assert engine.loss_scale() == 2.0**14
 
 
+class Demanding(torch.optim.SGD):
+    """Raises where a gradient is missing, as some optimizers do by asking for its shape."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(param.grad is None for param in params):
+            raise KeyError("no gradient")
+        super().step()
+        return loss
+
+
+def demanding(params: Any) -> torch.optim.Optimizer:
+    return Demanding(params, lr=0.5, momentum=0.9)
+
+
+def check_halves(pair: Pair) -> None:
+    for param in pair.model.parameters():
+        master = pair.engine.master_of(param)
+        if master is not None:
+            assert_same(param.detach(), master.detach().to(param.dtype))
+
+
+@levels
+@pytest.mark.parametrize("drop", ["optimizer", "model", "nothing"])
+def test_a_bound_step_that_raised_leaves_nothing_to_the_next(level: str, drop: str) -> None:
+    """Gradients that overflowed are hidden from it, and that is what it raises for."""
+    steps: list[Any] = []
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        optimizer = demanding(params)
+        steps.append(optimizer.step)
+        return optimizer
+
+    pair = Pair(level, build, loss_scale="dynamic")
+    step = steps[0]
+    for index in range(4):
+        if index in (0, 2):
+            pair.overflow()
+            with pytest.raises(KeyError, match="no gradient"):
+                step()
+            if drop == "optimizer":
+                pair.optimizer.zero_grad()
+            elif drop == "model":
+                pair.model.zero_grad()
+        pair.backward(index)
+        step()
+        pair.plain_step()
+        pair.zero()
+        pair.check()
+        check_halves(pair)
+    assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (4, 0)
+
+
+@levels
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_closure_step_that_raised_leaves_nothing_to_the_next(level: str, bound: bool) -> None:
+    """Where the loss scale is at its floor, what overflowed in a closure is hidden too."""
+    steps: list[Any] = []
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        optimizer = demanding(params)
+        steps.append(optimizer.step)
+        return optimizer
+
+    pair = Pair(level, build, loss_scale="dynamic", min_loss_scale=2.0**16)
+    step = steps[0] if bound else pair.optimizer.step
+
+    def closure(spoils: bool) -> torch.Tensor:
+        pair.optimizer.zero_grad()
+        if spoils:
+            pair.overflow()
+        else:
+            pair.ours(0)
+        return torch.zeros(())
+
+    with pytest.raises(KeyError, match="no gradient"):
+        step(lambda: closure(True))
+    assert pair.engine.steps_skipped == 1
+    step(lambda: closure(False))
+    pair.theirs(0)
+    pair.plain_step()
+    pair.check()
+    check_halves(pair)
+    assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (1, 1)
+
+
 @pytest.mark.apex("B 18: a mock of an optimizer")
 @levels
 def test_a_mock_of_an_optimizer(level: str) -> None:

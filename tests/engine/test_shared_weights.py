@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 import preamp
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Damage, Parts
-from cases.pair import Pair, sgd
+from cases.pair import Build, Pair, sgd
+from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 
 levels = pytest.mark.parametrize("level", EXACT)
@@ -156,3 +158,242 @@ def test_an_overflow_names_a_shared_weight_once(level: str) -> None:
         assert len(cause.parameters) == len(set(cause.parameters))
         assert set(cause.parameters) <= overflowed
     assert len(preamp.engine_of(model).overflow_causes) == 2
+
+
+# -- weights that come to a second optimizer between a backward and a step ------------------------
+
+
+class Sharing:
+    """An optimizer of a model and one of something else, and the same in plain torch."""
+
+    def __init__(self, level: str, build: Build = sgd, **options: Any) -> None:
+        self.model, self.side = Parts(), nn.Linear(3, 2)
+        self.plain, self.plain_side = copy.deepcopy(self.model), copy.deepcopy(self.side)
+        self.ours = [build(part.parameters()) for part in (self.model, self.side)]
+        self.theirs = [build(part.parameters()) for part in (self.plain, self.plain_side)]
+        models, options = [self.model, self.side], {"loss_scale": 128.0, **options}
+        preamp.initialize(models, self.ours, opt_level=level, verbosity=0, **options)
+        self.engine = preamp.engine_of(self.model)
+
+    def backward(self, part: str, *optimizers: torch.optim.Optimizer) -> None:
+        with preamp.scale_loss(self.loss(self.model, part), optimizers or self.ours[0]) as scaled:
+            scaled.backward()
+        with preamp.disable_casts():
+            self.loss(self.plain, part).backward()
+
+    def loss(self, model: nn.Module, part: str) -> torch.Tensor:
+        return model(X, part).float().sum() / 8
+
+    def share(self, *, as_masters: bool = False) -> None:
+        """Give the second optimizers the first layer's bias and the second one's weight."""
+        held = self.ours[0].param_groups[0]["params"]
+        own = [self.model.a.bias, self.model.b.weight]
+        params: list[Any] = [held[1], held[2]] if as_masters else own
+        self.ours[1].add_param_group({"params": params})
+        self.theirs[1].add_param_group({"params": [self.plain.a.bias, self.plain.b.weight]})
+
+    def step(self) -> None:
+        for optimizer, other in zip(self.ours, self.theirs, strict=True):
+            optimizer.step()
+            with preamp.disable_casts():
+                other.step()
+
+    def zero(self) -> None:
+        for optimizer in (*self.ours, *self.theirs):
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        for param, wanted in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            master = self.engine.master_of(param)
+            assert_same((param if master is None else master).detach(), wanted.detach())
+            if master is not None:
+                assert_same(param.detach(), master.detach().to(param.dtype))
+
+
+def both(run: Sharing, change: Callable[[nn.Module], object]) -> None:
+    with torch.no_grad():
+        for model in (run.model, run.plain):
+            change(model)
+
+
+def halve(run: Sharing) -> None:
+    for optimizer in (run.ours[0], run.theirs[0]):
+        for param in preamp.master_params(optimizer):
+            param.grad.mul_(0.5)
+
+
+def load(run: Sharing) -> None:
+    state = run.plain.state_dict()
+    state = {name: value * 1.5 for name, value in state.items()}
+    run.model.load_state_dict(state)
+    run.plain.load_state_dict(state)
+
+
+BEFORE: dict[str, Callable[[Sharing], object]] = {
+    "nothing": lambda run: None,
+    "a second backward": lambda run: run.backward("b"),
+    "gradients read": lambda run: [p.grad for p in preamp.master_params(run.ours[0])],
+    "gradients halved": halve,
+    "one zeroed": lambda run: both(run, lambda model: model.b.weight.grad.zero_()),
+    "one dropped": lambda run: both(run, lambda model: setattr(model.b.weight, "grad", None)),
+    "another dropped": lambda run: both(run, lambda model: setattr(model.b.bias, "grad", None)),
+    "weights written to": lambda run: both(run, lambda model: model.b.weight.fill_(0.5)),
+    "weights loaded": load,
+}
+
+
+@levels
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("as_masters", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_shared_between_backward_and_step(
+    level: str, before: str, as_masters: bool, trained: bool
+) -> None:
+    run = Sharing(level)
+    if trained:
+        run.backward("ab")
+        run.step()
+        run.zero()
+    run.backward("ab")
+    BEFORE[before](run)
+    run.share(as_masters=as_masters)
+    run.step()
+    run.check()
+    run.zero()
+    for part in ("a", "ab"):
+        run.backward(part, *run.ours)
+        run.backward("b", *run.ours)
+        run.step()
+        run.check()
+        run.zero()
+    halves = run.engine.master_of(run.model.b.weight)
+    if halves is not None:
+        assert any(param is halves for param in run.ours[1].param_groups[1]["params"])
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_split_weights_shared_between_backward_and_step(level: str) -> None:
+    """What a split master cannot hold is less than the bound."""
+    run = Sharing(level, storage="split")
+    for _ in range(2):
+        run.backward("ab")
+        run.step()
+        run.zero()
+    run.backward("ab")
+    run.share()
+    run.step()
+    run.zero()
+    run.backward("ab", *run.ours)
+    run.step()
+    for param, wanted in zip(run.model.parameters(), run.plain.parameters(), strict=True):
+        master = run.engine.master_of(param)
+        assert master is not None
+        torch.testing.assert_close(master.detach(), wanted.detach(), rtol=2.0**-16, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.filterwarnings("ignore:The .* weight .* was written to between two steps")
+def test_a_weight_that_joins_shared_ones(level: str, storage: str, loads: bool) -> None:
+    """What a script has just written to the weight, or loaded, comes along."""
+    run = Sharing(level, storage=storage)
+    run.share()
+    run.backward("ab", *run.ours)
+    run.step()
+    run.zero()
+    if loads:
+        load(run)
+    both(run, lambda model: model.b.bias.fill_(0.5))
+    for optimizer, model in ((run.ours[1], run.model), (run.theirs[1], run.plain)):
+        optimizer.add_param_group({"params": [model.b.bias]})
+    assert run.model.b.bias.tolist() == [0.5, 0.5]
+    run.backward("ab", *run.ours)
+    run.step()
+    half, wanted = run.model.b.bias.detach(), run.plain.b.bias.detach()
+    assert_same(half, wanted.to(half.dtype))
+
+
+def share_on_ranks(rank: int) -> list[torch.Tensor]:
+    """Train each level without a wrapper, which rounds masters once, and share weights."""
+    found: list[torch.Tensor] = []
+    for level in WITH_MASTERS:
+        run = Sharing(level, lambda params: torch.optim.SGD(params, lr=2.0**-12))
+        both(run, lambda model: [param.fill_(1.0) for param in model.parameters()])
+        for shares in (False, True, False):
+            if shares:
+                run.share()
+            run.backward("ab", *run.ours)
+            run.step()
+            run.zero()
+        run.check()
+        found.append(run.plain.b.weight.detach().clone() + rank)
+    return found
+
+
+@pytest.mark.full
+def test_weights_shared_where_ranks_reduce_by_hand(tmp_path: Path) -> None:
+    """Masters that have trained are not rounded, as those of a beginning are."""
+    first, second = run_ranks(share_on_ranks, tmp_path)
+    for mine, theirs in zip(first, second, strict=True):
+        assert_same(mine + 1, theirs)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("clips", [False, True])
+def test_weights_shared_after_unscale(level: str, clips: bool) -> None:
+    run = Sharing(level)
+    scaler = preamp.GradScaler(run.ours)
+    scaler.scale(run.loss(run.model, "ab")).backward()
+    run.loss(run.plain, "ab").backward()
+    scaler.unscale_(run.ours[0])
+    run.share()
+    if clips:
+        both(run, lambda model: [param.grad.mul_(0.5) for param in model.parameters()])
+    scaler.step(run.ours[0])
+    scaler.update()
+    run.theirs[0].step()
+    run.check()
+
+
+@levels
+@pytest.mark.parametrize("when", ["in a block", "left scaled"])
+def test_weights_are_not_shared_while_gradients_are_scaled(level: str, when: str) -> None:
+    run = Sharing(level)
+
+    def refused() -> None:
+        with pytest.raises(preamp.PreampStateError, match="one of the two still carry"):
+            run.share()
+        assert len(run.ours[1].param_groups) == 1
+
+    if when == "in a block":
+        with preamp.scale_loss(run.loss(run.model, "ab"), run.ours[0]) as scaled:
+            scaled.backward()
+            refused()
+    else:
+        with preamp.scale_loss(run.loss(run.model, "a"), run.ours[0], delay_unscale=True) as scaled:
+            scaled.backward()
+        refused()
+        with preamp.scale_loss(run.loss(run.model, "b"), run.ours[0]) as scaled:
+            scaled.backward()
+    with preamp.disable_casts():
+        run.loss(run.plain, "ab").backward()
+    run.share()
+    run.step()
+    run.check()
+
+
+@levels
+def test_an_overflow_is_shared_too(level: str) -> None:
+    run = Sharing(level, loss_scale="dynamic")
+    with preamp.scale_loss(run.loss(run.model, "ab") * torch.inf, run.ours[0]) as scaled:
+        scaled.backward()
+    run.share()
+    for optimizer in run.ours:
+        optimizer.step()
+    assert (run.engine.steps_applied, run.engine.steps_skipped) == (0, 2)
+    run.zero()
+    run.check()
+    run.backward("ab", *run.ours)
+    run.step()
+    run.check()

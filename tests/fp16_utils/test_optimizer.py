@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -152,6 +153,87 @@ def test_a_backward_of_the_script_s_own() -> None:
         (model.loss(0.5) * optimizer.loss_scale).backward()
         optimizer.update_master_grads()
         assert gradients(optimizer) == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.apex("5.3 zero_grad", "5.3 update_master_grads")
+@pytest.mark.parametrize("ways", ["hh", "ho", "oh", "hhh", "hoh", "ohh"])
+@pytest.mark.parametrize("window", [None, 1, 2000])
+def test_backwards_by_hand_are_summed(ways: str, window: int | None) -> None:
+    """With a window of 1 the scale doubles after every update; gradients that lie there follow."""
+    scaling: dict[str, Any] = {"static_loss_scale": 128.0}
+    if window is not None:
+        options = {"scale_window": window, "init_scale": 128.0}
+        scaling = {"dynamic_loss_scale": True, "dynamic_loss_args": options}
+    model, optimizer = wrapped(**scaling)
+    for _ in range(2):
+        for index, way in enumerate(ways):
+            if way == "h":
+                (model.loss(2.0**index) * optimizer.loss_scale).backward()
+                optimizer.update_master_grads()
+            else:
+                optimizer.backward(model.loss(2.0**index))
+            assert gradients(optimizer) == [[2.0 ** (index + 1) - 1] * 2] * 2
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_model_s_gradients_zeroed_between_backwards_by_hand(to_none: bool) -> None:
+    """In place it is the same tensor, with scaled gradients added to zeros."""
+    model, optimizer = wrapped(static_loss_scale=128.0)
+    for factor in (0.5, 0.25, 2.0):
+        (model.loss(factor) * 128.0).backward()
+        optimizer.update_master_grads()
+        assert gradients(optimizer) == [[factor] * 2] * 2
+        model.zero_grad(set_to_none=to_none)
+
+
+def test_float32_gradients_written_to_are_not_unscaled_again() -> None:
+    """As clipping does; the second backward does not reach them, and the third does."""
+    model, optimizer = wrapped(static_loss_scale=128.0)
+    (model.loss() * 128.0).backward()
+    optimizer.update_master_grads()
+    assert model.wide.grad is not None
+    model.wide.grad.mul_(0.5)
+    (model.low.float().sum() * 128.0).backward()
+    optimizer.update_master_grads()
+    assert gradients(optimizer) == [[2.0] * 2, [0.5] * 2]
+    (model.loss() * 128.0).backward()
+    optimizer.update_master_grads()
+    assert gradients(optimizer) == [[3.0] * 2, [1.5] * 2]
+
+
+def test_gradients_dropped_after_a_backward_by_hand_are_gone() -> None:
+    model, optimizer = wrapped(static_loss_scale=128.0)
+    (model.loss() * 128.0).backward()
+    optimizer.update_master_grads()
+    (model.loss() * 128.0).backward()  # of a batch that turns out to be useless
+    model.zero_grad()
+    optimizer.update_master_grads()
+    assert gradients(optimizer) == [[], []]
+    optimizer.backward(model.loss(8.0))
+    (model.loss(4.0) * 128.0).backward()
+    (model.loss(4.0) * 128.0).backward()
+    model.zero_grad()
+    (model.loss(0.5) * 128.0).backward()
+    optimizer.update_master_grads()
+    assert gradients(optimizer) == [[0.5] * 2] * 2
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_second_optimizer_of_the_same_weights_sums_too(keeps: bool) -> None:
+    """As when a cell of a notebook runs again; hooks of the first one do nothing any more."""
+    model, first = wrapped(static_loss_scale=128.0)
+    first.backward(model.loss())
+    first.step()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=128.0, verbose=False)
+    if not keeps:
+        del first
+    optimizer.zero_grad()
+    for _ in range(3):
+        (model.loss() * 128.0).backward()
+        optimizer.update_master_grads()
+    assert gradients(optimizer) == [[3.0] * 2] * 2
+    assert copy.deepcopy(model).wide.grad is None
 
 
 @pytest.mark.apex("5.3 loss_scale")

@@ -112,8 +112,19 @@ def test_zeros_have_the_factor_of_the_others(dtype: torch.dtype) -> None:
 def test_infinities_tell_nothing(dtype: torch.dtype) -> None:
     (before,) = _gradients(0, dtype, [100])
     before[3], before[5] = torch.inf, torch.nan
-    after = (before * 0.5).nan_to_num(0.0, 0.0, 0.0)
-    assert _found([before], [after]) == [0.5]
+    assert _found([before], [before * 0.5]) == [0.5]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("last", [False, True])
+def test_infinities_made_finite_are_no_product(dtype: torch.dtype, last: bool) -> None:
+    """Nor the other way round: with a factor, what the script has put there would be lost."""
+    for value in (torch.inf, -torch.inf, torch.nan):
+        finite, infinite = _gradients(0, dtype, [100_000]) * 2
+        infinite = infinite.clone()
+        infinite[-1 if last else 0] = value
+        assert _found([infinite], [finite]) == [None]
+        assert _found([finite], [infinite]) == [None]
 
 
 def test_large_gradients_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,9 @@ class EngineCore:
         return not all(scaler.is_identity for scaler in self.scalers)
 
     def updated_params(self) -> frozenset[int]:
-        """``id`` of everything that an optimizer of the engine updates."""
+        """``id`` of every parameter of the models that an optimizer of the engine updates."""
         return frozenset(
-            id(param) for session in self.sessions.values() for param in session.gradients.params()
+            id(param) for session in self.sessions.values() for param in session.model_params()
         )
 
     @property

@@ -22,7 +22,7 @@ from preamp.casting import disable_casts, settle_thread, thread_casts_restored, 
 from preamp.casting.autocast_state import untraced
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.core import EngineCore
-from preamp.engine.session import OptimizerSession
+from preamp.engine.session import OptimizerSession, params_of_group
 from preamp.kernels.modules import add_hook
 
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
@@ -36,9 +36,12 @@ class OptimizerHooks:
         self._engine = engine
         self._session = session
         self._optimizer = session.optimizer
+        self._is_called = False  # whether our own `step` is under way
+        # Of the step under way, or of one that has raised; see `_begin`
         self._stepping = False
         self._unread: torch.Tensor | None = None  # overflow flag of a step the device decides on
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._withheld = False
 
     def attach(self, undo: UndoStack) -> None:
         """Hook the optimizer; ``undo`` gets the steps that take it back."""
@@ -62,9 +65,8 @@ class OptimizerHooks:
             if self._engine.closed:  # a scheduler may still hold this method
                 return inner(optimizer, *args, **kwargs)
             settle_thread()
-            self._stepping = False
+            self._begin()
             has_closure = find_closure(args, kwargs) is not None
-            self._unread = None
             self._engine.settle_steps()
             if not has_closure:
                 self._session.check_unscaled()
@@ -72,6 +74,7 @@ class OptimizerHooks:
                     return None
                 self._unread = self._session.unread_overflow()
             try:
+                self._is_called = True
                 sees_casts = self._sees_casts()
                 if self._unread is None and not sees_casts:
                     return inner(optimizer, *args, **kwargs)
@@ -82,12 +85,22 @@ class OptimizerHooks:
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
                 self._end_sharing()
+                self._give_back_gradients()
                 if self._stepping:
                     self._session.write_halves()  # some masters may have been updated
                 raise
+            finally:
+                self._is_called, self._unread = False, None
 
         copy_identity(inner, step)
         return step
+
+    def _begin(self) -> None:
+        """A step begins: forget what one that raised has left."""
+        self._end_sharing()
+        self._held.clear()
+        self._stepping = self._withheld = False
+        self._unread = None
 
     def _sees_casts(self) -> bool:
         """Whether functions are cast here; another engine's casts are no business of this step."""
@@ -98,10 +111,13 @@ class OptimizerHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
+        closure = find_closure(args, kwargs)
+        is_inside = self._is_called or isinstance(closure, _Rerun)
+        if not is_inside and not (self._withheld and self._session.overflowed()):
+            self._begin()  # reached through a method bound before initialize
         if self._engine.reductions.unasked:
             self._engine.reductions.compare_late(self._session.model_params)
         self._session.prepare_step()
-        closure = find_closure(args, kwargs)
         for tell in self._engine.events.update_begins:
             tell(self._session, closure is not None)
         # Reached through a method bound before initialize?
@@ -120,13 +136,12 @@ class OptimizerHooks:
         del optimizer, args, kwargs
         self._end_sharing()
         withheld = self._give_back_gradients()
-        if not withheld:
-            try:
-                self._session.pack()
-            finally:  # those that are not packed; packed ones are in their half weights already
-                self._session.write_halves()
-            if self._session.sharing is not None:
-                self._session.sharing.exchange()
+        try:
+            self._session.pack()
+        finally:  # those that are not packed; packed ones are in their half weights already
+            self._session.write_halves()
+        if self._session.sharing is not None and not withheld:
+            self._session.sharing.exchange()
         if self._stepping:
             self._stepping = False
             if withheld:
@@ -154,8 +169,6 @@ class OptimizerHooks:
         for table in self._session.gradients.tables:
             table.drop(in_backward=False)
         self._withheld = True
-
-    _withheld = False
 
     def _give_back_gradients(self) -> bool:
         withheld, self._withheld = self._withheld, False
@@ -200,6 +213,7 @@ class OptimizerHooks:
 
             if self._engine.closed:
                 return original()
+            self._held.clear()
             for tell in self._engine.events.gradients_dropped:
                 tell(self._session)
             to_none = args[0] if args else kwargs.get("set_to_none")
@@ -229,16 +243,24 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, "add_param_group")
 
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._engine.closed:
-                self._session.refuse_known(args[0] if args else kwargs.get("param_group"))
+            if self._engine.closed:
+                return inner(optimizer, *args, **kwargs)
+            params = params_of_group(args[0] if args else kwargs.get("param_group"))
+            self._session.refuse_known(params)
             known = self._engine.updated_params()
+            added = set(map(id, params))
+            sessions = self._engine.sessions.values()
+            others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
+            for session in (self._session, *others) if others else ():
+                session.check_can_share()
             result = inner(optimizer, *args, **kwargs)
-            if not self._engine.closed:
-                if self._engine.scales_losses:  # nobody unscaled what they have
-                    for param in optimizer.param_groups[-1]["params"]:
-                        if id(param) not in known:
-                            param.grad = None
-                self._session.adopt()
+            if self._engine.scales_losses:  # nobody unscaled what they have
+                for param in optimizer.param_groups[-1]["params"]:
+                    if id(param) not in known:
+                        param.grad = None
+            for session in others:
+                self._session.take_findings(session)
+            self._session.adopt()
             return result
 
         copy_identity(inner, add_param_group)

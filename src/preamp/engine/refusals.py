@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,23 +11,27 @@ from preamp.core.errors import PreampStateError, bad_state, bad_value, message, 
 from preamp.optim import Masters
 
 
-def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], str]) -> None:
+def check_group(
+    params: Iterable[torch.Tensor], masters: Masters, name_of: Callable[[torch.Tensor], str]
+) -> None:
     """Refuse a group with a parameter that has a master, which torch's check cannot see."""
-    if not isinstance(group, dict):
-        return  # torch refuses what is not a dict
-    entries = cast("dict[str, Any]", group)
-    params: Any = entries.get("params", ())
-    if isinstance(params, Iterator):
-        params = entries["params"] = list(cast("Iterator[Any]", params))
-    items: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-    for item in items:
-        param: Any = cast("tuple[str, Any]", item)[1] if isinstance(item, tuple) else item
+    for param in params:
         if masters.of_half(param) is not None:
             raise bad_value(
                 f"Parameter {name_of(param)!r} is in this optimizer already",
                 "A parameter may appear in one parameter group only",
                 "Leave it out of the new group",
             )
+
+
+def shared_while_scaled() -> PreampStateError:
+    """A weight comes to a second optimizer where its gradient carries the loss scale."""
+    return bad_state(
+        "add_param_group was given parameters of another optimizer, and gradients of one of the "
+        "two still carry the loss scale",
+        "Optimizers can share weights before a scale_loss block, or after one that unscales",
+        "Call add_param_group after the step, or before the first scale_loss with delay_unscale",
+    )
 
 
 def nested(optimizer: object) -> PreampStateError:

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -583,10 +583,25 @@ class OptimizerSession:
         """The model's parameters that the optimizer updates, half ones in their masters' places."""
         return self.gradients.leaves()
 
-    def refuse_known(self, group: Any) -> None:
-        """Refuse a new group with a parameter whose master the optimizer has already."""
+    def refuse_known(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse new parameters whose master the optimizer has already."""
         if self.masters is not None:
-            refusals.check_group(group, self.masters, self._name_of)
+            refusals.check_group(params, self.masters, self._name_of)
+
+    def check_can_share(self) -> None:
+        """Raise `PreampStateError` where a weight cannot go into another optimizer as well."""
+        self.end_left_open()
+        if self.gradients.is_open or self.gradients.stage is Stage.SCALED:
+            raise refusals.shared_while_scaled()
+        for table in self.gradients.tables:
+            table.reconcile()
+
+    def take_findings(self, other: OptimizerSession) -> None:
+        """Take over what was found in gradients that this optimizer now shares with another."""
+        if other.found_inf is not None:
+            self.found_inf = larger(other.found_inf, self.found_inf)
+            own = set(map(id, self.notes))
+            self.notes += [note for note in other.notes if id(note) not in own]
 
     def release_masters(self) -> None:
         """Give the optimizer its half parameters back."""
@@ -822,6 +837,24 @@ class OptimizerSession:
         """Drop all that masters have, and the model's half ones."""
         self.gradients.drop()
         self.reset()
+
+
+def params_of_group(group: Any) -> list[torch.Tensor]:
+    """The parameters of a new group, in which the model's half ones take their masters' places.
+
+    Mutates the group, which torch does too. None where it is no group, which torch refuses.
+    """
+    given: Any = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if not isinstance(given, Iterable) or isinstance(given, set):
+        return []
+    items = list(cast("Iterable[Any]", given))
+    pairs: list[tuple[Any, Any]] = [i if isinstance(i, tuple) else (None, i) for i in items]
+    params = leaves_of([param for _, param in pairs])
+    named = zip(pairs, params, strict=True)
+    group["params"] = [param if name is None else (name, param) for (name, _), param in named]
+    return params
 
 
 def make_sessions(

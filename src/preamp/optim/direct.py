@@ -172,6 +172,16 @@ class DirectGradients:
             self._placeholders.forget()
             raise
 
+    def set_aside_reached(self, param: torch.Tensor) -> None:
+        """Set one aside as a backward reaches its parameter, if it has one. Mutates ``grad``.
+
+        Where there is none any more, the script has dropped all, and what is away with it.
+        """
+        self._aside.pop(id(param), None)
+        if param.grad is not None:
+            self._aside[id(param)] = _Earlier(param, param.grad, is_carried=False)
+            param.grad = None
+
     def end_body(self) -> None:
         """The body of the block has ended; see `Placeholders.take_away`."""
         self._placeholders.take_away()

@@ -46,9 +46,7 @@ class Weights:
             twin = self._twins[id(half)] = Twin(half, data, self._name_of(half))
             self._table(frozenset((owner,))).add(twin)
         elif owner not in twin.table.owners:
-            owners = twin.table.owners | {owner}
-            twin.table.remove(twin)
-            self._table(owners).add(twin)
+            twin.table.hand_over(twin, self._table(twin.table.owners | {owner}))
         return twin
 
     def clear(self) -> None:

@@ -136,8 +136,9 @@ def _bounds(
         ratio = new / old
         width = new.abs().mul_(kind.eps).add_(spacing).div_(old).abs_().mul_(0.5 + 2**-10)
         ends = [_largest(sign * ratio - width * times) for times in (1, 2) for sign in (1, -1)]
-        # Nothing makes a number of zero.
-        ends = [torch.where(_largest(ratio.abs()) == math.inf, math.inf, end) for end in ends]
+        # Nothing makes a number of zero, or of an infinity.
+        is_none = (_largest(ratio.abs()) == math.inf) | (old.isnan() != new.isnan()).any()
+        ends = [torch.where(is_none, math.inf, end) for end in ends]
         flags = [_largest(one.abs()) > 0 for one in (old, new, new - old)]
         here = torch.stack([*ends, *(flag.float() for flag in flags)])
         found = torch.maximum(found, here)

@@ -86,7 +86,7 @@ class Record:
 
 _STEPS_WATCHED = 10  # a script that writes to gradients does so from its first steps on
 _BOTH_FORMS = 1 << 22  # elements whose masters are split, or made, before the old ones go
-_SAMPLED = 32  # values of a gradient that are looked at again
+_GUESSED_BY = 32  # values of a gradient that suggest a factor
 _SPENT = {is_plain: Record(None, is_plain=is_plain, is_spent=True) for is_plain in (False, True)}
 
 
@@ -447,7 +447,6 @@ class WeightTable(WeightPairs):
         self._written: set[Twin] = set()  # whose master a script wrote to, not packed since
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
-        self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
         self._has_warned_of_lows = False
@@ -459,6 +458,7 @@ class WeightTable(WeightPairs):
         """Add a row whose half weight is its rounded master."""
         twin.table, twin.row = self, len(self)
         self.may_have_bases |= twin.held.gradient is not None
+        self.has_parts |= twin.held.part is not None
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
         self.lows.append(None)
@@ -471,14 +471,39 @@ class WeightTable(WeightPairs):
         if self.packs:
             self.round((twin.row,))
 
-    def remove(self, twin: Twin) -> None:
-        """Let another table have the row; between two steps only."""
+    def hand_over(self, twin: Twin, other: WeightTable) -> None:
+        """Let another table have the row, with all that is known of its weight and gradient.
+
+        Not while a backward is under way, or gradients are left scaled, in either of them.
+        """
+        self.settle(twin.row)
+        memo = twin.memo()
+        is_set = not self.is_fresh or twin.row in self.loaded or twin in self._written
+        self._remove(twin)
+        other.add(twin)
+        other._shares_versions |= self._shares_versions
+        if is_set:
+            other.loaded.add(twin.row)
+        twin.recall(memo)
+        if _is_shown(memo.record):
+            other.show()
+
+    def _remove(self, twin: Twin) -> None:
+        gone = twin.row
         self.make()
-        self.remove_row(twin.row)
+        self.remove_row(gone)
         columns = (self.twins, self.lows, *self._gradient_columns(), self.versions, self.records)
         for column in columns:
-            del column[twin.row]
-        self.raw = None
+            del column[gone]
+        self._arrived = None
+        self.changes += 1
+        self._written.discard(twin)
+        for rows in (self.loaded, self.carried, self.zeros_aside):
+            kept = {row - (row > gone) for row in rows if row != gone}
+            rows.clear()
+            rows.update(kept)
+        versions = self._base_versions.items()
+        self._base_versions = {row - (row > gone): v for row, v in versions if row != gone}
         for row, other in enumerate(self.twins):
             other.row = row
 
@@ -489,7 +514,6 @@ class WeightTable(WeightPairs):
 
     def note(self, row: int, grad: torch.Tensor | None, record: Record | None = None) -> None:
         """Note the half gradient of one row."""
-        self._sample.pop(row, None)
         self.changes += 1
         self.seen[row] = self.grads[row] = grad
         self.records[row] = record
@@ -532,9 +556,6 @@ class WeightTable(WeightPairs):
         looks = looks and self.is_showing
         if are_same and versions == self.versions and not looks:
             return
-        for row in self._multiplied_by_one(now, versions):
-            self.versions[row] = versions[row]
-            self.changes += 1  # more may have changed than the sample tells
         seen = zip(now, self.seen, versions, self.versions, strict=True)
         changed = [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]
         shown = range(len(self)) if looks else changed
@@ -551,41 +572,6 @@ class WeightTable(WeightPairs):
         )
         for row in changed:
             self._take_in(row, now[row])
-
-    def _multiplied_by_one(
-        self, now: Sequence[torch.Tensor | None], versions: Sequence[int]
-    ) -> list[int]:
-        """The rows that were written to as often as all were, if those sampled kept their values.
-
-        So it is after ``torch.nn.utils.clip_grad_norm_`` with a norm that no gradient exceeds,
-        which multiplies by one. Synchronises, where they were written to at all.
-        """
-        pairs = enumerate(zip(now, self.seen, versions, self.versions, strict=True))
-        writes = {
-            row: v - w
-            for row, (a, b, v, w) in pairs
-            if a is not None and a is b and not _is_shown(self.records[row])
-        }
-        least = min(writes.values(), default=0)
-        if least == 0:
-            return []
-        sample = [
-            (was, _few_of(grad))
-            for row, was in self._sample.items()
-            if (grad := now[row]) is not None and writes.get(row) == least
-        ]
-        same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in sample]
-        if not all(same) or not any([bool(was.any()) for was, _ in sample]):
-            return []
-        return [row for row, count in writes.items() if count == least]
-
-    def _take_sample(self) -> None:
-        """Remember a few values, to tell later whether a write to all gradients changed any."""
-        rows: Sequence[int] = range(len(self))
-        if self.shared_record is None:  # some may have none
-            rows = [row for row, grad in enumerate(self.seen) if grad is not None]
-        few = [(row, self.seen[row]) for row in rows[:: max(1, len(rows) // 4)][:4]]
-        self._sample = {row: _few_of(grad) for row, grad in few if grad is not None}
 
     def _take_in(self, row: int, now: torch.Tensor | None) -> None:
         record = self.records[row]
@@ -679,7 +665,6 @@ class WeightTable(WeightPairs):
         self.versions = self._versions_of(self.seen)
         self._base_versions.clear()
         self._note_bases(targets)
-        self._take_sample()
 
     @torch.no_grad()
     def _round_into(self, targets: Mapping[int, Any]) -> None:
@@ -727,8 +712,6 @@ class WeightTable(WeightPairs):
                 self._warn_rewritten(row, is_zero=is_zero)
                 continue
             self.seen[row], self.versions[row] = grad, version_of(grad)
-            if row in self._sample:
-                self._sample[row] = _few_of(grad)
             together.setdefault(factor, []).append(row)
         for factor, same in together.items():
             self._multiply(same, factor)
@@ -761,18 +744,18 @@ class WeightTable(WeightPairs):
     def _multiplied(self, now: Mapping[int, Any]) -> dict[int, float | None]:
         """The rows that were multiplied by a half number, as a clip by torch does, and that.
 
-        A few values tell which it might be; all are compared, in a few operations on all rows.
+        A few values suggest which it might be; all are compared, in a few operations on all rows.
         """
-        sampled = {row: self._sample[row] for row in self._sample if row in now}
-        kinds = {(few.dtype, few.device) for few in sampled.values()}
-        if len(kinds) != 1:
+        after = list(now.values())
+        if len({(grad.dtype, grad.device) for grad in after}) != 1:
             return {}
-        factor = likely_factor([*sampled.values()], [_few_of(now[row]) for row in sampled])
+        given = {row: torch.empty_like(grad) for row, grad in now.items()}
+        self._round_into(given)
+        before, none = list(given.values()), [None] * len(now)
+        some = slice(0, None, max(1, len(now) // 4))
+        factor = likely_factor(*([*map(_few_of, grads[some])] for grads in (before, after)))
         if not factor:
             return {}
-        given = {row: torch.empty_like(now[row]) for row in now}
-        self._round_into(given)
-        before, after, none = list(given.values()), list(now.values()), [None] * len(now)
         self.ops.scale_add_(before, factor, none)
         self.ops.axpby_(before, 1.0, before, -1.0, after)
         census = self.ops.census(before, before[0].device, with_norm=False)
@@ -970,7 +953,7 @@ class WeightTable(WeightPairs):
             half.grad = None
         for half, grad in kept:
             half.grad = grad
-        self._sample, self._arrived = {}, None
+        self._arrived = None
         self.changes += 1
         self.records = [None] * len(self)
         self.grads = self.seen = [None] * len(self)
@@ -1053,9 +1036,6 @@ class WeightTable(WeightPairs):
             self.records = [None if grad is None else record for grad in self.grads]
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
-        self._sample = {}
-        if factor is not None or self.has_bases:
-            self._take_sample()
 
     def _see(self, grads: list[torch.Tensor | None]) -> None:
         self.grads = self.seen = grads
@@ -1108,7 +1088,6 @@ class WeightTable(WeightPairs):
         if len(self.owners) > 1:
             return
         self._drop_bases()
-        self._sample = {}
         if self.is_showing:
             self.overlook()
             self.grads = self.seen
@@ -1452,7 +1431,7 @@ def _has_any(column: Sequence[object]) -> bool:
 
 
 def _few_of(grad: torch.Tensor) -> torch.Tensor:
-    return local_of(grad).detach().reshape(-1)[:_SAMPLED].clone()
+    return local_of(grad).detach().reshape(-1)[:_GUESSED_BY]
 
 
 def _sparse(name: str) -> PreampStateError:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_type
-from preamp.core.tensors import version_of
 from preamp.engine.overflow import GradientNote
 from preamp.kernels import Ops
 from preamp.optim import DirectGradients, WeightPairs, cast_state
@@ -103,30 +105,36 @@ class ScaledGradients:
 
     Gradients on half parameters stay scaled, so that autograd can go on adding to them; their
     masters get the unscaled sum. A gradient on a float32 parameter is the one the optimizer uses:
-    what was unscaled already steps aside while a backward runs and is added afterwards.
+    what was unscaled already steps aside once a backward, whoever runs it, reaches the parameter,
+    and is added afterwards.
     """
 
     def __init__(self, params: HalfParams, ops: Ops) -> None:
         self._params = params
         self._ops = ops
         self._direct = DirectGradients(ops)
-        self._scale: float | None = None
-        self._unscaled: dict[int, tuple[torch.Tensor, int]] = {}
+        self._scale: float | None = None  # of all gradients that are not unscaled
+        # The gradient that was unscaled, by the id of its float32 parameter
+        self._unscaled: dict[int, torch.Tensor] = {}
+        self._hooks: dict[int, RemovableHandle] = {}
         # whether a backward ran whose gradients have not reached the masters
         self.is_pending = False
 
     def begin(self, scale: float) -> None:
         """Prepare for a backward of the loss times ``scale``. Mutates gradients."""
-        if not self.is_pending:
-            self._direct.set_aside(self._params.directs)
-        raw = self._params.halves + (self._params.directs if self.is_pending else [])
-        grads = [param.grad for param in raw if param.grad is not None]
-        if self._scale is not None and self._scale != scale:
-            # The scale changed between two backwards that are summed: bring the first to it.
-            with torch.no_grad():
-                self._ops.scale_add_(grads, scale / self._scale, [None] * len(grads))
+        self.follow(scale)
         self._scale = scale
         self.is_pending = True
+
+    def follow(self, scale: float) -> None:
+        """The loss scale has changed: bring what the next backward adds to to it."""
+        if self._scale in (None, scale):
+            return
+        raw = self._params.halves + self._raw_directs()
+        grads = [param.grad for param in raw if param.grad is not None]
+        with torch.no_grad():
+            self._ops.scale_add_(grads, scale / self._scale, [None] * len(grads))
+        self._scale = scale
 
     def finish(self, scale: float, note: GradientNote | None) -> torch.Tensor | None:
         """Bring the masters' and the float32 parameters' gradients up to date.
@@ -137,11 +145,10 @@ class ScaledGradients:
         """
         if self.is_pending and self._scale is not None:
             scale = self._scale
-        directs = self._params.directs if self.is_pending else self._raw_directs()
         pairs = list(zip(self._params.halves, self._params.masters, strict=True))
         with torch.no_grad():
             self._fill_masters(pairs, 1.0 / scale)
-        self._merge(directs, 1.0 / scale)
+        self._merge(1.0 / scale)
         found_inf = None if note is None else self._census(pairs, note)
         self._scale = scale
         self.is_pending = False
@@ -155,14 +162,17 @@ class ScaledGradients:
         self.is_pending = False
 
     def _raw_directs(self) -> list[torch.Tensor]:
-        """Parameters without a master whose gradient changed since it was last unscaled."""
-        raw: list[torch.Tensor] = []
-        for param in self._params.directs:
-            grad = param.grad
-            known, version = self._unscaled.get(id(param), (None, -1))
-            if grad is not None and (grad is not known or version_of(grad) != version):
-                raw.append(param)
-        return raw
+        """Parameters without a master whose gradient carries the loss scale."""
+        return [
+            param
+            for param in self._params.directs
+            if param.grad is not None and self._unscaled.get(id(param)) is not param.grad
+        ]
+
+    def step_aside(self, param: torch.Tensor) -> None:
+        """A backward is about to add to the gradient of ``param``. Mutates that."""
+        if self._unscaled.pop(id(param), None) is param.grad:  # both None: the script dropped all
+            self._direct.set_aside_reached(param)
 
     def _census(
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], note: GradientNote
@@ -193,11 +203,22 @@ class ScaledGradients:
         for (_, master), grad in zip(found, wide, strict=True):
             master.grad = grad
 
-    def _merge(self, directs: list[torch.Tensor], inverse: float) -> None:
-        self._direct.merge(directs, None if inverse == 1.0 else torch.tensor(inverse))
-        self._direct.commit(directs)
-        self._unscaled = {
-            id(param): (param.grad, version_of(param.grad))
-            for param in self._params.directs
-            if param.grad is not None
-        }
+    def _merge(self, inverse: float) -> None:
+        factor = None if inverse == 1.0 else torch.tensor(inverse)
+        self._direct.merge(self._raw_directs(), factor)
+        self._direct.forget()
+        self._unscaled = {}
+        for param in self._params.directs:
+            if param.grad is not None:
+                self._unscaled[id(param)] = param.grad
+                if id(param) not in self._hooks and param.requires_grad:
+                    # Weak: hooks stay when the optimizer goes, and another one may come.
+                    hook = partial(_reached, weakref.ref(self), weakref.ref(param))
+                    self._hooks[id(param)] = cast("Any", param).register_hook(hook)
+
+
+def _reached(books: weakref.ref[ScaledGradients], param: weakref.ref[Any], grad: object) -> None:
+    del grad
+    owner, reached = books(), param()
+    if owner is not None and reached is not None:
+        owner.step_aside(reached)

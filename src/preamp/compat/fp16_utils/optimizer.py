@@ -121,6 +121,7 @@ class FP16_Optimizer(OptimizerWrapper):
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         set_scale(self._core, value)
+        self._gradients.follow(self.loss_scale)
 
     @property
     def all_fp16_params(self) -> Params:
@@ -192,6 +193,7 @@ class FP16_Optimizer(OptimizerWrapper):
         if found_inf is not None:
             self._core.record(found_inf)
         self.overflow = bool(self._core.update().item() != 0)
+        self._gradients.follow(self.loss_scale)
         self._updates += 1
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor | float:
