@@ -23,7 +23,7 @@ from preamp.casting.autocast_state import untraced
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.modules import add_hook
+from preamp.kernels.modules import add_hook, make_hook_tables, with_step_hooks
 
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
@@ -43,6 +43,7 @@ class OptimizerHooks:
     def attach(self, undo: UndoStack) -> None:
         """Hook the optimizer; ``undo`` gets the steps that take it back."""
         optimizer = self._optimizer
+        make_hook_tables(optimizer, undo)
         add_hook(optimizer, "register_step_pre_hook", self._before_step, undo)
         add_hook(optimizer, "register_step_post_hook", self._after_step, undo)
         add_hook(optimizer, "register_load_state_dict_post_hook", self._after_load, undo)
@@ -56,11 +57,12 @@ class OptimizerHooks:
     # -- step --------------------------------------------------------------------------------
 
     def _make_step(self) -> Callable[..., Any]:
-        inner = previous_method(self._optimizer, "step")
+        previous = previous_method(self._optimizer, "step")
+        inner = with_step_hooks(self._optimizer, previous)
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._engine.closed:  # a scheduler may still hold this method
-                return inner(optimizer, *args, **kwargs)
+                return previous(optimizer, *args, **kwargs)
             settle_thread()
             self._stepping = False
             has_closure = find_closure(args, kwargs) is not None
@@ -86,7 +88,7 @@ class OptimizerHooks:
                     self._session.write_halves()  # some masters may have been updated
                 raise
 
-        copy_identity(inner, step)
+        copy_identity(previous, step)
         return step
 
     def _sees_casts(self) -> bool:

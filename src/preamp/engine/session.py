@@ -721,7 +721,10 @@ class OptimizerSession:
     @property
     def obeys_on_device(self) -> bool:
         """Whether the optimizer skips a step by itself where the flag on the device says so."""
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        name, optimizer = "_step_supports_amp_scaling", self.optimizer
+        # One that forwards every name to an optimizer inside is not told for that one.
+        is_own = name in vars(optimizer) or hasattr(type(optimizer), name)
+        return is_own and bool(getattr(optimizer, name))
 
     def overflowed(self) -> bool:
         """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch keeps about modules, private to it."""
+"""What torch keeps about modules and optimizers, private to it."""
 
 from __future__ import annotations
 
 import importlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any, Final, cast
 
+import torch
 from torch import nn
 
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, set_attribute
 
 
 def unsaved_buffers(module: nn.Module) -> frozenset[str]:
@@ -51,6 +53,35 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
 
     undo.push(remove)
     getattr(owner, register)(hook, **options)
+
+
+_HOOKS_OF_OPTIMIZERS: Final = tuple(
+    f"_optimizer_{of}_{when}_hooks"
+    for of in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+
+def make_hook_tables(optimizer: Any, undo: UndoStack) -> None:
+    """Let an optimizer that skips ``Optimizer.__init__`` have hooks of its own, until ``undo``.
+
+    One that forwards every name would hand out those of the optimizer inside.
+    """
+    for name in _HOOKS_OF_OPTIMIZERS:
+        if name not in vars(optimizer):
+            set_attribute(optimizer, name, OrderedDict[int, object](), undo)
+
+
+def with_step_hooks(
+    optimizer: torch.optim.Optimizer, step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``step``, which takes the optimizer first, as torch calls it: between its step hooks.
+
+    ``Optimizer.__init__`` wraps the method of the class; who skips that has a bare one.
+    """
+    if getattr(getattr(type(optimizer), "step", None), "hooked", False):
+        return step
+    return torch.optim.Optimizer.profile_hook_step(step)
 
 
 class _Replicate:
