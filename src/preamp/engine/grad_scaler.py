@@ -19,6 +19,7 @@ from preamp.casting import settle_thread
 from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
+from preamp.core.undo import run_to_end
 from preamp.engine import refusals
 from preamp.engine.loop import Block, as_optimizers, bare, check_loss, common_engine
 from preamp.engine.optimizer_hooks import find_closure, replace_closure, skips_step
@@ -307,13 +308,14 @@ class GradScaler(torch.amp.GradScaler):
             if block is None:
                 session.gradients.abort()
             else:
-                found_inf = block.finish(adjust=False, records=False)
-                if found_inf is not None:
-                    self._found[id(session)] = larger(found_inf, self._found.get(id(session)))
+                block.finish(adjust=False, record=partial(self._keep_found, session))
         finally:
             if not session.gradients.is_open:
                 self._blocks.pop(id(session), None)
                 session.end_backward = None
+
+    def _keep_found(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
+        self._found[id(session)] = larger(found_inf, self._found.get(id(session)))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of ``optimizer``, so that a script can read and change them.
@@ -435,14 +437,18 @@ class GradScaler(torch.amp.GradScaler):
                 raise AssertionError(
                     "new_scale should be a float or a 1-element tensor with requires_grad=False."
                 )
-            self._loss_scaler.found_inf.zero_()
-            self._loss_scaler.set_scale(_number("scale", new_scale))
+            number = _number("scale", new_scale)
+            react = partial(self._set_scale, number)
         else:
             states = self._per_optimizer_states.values()
             if not any(state["found_inf_per_device"] for state in states):
                 raise AssertionError("No inf checks were recorded prior to update.")
-            self._engine.adjustments.now(self._loss_scaler)
-        self._forget_steps()
+            react = self._engine.adjustments.reaction(self._loss_scaler)
+        run_to_end(react, self._forget_steps)
+
+    def _set_scale(self, value: float) -> None:
+        self._loss_scaler.found_inf.zero_()
+        self._loss_scaler.set_scale(value)
 
     def _forget_steps(self) -> None:
         self._per_optimizer_states = _States()
