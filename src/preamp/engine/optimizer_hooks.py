@@ -11,7 +11,7 @@ schedulers take ``optimizer.step.__func__``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, cast
@@ -25,14 +25,16 @@ from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.modules import add_hook, make_hook_tables, with_step_hooks
 
+TakeIn = Callable[[Sequence[torch.Tensor]], Mapping[int, torch.Tensor]]
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
 
 class OptimizerHooks:
     """Everything attached to one optimizer."""
 
-    def __init__(self, engine: EngineCore, session: OptimizerSession) -> None:
-        """Attach nothing yet."""
+    def __init__(self, engine: EngineCore, session: OptimizerSession, take_in: TakeIn) -> None:
+        """Attach nothing yet; ``take_in`` is told of parameters that join the optimizer."""
+        self._take_in = take_in
         self._engine = engine
         self._session = session
         self._optimizer = session.optimizer
@@ -233,14 +235,21 @@ class OptimizerHooks:
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self._engine.closed:
                 self._session.refuse_known(args[0] if args else kwargs.get("param_group"))
-            known = self._engine.updated_params()
+            known, before = self._engine.updated_params(), len(optimizer.param_groups)
             result = inner(optimizer, *args, **kwargs)
-            if not self._engine.closed:
-                if self._engine.scales_losses:  # nobody unscaled what they have
-                    for param in optimizer.param_groups[-1]["params"]:
-                        if id(param) not in known:
-                            param.grad = None
-                self._session.adopt()
+            if self._engine.closed:
+                return result
+            added = [p for group in optimizer.param_groups[before:] for p in group["params"]]
+            try:
+                originals = self._take_in(added)
+            except BaseException:
+                del optimizer.param_groups[before:]
+                raise
+            if self._engine.scales_losses:  # nobody unscaled what they have
+                for param in added:
+                    if id(param) not in known:
+                        param.grad = None
+            self._session.adopt(originals)
             return result
 
         copy_identity(inner, add_param_group)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType, ModuleType
 from typing import Any, Final, cast
 
@@ -144,19 +144,33 @@ def forget_moves(module: nn.Module) -> None:
         del vars(module)["_apply"]
 
 
-def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
-    """Remove hooks of a module or an optimizer, with what torch notes about them."""
-    tables = [
+def _hook_tables(owner: Any) -> list[dict[int, object]]:
+    return [
         cast("dict[int, object]", table)
         for name, table in cast("dict[str, object]", vars(owner)).items()
         if "_hooks" in name and isinstance(table, dict)
     ]
-    found = {
+
+
+def _hooks_meant(
+    tables: Iterable[dict[int, object]], is_meant: Callable[[object], bool]
+) -> set[int]:
+    return {
         key
         for table in tables
         for key, hook in table.items()
         if is_meant(getattr(hook, "hook", hook))  # torch wraps some
     }
-    for key in found:  # of all tables, no two have the same
+
+
+def has_hook(owner: Any, kind: type) -> bool:
+    """Whether a module or an optimizer has a hook of a class."""
+    return bool(_hooks_meant(_hook_tables(owner), lambda hook: isinstance(hook, kind)))
+
+
+def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
+    """Remove hooks of a module or an optimizer, with what torch notes about them."""
+    tables = _hook_tables(owner)
+    for key in _hooks_meant(tables, is_meant):  # of all tables, no two have the same
         for table in tables:
             table.pop(key, None)
