@@ -234,6 +234,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "return found\n    for arg",
         ),
     ),
+    ("report/course.py", "report"): (("o.old_scale <= floor", "o.old_scale < floor"),),
     ("engine/loop.py", ENGINE): (
         ("_EPS = 1e-6", "_EPS = 0.0"),
         ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),

@@ -318,7 +318,8 @@ def test_failed_initialize_rolls_back(
     model, optimizer = used()
     other, second = make(1, "sgd")
     before = picture(model, optimizer, other, second)
-    original, calls = getattr(room(), name), []
+    owner = room() if hasattr(room(), name) else sys.modules["preamp.engine.layers"]
+    original, calls = getattr(owner, name), []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)
@@ -326,7 +327,7 @@ def test_failed_initialize_rolls_back(
             raise KeyboardInterrupt("now")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(room(), name, fail)
+    monkeypatch.setattr(owner, name, fail)
     models, optimizers = [model, other], [optimizer, second]
     with contextlib.suppress(KeyboardInterrupt):
         preamp.initialize(models, optimizers, opt_level=level, verbosity=0)
@@ -928,3 +929,43 @@ def test_lazy_modules(door: Any, level: str, lazy: Any, name: str) -> None:
     model(torch.randn(5, 3))
     door.initialize(model, optimizer, opt_level=level, verbosity=0)
     model(torch.randn(5, 3))
+
+
+# -- devices without autocast ----------------------------------------------------------------
+
+
+@DOORS
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("partly", [False, True])
+def test_devices_without_autocast(door: Any, level: str, partly: bool) -> None:
+    """Refused before torch is asked for the casts of such a device, by any engine."""
+    other, own = make()
+    door.initialize(other, own, opt_level=level, verbosity=0)
+    model = nn.Sequential(nn.Linear(3, 4, device="cpu" if partly else "meta"))
+    model.append(nn.Linear(4, 2, device="meta"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    text = (
+        f"'{int(partly)}.weight' of Sequential is on the device 'meta', for which torch has no "
+        f"autocast, at opt_level={level!r}. Functions are cast on the kinds of device that the "
+        "parameters are on when initialize is called. Move the model where it will run first "
+        "(model.to_empty(device=...) if it is on 'meta', and load its weights), then build the "
+        "optimizer and call preamp.initialize."
+    )
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):
+        door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(PreampStateError):
+        preamp.engine_of(model)
+    train_step(other, own, 1)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model(torch.ones(1, 3)).shape == (1, 2)
+
+
+@pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level not in ("O1", "O4")])
+def test_models_without_memory_may_be_cast_and_filled_later(level: str) -> None:
+    model = nn.Linear(3, 4, device="meta")
+    preamp.initialize(model, opt_level=level, verbosity=0)
+    model.to_empty(device="cpu")
+    model.load_state_dict({"weight": torch.ones(4, 3), "bias": torch.zeros(4)})
+    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 4), 3.0))

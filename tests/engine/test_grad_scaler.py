@@ -9,6 +9,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch import nn
 
 import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
-from cases.models import Damage, Exact, Parts, loss_of
+from cases.models import Damage, Exact, Parts, loss_of, values
 from cases.optimizers import clone_state
+from cases.pair import Pair
 from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.optimizers import FusedAdam, FusedSGD
@@ -1237,3 +1239,86 @@ def test_an_interrupted_scale_can_be_followed_by_another(
 
 def _interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
+
+
+# -- closures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("build", ["lbfgs", "sgd"])
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_closure_where_nothing_is_scaled(
+    level: str, build: str, clips: bool, keyword: bool
+) -> None:
+    """As ``optimizer.step`` with a closure that has a ``scale_loss`` block."""
+    builds: dict[str, Build] = {
+        "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.25, max_iter=3),
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5),
+    }
+    loops, blocks = Pair(level, builds[build]), Pair(level, builds[build])
+    _made.extend((loops.engine, blocks.engine))
+    scaler = preamp.GradScaler(loops.optimizer)
+
+    def in_a_loop(step: int) -> float:
+        loops.optimizer.zero_grad()
+        loss = loops.loss(step)
+        scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(loops.optimizer)
+            halve(loops)
+        return float(loss.detach())
+
+    def in_a_block(step: int) -> float:
+        blocks.optimizer.zero_grad()
+        loss = blocks.loss(step)
+        with preamp.scale_loss(loss, blocks.optimizer) as scaled:
+            scaled.backward()
+        if clips:
+            halve(blocks)
+        return float(loss.detach())
+
+    def halve(pair: Pair) -> None:
+        for param in preamp.master_params(pair.optimizer):
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+    for step in range(3):
+        one, other = partial(in_a_loop, step), partial(in_a_block, step)
+        given: Any = {"closure": one} if keyword else {}
+        result = scaler.step(loops.optimizer, *(() if keyword else (one,)), **given)
+        assert result == blocks.optimizer.step(other)
+        scaler.update()
+        assert all(map(torch.equal, values(loops.optimizer), values(blocks.optimizer)))
+        assert all(map(torch.equal, loops.model.parameters(), blocks.model.parameters()))
+    assert loops.engine.steps_applied == 3
+
+
+def test_a_closure_is_refused_again_once_losses_are_scaled() -> None:
+    pair = Pair("O5")
+    _made.append(pair.engine)
+    scaler = preamp.GradScaler(pair.optimizer)
+    scaler.scale(pair.loss(0)).backward()
+    scaler.step(pair.optimizer, closure=None)
+    scaler.update(2.0)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(pair.optimizer, lambda: None)
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_a_gradient_from_before_a_closure_counts_unless_it_zeroes(level: str) -> None:
+    pair = Pair(level)
+    _made.append(pair.engine)
+    scaler = preamp.GradScaler(pair.optimizer)
+    scaler.scale(pair.loss(0)).backward()
+    pair.theirs(0)
+
+    def closure() -> None:
+        scaler.scale(pair.loss(1)).backward()
+        pair.theirs(1)
+
+    scaler.step(pair.optimizer, closure)
+    pair.plain_step()
+    pair.check()
+    with pytest.raises(RuntimeError, match="already been called since the last update"):
+        scaler.step(pair.optimizer, closure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import preamp
+import preamp.optimizers
+from cases.levels import EXACT
 from cases.pair import Pair
 from preamp.engine import serve_imitations
 from preamp.fp16_utils import FP16_Optimizer
@@ -174,3 +177,134 @@ def test_an_imitated_class_is_the_optimizers_own_elsewhere() -> None:
     model(torch.ones(3, 4)).sum().backward()
     wrapped.zero_grad()
     assert model.weight.grad is None
+
+
+# -- optimizers that skip Optimizer.__init__ ----------------------------------------------------
+
+
+class Skips(torch.optim.Optimizer):
+    """As fastai's `OptimWrapper` in trainers: the optimizer inside is not called ``optimizer``."""
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt = opt
+
+    state = property(lambda self: self.opt.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.opt.param_groups)  # type: ignore[assignment]
+    defaults = property(lambda self: self.opt.defaults)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is None
+        for group in self.opt.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.5)  # its own weight decay
+        self.opt.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.opt.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Any) -> None:
+        self.opt.add_param_group(param_group)
+
+
+class SkipsAndForwards(Skips):
+    """The same, with every other name of the one inside."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name == "opt" else getattr(self.opt, name, None)
+
+
+class SkipsAlone(torch.optim.Optimizer):
+    """Without any inside."""
+
+    def __init__(self, params: Any) -> None:
+        self.defaults, self.state = {}, defaultdict(dict)
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is None
+        for param in self.param_groups[0]["params"]:
+            param.data.mul_(0.5).sub_(param.grad, alpha=0.5)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+
+def skips(params: Any) -> Skips:
+    return Skips(torch.optim.SGD(params, lr=0.5, momentum=0.5))
+
+
+def skips_and_forwards(params: Any) -> Skips:
+    return SkipsAndForwards(torch.optim.SGD(params, lr=0.5, momentum=0.5))
+
+
+BUILDS = pytest.mark.parametrize("build", [skips, skips_and_forwards, SkipsAlone])
+
+
+@BUILDS
+@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+@pytest.mark.parametrize("level", EXACT)
+def test_an_optimizer_that_skips_its_base_s_init_trains(level: str, scale: Any, build: Any) -> None:
+    pair = Pair(level, build, loss_scale=scale)
+    pair.optimizer.param_groups[0]["marked"] = True
+    for index in range(2):
+        pair.train(index)
+        pair.check(f"after step {index}")
+    if scale == "dynamic":
+        before = [param.detach().clone() for param in pair.model.parameters()]
+        pair.overflow()
+        pair.optimizer.step()
+        pair.zero()
+        assert all(map(torch.equal, before, pair.model.parameters()))
+        pair.train(2)
+        pair.check("after a skipped step")
+    assert pair.engine.steps_applied == (3 if scale == "dynamic" else 2)
+
+
+@BUILDS
+def test_closed_it_is_as_before(build: Any) -> None:
+    pair = Pair("O2", build)
+    held = pair.optimizer.step
+    pair.train(0)
+    pair.engine.close()
+    assert not [name for name in vars(pair.optimizer) if "hook" in name or name == "step"]
+    inside = getattr(pair.optimizer, "opt", None)
+    if inside is not None:
+        assert not [name for name, own in vars(inside).items() if "_hooks" in name and own]
+    for step in (pair.optimizer.step, held):
+        pair.plain_loss(1).backward()
+        pair.model.load_state_dict(pair.plain.state_dict())
+        for ours, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            ours.grad = plain.grad.clone()
+        step()
+        pair.plain_step()
+        pair.plain_optimizer.zero_grad()
+        assert all(map(torch.equal, pair.model.parameters(), pair.plain.parameters()))
+
+
+@BUILDS
+def test_it_may_share_a_call_and_have_a_scheduler(build: Any) -> None:
+    pair = Pair("O2", build, loss_scale=128.0)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: 0.5**epoch)
+        for one in (pair.optimizer, pair.plain_optimizer)
+        if "lr" in one.param_groups[0]
+    ]
+    for index in range(3):
+        pair.train(index)
+        for scheduler in schedulers:
+            scheduler.step()
+    pair.check()
+
+
+def test_an_optimizer_inside_does_not_speak_for_one_around_it() -> None:
+    """The flag that the device would read is given to the optimizer of the engine alone."""
+    model = nn.Linear(2, 2)
+    inside = preamp.optimizers.FusedAdam(model.parameters(), lr=0.5)
+    around = SkipsAndForwards(inside)
+    with pytest.raises(TypeError, match="Moments are kept in fewer bits by"):
+        preamp.initialize(model, around, opt_level="O2", storage="compact", verbosity=0)
+    preamp.initialize(model, around, opt_level="O2", verbosity=0)
+    session = preamp.engine_of(model).sessions[id(around)]
+    assert inside._step_supports_amp_scaling
+    assert not session.obeys_on_device

@@ -504,3 +504,39 @@ def test_names_with_braces_stay_as_they_are() -> None:
     records = [*CALM, *(made.overflow(n, "{0}{x}") for n in (10, 20, 30))]
     (finding,) = found(records, "overflow-in-one-place")
     assert "{0}{x}" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("floor", "last", "is_told"),
+    [
+        ({}, 1.0, True),
+        ({}, 2.0, False),
+        ({"min_loss_scale": "128.0"}, 128.0, True),
+        ({"min_loss_scale": "128.0"}, 256.0, False),
+        ({"min_loss_scale": "0.5"}, 1.0, True),
+    ],
+)
+def test_an_overflow_at_the_floor_itself_is_at_any_scale(
+    floor: dict[str, str], last: float, is_told: bool
+) -> None:
+    """No smaller scale will come."""
+    scales = [last * 4, last * 2, last]
+    records = [*CALM, *(made.overflow(n, old_scale=by) for n, by in enumerate(scales, 1))]
+    records[0] = made.start(policy={"loss_scale": "dynamic", **floor})
+    assert bool(found(records, "overflow-at-any-scale")) == is_told
+
+
+def test_a_run_that_overflows_at_its_floor_is_told_so() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(
+        model, optimizer, opt_level="O2", min_loss_scale=2.0**14, numerics="light", verbosity=0
+    )
+    for _ in range(3):  # the third at the floor
+        with preamp.scale_loss(model(torch.ones(1, 2)).sum() * 1e30, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    engine = preamp.engine_of(optimizer)
+    (finding,) = found(list(engine.history), "overflow-at-any-scale")
+    assert "down to 2¹⁴" in finding.number.replace("\u00a0", " ")
+    engine.close()

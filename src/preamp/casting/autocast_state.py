@@ -28,7 +28,7 @@ _device_types: set[str] = {"cpu", "cuda", "xpu", "mps", "hpu", "xla"}
 
 def know_device_types(device_types: Iterable[str]) -> None:
     """Let the casts act on further device types (those of third-party back ends)."""
-    _device_types.update(device_types)
+    _device_types.update(filter(torch.amp.is_autocast_available, device_types))
 
 
 def is_casting(device_type: str) -> bool:

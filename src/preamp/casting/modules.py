@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -30,21 +30,32 @@ class Conversion:
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
         self._models: list[nn.Module] = []
 
-    def convert(self, model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
+    def convert(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        *,
+        keep_batchnorm_fp32: bool,
+        only: Collection[int] | None = None,
+    ) -> None:
         """Cast the floating parameters, their gradients, and the floating buffers of ``model``.
 
         Parameters and buffers keep their identity, so an optimizer built before still owns them.
-        Where ``dtype`` is half, what is kept becomes or stays float32.
+        Where ``dtype`` is half, what is kept becomes or stays float32. ``only`` has the ``id`` of
+        the tensors that are meant, if not all are.
         """
         self._models.append(model)
         is_half = dtype in HALF_DTYPES
         for tensor in floating_tensors(model):
+            if only is not None and id(tensor) not in only:
+                continue
             if is_half and self.kept.is_wide(tensor):
                 self._convert_tensor(tensor, torch.float32)
             elif not (keep_batchnorm_fp32 and id(tensor) in self.kept.norms):
                 self._convert_tensor(tensor, dtype)
         for module in model.modules():
-            if isinstance(module, nn.RNNBase):
+            is_meant = only is None or any(id(tensor) in only for tensor in module.parameters())
+            if is_meant and isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         renew(model)
 
@@ -63,6 +74,11 @@ class Conversion:
         tensor.grad = None
         set_data(tensor, value.to(dtype))
         tensor.grad = None if grad is None else grad.to(dtype)
+
+    def take_in(self, later: Conversion) -> None:
+        """Take ``later`` casts of the same models back with these."""
+        self.kept = later.kept
+        self._tensors += later._tensors
 
     def dtypes(self) -> dict[int, torch.dtype]:
         """The dtypes from before the cast, by ``id`` of what was cast."""
@@ -88,9 +104,11 @@ class Conversion:
         self._models.clear()
 
 
-def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept, undo: UndoStack) -> None:
+def attach_layer_casts(
+    layers: Iterable[nn.Module], dtype: torch.dtype, kept: Kept, undo: UndoStack
+) -> None:
     """Let layers of a model cast to ``dtype``, kept ones included, accept other floating inputs."""
-    for module in model.modules():
+    for module in layers:
         tensors = [*floating_tensors(module)]
         follows = is_single_layer(module) and (
             any(tensor.dtype is dtype for tensor in tensors)

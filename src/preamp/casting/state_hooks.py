@@ -97,9 +97,11 @@ class LoadMasters(EngineHook):
                 state_dict[prefix + name] = value if taken is None else taken
 
 
-def attach_state_hooks(model: nn.Module, link: Link[MasterLookup], undo: UndoStack) -> None:
-    """Hook ``model`` and all its sub-modules."""
-    for module in cast("Iterable[Any]", model.modules()):  # torch leaves these two untyped
+def attach_state_hooks(
+    layers: Iterable[nn.Module], link: Link[MasterLookup], undo: UndoStack
+) -> None:
+    """Hook modules of a model, each by itself."""
+    for module in cast("Iterable[Any]", layers):  # torch leaves these two untyped
         add_hook(module, "register_state_dict_post_hook", SaveFloat32(link), undo)
         add_hook(module, "register_load_state_dict_pre_hook", LoadMasters(link), undo)
         if hasattr(getattr(module, "config", None), "dtype") and hasattr(module, "save_pretrained"):

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from preamp.compat.scaler import LossScaler
-from preamp.core.undo import set_attribute
+from preamp.core.undo import Step, all_or_nothing, set_attribute
 from preamp.engine import Engine
-from preamp.engine.loop import unscale_and_commit
+from preamp.engine.loop import unscale
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.optim import is_master
@@ -113,7 +114,11 @@ class _Backward:
         self._session.refuse_nested()
         plan = Plan(self._engine.scaler(0))
         self._session.settle(plan, set(), self._engine.adjustments)
-        self._session.begin_backward(plan, set())
+        try:
+            self._session.begin_backward(plan, set())
+        except BaseException:
+            self._session.gradients.abort()
+            raise
 
     def post(self, scaler: LossScaler) -> None:
         """Unscale the gradients of the backward and add the earlier ones.
@@ -128,6 +133,9 @@ class _Backward:
             scale=core.scale.clone(),
         )
         self._engine.recorder.measure([self._session], note)
-        found_inf = unscale_and_commit([self._session], core, note)
-        if found_inf is not None:
-            core.record(found_inf)
+
+        def prepare() -> list[Step]:
+            steps, found_inf = unscale([self._session], core, note)
+            return steps if found_inf is None else [*steps, partial(core.record, found_inf)]
+
+        all_or_nothing(prepare, self._session.gradients.undo)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
+Step = Callable[[], Any]
+
 
 class Removable(Protocol):
     """Anything that one ``remove()`` takes away again, such as torch's hook handles."""
@@ -27,6 +29,26 @@ def run_all(steps: Iterable[Callable[[], Any]]) -> None:
         raise first
 
 
+def all_or_nothing(prepare: Callable[[], Iterable[Step]], undo: Step) -> None:
+    """Run the steps that ``prepare`` returns, to the end; ``undo`` where it raises.
+
+    An interrupt is raised when all has been done, or undone. Steps may run twice, as those of an
+    `UndoStack`; the first error of one is raised at the end.
+    """
+    end: UndoStack | None = None
+    try:
+        end = UndoStack.of(prepare())
+        end.unwind()
+    except BaseException:
+        (undo if end is None else end.unwind)()
+        raise
+
+
+def run_to_end(*steps: Step) -> None:
+    """Run all steps in order, or none of them; see `all_or_nothing`."""
+    all_or_nothing(lambda: steps, lambda: None)
+
+
 class UndoStack:
     """Steps that restore what was changed; used when `initialize` fails and by ``close``.
 
@@ -36,6 +58,13 @@ class UndoStack:
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], Any]] = []
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> UndoStack:
+        """A stack that runs ``steps`` in their order."""
+        stack = cls()
+        stack._steps = [*steps][::-1]
+        return stack
 
     def push(self, step: Callable[[], Any]) -> None:
         """Add a step that takes the coming change back."""

@@ -104,8 +104,10 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_model: bool) -> None:
-    """Refuse models that are lazy, wrapped, or half where that was not allowed."""
+    """Refuse models that are lazy, wrapped, out of reach of casts, or half unless allowed."""
     check_not_lazy(models)
+    if policy.patch_torch_functions:
+        check_has_autocast(models, policy.opt_level)
     check_not_wrapped(models, policy.cast_model_type)
     if not allow_half_model:
         check_not_half(models)
@@ -179,6 +181,23 @@ def check_not_lazy(models: Sequence[nn.Module]) -> None:
                     "gets its shapes in its first forward",
                     "initialize takes models whose parameters and buffers have their memory",
                     "Run one forward on a batch first, then build the optimizer and call "
+                    "preamp.initialize",
+                )
+
+
+def check_has_autocast(models: Sequence[nn.Module], opt_level: str) -> None:
+    """Refuse parameters on a kind of device that torch has no autocast for, such as meta."""
+    for model in models:
+        for name, param in model.named_parameters():
+            kind = param.device.type
+            if not torch.amp.is_autocast_available(kind):
+                raise bad_state(
+                    f"{name!r} of {type(model).__name__} is on the device {kind!r}, for which "
+                    f"torch has no autocast, at opt_level={opt_level!r}",
+                    "Functions are cast on the kinds of device that the parameters are on when "
+                    "initialize is called",
+                    "Move the model where it will run first (model.to_empty(device=...) if it is "
+                    "on 'meta', and load its weights), then build the optimizer and call "
                     "preamp.initialize",
                 )
 

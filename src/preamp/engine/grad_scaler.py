@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -19,9 +19,10 @@ from preamp.casting import settle_thread
 from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
+from preamp.core.undo import run_to_end
 from preamp.engine import refusals
 from preamp.engine.loop import Block, as_optimizers, bare, check_loss, common_engine
-from preamp.engine.optimizer_hooks import skips_step
+from preamp.engine.optimizer_hooks import find_closure, replace_closure, skips_step
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
@@ -55,7 +56,7 @@ class GradScaler(torch.amp.GradScaler):
     - The loss scale has the floor and the ceiling that ``preamp.initialize`` gave it, and
       `preamp.LossScaleError` ends what cannot go on.
     - ``is_enabled()`` is true at levels whose loss scale is static, too; `update` leaves that one
-      as it is.
+      as it is. Where it is 1, `step` takes a closure, which may call `scale` and `unscale_`.
 
     Args:
         optimizers: One optimizer, or several of one engine. Several ``GradScaler`` may share an
@@ -311,13 +312,14 @@ class GradScaler(torch.amp.GradScaler):
             if block is None:
                 session.gradients.abort()
             else:
-                found_inf = block.finish(adjust=False, records=False)
-                if found_inf is not None:
-                    self._found[id(session)] = larger(found_inf, self._found.get(id(session)))
+                block.finish(adjust=False, record=partial(self._keep_found, session))
         finally:
             if not session.gradients.is_open:
                 self._blocks.pop(id(session), None)
                 session.end_backward = None
+
+    def _keep_found(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
+        self._found[id(session)] = larger(found_inf, self._found.get(id(session)))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of ``optimizer``, so that a script can read and change them.
@@ -363,14 +365,15 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: One of those that the scaler was made for.
-            *args: For ``optimizer.step``.
+            *args: For ``optimizer.step``; a closure only where the loss scale is static and 1.
             **kwargs: For ``optimizer.step``.
 
         Returns:
             What ``optimizer.step`` does; ``None`` if the step was skipped.
 
         Raises:
-            RuntimeError: It was called already since the last `update`, or with a closure.
+            RuntimeError: It was called already since the last `update`, or with a closure although
+                losses are scaled.
             AssertionError: `scale` was never called.
             LossScaleError: Scaling cannot go on; see ``preamp.initialize``.
 
@@ -380,21 +383,37 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return cast("Any", optimizer.step)(*args, **kwargs)
-        if "closure" in kwargs or any(map(callable, args)):
+        closure = find_closure(args, kwargs)
+        if not self._loss_scaler.is_identity and ("closure" in kwargs or any(map(callable, args))):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._check_scaled("step")
+        if closure is None:
+            self._check_scaled("step")
         session = self._session_of(optimizer)
         state = self._per_optimizer_states[id(session.optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
             self._unscale(session, state)
+        if closure is not None:
+            again = partial(self._run_closure, closure, session, state)
+            whole, kwargs = replace_closure((optimizer, *args), kwargs, again)
+            args = whole[1:]
         # Not called at all where it would be skipped: frameworks see by that what became of it.
         result = None
-        if not skips_step(self._engine, session, optimizer.step):
+        if closure is not None or not skips_step(self._engine, session, optimizer.step):
             result = cast("Any", optimizer.step)(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         session.accept_backwards()
+        return result
+
+    def _run_closure(
+        self, closure: Callable[[], Any], session: OptimizerSession, state: dict[str, Any]
+    ) -> Any:
+        """Let a closure make gradients, as often as the optimizer wants, and unscale each time."""
+        state["stage"] = OptState.READY
+        session.accept_backwards()
+        result = closure()
+        self._unscale(session, state)
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -422,14 +441,18 @@ class GradScaler(torch.amp.GradScaler):
                 raise AssertionError(
                     "new_scale should be a float or a 1-element tensor with requires_grad=False."
                 )
-            self._loss_scaler.found_inf.zero_()
-            self._loss_scaler.set_scale(_number("scale", new_scale))
+            number = _number("scale", new_scale)
+            react = partial(self._set_scale, number)
         else:
             states = self._per_optimizer_states.values()
             if not any(state["found_inf_per_device"] for state in states):
                 raise AssertionError("No inf checks were recorded prior to update.")
-            self._engine.adjustments.now(self._loss_scaler)
-        self._forget_steps()
+            react = self._engine.adjustments.reaction(self._loss_scaler)
+        run_to_end(react, self._forget_steps)
+
+    def _set_scale(self, value: float) -> None:
+        self._loss_scaler.found_inf.zero_()
+        self._loss_scaler.set_scale(value)
 
     def _forget_steps(self) -> None:
         self._per_optimizer_states = _States()

@@ -17,9 +17,7 @@ from preamp.casting import (
     Conversion,
     attach_cast_region,
     attach_io_casts,
-    attach_layer_casts,
     attach_plain_region,
-    attach_state_hooks,
     install_function_casts,
     install_mixed_products,
     install_wide_where_slow,
@@ -35,6 +33,7 @@ from preamp.engine import checks, parts
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
+from preamp.engine.layers import cast_new_layers, hook_layers
 from preamp.engine.loop import find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
@@ -43,7 +42,7 @@ from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_release, check_storage, read_codes
-from preamp.engine.weights import attach_move_doors, attach_weight_doors
+from preamp.engine.weights import FollowMasters
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
@@ -317,7 +316,8 @@ def _attach(engine: Engine) -> None:
     engine.reductions.comparison = parts.RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
-        OptimizerHooks(engine, session).attach(engine.undo)
+        take_in = functools.partial(cast_new_layers, engine, session.optimizer)
+        OptimizerHooks(engine, session, take_in).attach(engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.release_gradients:
@@ -353,12 +353,10 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     attach_io_casts(model, inputs, outputs, undo, casts_forward=casts_forward)
     attach_reductions(model, engine.reductions, undo)
     if target in HALF_DTYPES:
-        attach_layer_casts(model, target, engine.conversion.kept, undo)
-        attach_state_hooks(model, engine.link, undo)
+        hook_layers(engine, target, [*model.modules()], undo)
     if policy.master_weights:
-        attach_weight_doors(model, engine.link, undo)
-    if policy.storage.masters == "split":
-        attach_move_doors(model, engine.link, undo)
+        follow = FollowMasters(engine.link)
+        add_hook(model, "register_forward_pre_hook", follow, undo, prepend=True)
 
 
 def _install_function_casts(engine: Engine) -> None:

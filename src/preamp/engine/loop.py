@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
 from preamp.core.tensors import all_finite, dtype_of, has_sharded, host_reaches, kinds_of
+from preamp.core.undo import Step, UndoStack
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.order import kept_long, released
@@ -88,20 +89,26 @@ def scale_loss(
     check_loss(loss)
     block = Block(engine, members, loss, loss_id)
     delays = delay_unscale and not block.is_plain
-    block.begin(will_delay=delays)
     try:
+        block.begin(will_delay=delays)
         yield block.scale(loss)
+        if delays:
+            block.delay()
+        else:
+            block.finish(adjust=not (delay_overflow_check or block.is_plain))
     except BaseException:
         block.abort()
         raise
-    if delays:
-        block.delay()
-    else:
-        block.finish(adjust=not (delay_overflow_check or block.is_plain))
 
 
 class Block:
-    """One scaled backward: of a ``with scale_loss`` block, or what a `GradScaler` keeps open."""
+    """One scaled backward: of a ``with scale_loss`` block, or what a `GradScaler` keeps open.
+
+    It ends in one of two ways: as if it had not been, or complete. Which, is decided where the list
+    of the steps to that end is kept; up to there anything that raises takes the block back. From
+    there on whatever an interrupt leaves of the list is done before anything else is: by `abort`,
+    which is called for whatever raises, and else by the next call that concerns the optimizer.
+    """
 
     def __init__(
         self,
@@ -123,6 +130,10 @@ class Block:
         self._engine = engine
         self._hooks: list[RemovableHandle] = []
         self.reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
+        self.begun: list[OptimizerSession] = []  # whose earlier gradients are aside
+        self._is_unscaling = False
+        self._end: UndoStack | None = None  # what is left to do, once that is decided
+        self._reaction: Callable[[], None] | None = None  # of the loss scale
         self._has_ranks = has_process_group()
         self._answers = engine.reductions.begin_block() if self._has_ranks else NO_ANSWER
 
@@ -155,6 +166,7 @@ class Block:
         claimed = set()
         try:
             for session in self.sessions:
+                self.begun.append(session)
                 session.begin_backward(plan, claimed)
                 if session.gradients.delayed is not None:
                     self.note.go_on_from(session.gradients.delayed.note)
@@ -167,7 +179,7 @@ class Block:
     def part(self, session: OptimizerSession) -> Block:
         """The same backward, of one of its optimizers."""
         one = copy.copy(self)
-        one.sessions = [session]
+        one.sessions = one.begun = [session]
         one.note = replace(self.note, found_inf=[], found=[], graphs=[])
         one.backward_of = None  # it is over before anybody asks
         return one
@@ -197,7 +209,6 @@ class Block:
         if self.reached != {"loss"}:
             return  # so it is where a `GradScaler` scales, too
         if any([session.gradients.holds_raw() for session in self.sessions]):
-            self.abort()
             raise refusals.backward_of_loss()
 
     def _end_body(self) -> None:
@@ -208,106 +219,136 @@ class Block:
         for session in self.sessions:
             session.gradients.end_body()
 
+    def _conclude(self, steps: Sequence[Step]) -> None:
+        """Let ``steps`` be what is left to do, and do it."""
+        self._end = UndoStack.of(steps)
+        for session in self.begun:
+            session.ending = self._end
+        self._end.unwind()
+
     def abort(self) -> None:
-        """Drop what came and put earlier gradients back."""
-        self._remove_hooks()
-        for session in self.sessions:
-            session.gradients.abort()
+        """Drop what came and put earlier gradients back; or go on with an end that has begun."""
+        if self._end is not None:
+            self._end.unwind()
+            return
+        books = [session.gradients for session in self.begun]
+        steps: list[Step] = [self._remove_hooks]
+        steps += [one.undo if self._is_unscaling else one.abort for one in books]
+        if books:
+            steps += [self._end_ranks, self._follow_unreduced]
+        self._conclude(steps)
 
     def delay(self) -> None:
         """End it and leave gradients scaled."""
-        self._end_body()
-        self.note.graphs = kept_long(self.note.graphs)
-        if self._engine.unreduced.models:
-            self._engine.unreduced.end(self.scaler)
-        for session in self.sessions:
-            session.gradients.delay(self.scaler, self.note, self._generation)
-        for tell in self._engine.events.gradients_made:
-            tell(self, True)
-        self._end_ranks()
+        try:
+            self._end_body()
+            self.note.graphs = kept_long(self.note.graphs)
+            books = [session.gradients for session in self.sessions]
+            delays = [partial(b.delay, self.scaler, self.note, self._generation) for b in books]
+            tells = [partial(tell, self, True) for tell in self._engine.events.gradients_made]
+            self._conclude([self._follow_unreduced, *delays, *tells, self._end_ranks])
+        except BaseException:
+            self.abort()
+            raise
 
     def _end_ranks(self) -> None:
         if self._has_ranks:
             self._engine.reductions.end_block()
 
-    def finish(self, *, adjust: bool, records: bool = True) -> torch.Tensor | None:
-        """Unscale what came and add earlier gradients; return a flag of overflow if one was made.
+    def _follow_unreduced(self) -> bool:
+        """Whether the gradients were left unreduced; see `Unreduced.end`."""
+        unreduced = self._engine.unreduced
+        return bool(unreduced.models) and unreduced.end(self.scaler)
 
-        The scaler ``records`` it, and the loss scale may ``adjust`` to what it has.
+    def finish(self, *, adjust: bool, record: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Unscale what came and add earlier gradients.
+
+        ``record``, or the scaler, is told of a flag of overflow if one was made; the loss scale may
+        ``adjust`` to what it has been told.
         """
-        self._end_body()
         try:
+            self._end_body()
             for tell in self._engine.events.gradients_made:
                 tell(self, False)
+            answers = self._answers
+            if answers == REDUCED:  # forwards inside the block were not known when it began
+                answers = self._engine.reductions.begin_block()
+            self._is_unscaling = True
+            steps, found_inf = unscale(
+                self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
+            )
+            tells = [partial(tell, self) for tell in self._engine.events.block_over]
+            hear = partial(self._hear, found_inf, record or self.scaler.record, False in answers)
+            self._conclude(
+                [*steps, self._end_ranks, *tells, self._look, partial(hear, adjust=adjust)]
+            )
         except BaseException:
             self.abort()
             raise
-        answers = self._answers
-        if answers == REDUCED:  # forwards inside the block were not known when it began
-            answers = self._engine.reductions.begin_block()
-        found_inf = unscale_and_commit(
-            self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
-        )
-        self._end_ranks()
-        for tell in self._engine.events.block_over:
-            tell(self)
+
+    def _look(self) -> None:
         if not self.scaler.is_dynamic:
-            self._engine.ledger.look("the loss", self.loss.device, lambda: self.note.loss_finite)
-        adjustments, unreduced = self._engine.adjustments, self._engine.unreduced
-        if (unreduced.models and unreduced.end(self.scaler)) or False in answers:
+            finite = self.note.loss_finite
+            self._engine.ledger.look("the loss", self.loss.device, lambda: finite)
+
+    def _hear(
+        self,
+        found_inf: torch.Tensor | None,
+        record: Callable[[torch.Tensor], None],
+        is_local: bool,
+        *,
+        adjust: bool,
+    ) -> None:
+        """Let the loss scale hear of an overflow, and react; or later, if this is ``is_local``."""
+        adjustments = self._engine.adjustments
+        if self._follow_unreduced() or is_local:
             # Other ranks may not know of an overflow here yet.
             adjustments.later(self.scaler, self.sessions, found_inf, is_due=adjust)
-            return None
-        if found_inf is not None and records:
-            self.scaler.record(found_inf)
+            return
+        if found_inf is not None:
+            record(found_inf)
         adjustments.reduced(self.sessions, found_inf)
         if adjust:
-            adjustments.now(self.scaler)
-        return found_inf
+            self._reaction = self._reaction or adjustments.reaction(self.scaler)
+            self._reaction()
 
 
-def unscale_and_commit(
+def unscale(
     sessions: Sequence[OptimizerSession],
     scaler: LossScaler,
     note: GradientNote,
     *,
     is_reduced: bool = False,
-) -> torch.Tensor | None:
-    """End a backward of ``sessions``: look for overflow, unscale, add earlier gradients.
+) -> tuple[list[Step], torch.Tensor | None]:
+    """Look for overflow, unscale, add earlier gradients; return what commits that for good.
 
-    Nothing is committed before everything has worked for all of them: whoever refuses, runs out of
-    memory or is interrupted leaves the gradients from before the block.
+    Whoever refuses, runs out of memory or is interrupted before has to `GradientBooks.undo`, and
+    gradients are those from before the block. The steps may run twice.
 
-    Returns a float32 scalar, not zero if any new gradient overflowed, which the scaler has yet to
-    be told; ``None`` if nobody looked. ``note`` holds the scale and is filled with what is found;
-    ``is_reduced`` says that all gradients have certainly been reduced over ranks.
+    Returns also a float32 scalar, not zero if any new gradient overflowed, which the scaler has yet
+    to be told; ``None`` if nobody looked. ``note`` holds the scale and is filled with what is
+    found; ``is_reduced`` says that all gradients have certainly been reduced over ranks.
     """
     # An overflow skips the steps of all. Where steps are taken each optimizer has a note of its own
     # of what was found, if anybody looks.
     is_shared = scaler.is_dynamic or note.watched is None
     notes = [note if is_shared else replace(note, found_inf=[], found=[]) for _ in sessions]
-    try:
-        for session in sessions:
-            session.gradients.arrive()
-        found = [s.gradients.census(scaler, own) for s, own in zip(sessions, notes, strict=True)]
-        factor = None if scaler.is_identity else note.scale.reciprocal()
-        for session in sessions:
-            session.gradients.merge(factor)
-    except BaseException:
-        for session in sessions:
-            session.gradients.undo()
-        raise
+    for session in sessions:
+        session.gradients.arrive()
+    found = [s.gradients.census(scaler, own) for s, own in zip(sessions, notes, strict=True)]
+    factor = None if scaler.is_identity else note.scale.reciprocal()
+    for session in sessions:
+        session.gradients.merge(factor)
+    steps: list[Step] = [partial(s.commit, factor, is_reduced=is_reduced) for s in sessions]
     for session, own in zip(sessions, notes, strict=True):
-        session.commit(factor, is_reduced=is_reduced)
         if own.watched is not None and not scaler.is_dynamic:
             own.graphs = released(own.graphs)
-            session.remember_watched(own)
+            steps.append(partial(session.remember_watched, own))
     pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
     flags = [session.unheard(flag) for session, flag in pairs]
     for _, found_inf in pairs:
-        for session in sessions:
-            session.remember(found_inf, note)
-    return functools.reduce(torch.maximum, flags) if flags else None
+        steps += [partial(session.remember, found_inf, note) for session in sessions]
+    return steps, functools.reduce(torch.maximum, flags) if flags else None
 
 
 def clip_grad_norm_(

@@ -11,7 +11,7 @@ schedulers take ``optimizer.step.__func__``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, cast
@@ -23,16 +23,18 @@ from preamp.casting.autocast_state import untraced
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession, params_of_group
-from preamp.kernels.modules import add_hook
+from preamp.kernels.modules import add_hook, make_hook_tables, with_step_hooks
 
+TakeIn = Callable[[Sequence[torch.Tensor]], Mapping[int, torch.Tensor]]
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
 
 class OptimizerHooks:
     """Everything attached to one optimizer."""
 
-    def __init__(self, engine: EngineCore, session: OptimizerSession) -> None:
-        """Attach nothing yet."""
+    def __init__(self, engine: EngineCore, session: OptimizerSession, take_in: TakeIn) -> None:
+        """Attach nothing yet; ``take_in`` is told of parameters that join the optimizer."""
+        self._take_in = take_in
         self._engine = engine
         self._session = session
         self._optimizer = session.optimizer
@@ -46,6 +48,7 @@ class OptimizerHooks:
     def attach(self, undo: UndoStack) -> None:
         """Hook the optimizer; ``undo`` gets the steps that take it back."""
         optimizer = self._optimizer
+        make_hook_tables(optimizer, undo)
         add_hook(optimizer, "register_step_pre_hook", self._before_step, undo)
         add_hook(optimizer, "register_step_post_hook", self._after_step, undo)
         add_hook(optimizer, "register_load_state_dict_post_hook", self._after_load, undo)
@@ -59,11 +62,12 @@ class OptimizerHooks:
     # -- step --------------------------------------------------------------------------------
 
     def _make_step(self) -> Callable[..., Any]:
-        inner = previous_method(self._optimizer, "step")
+        previous = previous_method(self._optimizer, "step")
+        inner = with_step_hooks(self._optimizer, previous)
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._engine.closed:  # a scheduler may still hold this method
-                return inner(optimizer, *args, **kwargs)
+                return previous(optimizer, *args, **kwargs)
             settle_thread()
             self._begin()
             has_closure = find_closure(args, kwargs) is not None
@@ -92,7 +96,7 @@ class OptimizerHooks:
             finally:
                 self._is_called, self._unread = False, None
 
-        copy_identity(inner, step)
+        copy_identity(previous, step)
         return step
 
     def _begin(self) -> None:
@@ -247,20 +251,26 @@ class OptimizerHooks:
                 return inner(optimizer, *args, **kwargs)
             params = params_of_group(args[0] if args else kwargs.get("param_group"))
             self._session.refuse_known(params)
-            known = self._engine.updated_params()
+            known, before = self._engine.updated_params(), len(optimizer.param_groups)
             added = set(map(id, params))
             sessions = self._engine.sessions.values()
             others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
             for session in (self._session, *others) if others else ():
                 session.check_can_share()
             result = inner(optimizer, *args, **kwargs)
+            joined = [p for group in optimizer.param_groups[before:] for p in group["params"]]
+            try:
+                originals = self._take_in(joined)
+            except BaseException:
+                del optimizer.param_groups[before:]
+                raise
             if self._engine.scales_losses:  # nobody unscaled what they have
-                for param in optimizer.param_groups[-1]["params"]:
+                for param in joined:
                     if id(param) not in known:
                         param.grad = None
             for session in others:
                 self._session.take_findings(session)
-            self._session.adopt()
+            self._session.adopt(originals)
             return result
 
         copy_identity(inner, add_param_group)

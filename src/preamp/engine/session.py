@@ -29,7 +29,7 @@ from preamp.core.tensors import (
     is_sharded,
     versions_of,
 )
-from preamp.core.undo import UndoStack
+from preamp.core.undo import Step, UndoStack, all_or_nothing
 from preamp.engine import refusals
 from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
@@ -131,15 +131,14 @@ class KnownNorm:
 
         ``marks()`` tells later whether they are still the same.
         """
-        if self._norm is None:
+        if self._norm is None or self._marks is not None:  # it may be called again
             return
         if not _is_sound(self._norm, self._grads) or (has_process_group() and not is_reduced):
             # The script may reduce them from now on, and torch.distributed leaves versions alone.
             self.forget()
             return
-        if factor is not None:
-            self._norm = self._norm * factor.to(self._norm.device)
-        self._grads, self._marks = (), marks()
+        norm = self._norm if factor is None else self._norm * factor.to(self._norm.device)
+        self._norm, self._grads, self._marks = norm, (), marks()
 
     def forget(self) -> None:
         """The gradients are going, or will be others; hold none of them any longer."""
@@ -181,7 +180,9 @@ class GradientBooks:
     """Where the gradients of one optimizer stand: READY → SCALED → UNSCALED → READY.
 
     A block is `begin`, then `abort`, `delay`, or `census`, `merge` and `commit`. Nothing is lost
-    before `commit`: each of the others may fail and be followed by `abort` or `undo`.
+    before `commit`: each of the others may fail and be followed by `abort` or `undo`. What ends a
+    block (`abort`, `undo`, `delay`, `commit`) may be called again, where it was interrupted and
+    where it was not.
     """
 
     def __init__(
@@ -252,14 +253,13 @@ class GradientBooks:
             for table in self.tables:
                 if not table.is_open:
                     table.reconcile()  # all may refuse before anything is moved
-            # Takes itself back if it fails.
+            self.is_open = True  # for `undo`, which takes back as much as was done
             self.direct.set_aside(
                 self._own,
                 carry,
                 scale if plan.will_delay else None,
                 may_be_overwritten=plan.may_reduce,
             )
-            self.is_open = True
             self.compare_weights()
             for table in self.tables:
                 table.begin(carry)
@@ -318,21 +318,20 @@ class GradientBooks:
 
     def undo(self) -> None:
         """Restore the gradients from before the block, or from before the first delayed one."""
-        was_open, self.is_open = self.is_open, False
         self.known_norm.forget()
-        if self.delayed is not None:
-            self.delayed, self.stage = None, Stage.READY
-        if was_open:
+        if self.is_open:
             self.direct.put_back(self._own)
             for table in self.tables:
                 table.put_back()
+        if self.delayed is not None:
+            self.delayed, self.stage = None, Stage.READY
+        self.is_open = False
 
     def delay(self, scaler: LossScaler, note: GradientNote, generation: int) -> None:
         """Leave the gradients scaled; a later block unscales them all.
 
         ``generation`` is the scaler's when the block began.
         """
-        self.is_open = False
         self.direct.note_raw()
         for table in self.tables:
             table.stand_in()
@@ -343,6 +342,7 @@ class GradientBooks:
         self.delayed.has_gradients |= self.holds_raw()
         self.delayed.note, self.stage = note, Stage.SCALED
         self._note_versions(self.delayed)
+        self.is_open = False
 
     def _note_versions(self, delayed: Delayed) -> None:
         delayed.versions = versions_of([leaf.grad for leaf in self.leaves()])
@@ -450,26 +450,18 @@ class GradientBooks:
 
     # -- gradients left scaled ---------------------------------------------------------------
 
-    def settle(self, claimed: set[int]) -> tuple[torch.Tensor, GradientNote] | None:
-        """Unscale delayed gradients by the scale they carry, since the next one differs.
+    def settle(self, delayed: Delayed, claimed: set[int]) -> torch.Tensor | None:
+        """Unscale ``delayed`` gradients by the scale they carry, since the next one differs.
 
-        Returns what `census` found and the note of it; ``None`` where nobody looked.
+        Returns what `census` found; `commit` must follow, or `undo` where this fails.
         """
-        delayed = self.delayed
-        if delayed is None:
-            return None
         self._reconcile_raw()
         self._own = self._unclaimed(claimed)
         self.arrive()
         self.is_open = True
-        try:
-            found_inf = self.census(delayed.scaler, delayed.note)
-            self.merge(delayed.inverse)
-            self.commit(delayed.inverse)
-        except BaseException:
-            self.undo()
-            raise
-        return None if found_inf is None else (found_inf, delayed.note)
+        found_inf = self.census(delayed.scaler, delayed.note)
+        self.merge(delayed.inverse)
+        return found_inf
 
     def holds_raw(self) -> bool:
         """Whether any gradient lies on the model's side."""
@@ -569,6 +561,7 @@ class OptimizerSession:
         self.found_inf: torch.Tensor | None = None
         # Ends a backward that a `GradScaler` has left open; ``None`` if none is
         self.end_backward: Callable[[], None] | None = None
+        self.ending = UndoStack()  # what an interrupt has left of the end of a block
         # Hooks of one that let a backward raise, since what it has unscaled must stay in place
         self.refusing: list[RemovableHandle] = []
         self.heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
@@ -657,17 +650,30 @@ class OptimizerSession:
 
     def settle_now(self, claimed: set[int], adjustments: Adjustments) -> None:
         """Unscale gradients left scaled, if there are any. Arguments as `settle`."""
-        books, delayed = self.gradients, self.gradients.delayed
-        settled = books.settle(claimed)
-        if settled is not None and delayed is not None:
-            self.remember(*settled)
-            if books.may_be_local:  # other ranks do not know of an overflow here yet
-                adjustments.later(delayed.scaler, [self], settled[0], is_due=False)
-            else:
-                # Of a scale that has fallen since it says nothing new.
-                is_news = delayed.scaler.scale >= delayed.note.scale
-                delayed.scaler.record(self.unheard(settled[0]) * is_news)
-        self.backwards += 1
+        delayed = self.gradients.delayed
+        if delayed is None:
+            self.backwards += 1
+            return
+
+        def prepare() -> list[Step]:
+            found_inf = self.gradients.settle(delayed, claimed)
+            tell = partial(self._tell_settled, delayed, found_inf, adjustments)
+            return [partial(self.commit, delayed.inverse), tell]
+
+        all_or_nothing(prepare, self.gradients.undo)
+
+    def _tell_settled(
+        self, delayed: Delayed, found_inf: torch.Tensor | None, adjustments: Adjustments
+    ) -> None:
+        if found_inf is None:
+            return
+        self.remember(found_inf, delayed.note)
+        if self.gradients.may_be_local:  # other ranks do not know of an overflow here yet
+            adjustments.later(delayed.scaler, [self], found_inf, is_due=False)
+        else:
+            # Of a scale that has fallen since it says nothing new.
+            is_news = delayed.scaler.scale >= delayed.note.scale
+            delayed.scaler.record(self.unheard(found_inf) * is_news)
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
         """Set earlier gradients aside. Mutates the parameters' ``grad``. Arguments as `settle`."""
@@ -717,7 +723,8 @@ class OptimizerSession:
 
     def remember_watched(self, note: GradientNote) -> None:
         """Keep what a backward has found, of which nothing follows, until the next step."""
-        self.watched = [*self.watched[-_NOTES_KEPT + 1 :], note]
+        if not self.watched or self.watched[-1] is not note:
+            self.watched = [*self.watched[-_NOTES_KEPT + 1 :], note]
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -736,7 +743,10 @@ class OptimizerSession:
     @property
     def obeys_on_device(self) -> bool:
         """Whether the optimizer skips a step by itself where the flag on the device says so."""
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        name, optimizer = "_step_supports_amp_scaling", self.optimizer
+        # One that forwards every name to an optimizer inside is not told for that one.
+        is_own = name in vars(optimizer) or hasattr(type(optimizer), name)
+        return is_own and bool(getattr(optimizer, name))
 
     def overflowed(self) -> bool:
         """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
@@ -747,6 +757,7 @@ class OptimizerSession:
 
     def end_left_open(self) -> None:
         """Let gradients be unscaled now, if a `GradScaler` would do so later."""
+        self.ending.unwind()
         if self.gradients.is_open and self.end_backward is not None:
             self.end_backward()
 
@@ -758,6 +769,7 @@ class OptimizerSession:
 
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
+        self.ending.unwind()
         if self.gradients.is_open and self.end_backward is not None:
             if self.gradients.holds_raw():
                 raise refusals.passes_by_scaler()
@@ -830,11 +842,13 @@ class OptimizerSession:
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
+        self.ending.unwind()
         self.reset()
         return self.gradients.zero(original)
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones."""
+        self.ending.unwind()
         self.gradients.drop()
         self.reset()
 

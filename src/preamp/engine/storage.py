@@ -41,7 +41,7 @@ def check_storage(
     """
     storage, optimizers = policy.storage, list(optimizers)
     for optimizer in optimizers:
-        if storage.moments != "float32" and not getattr(optimizer, "_takes_stored", False):
+        if storage.moments != "float32" and not getattr(type(optimizer), "_takes_stored", False):
             raise bad_type(
                 f"storage has moments={storage.moments!r}, and an optimizer is "
                 f"{with_article(type(optimizer).__name__)}",

@@ -25,7 +25,7 @@ from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.modules import add_hook, before_moves, forget_moves, remove_hooks
+from preamp.kernels.modules import before_moves, forget_moves, remove_hooks
 from preamp.kernels.shards import set_data
 from preamp.optim import Twin
 from preamp.scaling.scaler import Adjustments
@@ -187,17 +187,16 @@ def _exact_copies(engine: EngineCore, module: nn.Module, memo: dict[int, Any]) -
             memo[id(buffer)] = buffer.detach().to(dtypes.get(id(buffer), buffer.dtype), copy=True)
 
 
-def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
-    """Hook forwards and copies of ``model``."""
-    add_hook(model, "register_forward_pre_hook", FollowMasters(link), undo, prepend=True)
-    for part in model.modules():
+def attach_copy_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo: UndoStack) -> None:
+    """Let modules of a model be copied with exact values."""
+    for part in layers:
         method = CopyExact(link, part)
         undo.push(partial(_remove_copy_method, part, method))
         vars(part)["__deepcopy__"] = method
 
 
-def attach_move_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
-    """Let masters be float32 while modules of ``model`` are moved, as by ``model.cpu()``.
+def attach_move_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo: UndoStack) -> None:
+    """Let masters be float32 while modules of a model are moved, as by ``model.cpu()``.
 
     What is only moved is not taken for written to then.
     """
@@ -208,7 +207,7 @@ def attach_move_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack)
             for table in session.gradients.tables:
                 table.make()
 
-    for part in model.modules():
+    for part in layers:
         before_moves(part, prepare, undo)
 
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch keeps about modules, private to it."""
+"""What torch keeps about modules and optimizers, private to it."""
 
 from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from types import MethodType, ModuleType
 from typing import Any, Final, cast
 
+import torch
 from torch import nn
 
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, set_attribute
 
 
 def unsaved_buffers(module: nn.Module) -> frozenset[str]:
@@ -62,6 +64,35 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
                     table.clear()
                 finally:
                     table.update(entries)
+
+
+_HOOKS_OF_OPTIMIZERS: Final = tuple(
+    f"_optimizer_{of}_{when}_hooks"
+    for of in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+
+def make_hook_tables(optimizer: Any, undo: UndoStack) -> None:
+    """Let an optimizer that skips ``Optimizer.__init__`` have hooks of its own, until ``undo``.
+
+    One that forwards every name would hand out those of the optimizer inside.
+    """
+    for name in _HOOKS_OF_OPTIMIZERS:
+        if name not in vars(optimizer):
+            set_attribute(optimizer, name, OrderedDict[int, object](), undo)
+
+
+def with_step_hooks(
+    optimizer: torch.optim.Optimizer, step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``step``, which takes the optimizer first, as torch calls it: between its step hooks.
+
+    ``Optimizer.__init__`` wraps the method of the class; who skips that has a bare one.
+    """
+    if getattr(getattr(type(optimizer), "step", None), "hooked", False):
+        return step
+    return torch.optim.Optimizer.profile_hook_step(step)
 
 
 class _Replicate:
@@ -124,16 +155,26 @@ def forget_moves(module: nn.Module) -> None:
         del vars(module)["_apply"]
 
 
-def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
-    """Remove hooks of a module or an optimizer, with what torch notes about them."""
-    tables = _hook_tables(owner)
-    found = {
+def _hooks_meant(
+    tables: Iterable[dict[int, object]], is_meant: Callable[[object], bool]
+) -> set[int]:
+    return {
         key
         for table in tables
         for key, hook in table.items()
         if is_meant(getattr(hook, "hook", hook))  # torch wraps some
     }
-    for key in found:  # of all tables, no two have the same
+
+
+def has_hook(owner: Any, kind: type) -> bool:
+    """Whether a module or an optimizer has a hook of a class."""
+    return bool(_hooks_meant(_hook_tables(owner), lambda hook: isinstance(hook, kind)))
+
+
+def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
+    """Remove hooks of a module or an optimizer, with what torch notes about them."""
+    tables = _hook_tables(owner)
+    for key in _hooks_meant(tables, is_meant):  # of all tables, no two have the same
         for table in tables:
             table.pop(key, None)
 

@@ -106,7 +106,8 @@ class DirectGradients:
     """Keeps unscaled gradients apart while a backward adds scaled ones.
 
     One backward goes `set_aside`, `merge`, `commit`. Until `commit` everything can be taken back
-    with `put_back`, so an exception in the body or while unscaling loses nothing.
+    with `put_back`, so an exception in the body or while unscaling loses nothing. An interrupted
+    `commit` or `put_back` may run again, and whole ones may too.
 
     Set aside, an earlier gradient is away during the backward and added afterwards: losses with
     any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
@@ -119,7 +120,8 @@ class DirectGradients:
     def __init__(self, ops: Ops) -> None:
         """Start with nothing set aside."""
         self._ops = ops
-        self._aside: dict[int, _Earlier] = {}
+        # Earlier gradients; ``None`` where no backward is under way
+        self._aside: dict[int, _Earlier] | None = None
         self._versions: dict[int, int] = {}  # of the gradients as the last merge left them
         self._placeholders = Placeholders()
         self._raw: dict[int, int] = {}  # of those left scaled whose earlier one is away
@@ -127,7 +129,7 @@ class DirectGradients:
     @property
     def has_aside(self) -> bool:
         """Whether an earlier gradient is away."""
-        return any(not earlier.is_carried for earlier in self._aside.values())
+        return any(not earlier.is_carried for earlier in (self._aside or {}).values())
 
     @property
     def has_earlier(self) -> bool:
@@ -148,28 +150,28 @@ class DirectGradients:
         ``carry_wide`` the same for those that are not half. ``may_be_overwritten`` says that a hook
         may write to the memory that gradients lie in.
         """
+        params = list(params)
+        aside: dict[int, _Earlier] = {}
         scaled: dict[Factor, list[torch.Tensor]] = {}
-        try:
-            for param in params:
-                grad = param.grad
-                if grad is None:
-                    continue
+        for param in params:
+            grad = param.grad
+            if grad is not None:
                 by = carry_wide if carry is None and not is_half(grad) else carry
                 kept = grad.clone() if may_be_overwritten or by is not None else grad
-                self._aside[id(param)] = _Earlier(param, kept, is_carried=by is not None)
-                if by is None:
-                    param.grad = None
-                    self._placeholders.put(param, grad)
-                elif not (isinstance(by, float) and by == 1.0):
+                aside[id(param)] = _Earlier(param, kept, is_carried=by is not None)
+                if by is not None and not (isinstance(by, float) and by == 1.0):
                     scaled.setdefault(by, []).append(grad)
+        self._aside = aside  # all that `put_back` needs, before anything changes
+        try:
+            for earlier in aside.values():
+                if not earlier.is_carried:
+                    earlier.param.grad = None
+                    self._placeholders.put(earlier.param, earlier.grad)
             for by, grads in scaled.items():
                 with torch.no_grad():
                     self._ops.scale_add_(grads, by, [None] * len(grads))
         except BaseException:
-            for earlier in self._aside.values():
-                earlier.param.grad = earlier.grad
-            self._aside.clear()
-            self._placeholders.forget()
+            self.put_back(params)
             raise
 
     def set_aside_reached(self, param: torch.Tensor) -> None:
@@ -189,7 +191,7 @@ class DirectGradients:
     def note_raw(self) -> None:
         """Gradients stay scaled: those away get zeros, so that a script can zero or drop all."""
         self._forget_dropped()
-        for key, earlier in self._aside.items():
+        for key, earlier in (self._aside or {}).items():
             if not earlier.is_carried:
                 if earlier.param.grad is None:
                     earlier.param.grad = torch.zeros_like(earlier.grad)
@@ -197,39 +199,47 @@ class DirectGradients:
 
     def reconcile_raw(self) -> None:
         """Take in that the script dropped or zeroed gradients left scaled, and so all of them."""
+        aside = self._aside or {}
         for key, version in self._raw.items():
-            earlier = self._aside.get(key)
+            earlier = aside.get(key)
             now = None if earlier is None else earlier.param.grad
             if now is None or (version_of(now) != version and not has_nonzero(now)):
-                self._aside.pop(key, None)
+                aside.pop(key, None)
         self._raw.clear()
 
     def _forget_dropped(self) -> None:
-        for key in self._placeholders.dropped:
-            self._aside.pop(key, None)
+        if self._aside is not None:
+            for key in self._placeholders.dropped:
+                self._aside.pop(key, None)
         self._placeholders.forget()
 
     def put_back(self, params: Parameters) -> None:
         """Restore what was there before `set_aside`, but for carried gradients since dropped."""
-        dropped = {key for key, e in self._aside.items() if e.is_carried and e.param.grad is None}
+        aside = self._aside
+        if aside is None:
+            return
+        for key in [k for k, e in aside.items() if e.is_carried and e.param.grad is None]:
+            del aside[key]
         for param in params:
-            param.grad = None
-        for key, earlier in self._aside.items():
-            earlier.param.grad = None if key in dropped else earlier.grad
+            if id(param) not in aside:
+                param.grad = None
+        for key, earlier in aside.items():
+            earlier.param.grad = earlier.grad
             self._versions.pop(key, None)  # it may be a copy, whose version says nothing
-        self._aside.clear()
         self._placeholders.forget()
+        self._aside = None
 
     def merge(self, params: Parameters, factor: Factor | None) -> None:
         """Unscale new gradients and add old ones, in place: ``grad = grad * factor + aside``."""
-        if factor is None and not self._aside:
+        aside = self._aside or {}
+        if factor is None and not aside:
             return
         news: list[torch.Tensor] = []
         olds: list[torch.Tensor | None] = []
         for param in params:
             if param.grad is None:
                 continue
-            earlier = self._aside.get(id(param))
+            earlier = aside.get(id(param))
             if id(param) in self._placeholders.dropped:
                 earlier = None
             old = None if earlier is None or earlier.is_carried else earlier.grad
@@ -247,13 +257,13 @@ class DirectGradients:
     def commit(self, params: Parameters) -> None:
         """End the backward of ``params``; what got nothing new comes back. Cannot fail."""
         self._forget_dropped()
-        for earlier in self._aside.values():
+        for earlier in (self._aside or {}).values():
             if not earlier.is_carried and earlier.param.grad is None:
                 earlier.param.grad = earlier.grad
         for param in params:
             if param.grad is not None:
                 self._versions[id(param)] = version_of(param.grad)
-        self._aside.clear()
+        self._aside = None
 
     def holds_gradient(self, params: Parameters) -> bool:
         """Whether any of ``params`` has a gradient that was not zeroed since the last `commit`.
@@ -273,7 +283,7 @@ class DirectGradients:
         """What to keep beside the gradients of ``params``; masters among them are passed over."""
         known = {id(param): index for index, param in enumerate(params)}
         grads = [(index, id(param), stored_grad(param)) for index, param in enumerate(params)]
-        own, away = self._versions, self._aside.items()
+        own, away = self._versions, (self._aside or {}).items()
         untouched = [i for i, key, g in grads if g is not None and version_of(g) == own.get(key)]
         return untouched, [(known[k], e.grad, e.is_carried) for k, e in away if k in known]
 
@@ -286,5 +296,6 @@ class DirectGradients:
 
     def forget(self) -> None:
         """Drop what was set aside."""
-        self._aside.clear()
+        if self._aside is not None:
+            self._aside.clear()
         self._placeholders.forget()

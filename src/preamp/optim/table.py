@@ -47,6 +47,7 @@ from preamp.core.tensors import (
     version_of,
     versions_of,
 )
+from preamp.core.undo import run_to_end
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.kernels.stored import are_beyond_float16
@@ -875,18 +876,23 @@ class WeightTable(WeightPairs):
         self.changes += 1
         self.may_have_bases = True
         made: dict[tuple[int, bool], Record] = {}
-        for row, wide in zip(rows, wides, strict=True):
-            old, is_alone = self.records[row], bases[row] is None
-            if old is None:
-                continue
-            key = (id(old), is_alone)
-            if key not in made:
-                made[key] = replace(old, factor=None, unclipped=None, is_alone=is_alone)
-            self.records[row] = made[key]
-            if is_alone and self.has_parts:
-                self.keep(row, wide)
-            elif is_alone:
-                store_grad(self.masters[row], wide)
+        olds = [self.records[row] for row in rows]
+
+        def note_made() -> None:
+            for row, old, wide in zip(rows, olds, wides, strict=True):
+                is_alone = bases[row] is None
+                if old is None:
+                    continue
+                key = (id(old), is_alone)
+                if key not in made:
+                    made[key] = replace(old, factor=None, unclipped=None, is_alone=is_alone)
+                self.records[row] = made[key]
+                if is_alone and self.has_parts:
+                    self.keep(row, wide)
+                elif is_alone:
+                    store_grad(self.masters[row], wide)
+
+        run_to_end(note_made)  # half of it would drop gradients, or count them twice
         if self.is_showing:
             self._note_bases([row for row in rows if _is_shown(self.records[row])])
 
@@ -1018,12 +1024,14 @@ class WeightTable(WeightPairs):
     def collect(self, factor: torch.Tensor | None) -> None:
         """The backward has ended: note the half gradients; add nothing yet. Cannot fail.
 
-        ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled.
+        ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled. It
+        is called for each optimizer that shares the rows, and again if it was interrupted.
         """
+        if not self.is_open:
+            return
         self._forget_dropped()
         for row in self.carried:  # the half gradient holds the earlier one too
             self.keep(row, None)
-        self.end()
         # Sharded ones may have been placed anew since they arrived.
         arrived, self._arrived = None if self.has_sharded else self._arrived, None
         self._see(list(map(grad_of, self.halves)) if arrived is None else arrived)
@@ -1036,6 +1044,7 @@ class WeightTable(WeightPairs):
             self.records = [None if grad is None else record for grad in self.grads]
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
+        self.end()
 
     def _see(self, grads: list[torch.Tensor | None]) -> None:
         self.grads = self.seen = grads

@@ -162,17 +162,26 @@ class LossScaler:
 
     def react(self) -> None:
         """Adjust to what was recorded, not synchronising."""
+        self.reaction()()
+
+    def reaction(self) -> Callable[[], None]:
+        """What adjusts to what was recorded, once, however often it is called."""
         state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
-        if state.scale is not self.scale:
-            self.scale.copy_(state.scale)
-        if host_reaches(state.growth_tracker):
-            self.growth_tracker = state.growth_tracker
-        else:  # a CUDA graph knows where it lies
-            self.growth_tracker.copy_(state.growth_tracker)
-        if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
-            self.found_inf.zero_()
-        self._has_recorded = False
-        self.generation += 1
+        generation = self.generation + 1
+
+        def adjust() -> None:
+            if state.scale is not self.scale:
+                self.scale.copy_(state.scale)
+            if host_reaches(state.growth_tracker):
+                self.growth_tracker = state.growth_tracker
+            else:  # a CUDA graph knows where it lies
+                self.growth_tracker.copy_(state.growth_tracker)
+            if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
+                self.found_inf.zero_()
+            self._has_recorded = False
+            self.generation = generation
+
+        return adjust
 
     def coming_scale(self) -> Callable[[], float]:
         """What tells the scale once what is recorded now is acted on; only that synchronises."""
@@ -262,12 +271,12 @@ class Adjustments:
         """Start with nothing to do."""
         self._late: dict[int, _Late] = {}
 
-    def now(self, scaler: LossScaler) -> None:
-        """Let ``scaler`` react to what was found since it last did."""
+    def reaction(self, scaler: LossScaler) -> Callable[[], None]:
+        """What lets ``scaler`` react to what was found since it last did, once."""
         late = self._late.get(id(scaler))
         if late is not None and not late.waits_for:
             del self._late[id(scaler)]
-        scaler.react()
+        return scaler.reaction()
 
     def later(
         self,
@@ -291,9 +300,9 @@ class Adjustments:
         own = set(map(id, sessions))
         for late in self._late.values():
             if own & late.waits_for:
-                late.settle(sessions)
                 if found_inf is not None:
                     late.scaler.record(found_inf)
+                late.settle(sessions)
 
     def dropped(self, sessions: Sequence[object]) -> None:
         """The script has dropped the gradients of ``sessions``; other ranks never know of them."""

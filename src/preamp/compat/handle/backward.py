@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import torch
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.log import say
-from preamp.core.undo import UndoStack, set_attribute
+from preamp.core.undo import UndoStack, run_to_end, set_attribute
 from preamp.engine.loop import check_loss, find_engine
 from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
@@ -69,21 +70,22 @@ def scaled_backward(
     ops = backend()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     aside = DirectGradients(ops)
-    aside.set_aside(params)
     overflow = torch.zeros((), device=scaler.device)
     try:
+        aside.set_aside(params)
         scaled = scaler.scale_loss(loss)
         with _warning(loss, scaled):
             yield scaled, lambda: bool(overflow.item())
         if scaler.is_dynamic:
             grads = [p.grad for p in params if p.grad is not None]
             scaler.record(ops.census(grads, scaler.device).found_inf)
+        aside.merge(params, None if scaler.is_identity else scaler.inverse())
     except BaseException:
         aside.put_back(params)
         raise
-    aside.merge(params, None if scaler.is_identity else scaler.inverse())
-    aside.commit(params)
-    overflow.copy_(scaler.update())
+    found_inf = scaler.found_inf.clone() if scaler.is_dynamic else torch.zeros_like(overflow)
+    tell = partial(overflow.copy_, found_inf)
+    run_to_end(partial(aside.commit, params), tell, scaler.reaction())
 
 
 @contextmanager

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ctrl-C, or an error, at every line of preamp that begins or ends a backward.
+
+After each one the engine stands where it does without the block, or where it does after the whole
+of it: a step, and a further iteration, give the very same numbers and loss scale.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch.amp.grad_scaler import OptState
+
+import preamp
+from cases.models import Exact, loss_of
+from cases.optimizers import clone_state
+from engine.test_interrupts import interrupt, lines_of, sample
+from preamp.core.undo import UndoStack
+
+SCALE = 2.0**10
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """Finalizers that run at any line would be interrupted in the place of what is tested."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Run:
+    """One training, driven call by call; two of them can be compared."""
+
+    def __init__(self, level: str, count: int, scale: float | str, **options: Any) -> None:
+        self.models = [Exact(seed) for seed in range(count)]
+        self.optimizers: list[Any] = [
+            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5) for model in self.models
+        ]
+        preamp.initialize(
+            self.models, self.optimizers, opt_level=level, loss_scale=scale, verbosity=0, **options
+        )
+        self.engine = preamp.engine_of(self.models[0])
+        self.scaler: Any = None
+        if scale == "dynamic":
+            self.engine.scaler(0).set_scale(SCALE)
+            self.engine.scaler(0).growth_tracker.fill_(1998)
+        self.block: AbstractContextManager[torch.Tensor] | None = None
+
+    def enter(self, index: int, factor: float = 1.0, **options: Any) -> None:
+        self.block = preamp.scale_loss(
+            loss_of(self.models, index) * factor, self.optimizers, **options
+        )
+        self.scaled = self.block.__enter__()
+
+    def leave(self) -> None:
+        assert self.block is not None
+        block, self.block = self.block, None
+        block.__exit__(None, None, None)
+
+    def backward(self, index: int, factor: float = 1.0, **options: Any) -> None:
+        self.enter(index, factor, **options)
+        self.scaled.backward()
+        self.leave()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def go_on(self, accumulates: bool = False) -> list[Any]:
+        """A step with what is there, then whole iterations; return all that came of it."""
+        seen = []
+        if accumulates:
+            self.backward(6)
+        seen.append(self.picture(with_grads=True))
+        self.step()
+        seen.append(self.picture())
+        self.zero()
+        for index in (7, 8):
+            self.backward(index)
+            self.step()
+            self.zero()
+            seen.append(self.picture())
+        return seen
+
+    def picture(self, *, with_grads: bool = False) -> Any:
+        scaler = self.engine.scaler(0)
+        masters = [list(preamp.master_params(optimizer)) for optimizer in self.optimizers]
+        seen = {
+            "weights": [[p.tolist() for p in model.parameters()] for model in self.models],
+            "masters": [[p.tolist() for p in params] for params in masters],
+            "state": [str(clone_state(optimizer)) for optimizer in self.optimizers],
+            "scale": (scaler.value(), int(scaler.growth_tracker), float(scaler.found_inf)),
+            "steps": (self.engine.steps_applied, self.engine.steps_skipped),
+        }
+        if with_grads:
+            seen["grads"] = [
+                [None if p.grad is None else str(p.grad.tolist()) for p in params]
+                for params in masters
+            ]
+        return seen
+
+
+Prepare = Callable[[Run], object]
+Part = Callable[[Run], Callable[[], object]]
+
+
+def nothing(run: Run) -> None:
+    del run
+
+
+def accumulated(run: Run) -> None:
+    run.backward(1)
+
+
+def left_scaled(run: Run) -> None:
+    run.backward(1, delay_unscale=True)
+
+
+def ending(**options: Any) -> Part:
+    """What runs from the end of the body on."""
+
+    def part(run: Run) -> Callable[[], object]:
+        run.enter(2, **options)
+        run.scaled.backward()
+        return run.leave
+
+    return part
+
+
+def beginning(run: Run) -> Callable[[], object]:
+    return lambda: run.enter(2)
+
+
+def end_block(run: Run) -> None:
+    if run.block is not None:
+        run.scaled.backward()
+        run.leave()
+
+
+def check(
+    level: str, count: int, scale: Any, prepare: Prepare, part: Part, every: int, offset: int
+) -> None:
+    """Interrupt ``part`` at lines of it, each in a run of its own."""
+
+    def fresh(*, prepared: bool = True) -> Run:
+        run = Run(level, count, scale)
+        run.backward(0)
+        run.step()
+        run.zero()
+        if prepared:
+            prepare(run)
+        return run
+
+    is_left = prepare is left_scaled or part is LEAVES_SCALED
+    allowed = [fresh().go_on(is_left)]
+    run = fresh()
+    lines = sample(lines_of(part(run)), every, offset)
+    end_block(run)
+    allowed.append(run.go_on(is_left))
+    if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
+        allowed.append(fresh(prepared=False).go_on(is_left))
+        run = fresh()
+        run.backward(2, delay_unscale=True)
+        allowed.append(run.go_on(is_left))
+    hits = 0
+    for line in lines:
+        run = fresh()
+        hits += interrupt(part(run), line)
+        run.block = None
+        assert run.go_on(is_left) in allowed, f"after an interrupt at {line}"
+    assert hits >= 0.8 * len(lines)
+
+
+LEAVES_SCALED = ending(delay_unscale=True)
+PARTS = {
+    "end": ending(),
+    "end after overflow": ending(factor=float("inf")),
+    "end that leaves gradients scaled": LEAVES_SCALED,
+    "beginning": beginning,
+}
+BEFORE = {"nothing": nothing, "accumulated": accumulated, "left scaled": left_scaled}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_every_line(level: str, count: int, part: str, before: str) -> None:
+    scale = 8.0 if level == "O5" else "dynamic"
+    check(level, count, scale, BEFORE[before], PARTS[part], every=1, offset=0)
+
+
+@pytest.mark.parametrize(
+    ("level", "count", "before", "part"),
+    [
+        ("O1", 1, "accumulated", "end"),
+        ("O2", 2, "nothing", "end"),
+        ("O2", 1, "accumulated", "end after overflow"),
+        ("O5", 2, "left scaled", "end"),
+        ("O1", 2, "nothing", "end that leaves gradients scaled"),
+        ("O2", 1, "accumulated", "beginning"),
+    ],
+)
+def test_some_lines(level: str, count: int, before: str, part: str) -> None:
+    scale = 8.0 if level == "O5" else "dynamic"
+    check(level, count, scale, BEFORE[before], PARTS[part], every=120, offset=60)
+
+
+# -- a GradScaler ----------------------------------------------------------------------------------
+
+
+def loop(level: str, count: int, *, overflows: bool) -> tuple[Run, Any]:
+    """A run that has taken a step with a scaler, and made gradients for the next."""
+    run = Run(level, count, "dynamic")
+    scaler = preamp.GradScaler(run.optimizers)
+    iterate(run, scaler, 0)
+    factor = float("inf") if overflows else 1.0
+    scaler.scale(loss_of(run.models, 1) * factor).backward()
+    return run, scaler
+
+
+def iterate(run: Run, scaler: Any, index: int) -> None:
+    scaler.scale(loss_of(run.models, index)).backward()
+    for optimizer in run.optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    run.zero()
+
+
+def finish(run: Run, scaler: Any) -> list[Any]:
+    """The rest of the iteration, as far as it is not done, and two more."""
+    for optimizer in run.optimizers:
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.STEPPED:
+            scaler.step(optimizer)
+    scaler.update()
+    return go_on(run, scaler)
+
+
+def go_on(run: Run, scaler: Any) -> list[Any]:
+    run.zero()
+    seen = [run.picture()]
+    for index in (7, 8):
+        iterate(run, scaler, index)
+        seen.append(run.picture())
+    return seen
+
+
+def check_scaler(level: str, count: int, call: str, overflows: bool, every: int) -> None:
+    def prepared() -> tuple[Run, Any, Callable[[], object]]:
+        run, scaler = loop(level, count, overflows=overflows)
+        if call == "update":
+            for optimizer in run.optimizers:
+                scaler.step(optimizer)
+            return run, scaler, scaler.update
+        return run, scaler, lambda: scaler.unscale_(run.optimizers[0])
+
+    run, scaler, whole = prepared()
+    lines = sample(lines_of(whole), every, 0)
+    if call == "update":
+        run, scaler, _ = prepared()
+    allowed = [finish(run, scaler)]
+    if call == "unscale_":  # the backward may be taken back
+        run, scaler, _ = prepared()
+        run.optimizers[0].zero_grad()
+        allowed.append(finish(run, scaler))
+    hits = 0
+    for line in lines:
+        run, scaler, whole = prepared()
+        hits += interrupt(whole, line)
+        is_over = call == "update" and not scaler._per_optimizer_states
+        seen = go_on(run, scaler) if is_over else finish(run, scaler)
+        assert seen in allowed, f"after an interrupt at {line}"
+    assert hits >= 0.8 * len(lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("call", ["update", "unscale_"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_line_of_a_grad_scaler(level: str, count: int, call: str, overflows: bool) -> None:
+    check_scaler(level, count, call, overflows, every=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "every", "overflows"),
+    [("update", 7, True), ("update", 9, False), ("unscale_", 120, True)],
+)
+def test_some_lines_of_a_grad_scaler(call: str, every: int, overflows: bool) -> None:
+    check_scaler("O2", 1, call, overflows, every)
+
+
+# -- what listeners raise, and interrupts of what an interrupt has begun ---------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_listener_that_raises_after_the_end_is_heard_and_harmless(
+    level: str, error: type[BaseException]
+) -> None:
+    run, other = (Run(level, 1, "dynamic") for _ in range(2))
+
+    def fail(backward: object) -> None:
+        del backward
+        run.engine.events.block_over.remove(fail)
+        raise error
+
+    run.engine.events.block_over.append(fail)
+    with pytest.raises(error):
+        run.backward(2)
+    other.backward(2)
+    assert run.go_on() == other.go_on()
+
+
+@pytest.mark.parametrize("then", ["block", "clip", "step", "zero_grad"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_second_interrupt_leaves_is_done_by_the_next_call(
+    level: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = (Run(level, 1, "dynamic") for _ in range(2))
+    books = run.engine.sessions[id(run.optimizers[0])].gradients
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(books, "commit", fail)
+        unwind = UndoStack.unwind
+
+        def stop(stack: UndoStack) -> None:
+            if stack._steps:
+                stack._steps[-1]()
+
+        patch.setattr(UndoStack, "unwind", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.backward(2)
+        patch.setattr(UndoStack, "unwind", unwind)
+    assert books.is_open
+    other.backward(2)
+    for one in (run, other):
+        if then == "block":
+            one.backward(3)
+        elif then == "clip":
+            preamp.clip_grad_norm_(one.optimizers[0], 2.0**-12)
+        elif then == "step":
+            one.step()
+        one.zero()
+    assert run.go_on() == other.go_on()
