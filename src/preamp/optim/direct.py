@@ -179,9 +179,10 @@ class DirectGradients:
 
         Where there is none any more, the script has dropped all, and what is away with it.
         """
-        self._aside.pop(id(param), None)
+        aside = self._aside = {} if self._aside is None else self._aside
+        aside.pop(id(param), None)
         if param.grad is not None:
-            self._aside[id(param)] = _Earlier(param, param.grad, is_carried=False)
+            aside[id(param)] = _Earlier(param, param.grad, is_carried=False)
             param.grad = None
 
     def end_body(self) -> None:
