@@ -32,6 +32,7 @@ from preamp.core.log import say
 from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks, parts
+from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
@@ -318,6 +319,8 @@ def _attach(engine: Engine) -> None:
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
+        if policy.master_weights:
+            attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.release_gradients:
@@ -355,6 +358,8 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         attach_state_hooks(model, engine.link, undo)
     if policy.master_weights:
         attach_weight_doors(model, engine.link, undo)
+    if policy.master_weights or target not in HALF_DTYPES:
+        attach_copies(model, engine.copies, undo)
     if policy.storage.masters == "split":
         attach_move_doors(model, engine.link, undo)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any, Final, cast
@@ -51,6 +52,14 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
 
     undo.push(remove)
     getattr(owner, register)(hook, **options)
+
+
+def with_step_pre_hook(state: dict[str, Any], hook: object) -> dict[str, Any]:
+    """The state of a pickled optimizer, which will have ``hook`` among its step pre-hooks.
+
+    Not under a number, as torch of another process may give it to a hook that comes later.
+    """
+    return {**state, "_optimizer_step_pre_hooks": OrderedDict({type(hook).__name__: hook})}
 
 
 class _Replicate:
