@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import preamp
+import preamp.optimizers
 from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
@@ -467,6 +468,152 @@ def test_what_is_written_to_exact_weights_stays(level: str) -> None:
     pair.check()
     train(pair, start=1)
     pair.check()
+
+
+class Mixture(nn.Module):
+    """What has a master beside what has none: frozen, of no optimizer, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.trained = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 2)
+        self.register_buffer("mix", torch.full((4, 4), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.trained(self.norm(self.frozen(x)) @ self.mix))
+
+
+TRAINED: dict[str, Callable[[Mixture], list[nn.Parameter]]] = {
+    "one layer": lambda model: [*model.trained.parameters()],
+    "biases": lambda model: [p for name, p in model.named_parameters() if name.endswith("bias")],
+    "nothing": lambda model: [],
+}
+
+
+def mixture(level: str, trained: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = Mixture()
+    model.frozen.requires_grad_(False)
+    params = [p for p in TRAINED[trained](model) if p.requires_grad]
+    optimizer = preamp.optimizers.FusedSGD(params, lr=0.5) if params else None
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **more)
+    return model, optimizer
+
+
+@with_masters
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("storage", ["full", "split"])
+def test_in_exact_weights_all_is_float32(level: str, trained: str, storage: str) -> None:
+    model, optimizer = mixture(level, trained, storage=storage)
+    if optimizer is not None:
+        with preamp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    model.eval()
+    halves = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
+    average, plain, x = AveragedModel(model), copy.deepcopy(model), torch.randn(3, 4)
+    with engine_of(model).exact_weights():
+        assert {t.dtype for t in tensors_of(model).values()} == {torch.float32}
+        assert_same(model(x), plain(x))
+        assert_same(model(x.half()), plain(x.half().float()))
+        average.update_parameters(model)
+    for name, tensor in tensors_of(model).items():
+        assert_same(tensor, halves[name], name)
+    for ours, wanted in zip(average.module.parameters(), plain.parameters(), strict=True):
+        assert_same(ours.detach(), wanted.detach())
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in found if tensor.is_floating_point()}
+
+
+@with_masters
+def test_what_is_written_to_weights_without_masters_is_rounded(level: str) -> None:
+    model, _ = mixture(level, "one layer")
+    held = [model.frozen.weight, model.other.weight, model.mix]
+    with engine_of(model).exact_weights(), torch.no_grad():
+        for tensor in held:
+            tensor.fill_(1.0 + 2.0**-20)
+        held[1].data.mul_(2)
+    for tensor, value in zip(held, (1.0, 2.0, 1.0), strict=True):
+        assert_same(tensor.detach(), torch.full_like(tensor, value))
+    assert model(torch.ones(3, 4)).dtype is torch.float32
+
+
+@with_masters
+def test_exact_weights_between_a_forward_and_its_backward(level: str) -> None:
+    """Frozen weights that autograd has saved are not written to."""
+    model, optimizer = mixture(level, "one layer", loss_scale=1.0)
+    gradients: list[tuple[Any, ...]] = []
+    for looks in (False, True):
+        x = torch.arange(12.0).view(3, 4).square().requires_grad_()
+        loss = model(x).sum()
+        if looks:
+            with engine_of(model).exact_weights():
+                pass
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        gradients.append((x.grad, model.trained.weight.grad.clone()))
+        optimizer.zero_grad()
+    for ours, wanted in zip(*gradients, strict=True):
+        assert_same(ours, wanted)
+
+
+@with_masters
+def test_exact_weights_within_exact_weights(level: str) -> None:
+    model, optimizer = mixture(level, "one layer")
+    engine, x = engine_of(model), torch.ones(3, 4)
+    model.eval()
+    with engine.exact_weights():
+        wanted = model(x)
+        with suppress(KeyError), engine.exact_weights(), torch.no_grad():
+            model.trained.bias.add_(2.0**-20)
+            raise KeyError
+        assert {t.dtype for t in tensors_of(model).values()} == {torch.float32}
+        model.trained.bias.data.sub_(2.0**-20)
+        assert_same(model(x), wanted)
+        model.trained.bias.data.add_(2.0**-20)
+    assert model.trained.bias.dtype is not torch.float32
+    assert_same(optimizer.param_groups[0]["params"][1].detach(), model.state_dict()["trained.bias"])
+    with engine.exact_weights():
+        assert model.trained.bias.dtype is torch.float32
+
+
+@with_masters
+def test_loading_within_exact_weights_is_exact(level: str) -> None:
+    pair = Pair(level)
+    state = {key: value + 2.0**-20 for key, value in pair.plain.state_dict().items()}
+    with engine_of(pair.model).exact_weights():
+        pair.model.load_state_dict(state)
+    pair.plain.load_state_dict(state)
+    check_halves(pair)
+    pair.check()
+    train(pair)
+    pair.check()
+
+
+@pytest.mark.parametrize("level", [name for name in LEVEL_NAMES if name not in WITH_MASTERS])
+def test_exact_weights_change_nothing_without_masters(level: str) -> None:
+    model, _ = mixture(level, "one layer")
+    before = tensors_of(model)
+    with engine_of(model).exact_weights(), engine_of(model).exact_weights():
+        for name, tensor in tensors_of(model).items():
+            assert tensor.data_ptr() == before[name].data_ptr()
+
+
+@with_masters
+def test_exact_weights_of_an_engine_that_gave_its_model_away(level: str) -> None:
+    model, optimizer = mixture(level, "one layer")
+    earlier = engine_of(model)
+    second = torch.optim.SGD(model.other.parameters(), lr=0.5)
+    preamp.initialize(model, second, opt_level=level, verbosity=0, allow_half_model=True)
+    with earlier.exact_weights():
+        assert model.other.weight.dtype is not torch.float32
+        assert model.frozen.weight.dtype is not torch.float32
+    del optimizer
 
 
 # -- optimizers that move weights between steps (3) --------------------------------------------

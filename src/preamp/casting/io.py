@@ -23,15 +23,12 @@ class CastInputs(EngineHook):
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Cast to ``dtype``."""
-        self.dtype = dtype
-        self.is_on = True
+        self.dtype = dtype  # float32 while the weights are exact
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments to call ``forward`` with."""
-        if not self.is_on:  # the weights are exact for the moment
-            return args, kwargs
         cast_kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
         return tuple(cast_floating(value, self.dtype) for value in args), cast_kwargs
 

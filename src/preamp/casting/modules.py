@@ -28,6 +28,7 @@ class Conversion:
         self.originals: dict[int, torch.Tensor] = {}
         self._grads: dict[int, torch.Tensor] = {}  # gradients that are cast with them, likewise
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
+        self.dtypes: dict[int, torch.dtype] = {}  # those from before, by ``id`` of what was cast
         self._models: list[nn.Module] = []
 
     def convert(
@@ -64,6 +65,7 @@ class Conversion:
             return
         self.originals.setdefault(id(tensor), tensor.data)
         self._tensors.append((tensor, tensor.dtype))
+        self.dtypes.setdefault(id(tensor), tensor.dtype)
         self._cast(tensor, tensor.data, dtype)
 
     def _cast(self, tensor: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
@@ -79,10 +81,7 @@ class Conversion:
         """Take ``later`` casts of the same models back with these."""
         self.kept = later.kept
         self._tensors += later._tensors
-
-    def dtypes(self) -> dict[int, torch.dtype]:
-        """The dtypes from before the cast, by ``id`` of what was cast."""
-        return {id(tensor): dtype for tensor, dtype in self._tensors}
+        self.dtypes |= later.dtypes
 
     def forget_originals(self) -> None:
         """Let go of the values from before the cast, once the masters have taken theirs."""
@@ -98,6 +97,7 @@ class Conversion:
         for tensor, dtype in reversed(self._tensors):
             self._cast(tensor, values.get(id(tensor), tensor.data), dtype)
         self._tensors.clear()
+        self.dtypes.clear()
         self._grads.clear()
         for model in self._models:
             renew(model)

@@ -8,13 +8,15 @@ hooks are plain values: they hold neither model nor engine, and copy and pickle 
 
 Under ``torch.compile`` the casts that are on when a forward is traced become part of its graph, and
 torch traces again where they differ. Where they are what the region wants there is nothing to set,
-and the graph stays whole; where they are not, it breaks at the hook.
+and the graph stays whole; where they are not, it breaks at the hook. Under ``torch.export`` the
+region becomes part of the program, whatever casts are on around it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from preamp.casting.thread_casts import (
     thread_is_plain,
     unwind_to,
 )
+from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import add_hook
@@ -36,11 +39,35 @@ _COMMON = ("cpu", "cuda", "xpu", "mps")
 """Device types whose casts can be on while a forward is traced."""
 
 
+def _is_exporting_in_2_6() -> bool:
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+_is_exporting: Final = cast(
+    "Callable[[], bool]", getattr(torch.compiler, "is_exporting", _is_exporting_in_2_6)
+)
+
+_STRICT_GOT: Final = "torch.export.export(strict=True) reached a model whose functions are cast"
+_STRICT_ALLOWED: Final = (
+    "What strict mode makes of casts within a region of autocast raises when the program runs"
+)
+_STRICT_DO: Final = (
+    "Pass strict=False, for a program that casts as the model does, or export "
+    "copy.deepcopy(model), for one in float32"
+)
+
+
 @untraced
 def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
     bracket = open_bracket(module)
     bracket.widens_any_half = hook.widens_any_half
     if CASTS.disabled is None:
+        if _is_exporting():
+            # Which records this in the program, while setting the state leaves no trace in it.
+            for kind in hook.device_types:
+                bracket.regions.append(torch.autocast(kind, hook.dtype))
+                bracket.regions[-1].__enter__()
+            return
         cache = weight_cache_keeps_gradients()
         types = frozenset(hook.device_types)
         bracket.saved.casting(types, hook.dtype, cache_enabled=cache).restore()
@@ -78,7 +105,10 @@ class _EnterCasts(EngineHook):
 
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() and self._are_on():
+        if _is_exporting():
+            if torch.compiler.is_dynamo_compiling():
+                raise bad_state(_STRICT_GOT, _STRICT_ALLOWED, _STRICT_DO)
+        elif torch.compiler.is_compiling() and self._are_on():
             return
         _enter_casts(module, self)
 
@@ -136,6 +166,7 @@ def attach_cast_region(
     ``widens_any_half`` as in `push_thread_casts`.
     """
     know_device_types(device_types)
+    weight_cache_keeps_gradients()  # tried here, lest the trial become part of what is traced
     _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype, widens_any_half), undo)
 
 

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
 
@@ -62,6 +62,8 @@ class Bracket:
     raised_nesting: bool = False
     is_counted: bool = False  # in `FORWARDS_OPEN`
     widens_any_half: bool = False  # of a forward; see `widens_any_half`
+    # What ``torch.export`` has recorded as begun
+    regions: list[torch.autocast] = field(default_factory=list["torch.autocast"])
 
 
 def _is_main_thread() -> bool:
@@ -148,6 +150,8 @@ def unwind_to(bracket: Bracket) -> None:
     brackets = CASTS.brackets
     while brackets:
         top = brackets[-1]
+        while top.regions:
+            top.regions.pop().__exit__(None, None, None)
         if top.raised_nesting:
             top.raised_nesting = False
             torch.autocast_decrement_nesting()
@@ -172,7 +176,8 @@ def _drop_abandoned() -> None:
     """Close brackets whose forward is over.
 
     An interrupt that comes while a hook of this room runs leaves its bracket open, and with it the
-    casts and the weight cache.
+    casts and the weight cache; so does an exception under ``torch.export``, which calls no hook
+    then, and has itself put the cache back that it had turned off.
     """
     running: set[FrameType] = set()
     frame = inspect.currentframe()
@@ -181,7 +186,10 @@ def _drop_abandoned() -> None:
         frame = frame.f_back
     for bracket in CASTS.brackets:
         if bracket.frame is not None and bracket.frame not in running:
+            is_exported, has_cache = bool(bracket.regions), torch.is_autocast_cache_enabled()
             unwind_to(bracket)
+            if is_exported:
+                torch.set_autocast_cache_enabled(has_cache)
             return
 
 

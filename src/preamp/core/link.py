@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
+from preamp.core.errors import PreampStateError, message
+
 T = TypeVar("T", covariant=True)
 
 ATTRIBUTE = "_preamp_link"
@@ -37,5 +39,21 @@ class Link(Generic[T]):
         return (Link, ())
 
 
+class NotScriptableError(PreampStateError, AttributeError):
+    """TorchScript asked a hook for its name; whoever can do without finds none."""
+
+
 class EngineHook:
     """Base of the module hooks that an engine attaches, by which they are known in copies."""
+
+    @property
+    def __name__(self) -> str:
+        """What ``torch.jit.script``, and nobody else, cannot do without: it compiles hooks."""
+        raise NotScriptableError(
+            message(
+                "torch.jit.script reached a model that has an engine of preamp",
+                "TorchScript compiles hooks as well, and those of an engine cannot be",
+                "Script copy.deepcopy(model), which has none, or the model after engine.close(); "
+                "torch.jit.trace and torch.export.export take it as it is",
+            )
+        )

@@ -79,6 +79,7 @@ class EngineCore:
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         self.adjustments = Adjustments()  # when loss scales react
         self.has_scaled = False
+        self.is_exact = False  # whether the models' parameters are the masters, for a block
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of loss ``loss_id``."""

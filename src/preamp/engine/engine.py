@@ -19,6 +19,7 @@ from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import parts, refusals
+from preamp.engine.copies import Copies
 from preamp.engine.core import EngineCore
 from preamp.engine.entrance import OWN, Entrance
 from preamp.engine.overflow import OverflowCause
@@ -129,6 +130,7 @@ class Engine(EngineCore):
         )
         self._when_dropped.atexit = False
         self.link: Link[Engine] = Link(self)
+        self.copies = Copies(self.link)
         self._on_close: list[Callable[[], None]] = []
         looks = not policy.is_dynamic
         own = weakref.ref(self)  # the tracer must not keep the engine

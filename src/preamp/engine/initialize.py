@@ -30,6 +30,7 @@ from preamp.core.log import say
 from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks, parts
+from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
@@ -42,7 +43,7 @@ from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_release, check_storage, read_codes
-from preamp.engine.weights import FollowMasters
+from preamp.engine.weights import attach_weight_doors
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
@@ -318,6 +319,8 @@ def _attach(engine: Engine) -> None:
     for session in engine.sessions.values():
         take_in = functools.partial(cast_new_layers, engine, session.optimizer)
         OptimizerHooks(engine, session, take_in).attach(engine.undo)
+        if policy.master_weights:
+            attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.release_gradients:
@@ -355,8 +358,9 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     if target in HALF_DTYPES:
         hook_layers(engine, target, [*model.modules()], undo)
     if policy.master_weights:
-        follow = FollowMasters(engine.link)
-        add_hook(model, "register_forward_pre_hook", follow, undo, prepend=True)
+        attach_weight_doors(model, engine.link, undo)
+    if target not in HALF_DTYPES:
+        attach_copies(model.modules(), engine.copies, undo)
 
 
 def _install_function_casts(engine: Engine) -> None:

@@ -14,9 +14,10 @@ from preamp.casting.state_hooks import SaveFloat32
 from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.undo import UndoStack
 from preamp.engine import checks
+from preamp.engine.copies import attach_copies
 from preamp.engine.engine import Engine
 from preamp.engine.storage import check_storage
-from preamp.engine.weights import attach_copy_doors, attach_move_doors
+from preamp.engine.weights import attach_move_doors
 from preamp.kernels.modules import has_hook
 
 
@@ -27,7 +28,7 @@ def hook_layers(
     attach_layer_casts(layers, dtype, engine.conversion.kept, undo)
     attach_state_hooks(layers, engine.link, undo)
     if engine.policy.master_weights:
-        attach_copy_doors(layers, engine.link, undo)
+        attach_copies(layers, engine.copies, undo)
     if engine.policy.storage.masters == "split":
         attach_move_doors(layers, engine.link, undo)
 
@@ -62,7 +63,7 @@ def _own(layer: nn.Module) -> list[torch.Tensor]:
 
 def _is_unknown(engine: Engine, param: torch.Tensor) -> bool:
     """Whether a parameter is none that was cast, or given a master, before."""
-    is_known = id(param) in engine.conversion.dtypes() or engine.master_of(param) is not None
+    is_known = id(param) in engine.conversion.dtypes or engine.master_of(param) is not None
     return param.is_floating_point() and not is_half(param) and not is_known
 
 

@@ -7,25 +7,23 @@ gets the master's. Methods of `Engine`, and hooks that find the engine through a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from preamp.casting.io import CastInputs, remove_forward
+from preamp.casting.io import CastInputs
 from preamp.casting.modules import Conversion
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
-from preamp.core.link import EngineHook, Link
+from preamp.core.link import ATTRIBUTE, EngineHook, Link
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.modules import before_moves, forget_moves, remove_hooks
+from preamp.kernels.modules import add_hook, before_moves
 from preamp.kernels.shards import set_data
 from preamp.optim import Twin
 from preamp.scaling.scaler import Adjustments
@@ -50,10 +48,11 @@ def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
 def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
     """Set the master of ``half``, or this rank's part of it; return what to round into ``half``.
 
-    That is ``None`` if it has no master, or ``value`` another shape.
+    That is ``None`` if it has no master, or is its master for now (`exact_weights`), or ``value``
+    has another shape.
     """
     twin = twin_of(half, self.sessions.values())
-    if twin is None or value.shape != half.shape:
+    if twin is None or value.shape != half.shape or self.is_exact:
         return None
     with torch.no_grad():
         twin.master.copy_(twin.held.own(value))
@@ -72,53 +71,79 @@ def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def exact_weights(self: EngineCore) -> Generator[None]:
-    """Within the block the models' parameters are the float32 masters.
+    """Within the block the models are float32, and their parameters are the masters.
 
     For whatever walks over ``model.parameters()`` and should see exact values: an average of
     weights (``AveragedModel.update_parameters``), a target network, merging, an export. What is
     written to the parameters within the block is written to the masters, and rounded into the
-    half weights at its end. Parameters without a master stay as they are. Gradients are away
-    meanwhile. Does not synchronise.
+    half weights at its end. Half tensors without a master (frozen ones, those of no optimizer,
+    buffers) are widened meanwhile, for which there has to be memory, and rounded at the end.
+    Gradients are away. A block within a block of the same engine does nothing. At levels without
+    masters nothing changes. Does not synchronise.
 
     Raises:
         PreampStateError: Within a ``scale_loss`` block, or where ranks share masters.
 
     Mutates:
-        The models' parameters, until the end of the block.
+        The models' parameters and buffers, until the end of the block.
     """
     self.check_outside_blocks("exact_weights()")
-    twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}.values()
-    for twin in twins:
+    if self.is_exact or not self.policy.master_weights:
+        yield
+        return
+    twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}
+    for twin in twins.values():
         twin.table.make()
-    values = [(twin, twin.held.value()) for twin in twins]  # refuses parts
-    tables = {id(twin.table): twin.table for twin in twins}.values()
-    for twin in twins:
+    values = [(twin.half, twin.held.value()) for twin in twins.values()]  # refuses parts
+    tables = {id(twin.table): twin.table for twin in twins.values()}.values()
+    for twin in twins.values():
         twin.settle()
     for table in tables:
         table.reconcile()
+    models = [model for model in self.models if _leads_to(self, model)]
+    rest = [tensor for tensor in _half_tensors(models) if id(tensor) not in twins]
     casts = [
-        hook
-        for model in self.models
+        (hook, hook.dtype)
+        for model in models
         for hook in vars(model)["_forward_pre_hooks"].values()
         if isinstance(hook, CastInputs)
     ]
-    away = [(twin.half, twin.half.data, twin.half.grad) for twin in twins]
+    away = [(half, half.data, half.grad) for half in (*(half for half, _ in values), *rest)]
     try:
-        for twin, value in values:
-            twin.half.grad = None
-            set_data(twin.half, value.data)
-        for cast in casts:
-            cast.is_on = not twins
+        self.is_exact = True
+        for half, value in values:
+            half.grad = None
+            set_data(half, value.data)
+        for half in rest:
+            half.grad = None
+            set_data(half, half.data.float())
+        for cast, _ in casts:
+            cast.dtype = torch.float32
         yield
     finally:
-        for cast in casts:
-            cast.is_on = True
+        for cast, dtype in casts:
+            cast.dtype = dtype
         for half, data, grad in away:
+            if id(half) not in twins and half.dtype is not data.dtype:
+                data.copy_(half.data)
             set_data(half, data)
             half.grad = grad
         for table in tables:
             table.write_halves()
-        trust_masters(self, [twin.half for twin in twins])
+        trust_masters(self, [twin.half for twin in twins.values()])
+        self.is_exact = False
+
+
+def _leads_to(engine: EngineCore, model: nn.Module) -> bool:
+    """Whether no later engine has taken ``model`` over."""
+    link: Link[EngineCore] | None = vars(model).get(ATTRIBUTE)
+    return link is not None and link.target is engine
+
+
+def _half_tensors(models: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The half parameters and buffers, each once."""
+    found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    return [*{id(tensor): tensor for tensor in found if is_half(tensor)}.values()]
 
 
 class FollowMasters(EngineHook):
@@ -143,56 +168,9 @@ class FollowMasters(EngineHook):
                 table.follow_masters()
 
 
-class CopyExact:
-    """``__deepcopy__`` of a half module, for averages: exact float32, no engine or gradients."""
-
-    def __init__(self, link: Link[EngineCore], module: nn.Module) -> None:
-        """Copy ``module`` with the weights of the engine behind ``link``."""
-        self._link = link
-        self._module = Link(module)
-
-    def __call__(self, memo: dict[int, Any]) -> Any:
-        """Return the copy; see `copy.deepcopy`."""
-        module, engine = self._module.target, self._link.target
-        if module is None:
-            raise PreampStateError("the module of a copied method was copied")
-        own = [part for part in module.modules() if "__deepcopy__" in vars(part)]
-        methods = [vars(part).pop("__deepcopy__") for part in own]
-        try:
-            if engine is not None:
-                _exact_copies(engine, module, memo)
-            made = copy.deepcopy(module, memo)
-        finally:
-            for part, method in zip(own, methods, strict=True):
-                vars(part)["__deepcopy__"] = method
-        if engine is not None:
-            for part in made.modules():
-                remove_hooks(part, lambda hook: isinstance(hook, EngineHook))
-                remove_forward(part)
-                forget_moves(part)
-        return made
-
-
-def _exact_copies(engine: EngineCore, module: nn.Module, memo: dict[int, Any]) -> None:
-    """Let ``copy.deepcopy`` find float32 copies of the half tensors of ``module``."""
-    dtypes = engine.conversion.dtypes()
-    for param in module.parameters():
-        if is_half(param) and id(param) not in memo:
-            exact = exact_value(engine, param)
-            value = param.detach() if exact is None else exact.detach()
-            wide = value.to(dtypes.get(id(param), param.dtype), copy=True)
-            memo[id(param)] = nn.Parameter(wide, param.requires_grad)
-    for buffer in module.buffers():
-        if is_half(buffer) and id(buffer) not in memo:
-            memo[id(buffer)] = buffer.detach().to(dtypes.get(id(buffer), buffer.dtype), copy=True)
-
-
-def attach_copy_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo: UndoStack) -> None:
-    """Let modules of a model be copied with exact values."""
-    for part in layers:
-        method = CopyExact(link, part)
-        undo.push(partial(_remove_copy_method, part, method))
-        vars(part)["__deepcopy__"] = method
+def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
+    """Hook forwards of ``model``."""
+    add_hook(model, "register_forward_pre_hook", FollowMasters(link), undo, prepend=True)
 
 
 def attach_move_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo: UndoStack) -> None:
@@ -209,11 +187,6 @@ def attach_move_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo:
 
     for part in layers:
         before_moves(part, prepare, undo)
-
-
-def _remove_copy_method(part: nn.Module, method: CopyExact) -> None:
-    if vars(part).get("__deepcopy__") is method:  # not one of a later engine
-        del vars(part)["__deepcopy__"]
 
 
 # -- the end: what training has made of models and optimizers -------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
-from preamp.kernels.shards import instance_of
+from preamp.kernels.shards import instance_of, set_data
 
 if TYPE_CHECKING:
     from preamp.optim.table import Twin
@@ -21,7 +21,8 @@ class MasterParameter(torch.nn.Parameter):
     """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
 
     A leaf like any parameter; only ``grad`` is special: it is made from the half gradient when
-    it is first read. Copies and pickles are plain parameters without a half weight.
+    it is first read. Copies and pickles are plain parameters without a half weight: those of the
+    half weight itself where it is copied or pickled in the same call.
     """
 
     twin: Twin | None = None
@@ -59,16 +60,43 @@ class MasterParameter(torch.nn.Parameter):
         return held is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Copy as a plain parameter: the copy is no half parameter's master."""
-        if id(self) not in memo:
-            value = self.detach().clone(memory_format=torch.preserve_format)
-            memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
-        return memo[id(self)]
+        """Copy as a plain parameter, which in this copy is the half weight's copy as well."""
+        if id(self) in memo:
+            return memo[id(self)]
+        half = self._whole_half()
+        value = self._settled().clone(memory_format=torch.preserve_format)
+        made = None if half is None else memo.get(id(half))
+        if made is None:
+            made = torch.nn.Parameter(value, (self if half is None else half).requires_grad)
+        else:  # by a list of parameters
+            set_data(made, value)
+        memo[id(self)] = made
+        if half is not None:
+            memo[id(half)] = made
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter, so that files load without preamp."""
-        plain: Any = torch.nn.Parameter(self.detach(), self.requires_grad)
+        half = self._whole_half()
+        requires_grad = (self if half is None else half).requires_grad
+        plain: Any = torch.nn.Parameter(self._settled(), requires_grad)
+        if half is not None:
+            plain.__dict__.update(vars(half))
         return plain.__reduce_ex__(protocol)
+
+    def _whole_half(self) -> torch.nn.Parameter | None:
+        """The half weight, unless this is a part of its master."""
+        twin = self.twin
+        return None if twin is None or twin.held.part is not None else twin.half
+
+    def _settled(self) -> torch.Tensor:
+        """The value, with what was written to the half weight."""
+        twin = self.twin
+        if twin is None or twin.held.part is not None:
+            return self.detach()
+        if twin.half.dtype is not torch.float32:  # not inside `exact_weights`
+            twin.settle()
+        return twin.value().detach()
 
 
 def _of_form() -> set[Callable[..., Any]]:

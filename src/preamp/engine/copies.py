@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Copies and pickles of models and optimizers: plain ones, in float32, with the exact values.
+
+What is copied or pickled in one call stays together. The copied optimizer updates the copied
+model's parameters: where a half weight and its master were, there is one float32 parameter. So a
+pair that was copied trains on as float32, without an engine. At levels with half weights and no
+masters (O3) copies are made as torch makes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import MethodType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import nn
+
+from preamp.casting.io import remove_forward
+from preamp.casting.state_hooks import save_pretrained
+from preamp.core.dtypes import is_half
+from preamp.core.errors import bad_state, with_article
+from preamp.core.link import ATTRIBUTE, EngineHook, Link
+from preamp.core.pytree import map_leaves
+from preamp.core.tensors import version_of
+from preamp.core.undo import UndoStack, set_attribute
+from preamp.engine.optimizer_hooks import find_closure
+from preamp.engine.params import twin_of
+from preamp.kernels.modules import forget_moves, remove_hooks, with_step_pre_hook
+from preamp.kernels.shards import set_data
+
+if TYPE_CHECKING:
+    from preamp.engine.core import EngineCore
+
+_COPY: Final = "__deepcopy__"
+_PICKLE: Final = "__reduce_ex__"
+_TOGETHER: Final = "_preamp_copied"
+
+
+class Copies:
+    """What makes copies of one engine's models and optimizers."""
+
+    def __init__(self, link: Link[EngineCore]) -> None:
+        """Copy with the weights of the engine behind ``link``."""
+        self.link = link
+        # The parts of a copied model hold a copy of this one object, and a copied optimizer asks
+        # whether that lives. A set, so that files with models load where preamp is not installed.
+        self.together = {"a model, and optimizers copied or pickled in the same call"}
+        # Of half tensors without a master, as long as a pickler holds them: for what is tied
+        self._widened: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+
+    # -- copy.deepcopy -----------------------------------------------------------------------
+
+    def fill(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        """Let ``copy.deepcopy`` find float32 copies of the module's own half tensors.
+
+        Mutates ``memo``, and what a list of parameters, copied before, has put into it.
+        """
+        for tensor in _own_tensors(module):
+            master = self._master_of(tensor)
+            if master is not None:
+                copy.deepcopy(master, memo)  # which notes it as the half weight's copy, too
+                continue
+            wide = tensor.detach().to(self._dtype_of(tensor), copy=True)
+            made = memo.get(id(tensor))
+            if made is None:
+                memo[id(tensor)] = _like(tensor, wide)
+            elif made.dtype is not wide.dtype:
+                set_data(made, wide)
+
+    # -- pickle ------------------------------------------------------------------------------
+
+    def plain_state(self, state: Any) -> Any:
+        """The attributes of a module as those of a plain float32 one; anything else as it is.
+
+        Masters are in their half weights' places: a pickler writes the object that it meets again
+        in the optimizer once.
+        """
+        if not (isinstance(state, dict) and "_parameters" in state and "_buffers" in state):
+            return cast("Any", state)
+        plain = SimpleNamespace()
+        own: dict[str, Any] = vars(plain)
+        for name, value in cast("dict[str, Any]", state).items():
+            is_table = "_hooks" in name and isinstance(value, dict)
+            own[name] = cast("Any", value).copy() if is_table else map_leaves(self._exact, value)
+        _strip(plain)
+        if self.link.target is not None and self.link.target.policy.master_weights:
+            own[_TOGETHER] = self.together
+        return own
+
+    def _exact(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        master = self._master_of(tensor)
+        if master is not None:
+            return master
+        dtype = self._dtype_of(tensor)
+        if tensor.dtype is dtype:
+            return tensor
+        key = id(tensor), version_of(tensor), tensor.data_ptr()
+        made = self._widened.get(key)
+        if made is None:
+            made = self._widened[key] = _like(tensor, tensor.detach().to(dtype))
+            vars(made).update(vars(tensor))
+        return made
+
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """That from before the cast."""
+        engine = self.link.target
+        dtypes = {} if engine is None else engine.conversion.dtypes
+        return dtypes.get(id(tensor), tensor.dtype) if is_half(tensor) else tensor.dtype
+
+    def _master_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
+        engine = self.link.target
+        twin = None if engine is None else twin_of(tensor, engine.sessions.values())
+        if twin is None:
+            return None
+        twin.held.value()  # refuses parts
+        return twin.master
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+
+
+def _strip(part: Any) -> None:
+    """Take away what an engine has put on a module, in a copy of it or of its attributes."""
+    own = cast("dict[str, Any]", vars(part))
+    remove_hooks(part, lambda hook: isinstance(hook, EngineHook))
+    remove_forward(part)
+    forget_moves(part)
+    for name in (_COPY, _PICKLE, ATTRIBUTE):
+        own.pop(name, None)
+    saves = own.get("save_pretrained")
+    if isinstance(saves, MethodType) and saves.__func__ is save_pretrained:
+        del own["save_pretrained"]
+
+
+# -- what is put on models and optimizers ---------------------------------------------------------
+
+
+class _Door:
+    """An attribute of a module in place of a method of its class; see `Copies`."""
+
+    def __init__(self, copies: Copies, module: nn.Module) -> None:
+        self._copies = copies
+        self._module = weakref.ref(module)
+
+    def _found(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise bad_state(
+                "A shallow copy of a model that has been deleted was copied or pickled",
+                "It shares the model's attributes, and copies as the model itself",
+                "Keep the model, or make the copy by copy.deepcopy",
+            )
+        return module
+
+
+class CopyPlain(_Door):
+    """``__deepcopy__`` of a module: without engine, hooks and gradients."""
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        """Return the copy; see `copy.deepcopy`."""
+        module, copies = self._found(), self._copies
+        copies.fill(module, memo)
+        own = vars(module)
+        doors = {name: own.pop(name) for name in (_COPY, _PICKLE)}
+        try:
+            made = copy.deepcopy(module, memo)
+        finally:
+            own.update(doors)
+        _strip(made)
+        if copies.link.target is not None and copies.link.target.policy.master_weights:
+            vars(made)[_TOGETHER] = copy.deepcopy(copies.together, memo)
+        return made
+
+
+class PicklePlain(_Door):
+    """``__reduce_ex__`` of a module: pickles are what deep copies are, and need no preamp."""
+
+    def __call__(self, protocol: Any) -> Any:
+        """Return what pickles have; see `pickle`."""
+        module = self._found()
+        make, args, *rest = cast("Any", type(module)).__reduce_ex__(module, protocol)
+        plain = self._copies.plain_state
+        return (make, tuple(map(plain, args)), *map(plain, rest))
+
+
+class PickleOptimizer:
+    """``__reduce_ex__`` of an optimizer with masters, which `copy.deepcopy` calls as well."""
+
+    def __init__(self, copies: Copies, optimizer: torch.optim.Optimizer) -> None:
+        """Let copies of ``optimizer`` know whether their model was copied."""
+        self._copies = copies
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, protocol: Any) -> Any:
+        """Return what pickles have; see `pickle`."""
+        optimizer = cast("torch.optim.Optimizer", self._optimizer())
+        make, args, *rest = cast("Any", type(optimizer)).__reduce_ex__(optimizer, protocol)
+        if rest and isinstance(rest[0], dict) and "param_groups" in rest[0]:
+            check = NeedsModel(self._copies.together)
+            rest[0] = with_step_pre_hook(cast("dict[str, Any]", rest[0]), check)
+        return (make, args, *rest)
+
+
+class NeedsModel:
+    """Step pre-hook of a copied optimizer, whose parameters are a copied model's or nobody's."""
+
+    def __init__(self, together: set[str]) -> None:
+        """The parts of a model that was copied in the same call hold ``together``."""
+        self._together = weakref.ref(together)
+        self._has_trained = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NeedsModel, (self._together(),)
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse a step that would do nothing, as all others after it."""
+        if self._has_trained or find_closure(args, kwargs) is not None:
+            return
+        groups = optimizer.param_groups
+        self._has_trained = any(p.grad is not None for group in groups for p in group["params"])
+        if not self._has_trained and self._together() is None:
+            raise bad_state(
+                f"optimizer.step() was called on {with_article(type(optimizer).__name__)} that "
+                "was copied or loaded without its model, and no parameter of it has a gradient",
+                "At O2 and O5 an optimizer updates float32 masters, and copies of these belong "
+                "to a model only if both are copied, or saved, in one call",
+                "Write copy.deepcopy((model, optimizer)) or torch.save([model, optimizer], file); "
+                "or make an optimizer of model.parameters(), and load optimizer.state_dict()",
+            )
+
+
+def attach_copies(modules: Iterable[nn.Module], copies: Copies, undo: UndoStack) -> None:
+    """Let ``modules`` be copied and pickled as plain float32 ones."""
+    for part in modules:
+        for name, door in ((_COPY, CopyPlain(copies, part)), (_PICKLE, PicklePlain(copies, part))):
+            undo.push(partial(_remove, part, name, door))
+            vars(part)[name] = door
+
+
+def attach_optimizer_copies(
+    optimizer: torch.optim.Optimizer, copies: Copies, undo: UndoStack
+) -> None:
+    """Let copies and pickles of ``optimizer`` refuse to step without their model."""
+    set_attribute(optimizer, _PICKLE, PickleOptimizer(copies, optimizer), undo)
+
+
+def _remove(part: nn.Module, name: str, door: _Door) -> None:
+    if vars(part).get(name) is door:  # not one of a later engine
+        del vars(part)[name]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Programs that torch makes of a model: exported, traced, scripted, with its engine or of a copy.
+
+What is made with the engine computes what the model computes, anywhere and after `close`; what is
+made of a deep copy is float32. torch's own autocast is what casts are recorded as, so all of it is
+tried once where half products run as torch has them, and once where they run wide.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import preamp
+from cases.levels import BY_KIND, BY_NAME
+from cases.tolerances import assert_same
+from engine.harness import engines_closed as engines_closed
+
+levels = pytest.mark.parametrize("level", BY_KIND)
+casting = pytest.mark.parametrize("level", ["O1", pytest.param("O4", marks=pytest.mark.full)])
+scopes = pytest.mark.parametrize("scope", ["model", "thread"])
+
+
+class Block(nn.Module):
+    """Functions of each list, on values of each dtype, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+        self.conv = nn.Conv1d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(F.gelu(self.linear(self.norm(x))))
+        h = torch.softmax(h @ h.transpose(1, 2), -1) @ h
+        h = self.conv(h.transpose(1, 2)).exp() + 1
+        return F.log_softmax(h.pow(2).sum(-1), -1)
+
+
+X = torch.linspace(-2, 2, 48).view(1, 6, 8)
+
+
+@pytest.fixture(params=["wide", "native"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How half products run on this CPU."""
+    if request.param == "native":
+        monkeypatch.setattr(
+            sys.modules["preamp.engine.initialize"], "install_wide_where_slow", lambda *_: None
+        )
+
+
+def started(level: str, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0, **more)
+    with preamp.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return model.eval()
+
+
+def exported(model: nn.Module) -> Callable[..., Any]:
+    return torch.export.export(model, (X,), strict=False).module()
+
+
+def traced(model: nn.Module) -> Callable[..., Any]:
+    return torch.jit.trace(model, (X,))  # type: ignore[no-untyped-call]
+
+
+def scripted(model: nn.Module) -> Callable[..., Any]:
+    return torch.jit.script(model)
+
+
+PROGRAMS = pytest.mark.parametrize("make", [exported, traced])
+
+
+@pytest.mark.usefixtures("products")
+@levels
+@PROGRAMS
+def test_a_program_computes_what_its_model_does(level: str, make: Any) -> None:
+    model = started(level)
+    program = make(model)
+    with torch.no_grad():
+        wanted = model(X)
+        assert wanted.isfinite().all()
+        assert_same(program(X), wanted)
+        preamp.engine_of(model).close()
+        if BY_NAME[level].weight is torch.float32:  # it has the model's weights
+            assert_same(program(X), wanted)
+
+
+@pytest.mark.usefixtures("products")
+@casting
+def test_a_program_made_under_casts_of_the_thread(level: str) -> None:
+    """Other than a program made within ``torch.autocast``, it has its casts itself."""
+    model = started(level, scope="thread")
+    program = exported(model)
+    with torch.no_grad():
+        wanted = model(X).float()
+        assert_same(program(X).float(), wanted)
+        preamp.engine_of(model).close()
+        assert_same(program(X).float(), wanted)
+
+
+@casting
+def test_a_program_of_casts_that_are_off_is_float32(level: str) -> None:
+    model = started(level)
+    with preamp.disable_casts():
+        program = exported(model)
+        wanted = model(X)
+    assert_same(program(X), wanted)
+
+
+@casting
+def test_what_an_export_left_on_ends_with_the_next_forward(level: str) -> None:
+    """Where one failed: torch calls no hooks after that."""
+    model = started(level)
+    exported(model)
+    assert not torch.is_autocast_enabled("cpu")
+
+    def fail(*_: object) -> None:
+        raise KeyError("planted")
+
+    handle = model.get_submodule("norm").register_forward_hook(fail)
+    with pytest.raises(KeyError, match="planted"):
+        exported(model)
+    handle.remove()
+    model(X)
+    assert not torch.is_autocast_enabled("cpu")
+    assert_same(exported(model)(X), model(X))
+
+
+@casting
+def test_a_model_within_another(level: str) -> None:
+    outer, inner = started(level), started(level)
+    outer.register_module("inner", inner)
+    model = nn.Sequential(outer)
+    outer.register_forward_hook(lambda _, args, out: out + inner(args[0]))
+    with torch.no_grad():
+        assert_same(exported(model)(X), model(X))
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not tell")
+@casting
+@scopes
+def test_strict_exports_of_casts_are_refused(level: str, scope: Any) -> None:
+    """What torch makes asserts the dtypes of a float32 run, and so raises when it runs."""
+    model = started(level, scope=scope)
+    with pytest.raises(RuntimeError, match="Pass strict=False, for a program that casts") as caught:
+        torch.export.export(model, (X,), strict=True)
+    assert "strict mode" in str(caught.value)
+
+
+@pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.full)])
+def test_strict_exports_of_whole_casts(level: str) -> None:
+    model = started(level)
+    program = torch.export.export(model, (X,), strict=True).module()
+    with torch.no_grad():
+        assert_same(program(X), model(X))
+
+
+@levels
+def test_scripting_a_model_with_an_engine_is_refused(level: str) -> None:
+    model = started(level)
+    for whole in (model, nn.Sequential(model)):
+        with pytest.raises(preamp.PreampStateError, match="TorchScript compiles hooks") as caught:
+            torch.jit.script(whole)
+        assert "Script copy.deepcopy(model)" in str(caught.value)
+    preamp.engine_of(model).close()
+    with torch.no_grad():
+        assert_same(scripted(model)(X), model(X))
+
+
+@pytest.mark.parametrize("level", [row for row in BY_KIND if row.values != ("O3",)])
+def test_programs_of_deep_copies_are_float32(level: str) -> None:
+    model = started(level)
+    plain = Block().eval()
+    plain.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(model)
+    programs = [torch.export.export(twin, (X,), strict=True).module(), scripted(twin), traced(twin)]
+    preamp.engine_of(model).close()
+    with torch.no_grad():
+        for program in programs:
+            torch.testing.assert_close(program(X), plain(X), rtol=1e-6, atol=1e-6)
