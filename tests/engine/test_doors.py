@@ -11,7 +11,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +391,27 @@ def test_gradients_survive_exact_weights(level: str) -> None:
     pair.backward(1)
     pair.step()
     pair.check()
+
+
+@with_masters
+@pytest.mark.parametrize("write", [False, True])
+def test_exact_weights_between_a_forward_and_its_backward(level: str, write: bool) -> None:
+    """An average may be taken there; weights that the forward saved and are written to are not."""
+    pair = Pair(level, lambda ps: torch.optim.SGD(ps, lr=0.5), Bowl, loss_scale=128.0)
+    loss = pair.model(torch.ones(4)).float()
+    with engine_of(pair.model).exact_weights(), torch.no_grad():
+        AveragedModel(pair.model).update_parameters(pair.model)
+        if write:
+            for param in pair.model.parameters():
+                param.mul_(1.0)
+    with ExitStack() as stack:
+        if write:
+            stack.enter_context(pytest.raises(RuntimeError, match="modified by an inplace"))
+        with preamp.scale_loss(loss, pair.optimizer) as scaled:
+            scaled.backward()
+        pair.plain(torch.ones(4)).backward()
+        pair.step()
+        pair.check()
 
 
 @with_masters

@@ -374,13 +374,18 @@ class WeightPairs:
             again = set(changed)
             self.round([row for row, done in enumerate(rounded) if not done or row in again])
 
-    def round(self, rows: Sequence[int]) -> None:
-        """Round the masters of ``rows`` into their half weights."""
+    def round(self, rows: Sequence[int], *, quietly: bool = False) -> None:
+        """Round the masters of ``rows`` into their half weights.
+
+        ``quietly`` is as through ``.data``: nothing that a forward saved counts as written to.
+        """
         if not rows:
             return
         halves = [self.halves[row].detach() for row in rows]
         if self.has_parts:
             halves = [self.own_part(row, half) for row, half in zip(rows, halves, strict=True)]
+        if quietly:
+            halves = [half.data for half in halves]
         with torch.no_grad():
             self.ops.cast_copy_([self.masters[row].detach() for row in rows], halves)
         self.note_written(rows)
@@ -468,8 +473,6 @@ class WeightTable(WeightPairs):
         self.records.append(None)
         if self.raw is not None:
             self.raw.append(None)
-        if self.packs:
-            self.round((twin.row,))
 
     def remove(self, twin: Twin) -> None:
         """Let another table have the row; between two steps only."""
@@ -1272,17 +1275,20 @@ class WeightTable(WeightPairs):
             self._has_warned_of_lows = True
             warnings.warn(_written_while_packed(twin.name, half.dtype), stacklevel=2)
 
-    def round(self, rows: Sequence[int]) -> None:
+    def round(self, rows: Sequence[int], *, quietly: bool = False) -> None:
         """Round the masters of ``rows`` into their half weights; packed ones are all in these.
 
         Those that will be packed are rounded as then, so that it does not matter when they are.
         """
         rows = [row for row in rows if self.lows[row] is None]
         if not self.packs:
-            super().round(rows)
+            super().round(rows, quietly=quietly)
             return
         values = [local_of(self.masters[row].detach()) for row in rows]
-        self.ops.split_(values, list(map(self._own_half, rows)), [None] * len(rows))
+        halves = list(map(self._own_half, rows))
+        if quietly:
+            halves = [half.data for half in halves]
+        self.ops.split_(values, halves, [None] * len(rows))
         self.note_written(rows)
 
     def note_rounded(self, start: int, stop: int) -> None:
