@@ -106,7 +106,7 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     try:
         for twin, value in values:
             twin.half.grad = None
-            set_data(twin.half, value.data)
+            set_data(twin.half, value.detach())
         for cast in casts:
             cast.is_on = not twins
         yield
@@ -125,7 +125,7 @@ class FollowMasters(EngineHook):
     """Forward pre-hook: round masters that were written to since the latest step.
 
     Optimizers that move weights between steps (sharpness-aware, schedule-free, Lookahead) write
-    to the masters. What is compiled is not looked into: there a forward may come too early.
+    to the masters, by name or through ``.data``. What is compiled is not looked into: there a forward may come too early.
     """
 
     def __init__(self, link: Link[EngineCore]) -> None:
@@ -240,7 +240,7 @@ class WeightsAtEnd:
         for twin in twins:
             if twin.half.dtype is not torch.float32:  # not after model.float()
                 twin.settle()
-        self._exact = {id(twin.half): twin.master.data for twin in twins}
+        self._exact = {id(twin.half): twin.master.detach() for twin in twins}
 
     def give_back(self) -> None:
         """Make half parameters float32 again, and move optimizer state back to them.

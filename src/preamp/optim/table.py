@@ -313,9 +313,9 @@ class WeightPairs:
         with torch.no_grad():
             if master.device != half.device:
                 self._are_alike = None
-                set_data(master, master.data.to(half.device))
-            rounded = self._ties_away(master.data, half) if self.packs else None
-            take_over(self.own_part(row, half), master.data, rounded)
+                set_data(master, master.detach().to(half.device))
+            rounded = self._ties_away(master.detach(), half) if self.packs else None
+            take_over(self.own_part(row, half), master.detach(), rounded)
 
     def _ties_away(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """``value`` rounded as packed masters are, where ``like`` is and of its dtype."""
@@ -456,6 +456,9 @@ class WeightTable(WeightPairs):
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
         self._has_warned_of_lows = False
+        self.is_stepping = False  # whether an optimizer may be writing to masters
+        # By row, what masters were, rounded, when somebody was given their memory
+        self._handed_out: dict[int, torch.Tensor] = {}
         # Whether writing to one half weight counts for others too, as of slices of one tensor
         self._shares_versions = False
         self._nothing: dict[torch.device, torch.Tensor] = {}  # nan, of which packed masters are
@@ -477,6 +480,7 @@ class WeightTable(WeightPairs):
     def remove(self, twin: Twin) -> None:
         """Let another table have the row; between two steps only."""
         self.make()
+        self._take_in_data()
         self.remove_row(twin.row)
         columns = (self.twins, self.lows, *self._gradient_columns(), self.versions, self.records)
         for column in columns:
@@ -1108,6 +1112,7 @@ class WeightTable(WeightPairs):
         Not where another optimizer has yet to use them; there they stay until zeroed, as in torch.
         """
         self._steps = min(self._steps + 1, _STEPS_WATCHED)
+        self.is_stepping = False
         if len(self.owners) > 1:
             return
         self._drop_bases()
@@ -1198,6 +1203,10 @@ class WeightTable(WeightPairs):
 
     def settle(self, row: int) -> None:
         """Make a half weight and its master agree, whichever of them was written to."""
+        self._take_in_data()
+        self._settle(row)
+
+    def _settle(self, row: int) -> None:
         if self._half_marks.is_changed(row, self.halves[row]):
             self.take_over(row)
             self.note_written((row,))
@@ -1209,6 +1218,7 @@ class WeightTable(WeightPairs):
                 self.round((row,))
         elif self.compares:
             self.take_over(row)
+            self.note_written((row,))
 
     def compare(self, *, rounds: bool = False) -> None:
         """Let masters take over what their half weights differ in from them, rounded.
@@ -1223,6 +1233,7 @@ class WeightTable(WeightPairs):
         """
         if not self.compares:
             return
+        self._take_in_data()
         rounds = rounds and self.is_fresh and not self.is_sharded
         for row in range(len(self)):
             if rounds and row not in self.loaded:
@@ -1240,6 +1251,7 @@ class WeightTable(WeightPairs):
 
     def absorb(self) -> None:
         """Let masters take over what was written to their half weights, before a step too."""
+        self._take_in_data()
         super().absorb()
         if self.packs and any([low is None for low in self.lows]):
             changed = self._master_marks.changed(self.kept)
@@ -1248,13 +1260,49 @@ class WeightTable(WeightPairs):
     def follow_masters(self) -> None:
         """Round masters that somebody wrote to between steps into their half weights.
 
-        An optimizer's own step is not meant: `write_halves` follows it. Writes through ``p.data``
-        (but not assignments to it) stay unseen. Where ranks share masters nothing is done.
+        An optimizer's own step is not meant: `write_halves` follows it. Where ranks share masters
+        nothing is done.
         """
+        self._take_in_data()
         rows = self._master_marks.changed(self.kept)
         if rows and not self.has_parts:
             self.absorb()
             self.round(rows)
+
+    def hand_out(self, row: int) -> None:
+        """Somebody gets a master's memory, and may write to it without a trace.
+
+        What an optimizer's step does with it is rounded afterwards in any case. Before the first
+        backward half weights may have been written to without a trace as well; so far they count.
+        """
+        half = self.halves[row]
+        if self.is_stepping or self.has_parts or row in self._handed_out or not is_half(half):
+            return
+        if self.compares:
+            self._settle(row)
+        self._handed_out[row] = self._rounded_here(row)
+
+    def _rounded_here(self, row: int) -> torch.Tensor:
+        """This rank's part of a master that is there, as it goes into the half weight."""
+        master = self.masters[row].detach()
+        return local_of(self.rounded(row, master)).to(self.halves[row].dtype)
+
+    def _take_in_data(self) -> None:
+        """Round elements of masters that were written to without a trace into half weights.
+
+        Quietly too: whoever saved such a weight for a backward hears nothing of it in torch
+        either. Other elements stay, as a script may have written to half weights in the same way.
+        """
+        if not self._handed_out:
+            return
+        handed_out, self._handed_out = self._handed_out, {}
+        with torch.no_grad():
+            for row, before in handed_out.items():
+                now, half = self._rounded_here(row), self._own_half(row).data
+                is_same = now.view(torch.int16) == before.view(torch.int16)
+                half.copy_(torch.where(is_same, half, now))
+        if self.packs:
+            self._written.update(map(self.twins.__getitem__, handed_out))
 
     def take_over(self, row: int) -> None:
         """Let the master have what was written to the half weight.
@@ -1356,6 +1404,8 @@ class WeightTable(WeightPairs):
     def write_halves(self) -> None:
         """Round every master into its half weight; the invariant after every step."""
         super().write_halves()
+        self.is_stepping = False
+        self._handed_out.clear()
         if self._shares_versions:
             self.note_written(range(len(self)))
 
