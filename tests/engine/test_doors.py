@@ -925,6 +925,49 @@ def test_ranks_that_broadcast_their_weights_train_one_model(tmp_path: Path) -> N
         assert_same(mine, theirs)
 
 
+@with_masters
+@pytest.mark.parametrize("write", QUIET_WRITES)
+@pytest.mark.parametrize("then", ["train", "state"])
+def test_half_weights_count_where_a_script_says_so(
+    level: str, write: Callable[[nn.Module], None], then: str
+) -> None:
+    """Masters are these then, whether or not an element was written to."""
+    pair = Pair(level)
+    train(pair, 2)
+    write(pair.model)
+    pair.engine.take_half_weights()
+    with torch.no_grad():
+        for param, wanted in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            wanted.copy_(param)
+    if then == "state":
+        for key, value in pair.model.state_dict().items():
+            assert_same(value, pair.plain.state_dict()[key], key)
+    train(pair, 2, start=2)
+    pair.check()
+
+
+@levels
+def test_half_weights_count_already_where_there_is_nothing_to_take(level: str) -> None:
+    """At levels without masters, and within ``exact_weights``."""
+    pair = Pair(level)
+    train(pair)
+    with pair.engine.exact_weights():
+        pair.engine.take_half_weights()
+    if not BY_NAME[level].has_masters:
+        pair.engine.take_half_weights()
+    train(pair, start=1)
+    pair.check()
+
+
+@with_masters
+def test_process_groups_are_left_as_they_were(level: str) -> None:
+    before = dict(vars(dist.ProcessGroup))
+    pair = Pair(level)
+    assert vars(dist.ProcessGroup)["broadcast"] is not before["broadcast"]
+    pair.engine.close()
+    assert dict(vars(dist.ProcessGroup)) == before
+
+
 # -- zeroing and dropping (9) -------------------------------------------------------------------
 
 

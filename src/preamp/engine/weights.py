@@ -121,11 +121,29 @@ def exact_weights(self: EngineCore) -> Generator[None]:
         trust_masters(self, [twin.half for twin in twins])
 
 
+def take_half_weights(self: EngineCore) -> None:
+    """Let the half weights count as they are now: each master becomes its half weight.
+
+    For writes to half weights that torch does not count, which the next step would undo: through
+    ``.data``, by NumPy, or of a flat buffer that ranks have averaged. Writes under ``no_grad`` and
+    collectives on the weights themselves need no such call. What masters had beyond the digits of
+    half weights is gone, so ranks with equal half weights have equal masters. Where there are no
+    masters, and within `exact_weights`, nothing happens. Does not synchronise.
+
+    Mutates:
+        The masters.
+    """
+    for session in self.sessions.values():
+        for table in session.gradients.tables:
+            table.replace()
+
+
 class FollowMasters(EngineHook):
     """Forward pre-hook: round masters that were written to since the latest step.
 
     Optimizers that move weights between steps (sharpness-aware, schedule-free, Lookahead) write
-    to the masters, by name or through ``.data``. What is compiled is not looked into: there a forward may come too early.
+    to the masters, some through ``.data``. What is compiled is not looked into: there a forward
+    may come too early.
     """
 
     def __init__(self, link: Link[EngineCore]) -> None:

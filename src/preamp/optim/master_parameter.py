@@ -23,8 +23,9 @@ _DATA: Any = cast("Any", torch.Tensor).data
 class MasterParameter(torch.nn.Parameter):
     """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
 
-    A leaf like any parameter; only ``grad`` is special, which is made from the half gradient when
-    it is first read, and ``data``, which is noticed. Copies and pickles are plain parameters without a half weight.
+    A leaf like any parameter; only ``grad`` is special: it is made from the half gradient when
+    it is first read. Whoever takes its ``data`` is noticed. Copies and pickles are plain
+    parameters without a half weight.
     """
 
     twin: Twin | None = None

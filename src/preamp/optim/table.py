@@ -42,6 +42,7 @@ from preamp.core.tensors import (
     layout_of,
     local_of,
     plain_versions,
+    storage_key,
     store_grad,
     stored_grad,
     version_of,
@@ -459,6 +460,8 @@ class WeightTable(WeightPairs):
         self.is_stepping = False  # whether an optimizer may be writing to masters
         # By row, what masters were, rounded, when somebody was given their memory
         self._handed_out: dict[int, torch.Tensor] = {}
+        self._replacing: set[int] = set()  # rows whose half weight counts, and no digit beyond it
+        self._replaced: set[int] | None = set()  # those so far; ``None`` once that was warned of
         # Whether writing to one half weight counts for others too, as of slices of one tensor
         self._shares_versions = False
         self._nothing: dict[torch.device, torch.Tensor] = {}  # nan, of which packed masters are
@@ -480,7 +483,7 @@ class WeightTable(WeightPairs):
     def remove(self, twin: Twin) -> None:
         """Let another table have the row; between two steps only."""
         self.make()
-        self._take_in_data()
+        self.absorb()
         self.remove_row(twin.row)
         columns = (self.twins, self.lows, *self._gradient_columns(), self.versions, self.records)
         for column in columns:
@@ -1304,12 +1307,49 @@ class WeightTable(WeightPairs):
         if self.packs:
             self._written.update(map(self.twins.__getitem__, handed_out))
 
+    def expect_collective(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A collective is about to write to ``tensors``, of which torch counts nothing.
+
+        Ranks whose half weights it makes equal get equal masters; see `replace`.
+        """
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                continue
+            key = storage_key(local_of(tensor).untyped_storage())
+            rows = self._half_marks.rows_in(key)
+            self._expect_change(rows)
+            if self._replaced is not None and not self._replaced.isdisjoint(rows):
+                self._replaced = None
+                warnings.warn(_written_by_ranks(self.twins[rows[0]].name), stacklevel=2)
+            for row in self._master_marks.rows_in(key):
+                self.hand_out(row)
+
+    def _expect_change(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._half_marks.expect_change(row)
+            self._replacing.add(row)
+
+    def replace(self) -> None:
+        """Let all masters be their half weights, without the digits that they have beyond these."""
+        rows = [row for row, half in enumerate(self.halves) if is_half(half)]
+        self._expect_change(rows)
+        for row in rows:
+            self.settle(row)
+        if self._replaced:  # it was asked for
+            self._replaced.clear()
+
     def take_over(self, row: int) -> None:
         """Let the master have what was written to the half weight.
 
         Which elements were written to a packed one does not tell: it is the half weight then, and
         stays float32, so that a script that writes in each step loses nothing further.
         """
+        if row in self._replacing:
+            self._replacing.discard(row)
+            self._take_all(row)
+            if self._replaced is not None:
+                self._replaced.add(row)
+            return
         if self.lows[row] is None:
             super().take_over(row)
             return
@@ -1322,6 +1362,15 @@ class WeightTable(WeightPairs):
         if not self._has_warned_of_lows:
             self._has_warned_of_lows = True
             warnings.warn(_written_while_packed(twin.name, half.dtype), stacklevel=2)
+
+    def _take_all(self, row: int) -> None:
+        if self.lows[row] is not None:  # packed again by the next step
+            with torch.inference_mode(mode=False):
+                self._make_row(row, self._own_half(row).float())
+            return
+        super().take_over(row)
+        with torch.no_grad():
+            self.masters[row].copy_(self.own_part(row, self.halves[row].detach()))
 
     def round(self, rows: Sequence[int], *, quietly: bool = False) -> None:
         """Round the masters of ``rows`` into their half weights; packed ones are all in these.
@@ -1338,6 +1387,12 @@ class WeightTable(WeightPairs):
             halves = [half.data for half in halves]
         self.ops.split_(values, halves, [None] * len(rows))
         self.note_written(rows)
+
+    def note_written(self, rows: Sequence[int]) -> None:
+        """Remember that the half weights of ``rows`` equal their rounded masters as of now."""
+        super().note_written(rows)
+        if self._replacing:
+            self._replacing.difference_update(rows)
 
     def note_rounded(self, start: int, stop: int) -> None:
         """An update itself has rounded new masters into half weights, of consecutive rows."""
@@ -1540,6 +1595,17 @@ def _written_while_packed(name: str, dtype: torch.dtype) -> str:
         "float32 master, so that later writes keep the elements that they leave alone",
         "Write to preamp.master_params(optimizer), or within engine.exact_weights(), which loses "
         'nothing; scripts that write in each step are served as well by storage="full"',
+    )
+
+
+def _written_by_ranks(name: str) -> str:
+    """Warning: a script lets ranks write to half weights again and again."""
+    return message(
+        f"A collective has written to the half weight {name!r} between two steps, and not for the "
+        "first time",
+        "Masters are their half weights then, so that ranks have equal ones, and each time lose "
+        "the digits that these lack",
+        "Run it on preamp.master_params(optimizer) instead, which loses nothing",
     )
 
 
