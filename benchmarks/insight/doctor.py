@@ -336,6 +336,22 @@ RIGHT_TEXTS: dict[str, str] = {
         "import preamp\nengine = preamp.engine_of(model)",
         after="with engine.exact_weights():\n    ema.update_parameters(model)",
     ),
+    "O2, SAM through data": script(
+        AMP,
+        between="params = [p for p in amp.master_params(optimizer)]\n"
+        "old = [p.detach().clone() for p in params]\n"
+        "for p in params:\n    p.data.add_(p.grad, alpha=0.05)\noptimizer.zero_grad()\n"
+        "with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as again:\n"
+        "    again.backward()\nfor p, value in zip(params, old):\n    p.data.copy_(value)",
+    ),
+    "O5, Lookahead through data": script(
+        AMP,
+        level="O5",
+        setup="slow = [p.detach().clone() for p in amp.master_params(optimizer)]",
+        after="if step % 3 == 2:\n"
+        "    for s, p in zip(slow, amp.master_params(optimizer)):\n"
+        "        p.data.copy_(s.lerp_(p.detach(), 0.5))",
+    ),
     "O2, SAM": script(
         AMP,
         between="params = [p for p in amp.master_params(optimizer)]\n"
@@ -742,25 +758,14 @@ WRONG_AMP: dict[str, tuple[str, dict[str, str]]] = {
             "after": "ema.update_parameters(model)",
         },
     ),
-    "O2, SAM through data": (
-        "PA407",
-        {
-            "between": "params = [p for p in amp.master_params(optimizer)]\n"
-            "old = [p.detach().clone() for p in params]\n"
-            "for p in params:\n    p.data.add_(p.grad, alpha=0.05)\noptimizer.zero_grad()\n"
-            "with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as again:\n"
-            "    again.backward()\nfor p, value in zip(params, old):\n    p.data.copy_(value)"
-        },
-    ),
-    "O5, Lookahead through data": (
+    "O5, half shadows of weights": (
         "PA407",
         {
             "level": "O5",
             "scale": "None",
-            "setup": "slow = [p.detach().clone() for p in amp.master_params(optimizer)]",
-            "after": "if step % 3 == 2:\n"
-            "    for s, p in zip(slow, amp.master_params(optimizer)):\n"
-            "        p.data.copy_(s.lerp_(p.detach(), 0.5))",
+            "setup": "shadows = [p.clone().detach() for p in model.parameters()]",
+            "after": "with torch.no_grad():\n    for s, p in zip(shadows, model.parameters()):\n"
+            "        s.sub_((s - p).mul_(0.5))",
         },
     ),
     "O3, an average in half": (

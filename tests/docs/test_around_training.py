@@ -16,24 +16,51 @@ from code_blocks import blocks_of
 PAGE = Path(__file__).parents[2] / "docs" / "around-training.md"
 
 
-def broadcast(rank: int) -> list[torch.Tensor]:
-    """Run it from other weights on each rank, then a step on the same data."""
+def blocks() -> tuple[Any, list[Any]]:
+    """The page's first block, and those that need several ranks."""
     first, *others = blocks_of(PAGE.read_text(encoding="utf-8"))
-    (block,) = [other for other in others if "broadcast" in other.code]
-    assert block.reason
+    found = [other for other in others if "torch.distributed" in other.code]
+    assert all(block.reason for block in found)
+    return first, found
+
+
+def broadcast(rank: int) -> list[list[torch.Tensor]]:
+    """Run them from other weights on each rank, with a step on the same data after each."""
+    first, others = blocks()
     names: dict[str, Any] = {}
     exec(first.code, names)
-    torch.manual_seed(rank)
-    exec(block.code.partition("train_step")[0], names)
-    torch.manual_seed(0)  # nothing reduces gradients here
-    names["train_step"](names["model"], names["optimizer"])
+    found: list[list[torch.Tensor]] = []
+    for number, block in enumerate(others):
+        torch.manual_seed(rank)
+        if number:  # nothing reduces gradients here
+            names["train_step"](names["model"], names["optimizer"])
+            names["optimizer"].state.clear()
+        start, step, rest = block.code.partition("train_step(model, optimizer)\n")
+        exec(start, names)
+        if step:
+            torch.manual_seed(0)
+            names["train_step"](names["model"], names["optimizer"])
+            found.append(weights(names))
+            torch.manual_seed(rank)
+            names["train_step"](names["model"], names["optimizer"])
+            names["optimizer"].state.clear()
+            exec(rest, names)
+        torch.manual_seed(0)
+        names["train_step"](names["model"], names["optimizer"])
+        found.append(weights(names))
+    return found
+
+
+def weights(names: dict[str, Any]) -> list[torch.Tensor]:
     halves = [param.detach().clone() for param in names["model"].parameters()]
-    masters = [param.detach().clone() for param in preamp.master_params(names["optimizer"])]
-    return halves + masters
+    return halves + [p.detach().clone() for p in preamp.master_params(names["optimizer"])]
 
 
-def test_ranks_that_broadcast_as_on_the_page_train_one_model(tmp_path: Path) -> None:
+def test_ranks_that_broadcast_and_average_as_on_the_page_train_one_model(tmp_path: Path) -> None:
     first, second = run_ranks(broadcast, tmp_path)
-    assert len(first) == 8
+    assert len(first) == 4
+    assert not torch.equal(first[0][0], first[1][0])
     for mine, theirs in zip(first, second, strict=True):
-        assert_same(mine, theirs)
+        assert len(mine) == 8
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)

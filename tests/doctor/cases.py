@@ -293,6 +293,23 @@ BUGS = {
         numbers={"loss_scale": 1024.0},
         says="inside a scale_loss block",
     ),
+    "half shadows of weights, O2": Bug(
+        rule="PA407",
+        healthy=O2,
+        edits=(
+            (
+                "scheduler = ",
+                "shadows = [p.detach().clone() for p in model.parameters()]\nscheduler = ",
+            ),
+            (
+                "    optimizer.step()\n",
+                "    optimizer.step()\n    with torch.no_grad():\n"
+                "        for shadow, p in zip(shadows, model.parameters()):\n"
+                "            shadow.sub_((shadow - p).mul_(0.5))\n",
+            ),
+        ),
+        says="half tensors follow half parameters",
+    ),
     "clipping the halves, O2": Bug(
         rule="PA101",
         healthy=O2,

@@ -11,7 +11,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +456,27 @@ def test_gradients_survive_exact_weights(level: str) -> None:
 
 
 @with_masters
+@pytest.mark.parametrize("write", [False, True])
+def test_exact_weights_between_a_forward_and_its_backward(level: str, write: bool) -> None:
+    """An average may be taken there; weights that the forward saved and are written to are not."""
+    pair = Pair(level, lambda ps: torch.optim.SGD(ps, lr=0.5), Bowl, loss_scale=128.0)
+    loss = pair.model(torch.ones(4)).float()
+    with engine_of(pair.model).exact_weights(), torch.no_grad():
+        AveragedModel(pair.model).update_parameters(pair.model)
+        if write:
+            for param in pair.model.parameters():
+                param.mul_(1.0)
+    with ExitStack() as stack:
+        if write:
+            stack.enter_context(pytest.raises(RuntimeError, match="modified by an inplace"))
+        with preamp.scale_loss(loss, pair.optimizer) as scaled:
+            scaled.backward()
+        pair.plain(torch.ones(4)).backward()
+        pair.step()
+        pair.check()
+
+
+@with_masters
 def test_what_is_written_to_exact_weights_stays(level: str) -> None:
     """Merging, or going back to an average, writes to the weights that it walks over."""
     pair = Pair(level)
@@ -709,6 +730,9 @@ def check_halves_at_forward(pair: Pair) -> None:
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free SGD: trains at y, evaluates at x, between which train() and eval() move."""
 
+    def _of(self, p: torch.Tensor) -> torch.Tensor:
+        return p
+
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 2.0**-3})
         self.is_training = True
@@ -718,16 +742,17 @@ class ScheduleFree(torch.optim.Optimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        for p in self._each() if self.is_training else ():
-            if "z" in self.state[p]:
-                p.lerp_(end=self.state[p]["z"], weight=-1.0)
+        moved = [p for p in self._each() if self.is_training and "z" in self.state[p]]
+        given = list(map(self._of, moved))  # all first, as foreach functions want them
+        for p, x in zip(moved, given, strict=True):
+            x.lerp_(end=self.state[p]["z"], weight=-1.0)
         self.is_training = False
 
     @torch.no_grad()
     def train(self) -> None:
         for p in self._each() if not self.is_training else ():
             if "z" in self.state[p]:
-                p.lerp_(end=self.state[p]["z"], weight=0.5)
+                self._of(p).lerp_(end=self.state[p]["z"], weight=0.5)
         self.is_training = True
 
     @torch.no_grad()
@@ -736,14 +761,25 @@ class ScheduleFree(torch.optim.Optimizer):
         for p in self._each():
             if p.grad is not None:
                 z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(end=z, weight=0.5)
-                p.add_(p.grad, alpha=-(2.0**-5))
+                self._of(p).lerp_(end=z, weight=0.5)
+                self._of(p).add_(p.grad, alpha=-(2.0**-5))
                 z.sub_(p.grad, alpha=2.0**-3)
 
 
+class ScheduleFreeByData(ScheduleFree):
+    """As many packages have it: torch counts no write."""
+
+    def _of(self, p: torch.Tensor) -> torch.Tensor:
+        return p.data
+
+
+schedule_free = pytest.mark.parametrize("build", [ScheduleFree, ScheduleFreeByData])
+
+
 @with_masters
-def test_the_model_sees_what_schedule_free_evaluates(level: str) -> None:
-    pair = Pair(level, ScheduleFree)
+@schedule_free
+def test_the_model_sees_what_schedule_free_evaluates(level: str, build: Any) -> None:
+    pair = Pair(level, build)
     for index in range(3):
         train(pair, start=index)
         for optimizer in (pair.optimizer, pair.plain_optimizer):
@@ -756,11 +792,95 @@ def test_the_model_sees_what_schedule_free_evaluates(level: str) -> None:
 
 
 @with_masters
+@schedule_free
+@pytest.mark.parametrize("then", ["forward", "state", "train"])
+@pytest.mark.parametrize("loaded", ["model", "optimizer", "engine"])
+def test_what_schedule_free_moves_after_loading_counts(
+    level: str, build: Any, then: str, loaded: str
+) -> None:
+    """Half weights are compared with masters after a load, and count; a later move counts more."""
+    pair = Pair(level, build)
+    train(pair, 2)
+    owner: Any = getattr(pair, loaded)
+    owner.load_state_dict(copy.deepcopy(owner.state_dict()))
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.eval()  # type: ignore[attr-defined]
+    if then == "forward":
+        check_halves_at_forward(pair)
+    if then == "state":
+        for key, value in pair.model.state_dict().items():
+            assert_same(value, pair.plain.state_dict()[key], key)
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+    train(pair, start=2)
+    pair.check()
+
+
+@with_masters
+@pytest.mark.parametrize("read", [False, True])
+def test_half_weights_that_a_script_swaps_in_stay_for_its_forwards(level: str, read: bool) -> None:
+    """Averages evaluate that way, and may read masters before; the next step has the masters."""
+    pair = Pair(level)
+    train(pair, 2)
+    kept = [param.detach().clone() for param in pair.model.parameters()]
+    if read:
+        assert all(param.data.isfinite().all() for param in masters_of(pair))
+    for param in pair.model.parameters():
+        param.data.fill_(0.5)
+    with torch.no_grad():
+        pair.model(torch.ones(2, 3))
+    for param, old in zip(pair.model.parameters(), kept, strict=True):
+        assert_same(param.detach(), torch.full_like(param, 0.5))
+        param.data.copy_(old)
+    train(pair, start=2)
+    pair.check()
+
+
+@with_masters
+def test_masters_keep_what_a_broadcast_tells_before_and_after_they_are_read(level: str) -> None:
+    """Before the first block half weights count, however they were written to."""
+    pair = Pair(level)
+    expect_written(pair, _first_rows)
+    assert all(param.data.isfinite().all() for param in masters_of(pair))
+    expect_written(pair, _flattened)
+    train(pair, 2)
+    pair.check()
+
+
+@with_masters
+def test_writes_through_data_between_a_forward_and_its_backward(level: str) -> None:
+    """The backward computes with what is written, as in torch, which counts no write either."""
+    pair = Pair(level, lambda ps: torch.optim.SGD(ps, lr=0.5), Bowl, loss_scale=128.0)
+    losses = [model(torch.ones(4)).float() for model in (pair.model, pair.plain)]
+    for param in (*masters_of(pair), *pair.plain.parameters()):
+        param.data.mul_(0.5)
+    check_halves_at_forward(pair)
+    with preamp.scale_loss(losses[0], pair.optimizer) as scaled:
+        scaled.backward()
+    losses[1].backward()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_steps_through_data_train_as_torch(level: str) -> None:
+    """Optimizers of the years before ``no_grad``; nothing is compared for what a step writes."""
+
+    class Old(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad.data, alpha=-0.5)
+
+    pair = Pair(level, lambda params: Old(params, lr=0.5))
+    train(pair, 3)
+    pair.check()
+
+
+@with_masters
 @pytest.mark.parametrize("then", ["forward", "train", "state", "copy", "close"])
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
 def test_what_is_written_to_masters_is_seen(level: str, then: str, write: str) -> None:
-    if (write, then) == ("data.copy_", "forward"):
-        pytest.skip("torch keeps no trace of it (docs/around-training.md)")
     """Lookahead, swapping in an average, and whatever else writes what the optimizer holds."""
     pair = Pair(level)
     slow = [values(optimizer) for optimizer in (pair.optimizer, pair.plain_optimizer)]
@@ -1011,6 +1131,49 @@ def test_ranks_that_broadcast_their_weights_train_one_model(tmp_path: Path) -> N
     first, second = run_ranks(broadcast_weights, tmp_path)
     for mine, theirs in zip(first, second, strict=True):
         assert_same(mine, theirs)
+
+
+@with_masters
+@pytest.mark.parametrize("write", QUIET_WRITES)
+@pytest.mark.parametrize("then", ["train", "state"])
+def test_half_weights_count_where_a_script_says_so(
+    level: str, write: Callable[[nn.Module], None], then: str
+) -> None:
+    """Masters are these then, whether or not an element was written to."""
+    pair = Pair(level)
+    train(pair, 2)
+    write(pair.model)
+    pair.engine.take_half_weights()
+    with torch.no_grad():
+        for param, wanted in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            wanted.copy_(param)
+    if then == "state":
+        for key, value in pair.model.state_dict().items():
+            assert_same(value, pair.plain.state_dict()[key], key)
+    train(pair, 2, start=2)
+    pair.check()
+
+
+@levels
+def test_half_weights_count_already_where_there_is_nothing_to_take(level: str) -> None:
+    """At levels without masters, and within ``exact_weights``."""
+    pair = Pair(level)
+    train(pair)
+    with pair.engine.exact_weights():
+        pair.engine.take_half_weights()
+    if not BY_NAME[level].has_masters:
+        pair.engine.take_half_weights()
+    train(pair, start=1)
+    pair.check()
+
+
+@with_masters
+def test_process_groups_are_left_as_they_were(level: str) -> None:
+    before = dict(vars(dist.ProcessGroup))
+    pair = Pair(level)
+    assert vars(dist.ProcessGroup)["broadcast"] is not before["broadcast"]
+    pair.engine.close()
+    assert dict(vars(dist.ProcessGroup)) == before
 
 
 # -- zeroing and dropping (9) -------------------------------------------------------------------

@@ -463,6 +463,54 @@ def test_what_is_written_without_a_trace_after_loading_counts(level: str) -> Non
     assert same(exact(model, optimizer), exact(full, other))
 
 
+class Scale(nn.Module):
+    """Multiplies: the forward saves the half weight itself for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@levels
+@pytest.mark.parametrize("storage", ["full", "split", "compact"])
+@pytest.mark.parametrize("frozen", [[0], [1], [2], [1, 2], [0, 1, 2]])
+@pytest.mark.parametrize("thaws", ["before the forward", "before the step"])
+def test_a_weight_that_was_frozen_at_first_trains_later(
+    level: str, storage: str, frozen: list[int], thaws: str
+) -> None:
+    """Its master is made after a forward that saved it; small numbers are exact throughout."""
+    models = [nn.Sequential(Scale(), Scale(), Scale(), Scale()) for _ in range(2)]
+    for model in models:
+        for place in frozen:
+            model[place].requires_grad_(False)
+    ours, plain = models
+    optimizer = FusedSGD(ours.parameters(), lr=2.0**-5)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=2.0**-5)
+    preamp.initialize(
+        ours, optimizer, opt_level=level, storage=storage, loss_scale=128.0, verbosity=0
+    )
+    for step in range(3):
+        if step == 1:
+            for model in models if thaws == "before the forward" else ():
+                model.requires_grad_(True)
+        with preamp.scale_loss(ours(torch.ones(8)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        plain(torch.ones(8)).sum().backward()
+        if step == 1:
+            for model in models:
+                model.requires_grad_(True)
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+        for mine, wanted in zip(ours.parameters(), plain.parameters(), strict=True):
+            rounded = preamp.engine_of(ours).exact_value(mine)
+            value = mine.detach().float() if rounded is None else rounded.detach()
+            torch.testing.assert_close(value, wanted.detach(), rtol=2.0**-6, atol=0)
+
+
 @pytest.mark.usefixtures("small_blocks")
 @every_moments
 @levels

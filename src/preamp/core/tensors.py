@@ -148,6 +148,7 @@ class WeightMarks:
         self._addresses: list[int] = []
         self._storages: list[Any] = []
         self._keys: list[int] = []
+        self._rows_in: dict[int, list[int]] | None = None  # by key, made when asked for
         self._has_sharded = False
         for tensor in tensors:
             self.add(tensor)
@@ -164,11 +165,13 @@ class WeightMarks:
         """Forget one."""
         for column in (self._versions, self._addresses, self._storages, self._keys):
             del column[row]
+        self._rows_in = None
 
     def _mark(self, row: int, tensor: torch.Tensor) -> None:
         local = local_of(tensor)
         storage = StorageWeakRef(local.untyped_storage())
         self._storages[row], self._keys[row] = storage, cast("Any", storage).cdata
+        self._rows_in = None
         self._addresses[row] = local.data_ptr()
         self._versions[row] = version_of(tensor)
 
@@ -205,6 +208,18 @@ class WeightMarks:
     def expect_write(self, row: int) -> None:
         """Mark a tensor as it will be after one write, which is about to come."""
         self._versions[row] += 1
+
+    def rows_in(self, key: int) -> Sequence[int]:
+        """The rows whose tensor lies in the storage with that `storage_key`, as last marked."""
+        if self._rows_in is None:
+            self._rows_in = {}
+            for row, own in enumerate(self._keys):
+                self._rows_in.setdefault(own, []).append(row)
+        return self._rows_in.get(key, ())
+
+    def expect_change(self, row: int) -> None:
+        """From now on a tensor counts as written to."""
+        self._versions[row] = -2
 
     def advance(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
         """Mark consecutive ones after a write to the memory that they had when last asked."""
@@ -260,4 +275,4 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def storage_key(storage: Any) -> int:
     """A number that is a storage's own while it lives; on the meta device too."""
-    return int(cast("Any", StorageWeakRef(storage)).cdata)
+    return int(cast("Any", storage)._cdata)  # noqa: SLF001

@@ -31,6 +31,7 @@ from preamp.engine.weights import (
     exact_value,
     exact_weights,
     load_exact,
+    take_half_weights,
     trust_masters,
 )
 from preamp.kernels import Ops
@@ -256,7 +257,7 @@ class Engine(EngineCore):
         return None if twin is None else twin.master
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
-    trust_masters = trust_masters
+    take_half_weights, trust_masters = take_half_weights, trust_masters
 
     def _check_open(self, what: str) -> None:
         if self.closed:

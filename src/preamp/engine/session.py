@@ -798,6 +798,7 @@ class OptimizerSession:
                 # Packed now, masters leave their memory to what the first step makes.
                 takes_stored = getattr(self.optimizer, "_takes_stored", False)
                 (table.pack if takes_stored else table.make)()
+                table.is_stepping = True
 
     def take_in_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""

@@ -113,7 +113,7 @@ def exact_weights(self: EngineCore) -> Generator[None]:
         self.is_exact = True
         for half, value in values:
             half.grad = None
-            set_data(half, value.data)
+            set_data(half, value.detach())
         for half in rest:
             half.grad = None
             set_data(half, half.data.float())
@@ -128,8 +128,8 @@ def exact_weights(self: EngineCore) -> Generator[None]:
                 data.copy_(half.data)
             set_data(half, data)
             half.grad = grad
-        for table in tables:
-            table.write_halves()
+        for table in tables:  # quietly, as a backward may come whose forward saved the half weights
+            table.round(range(len(table)), quietly=True)
         trust_masters(self, [twin.half for twin in twins.values()])
         self.is_exact = False
 
@@ -146,11 +146,29 @@ def _half_tensors(models: Iterable[nn.Module]) -> list[torch.Tensor]:
     return [*{id(tensor): tensor for tensor in found if is_half(tensor)}.values()]
 
 
+def take_half_weights(self: EngineCore) -> None:
+    """Let the half weights count as they are now: each master becomes its half weight.
+
+    For writes to half weights that torch does not count, which the next step would undo: through
+    ``.data``, by NumPy, or of a flat buffer that ranks have averaged. Writes under ``no_grad`` and
+    collectives on the weights themselves need no such call. What masters had beyond the digits of
+    half weights is gone, so ranks with equal half weights have equal masters. Where there are no
+    masters, and within `exact_weights`, nothing happens. Does not synchronise.
+
+    Mutates:
+        The masters.
+    """
+    for session in self.sessions.values():
+        for table in session.gradients.tables:
+            table.replace()
+
+
 class FollowMasters(EngineHook):
     """Forward pre-hook: round masters that were written to since the latest step.
 
     Optimizers that move weights between steps (sharpness-aware, schedule-free, Lookahead) write
-    to the masters. What is compiled is not looked into: there a forward may come too early.
+    to the masters, some through ``.data``. What is compiled is not looked into: there a forward
+    may come too early.
     """
 
     def __init__(self, link: Link[EngineCore]) -> None:
@@ -212,7 +230,7 @@ class WeightsAtEnd:
         for twin in twins:
             if twin.half.dtype is not torch.float32:  # not after model.float()
                 twin.settle()
-        self._exact = {id(twin.half): twin.master.data for twin in twins}
+        self._exact = {id(twin.half): twin.master.detach() for twin in twins}
 
     def give_back(self) -> None:
         """Make half parameters float32 again, and move optimizer state back to them.

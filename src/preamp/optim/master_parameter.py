@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from preamp.optim.table import Twin
 
 
+_DATA: Any = cast("Any", torch.Tensor).data
+
+
 class MasterParameter(torch.nn.Parameter):
     """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
 
     A leaf like any parameter; only ``grad`` is special: it is made from the half gradient when
-    it is first read. Copies and pickles are plain parameters without a half weight: those of the
-    half weight itself where it is copied or pickled in the same call.
+    it is first read. Whoever takes its ``data`` is noticed. Copies and pickles are plain
+    parameters without a half weight: those of the half weight itself where it is copied or pickled
+    in the same call.
     """
 
     twin: Twin | None = None
@@ -52,6 +56,20 @@ class MasterParameter(torch.nn.Parameter):
             self.twin.forget_half_gradient()
             self.twin.table.may_have_bases |= value is not None
         store_grad(self, value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor. Torch counts no write to it, so the table compares values later."""
+        found: torch.Tensor = _DATA.__get__(self)
+        if self.twin is not None:
+            self.twin.table.hand_out(self.twin.row)
+        return found
+
+    @data.setter
+    def data(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: torch.Tensor
+    ) -> None:
+        _DATA.__set__(self, value)
 
     @property
     def has_materialized_grad(self) -> bool:

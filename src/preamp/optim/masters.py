@@ -45,6 +45,9 @@ class Weights:
             data = half.detach().float() if original is None else original.float()
             twin = self._twins[id(half)] = Twin(half, data, self._name_of(half))
             self._table(frozenset((owner,))).add(twin)
+            # Else the half weight is that already, and a forward may have saved it.
+            if self._packs and original is not None:
+                twin.table.round((twin.row,))
         elif owner not in twin.table.owners:
             twin.table.hand_over(twin, self._table(twin.table.owners | {owner}))
         return twin

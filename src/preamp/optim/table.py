@@ -42,6 +42,7 @@ from preamp.core.tensors import (
     layout_of,
     local_of,
     plain_versions,
+    storage_key,
     store_grad,
     stored_grad,
     version_of,
@@ -314,9 +315,9 @@ class WeightPairs:
         with torch.no_grad():
             if master.device != half.device:
                 self._are_alike = None
-                set_data(master, master.data.to(half.device))
-            rounded = self._ties_away(master.data, half) if self.packs else None
-            take_over(self.own_part(row, half), master.data, rounded)
+                set_data(master, master.detach().to(half.device))
+            rounded = self._ties_away(master.detach(), half) if self.packs else None
+            take_over(self.own_part(row, half), master.detach(), rounded)
 
     def _ties_away(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """``value`` rounded as packed masters are, where ``like`` is and of its dtype."""
@@ -375,13 +376,18 @@ class WeightPairs:
             again = set(changed)
             self.round([row for row, done in enumerate(rounded) if not done or row in again])
 
-    def round(self, rows: Sequence[int]) -> None:
-        """Round the masters of ``rows`` into their half weights."""
+    def round(self, rows: Sequence[int], *, quietly: bool = False) -> None:
+        """Round the masters of ``rows`` into their half weights.
+
+        ``quietly`` is as through ``.data``: nothing that a forward saved counts as written to.
+        """
         if not rows:
             return
         halves = [self.halves[row].detach() for row in rows]
         if self.has_parts:
             halves = [self.own_part(row, half) for row, half in zip(rows, halves, strict=True)]
+        if quietly:
+            halves = [half.data for half in halves]
         with torch.no_grad():
             self.ops.cast_copy_([self.masters[row].detach() for row in rows], halves)
         self.note_written(rows)
@@ -451,6 +457,11 @@ class WeightTable(WeightPairs):
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
         self._has_warned_of_lows = False
+        self.is_stepping = False  # whether an optimizer may be writing to masters
+        # By row, what masters were, rounded, when somebody was given their memory
+        self._handed_out: dict[int, torch.Tensor] = {}
+        self._replacing: set[int] = set()  # rows whose half weight counts, and no digit beyond it
+        self._replaced: set[int] | None = set()  # those so far; ``None`` once that was warned of
         # Whether writing to one half weight counts for others too, as of slices of one tensor
         self._shares_versions = False
         self._nothing: dict[torch.device, torch.Tensor] = {}  # nan, of which packed masters are
@@ -469,8 +480,6 @@ class WeightTable(WeightPairs):
         self.records.append(None)
         if self.raw is not None:
             self.raw.append(None)
-        if self.packs:
-            self.round((twin.row,))
 
     def hand_over(self, twin: Twin, other: WeightTable) -> None:
         """Let another table have the row, with all that is known of its weight and gradient.
@@ -492,6 +501,7 @@ class WeightTable(WeightPairs):
     def _remove(self, twin: Twin) -> None:
         gone = twin.row
         self.make()
+        self.absorb()
         self.remove_row(gone)
         columns = (self.twins, self.lows, *self._gradient_columns(), self.versions, self.records)
         for column in columns:
@@ -1094,6 +1104,7 @@ class WeightTable(WeightPairs):
         Not where another optimizer has yet to use them; there they stay until zeroed, as in torch.
         """
         self._steps = min(self._steps + 1, _STEPS_WATCHED)
+        self.is_stepping = False
         if len(self.owners) > 1:
             return
         self._drop_bases()
@@ -1183,6 +1194,10 @@ class WeightTable(WeightPairs):
 
     def settle(self, row: int) -> None:
         """Make a half weight and its master agree, whichever of them was written to."""
+        self._take_in_data()
+        self._settle(row)
+
+    def _settle(self, row: int) -> None:
         if self._half_marks.is_changed(row, self.halves[row]):
             self.take_over(row)
             self.note_written((row,))
@@ -1194,6 +1209,7 @@ class WeightTable(WeightPairs):
                 self.round((row,))
         elif self.compares:
             self.take_over(row)
+            self.note_written((row,))
 
     def compare(self, *, rounds: bool = False) -> None:
         """Let masters take over what their half weights differ in from them, rounded.
@@ -1208,6 +1224,7 @@ class WeightTable(WeightPairs):
         """
         if not self.compares:
             return
+        self._take_in_data()
         rounds = rounds and self.is_fresh and not self.is_sharded
         for row in range(len(self)):
             if rounds and row not in self.loaded:
@@ -1225,6 +1242,7 @@ class WeightTable(WeightPairs):
 
     def absorb(self) -> None:
         """Let masters take over what was written to their half weights, before a step too."""
+        self._take_in_data()
         super().absorb()
         if self.packs and any([low is None for low in self.lows]):
             changed = self._master_marks.changed(self.kept)
@@ -1233,13 +1251,80 @@ class WeightTable(WeightPairs):
     def follow_masters(self) -> None:
         """Round masters that somebody wrote to between steps into their half weights.
 
-        An optimizer's own step is not meant: `write_halves` follows it. Writes through ``p.data``
-        (but not assignments to it) stay unseen. Where ranks share masters nothing is done.
+        An optimizer's own step is not meant: `write_halves` follows it. Where ranks share masters
+        nothing is done.
         """
+        self._take_in_data()
         rows = self._master_marks.changed(self.kept)
         if rows and not self.has_parts:
             self.absorb()
             self.round(rows)
+
+    def hand_out(self, row: int) -> None:
+        """Somebody gets a master's memory, and may write to it without a trace.
+
+        What an optimizer's step does with it is rounded afterwards in any case. Before the first
+        backward half weights may have been written to without a trace as well; so far they count.
+        """
+        half = self.halves[row]
+        if self.is_stepping or self.has_parts or row in self._handed_out or not is_half(half):
+            return
+        if self.compares:
+            self._settle(row)
+        self._handed_out[row] = self._rounded_here(row)
+
+    def _rounded_here(self, row: int) -> torch.Tensor:
+        """This rank's part of a master that is there, as it goes into the half weight."""
+        master = self.masters[row].detach()
+        return local_of(self.rounded(row, master)).to(self.halves[row].dtype)
+
+    def _take_in_data(self) -> None:
+        """Round elements of masters that were written to without a trace into half weights.
+
+        Quietly too: whoever saved such a weight for a backward hears nothing of it in torch
+        either. Other elements stay, as a script may have written to half weights in the same way.
+        """
+        if not self._handed_out:
+            return
+        handed_out, self._handed_out = self._handed_out, {}
+        with torch.no_grad():
+            for row, before in handed_out.items():
+                now, half = self._rounded_here(row), self._own_half(row).data
+                is_same = now.view(torch.int16) == before.view(torch.int16)
+                half.copy_(torch.where(is_same, half, now))
+        if self.packs:
+            self._written.update(map(self.twins.__getitem__, handed_out))
+
+    def expect_collective(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A collective is about to write to ``tensors``, of which torch counts nothing.
+
+        Ranks whose half weights it makes equal get equal masters; see `replace`.
+        """
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                continue
+            key = storage_key(local_of(tensor).untyped_storage())
+            rows = self._half_marks.rows_in(key)
+            self._expect_change(rows)
+            if self._replaced is not None and not self._replaced.isdisjoint(rows):
+                self._replaced = None
+                warnings.warn(_written_by_ranks(self.twins[rows[0]].name), stacklevel=2)
+            for row in self._master_marks.rows_in(key):
+                self.hand_out(row)
+
+    def _expect_change(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._half_marks.expect_change(row)
+            self._replacing.add(row)
+
+    def replace(self) -> None:
+        """Let all masters be their half weights, without the digits that they have beyond these."""
+        rows = [row for row, half in enumerate(self.halves) if is_half(half)]
+        self._expect_change(rows)
+        for row in rows:
+            self.settle(row)
+        if self._replaced:  # it was asked for
+            self._replaced.clear()
 
     def take_over(self, row: int) -> None:
         """Let the master have what was written to the half weight.
@@ -1247,6 +1332,12 @@ class WeightTable(WeightPairs):
         Which elements were written to a packed one does not tell: it is the half weight then, and
         stays float32, so that a script that writes in each step loses nothing further.
         """
+        if row in self._replacing:
+            self._replacing.discard(row)
+            self._take_all(row)
+            if self._replaced is not None:
+                self._replaced.add(row)
+            return
         if self.lows[row] is None:
             super().take_over(row)
             return
@@ -1260,18 +1351,36 @@ class WeightTable(WeightPairs):
             self._has_warned_of_lows = True
             warnings.warn(_written_while_packed(twin.name, half.dtype), stacklevel=2)
 
-    def round(self, rows: Sequence[int]) -> None:
+    def _take_all(self, row: int) -> None:
+        if self.lows[row] is not None:  # packed again by the next step
+            with torch.inference_mode(mode=False):
+                self._make_row(row, self._own_half(row).float())
+            return
+        super().take_over(row)
+        with torch.no_grad():
+            self.masters[row].copy_(self.own_part(row, self.halves[row].detach()))
+
+    def round(self, rows: Sequence[int], *, quietly: bool = False) -> None:
         """Round the masters of ``rows`` into their half weights; packed ones are all in these.
 
         Those that will be packed are rounded as then, so that it does not matter when they are.
         """
         rows = [row for row in rows if self.lows[row] is None]
         if not self.packs:
-            super().round(rows)
+            super().round(rows, quietly=quietly)
             return
         values = [local_of(self.masters[row].detach()) for row in rows]
-        self.ops.split_(values, list(map(self._own_half, rows)), [None] * len(rows))
+        halves = list(map(self._own_half, rows))
+        if quietly:
+            halves = [half.data for half in halves]
+        self.ops.split_(values, halves, [None] * len(rows))
         self.note_written(rows)
+
+    def note_written(self, rows: Sequence[int]) -> None:
+        """Remember that the half weights of ``rows`` equal their rounded masters as of now."""
+        super().note_written(rows)
+        if self._replacing:
+            self._replacing.difference_update(rows)
 
     def note_rounded(self, start: int, stop: int) -> None:
         """An update itself has rounded new masters into half weights, of consecutive rows."""
@@ -1338,6 +1447,8 @@ class WeightTable(WeightPairs):
     def write_halves(self) -> None:
         """Round every master into its half weight; the invariant after every step."""
         super().write_halves()
+        self.is_stepping = False
+        self._handed_out.clear()
         if self._shares_versions:
             self.note_written(range(len(self)))
 
@@ -1472,6 +1583,17 @@ def _written_while_packed(name: str, dtype: torch.dtype) -> str:
         "float32 master, so that later writes keep the elements that they leave alone",
         "Write to preamp.master_params(optimizer), or within engine.exact_weights(), which loses "
         'nothing; scripts that write in each step are served as well by storage="full"',
+    )
+
+
+def _written_by_ranks(name: str) -> str:
+    """Warning: a script lets ranks write to half weights again and again."""
+    return message(
+        f"A collective has written to the half weight {name!r} between two steps, and not for the "
+        "first time",
+        "Masters are their half weights then, so that ranks have equal ones, and each time lose "
+        "the digits that these lack",
+        "Run it on preamp.master_params(optimizer) instead, which loses nothing",
     )
 
 

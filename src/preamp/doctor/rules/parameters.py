@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import nn
 
 from preamp.core.dtypes import is_half
-from preamp.core.tensors import stored_grad, version_of
+from preamp.core.tensors import find_again, stored_grad
 from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen, largest, sample_of
@@ -88,19 +87,17 @@ NOT_DIVIDED = define_rule(
 UNSERVED = define_rule(
     id="PA407",
     severity=Severity.WARNING,
-    title="Weights are averaged or moved past their masters",
+    title="Rounded weights are averaged in place of their masters",
     why="""At O2 and O5 a model's weights are float32 masters, rounded. Their average lacks the
-    digits, and what is written to masters through .data leaves no trace in torch: the next forward
-    computes with the old weights, so a climb of SAM or a step of Lookahead does nothing to it.""",
-    how="""AveragedModel.update_parameters was called with half parameters that have masters; or
-    values of masters changed between two steps while torch counted no write. The first 64 steps are
-    looked at.""",
-    do="Average inside engine.exact_weights(), and write p.copy_(...) under torch.no_grad().",
+    digits, and one that is half itself soon stands still.""",
+    how="""AveragedModel.update_parameters was called with half parameters that have masters; or the
+    script computes in place on half tensors of the shapes of at least half of these, and keeps them
+    over the second step, as averages do that were made of model.parameters().""",
+    do="Make and update the average inside engine.exact_weights(), or of a deep copy of the model.",
 )
 
 _STEPS = 3
 _NAMED = 3
-_SAM_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,40 +379,38 @@ class Unserved(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        # Some masters of each optimizer, a part of their values, torch's count of writes to them.
-        self._known: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor, int]]
-        ] = weakref.WeakKeyDictionary()
+        self._shadows: dict[int, Callable[[], torch.Tensor | None]] = {}
+        self._halves: list[torch.Tensor] = []  # with masters, when the first of these was met
+        self._own: set[int] = set()  # addresses of these and their gradients
+
+    def _with_masters(self) -> list[torch.Tensor]:
+        masters = [s.masters for engine in self.seen.engines() for s in engine.sessions.values()]
+        return [twin.half for column in masters if column is not None for twin in column]
 
     def average_updated(self, model: nn.Module) -> None:
         """Look whether the model's parameters are rounded masters."""
-        masters = [s.masters for engine in self.seen.engines() for s in engine.sessions.values()]
-        halves = {id(twin.half) for column in masters if column is not None for twin in column}
+        halves = set(map(id, self._with_masters()))
         # Inside of exact_weights they are not half.
         count = sum(id(param) in halves for param in filter(is_half, model.parameters()))
         if count:
             what = f"AveragedModel averages {count} half parameters in place of their masters."
             self.report(UNSERVED, "average", what, parameters=count)
 
-    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep a part of some masters."""
-        engine = find_engine(optimizer)
-        session = None if engine is None else engine.sessions.get(id(optimizer))
-        if session is not None and session.masters is not None and self.seen.steps < _SAM_STEPS:
-            some = [twin.master for twin in islice(session.masters, _NAMED)]
-            self._known[optimizer] = [(m, sample_of(m), version_of(m)) for m in some]
-        else:
-            self._known.pop(optimizer, None)
+    def written(self, target: torch.Tensor) -> None:
+        """Keep what may be shadows of half weights."""
+        if not self._shadows:
+            self._halves = self._with_masters()
+            found = [t for half in self._halves for t in (half, stored_grad(half)) if t is not None]
+            self._own = {tensor.data_ptr() for tensor in found}
+        key = target.data_ptr()
+        if key not in self._own and any(half.shape == target.shape for half in self._halves):
+            self._shadows[key] = find_again(target)
 
-    def loss_made(self, loss: torch.Tensor) -> None:
-        """Look whether they were changed behind torch's back before this forward."""
-        for masters in tuple(self._known.values()):
-            changed = [
-                master
-                for master, values, version in masters
-                if version_of(master) == version
-                and not torch.allclose(sample_of(master), values, rtol=0, atol=0, equal_nan=True)
-            ]
-            if changed:
-                what = f"{len(changed)} of {len(masters)} masters were written through .data."
-                self.report(UNSERVED, "data", what, masters=len(changed))
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Report them, if the script has kept them over a step."""
+        del optimizer
+        count = sum(find() is not None for find in self._shadows.values())
+        if count and 2 * count >= len(self._halves):
+            what = f"{count} half tensors follow half parameters in place of their masters."
+            self.report(UNSERVED, "average", what, parameters=count)
+        self._shadows.clear()
