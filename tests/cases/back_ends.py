@@ -18,7 +18,7 @@ REFERENCE: Any = Reference()
 BLOCKS = Blocks()
 JIT = Jit()
 
-CUT = Blocks(Sizes(small=1000, large=3000, large_at_least=1))
+CUT = Blocks(Sizes(small=1008, large=3008, large_at_least=1))
 """On a CPU, with blocks small enough for the tensors of the tests to fill several."""
 
 JOINED = Blocks(reads=False)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,6 +81,61 @@ def _train(way: str, level: str, storage: str, kind: Any) -> dict[str, torch.Ten
 def _whole(value: Any) -> torch.Tensor:
     value = value.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "to_local": lambda master: master.to_local(),
+    "full_tensor": lambda master: master.full_tensor(),
+    "_local_tensor": lambda master: master._local_tensor,
+    "redistribute": lambda master: master.redistribute(placements=master.placements),
+    "detach": lambda master: master.detach(),
+    "a flattened wrapper": lambda master: getattr(master, master.__tensor_flatten__()[0][0]),
+}
+
+
+def check_reading_and_writing_packed_masters() -> None:
+    """Methods of a ``DTensor`` give values as ``detach`` does, and reading changes no number."""
+    ways = ("fully_shard",) if "fully_shard" in WAYS else ()
+    for way, storage in itertools.product(ways, ("split", "compact")):
+        wanted = _read_in_each_step(way, storage, None)
+        for name, read in READS.items():
+            found = _read_in_each_step(way, storage, read)
+            for one, other in zip(found, wanted, strict=True):
+                assert_same(one, other, f"{storage}: {name}")
+        model, _, optimizer = _start(way, "O5", storage, FusedAdam)
+        _iterate(model, optimizer, 0)
+        wanted = 2 * _whole(next(iter(model.state_dict().values())))
+        master: Any = next(iter(preamp.master_params(optimizer)))
+        with torch.no_grad():
+            master.to_local().mul_(2)
+        assert_same(_whole(next(iter(model.state_dict().values()))), wanted)
+
+
+def _read_in_each_step(
+    way: str, storage: str, read: Callable[[Any], Any] | None
+) -> list[torch.Tensor]:
+    model, _, optimizer = _start(way, "O5", storage, FusedAdam)
+    for number in range(3):
+        _iterate(model, optimizer, number)
+        if read is None:
+            continue
+        values = list(map(_whole, model.state_dict().values()))
+        for place, value in enumerate(values):
+            master: Any = list(preamp.master_params(optimizer))[place]
+            assert type(master) in PACKED_KINDS or place
+            found = read(master).detach()
+            of = value if found.shape == value.shape else local_of(master.detach())
+            assert_same(_whole(found) if found.shape == value.shape else found, of)
+    return list(map(_whole, model.state_dict().values()))
+
+
+def _iterate(model: Any, optimizer: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    loss = model(torch.randn(4, 7, generator=generator)).square().mean()
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def check_split_masters_on_ranks() -> None:

@@ -565,7 +565,7 @@ def test_what_is_written_to_weights_without_masters_is_rounded(level: str) -> No
 
 
 @with_masters
-def test_exact_weights_between_a_forward_and_its_backward(level: str) -> None:
+def test_frozen_weights_between_a_forward_and_its_backward(level: str) -> None:
     """Frozen weights that autograd has saved are not written to."""
     model, optimizer = mixture(level, "one layer", loss_scale=1.0)
     gradients: list[tuple[Any, ...]] = []

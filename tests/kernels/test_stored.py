@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import BLOCKS, JIT, JOINED, REFERENCE
+from cases.back_ends import BLOCKS, CUT, JIT, JOINED, REFERENCE
 from cases.rules import BF16, F16, F32, ONE_EACH, ROWS, RuleRow
 from cases.selection import examples
-from cases.stored import LAYOUTS, SHAPES, STORAGES, Case, assert_bits, chance, spaced
+from cases.stored import LAYOUTS, SHAPES, STORAGES, Case, assert_bits, chance, copied, spaced
 from preamp.kernels import SgdRule, Update
 from preamp.kernels.jit import compiler, formats, words
 from preamp.kernels.places import check_stored
@@ -371,6 +371,8 @@ def test_updates_are_the_reference(ops: Any, row: RuleRow, half: Any, kind: str)
     case = Case.of(row, half, kind)
     ours, wanted = case.run(ops), case.run(REFERENCE)
     assert_updated_alike(ours, wanted)
+    if ops in (BLOCKS, CUT) and kind == "float32":
+        return  # torch's fused kernels; see the next test
     if ops is not JIT:
         assert_bits(ours.kept, wanted.kept)
     # Moments of most rules take the same operations everywhere.
@@ -380,6 +382,25 @@ def test_updates_are_the_reference(ops: Any, row: RuleRow, half: Any, kind: str)
         assert_bits(ours.kept, wanted.kept)
     with pytest.raises(AssertionError):  # and something has happened
         assert_bits(ours.kept, case.kept)
+
+
+SPLIT_ROWS = [row for row in ROWS if row.op != "lars_"]  # which has masters made for each step
+
+
+@every_back_end
+@pytest.mark.parametrize("half", [BF16, F16])
+@pytest.mark.parametrize("row", SPLIT_ROWS, ids=lambda row: row.name)
+def test_split_parameters_have_the_bits_of_float32_ones(ops: Any, row: RuleRow, half: Any) -> None:
+    """One rule rounds in one way, whatever its parameters are kept as at the moment."""
+    shapes = *SHAPES, (70_001,)
+    case = Case.of(row, half, "float32", shapes=shapes)
+    wide = replace(case, lists=copied([case.params, *case.lists[1:]]), stored=Stored())
+    halves = copied([case.lists[0]])[0]
+    ours, wanted = case.run(ops), wide.run(ops, halves=halves)
+    parts = [split(tensor, half) for tensor in wanted.lists[0]]
+    assert_bits(ours.lists[0], [part[0] for part in parts])
+    assert_bits(ours.stored.lows or [], [part[1] for part in parts])
+    assert_bits([t for c in ours.lists[2:] for t in c], [t for c in wanted.lists[2:] for t in c])
 
 
 @pytest.mark.each
@@ -424,7 +445,8 @@ def test_what_is_not_finite_is_kept_alike(ops: Any, half: Any, kind: str, bad: f
     case = Case.of(ADAM, half, kind)
     case.lists[1][1][0, 200] = bad
     ours, wanted = case.run(ops), case.run(REFERENCE)
-    assert_bits(ours.kept_state, wanted.kept_state)
+    if ops not in (BLOCKS, CUT) or kind != "float32":
+        assert_bits(ours.kept_state, wanted.kept_state)
     assert [p.isfinite().tolist() for p in ours.params] == [
         p.isfinite().tolist() for p in wanted.params
     ]

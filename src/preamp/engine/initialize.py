@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -44,11 +45,12 @@ from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_release, check_storage, read_codes
-from preamp.engine.weights import attach_weight_doors
+from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
 from preamp.kernels.modules import add_hook
+from preamp.kernels.named_state import NamedMasters
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import OnOverflow, Policy, Scope, Storage, resolve
 
@@ -314,6 +316,12 @@ def _attach(engine: Engine) -> None:
             engine.process_undo.hold(kind)
             kind.hold()
         listen_to_collectives(engine, engine.process_undo)
+    weak = weakref.ref(engine)
+    names = NamedMasters(
+        functools.partial(master_of, weak), functools.partial(zeros_are_stepped, weak)
+    )
+    engine.process_undo.hold(names)
+    names.hold()
     for model in engine.models:
         _hook_model(engine, model)
     engine.reductions.comparison = parts.RankComparison(engine)

@@ -7,7 +7,7 @@ gets the master's. Methods of `Engine`, and hooks that find the engine through a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,29 @@ from preamp.scaling.scaler import Adjustments
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
+
+
+def master_of(engine: Callable[[], EngineCore | None], half: torch.Tensor) -> torch.Tensor | None:
+    """Return the master of a half weight, if the engine lives and has one."""
+    alive = engine()
+    twin = None if alive is None else twin_of(half, alive.sessions.values())
+    return None if twin is None else twin.master
+
+
+@contextmanager
+def zeros_are_stepped(
+    engine: Callable[[], EngineCore | None], optimizer: torch.optim.Optimizer
+) -> Generator[None]:
+    """Within the block a step without ``scale_loss`` is no mistake of the script."""
+    alive = engine()
+    if alive is None or id(optimizer) not in alive.sessions:
+        yield
+        return
+    before, alive.has_scaled = alive.has_scaled, True
+    try:
+        yield
+    finally:
+        alive.has_scaled = before
 
 
 def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:

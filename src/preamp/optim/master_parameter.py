@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
-from preamp.kernels.shards import instance_of, set_data
+from preamp.kernels.shards import before_local, instance_of, set_data
 
 if TYPE_CHECKING:
     from preamp.optim.table import Twin
@@ -137,7 +137,9 @@ class PackedMaster(MasterParameter):
     """A master that has no memory: it is its half weight and the 16 bits that a table has beside.
 
     Whatever torch is asked of it but its form makes the masters of the whole table first, so that
-    whoever reads or writes one finds float32. `WeightTable` changes the class there and back.
+    whoever reads or writes one finds float32. `WeightTable` changes the class there and back. The
+    few functions of torch that ask no class (``torch.func``'s transforms, ``torch.tensor(master)``,
+    ``x.data = master``, ``as_subclass``) find nan: they need ``master.detach()``.
     """
 
     @classmethod
@@ -220,7 +222,8 @@ def packed_kind(kind: type[MasterParameter]) -> type[MasterParameter]:
     """The class of masters of ``kind`` while they are packed."""
     if kind is MasterParameter:
         return PackedMaster
-    made = type("PackedShardedMaster", (PackedMaster, kind), {"__slots__": ()})
+    names = {"__slots__": (), **before_local(lambda param: make_masters((param,)))}
+    made = type("PackedShardedMaster", (PackedMaster, kind), names)
     MASTER_KINDS.add(made)
     PACKED_KINDS[made] = kind
     return cast("type[MasterParameter]", made)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,7 +35,10 @@ _TOGETHER = 512
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large blocks are, in elements."""
+    """How large blocks are, in elements.
+
+    Multiples of 64: torch's fused kernels may round the last elements of a piece otherwise.
+    """
 
     # For each thread of a CPU, where a computation makes several temporaries of a block's size
     small: int = 1 << 16
@@ -237,19 +240,21 @@ def copy_where_wanted(targets: Column, sources: Tensors) -> None:
         copy_(cast("Tensors", targets), sources)
 
 
-def regular(*columns: Column) -> tuple[Sequence[Sequence[Any]], list[int]]:
+def regular(
+    *columns: Column, codes: Set[torch.dtype] = frozenset()
+) -> tuple[Sequence[Sequence[Any]], list[int]]:
     """Take out the places whose tensors can be walked through in the order of their memory.
 
     Returns the columns, contiguous (dense tensors in another order, such as channels_last, are
     views of their memory), without the places that are returned next to them. Those that were given
-    if nothing had to be done.
+    if nothing had to be done. ``codes`` are dtypes that tensors may have besides those of floats.
     """
-    if all(map(are_contiguous, columns)):
+    if all([are_contiguous(column, codes) for column in columns]):
         return columns, []
     kept: list[list[Any]] = [[] for _ in columns]
     odd: list[int] = []
     for place, row in enumerate(zip(*columns, strict=True)):
-        in_order = _in_memory_order(row)
+        in_order = _in_memory_order(row, codes)
         if in_order is None:
             odd.append(place)
             continue
@@ -277,9 +282,11 @@ def _is_of_one_dtype(column: Column) -> bool:
     return len(set(map(dtype_of, column))) <= 1
 
 
-def _in_memory_order(row: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None] | None:
+def _in_memory_order(
+    row: Sequence[torch.Tensor | None], codes: Set[torch.dtype]
+) -> Sequence[torch.Tensor | None] | None:
     tensors = [tensor for tensor in row if tensor is not None]
-    if not are_plain(tensors):
+    if not are_plain(tensors, codes):
         return None
     if all(map(_is_contiguous, tensors)):
         return row

@@ -20,6 +20,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.tensors import dtype_of, host_reaches
+from preamp.kernels import stored as formats
 from preamp.kernels.blocks.cut import (
     REFERENCE,
     Block,
@@ -37,7 +38,15 @@ from preamp.kernels.blocks.cut import (
     split,
 )
 from preamp.kernels.ops import Census, Ops, Tally, Tensors
-from preamp.kernels.places import Column, check_lengths, check_shapes, geometry_of, shapes_of
+from preamp.kernels.places import (
+    STORED_DTYPES,
+    Column,
+    check_lengths,
+    check_shapes,
+    check_stored,
+    geometry_of,
+    shapes_of,
+)
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of, takes_norms
 from preamp.kernels.reference.update import Slot
 from preamp.kernels.rules import (
@@ -58,7 +67,8 @@ _CPU = torch.device("cpu")
 _SIZES = Sizes()
 _SMALL = 1 << 16
 """Elements up to which joining tensors costs less than calls of their own."""
-_PARAM, _GRAD, _STATE = 0, 1, 2  # columns of an update; halves come last
+_PARAM, _GRAD, _STATE = 0, 1, 2  # columns of an update
+_BESIDE = -1  # the last one: halves, or what is beside packed parameters, which are halves
 
 Factor = torch.Tensor | float
 Fused = Callable[[Sequence[Any], Sequence[Any], Sequence[Sequence[Any]]], None]
@@ -361,7 +371,7 @@ class Blocks(Ops):
             if update.found_inf.item() != 0:
                 return
             update = replace(update, found_inf=None)
-        if update.stored is not None:
+        if _has_fewer_bits(params, state, update):
             REFERENCE.update_(params, grads, *state, rule=rule, update=update)
             return
         work = Work(rule, update, params, grads, *state)
@@ -371,17 +381,19 @@ class Blocks(Ops):
         if not work.columns[_PARAM]:
             return
         fused = fused_kernel(rule, update) if is_near and work.is_wide else None
+        makes_none = fused is not None and not work.is_packed
+        plan = work.plan(self._large(near=is_near) if makes_none else self._small(near=is_near))
         if fused is not None:
-            _run_fused(work, work.plan(self._large(near=is_near)), fused)
+            _run_fused(work, plan, fused)
         else:
-            _run_formula(work, work.plan(self._small(near=is_near)), is_near)
+            _run_formula(work, plan, is_near)
 
     @torch.no_grad()
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.lamb_norms`."""
-        if update.stored is not None:
+        if _has_fewer_bits(params, state, update):
             return REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
         rule = replace(rule, uses_trust_ratio=True)
         work = Work(rule, update, params, grads, *state)
@@ -394,6 +406,12 @@ class Blocks(Ops):
             for row, values in zip(found, norms, strict=True):
                 copy_([row[place] for place in cut.places], values.unbind())
         return found
+
+
+def _has_fewer_bits(params: Tensors, state: Sequence[Tensors], update: Update) -> bool:
+    """Whether state is kept in fewer bits; refuses what does not fit together."""
+    check_stored(params, state, update)
+    return update.stored is not None and {*update.stored.formats} - {formats.Format.PLAIN} != set()
 
 
 def _beside(factor: Factor, tensor: torch.Tensor, dtype: torch.dtype) -> Factor:
@@ -497,23 +515,27 @@ class Work:
         if rule.has_numbers:
             self.numbers, state = list(state[-1]), state[:-1]
             check_lengths(params, self.numbers)
-        halves: Column = [None] * len(params) if update.halves is None else update.halves
-        given: tuple[Column, ...] = (params, grads, *state, halves)
+        lows = None if update.stored is None else update.stored.lows
+        self.is_packed = lows is not None  # parameters are half tensors then
+        beside: Column | None = lows or update.halves
+        codes = STORED_DTYPES if lows else frozenset[torch.dtype]()
+        given: tuple[Column, ...] = (params, grads, *state, beside or [None] * len(params))
         self._norms = update.norms
-        geometry = geometry_of(*(given if update.halves is not None else given[:-1]))
+        geometry = geometry_of(*(given if beside else given[:_BESIDE]), codes=codes)
         if geometry is not None:
-            # Parameters, gradients, state of their shapes …, halves; what was left out.
+            # Parameters, gradients, state of their shapes …, `_BESIDE`; what was left out.
             self.columns, self.odd, self._shapes = given, list[int](), geometry.shapes
-            wide = (geometry.dtypes[_PARAM], *geometry.dtypes[_STATE : _STATE + len(state)])
+            kinds: Sequence[set[torch.dtype]] = geometry.dtypes
         else:
             check_lengths(*given)
             shapes = check_shapes(*given)
-            self.columns, self.odd = regular(*given)
+            self.columns, self.odd = regular(*given, codes=codes)
             self._shapes = shapes if self.columns is given else shapes_of(self.columns[_PARAM])
-            wide = [
-                set(map(dtype_of, self.columns[i]))
-                for i in (_PARAM, *range(_STATE, len(given) - 1))
-            ]
+            kinds = [set(map(dtype_of, column)) for column in self.columns[:_BESIDE]]
+        # Those of the lists that the kernels of torch write, of which packed parameters are none
+        wide = kinds[_STATE : _STATE + len(state)]
+        if not self.is_packed:
+            wide = [kinds[_PARAM], *wide]
         # Whether parameters and state have it
         self.is_wide = all(dtypes == {self.dtype} for dtypes in wide)
         if self.odd:
@@ -601,14 +623,32 @@ def _run_fused(work: Work, plan: Plan, fused: Fused) -> None:
     with plan.workspaces(work.dtype) as (space,):
         for cut in plan.cuts:
             for block in blocks_of(plan, cut, work.columns):
-                params, grads, *state, halves = block.columns
+                params, grads, *state, beside = block.columns
                 if inv_scale is not None or is_half:
                     grads = _wide_gradients(block, cut.index, space, inv_scale)
+                if work.is_packed:
+                    wide = _unpacked(block)
+                    fused(block.split(wide), grads, state)
+                    _pack(block, wide)
+                    continue
                 fused(params, grads, state)
-                copy_where_wanted(halves, params)
+                copy_where_wanted(beside, params)
             # torch's fused kernels do not tell autograd that they write.
-            for column in (work.columns[_PARAM], *work.columns[_STATE:-1]):
+            written = work.columns[_STATE:_BESIDE]
+            for column in written if work.is_packed else (work.columns[_PARAM], *written):
                 torch.autograd.graph.increment_version(cut.of(column))
+
+
+def _unpacked(block: Block) -> torch.Tensor:
+    """The values of packed parameters as one vector, in memory of its own."""
+    return formats.join(flatten(block.columns[_PARAM]), flatten(block.columns[_BESIDE]))
+
+
+def _pack(block: Block, wide: torch.Tensor) -> None:
+    """Let packed parameters have the values of a vector."""
+    half, low = formats.split(wide, block.columns[_PARAM][0].dtype)
+    block.write(_PARAM, half)
+    block.write(_BESIDE, low)
 
 
 def _wide_gradients(
@@ -680,7 +720,8 @@ class BlockSlot(Slot):
         """Load; nothing is written before `store`."""
         self._block = block
         self._found_inf = update.found_inf
-        self.p = block.flat(_PARAM, dtype)
+        self._is_packed = update.stored is not None and update.stored.lows is not None
+        self.p = _unpacked(block) if self._is_packed else block.flat(_PARAM, dtype)
         self.g = block.flat(_GRAD, dtype)
         if update.inv_scale is not None:
             self.g = self.g * self.scalar(update.inv_scale)
@@ -695,6 +736,11 @@ class BlockSlot(Slot):
         """See `Slot.store`."""
         for column, values in enumerate(state, _STATE):
             self._write(column, values)
+        if self._is_packed:
+            half, low = formats.split(p, self._block.columns[_PARAM][0].dtype)
+            self._write(_PARAM, half)
+            self._write(_BESIDE, low)
+            return
         self._write(_PARAM, p)
         self._copy_to_halves()
 
@@ -706,12 +752,12 @@ class BlockSlot(Slot):
         self._block.write(column, values)
 
     def _copy_to_halves(self) -> None:
-        params, halves = self._block.columns[_PARAM], self._block.columns[-1]
+        params, halves = self._block.columns[_PARAM], self._block.columns[_BESIDE]
         kinds = {None if half is None else half.dtype for half in halves}
         if self._found_inf is None:
             copy_where_wanted(halves, params)
         elif len(kinds) == 1 and None not in kinds:
-            self._write(len(self._block.columns) - 1, flatten(params).to(halves[0].dtype))
+            self._write(_BESIDE, flatten(params).to(halves[0].dtype))
         else:
             for half, param in zip(halves, params, strict=True):
                 if half is not None:

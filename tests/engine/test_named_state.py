@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torch.distributed.checkpoint.state_dict``: masters and their state go by the model's names."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from engine.harness import Net, engines_closed, same, train_step
+from preamp.kernels.named_state import MODULE
+from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
+
+__all__ = ["engines_closed"]
+BUILDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1),
+    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.01),
+    "FusedSGD, no state": lambda params: FusedSGD(params, lr=0.1, weight_decay=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD, no state": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
+}
+OPTIONS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "offloaded": {"cpu_offload": True},
+    "trainable": {"ignore_frozen_params": True, "strict": False},
+}
+
+
+class Model(Net):
+    """With a frozen layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.frozen(x))
+
+
+@pytest.fixture
+def torchs() -> Any:
+    """The module, which is imported late, as most scripts do not need it."""
+    return importlib.import_module(MODULE)
+
+
+def start(level: str, name: str = "FusedAdam", storage: str = "full", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = Model()
+    torch.nn.init.eye_(model.frozen.weight)
+    groups = [
+        {"params": [param for param in model.parameters() if param.dim() > 1]},
+        {"params": [param for param in model.parameters() if param.dim() == 1], "lr": 0.003},
+    ]
+    more = {"opt_level": level, "storage": storage, "verbosity": 0, "backend": "blocks"}
+    return preamp.initialize(model, BUILDS[name](groups), **more)
+
+
+def exact(model: nn.Module, optimizer: Any) -> Any:
+    halves = [param.detach().clone() for param in model.parameters()]
+    return copy.deepcopy([dict(model.state_dict()), halves, optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_loading_goes_on_bitwise(
+    torchs: Any, level: str, name: str, storage: str, options: str, is_new: bool
+) -> None:
+    """A new optimizer has no state yet; torch takes a step with zeros for it."""
+    if name == "SGD, no state" and options == "flat":
+        options = "plain"  # torch itself does not load that
+    storage = "full" if level == "O1" else storage
+    model, optimizer = start(level, name, storage)
+    for number in range(2):
+        train_step(model, optimizer, number)
+    told = torchs.StateDictOptions(**OPTIONS[options])
+    file = io.BytesIO()
+    torch.save(torchs.get_state_dict(model, optimizer, options=told), file)
+    file.seek(0)
+    weights, state = torch.load(file)
+    other, others = start(level, name, storage, seed=1)
+    if not is_new:
+        train_step(other, others, 5)
+    torchs.set_state_dict(
+        other, others, model_state_dict=weights, optim_state_dict=state, options=told
+    )
+    preamp.load_state_dict(other, preamp.state_dict(model))
+    if options == "trainable":
+        other.frozen.load_state_dict(model.frozen.state_dict())
+    for number in range(2, 4):
+        train_step(model, optimizer, number)
+        train_step(other, others, number)
+    assert same(exact(model, optimizer), exact(other, others))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_names_and_dtypes_are_those_of_float32_training(torchs: Any, level: str) -> None:
+    model, optimizer = start(level)
+    train_step(model, optimizer, 0)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    for wrapped in (model, torch.compile(model)):
+        weights = torchs.get_model_state_dict(wrapped)
+        state = torchs.get_optimizer_state_dict(wrapped, optimizer)
+        assert sorted(state["state"]) == sorted(trained)
+        assert [group["lr"] for group in state["param_groups"]] == [0.01, 0.003]
+        wanted = {name for name, param in model.named_parameters() if param.dim() == 1}
+        assert set(state["param_groups"][1]["params"]) == wanted
+        values = {name: weights[name] for name in trained}
+        assert {value.dtype for value in values.values()} == {torch.float32}
+        assert same(values, {name: model.state_dict()[name] for name in trained})
+
+
+def test_saving_before_the_first_step_changes_no_weight(torchs: Any) -> None:
+    """Nor does it warn of a step without ``scale_loss``; a script's own one still does."""
+    model, optimizer = start("O2")
+    before = exact(model, optimizer)
+    torchs.get_state_dict(model, optimizer)
+    assert same(exact(model, optimizer)[:2], before[:2])
+    for param in preamp.master_params(optimizer):
+        param.grad = torch.ones_like(param)
+    with pytest.warns(UserWarning, match="no scale_loss block has made"):
+        optimizer.step()
+
+
+def functions_of(module: Any) -> list[Any]:
+    names = ("_iterate_valid_model_state", "_get_optim_state_dict", "_init_optim_state")
+    return [vars(module)[name] for name in names]
+
+
+def test_torchs_module_is_changed_for_as_long_as_an_engine_needs_it(torchs: Any) -> None:
+    before = functions_of(torchs)
+    engines = [preamp.engine_of(start(level)[0]) for level in ("O2", "O5")]
+    changed = functions_of(torchs)
+    assert not any(one is other for one, other in zip(before, changed, strict=True))
+    engines[0].close()
+    assert functions_of(torchs) == changed
+    engines[1].close()
+    assert functions_of(torchs) == before
+
+
+def test_a_module_that_is_imported_later_is_changed_then(
+    torchs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, name = MODULE.rsplit(".", 1)
+    monkeypatch.setattr(sys.modules[parent], name, torchs)  # put back at the end
+    monkeypatch.delitem(sys.modules, MODULE)
+    finders = [*sys.meta_path]
+    model, optimizer = start("O5")
+    train_step(model, optimizer, 0)
+    later = importlib.import_module(MODULE)
+    assert later is not torchs
+    assert "first.weight" in later.get_optimizer_state_dict(model, optimizer)["state"]
+    preamp.engine_of(model).close()
+    assert sys.meta_path == finders
+    assert all([type(function).__name__ == "function" for function in functions_of(later)])
