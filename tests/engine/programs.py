@@ -959,7 +959,7 @@ class World:
         self.log.append(f"opt{i}.halve()")
         for optimizer in (self.opts[i], self.plain_opts[i]):
             optimizer.halve()  # type: ignore[attr-defined]
-        self.check(i)
+        self.master_written[i] |= any(self.master(name) is not None for name in self.names(i))
 
     def add(self) -> None:
         if hasattr(self.ours, "c"):
