@@ -586,6 +586,8 @@ class OptimizerSession:
         self.end_left_open()
         if self.gradients.is_open or self.gradients.stage is Stage.SCALED:
             raise refusals.shared_while_scaled()
+        if self.sharing is not None:
+            raise refusals.shared_in_parts()
         for table in self.gradients.tables:
             table.reconcile()
 

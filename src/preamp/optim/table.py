@@ -470,7 +470,6 @@ class WeightTable(WeightPairs):
         """Add a row whose half weight is its rounded master."""
         twin.table, twin.row = self, len(self)
         self.may_have_bases |= twin.held.gradient is not None
-        self.has_parts |= twin.held.part is not None
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
         self.lows.append(None)
