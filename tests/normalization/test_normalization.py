@@ -291,9 +291,6 @@ def test_state_and_copies(kind: Any) -> None:
 
 
 @pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm")
-@pytest.mark.skipif(
-    torch.__version__ < "2.7", reason="this torch breaks the graph where autocast is asked for"
-)
 @ALL_LAYERS
 @EFFICIENT
 def test_compiled_and_traced(kind: Any, efficient: bool) -> None:

@@ -164,11 +164,17 @@ def normalize(
     weight of ones, and a bias of zeros.
     """
     device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return _normalize(norm, x, weight, bias)
     half = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
         return _normalize(norm, *(_autocast(tensor, half) for tensor in (x, weight, bias)))
+
+
+def _has_autocast(device: str) -> bool:
+    if torch.compiler.is_compiling():  # torch 2.6 and 2.8 cannot trace the question
+        return device != "meta"
+    return torch.amp.is_autocast_available(device)
 
 
 def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
