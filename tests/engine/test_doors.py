@@ -773,7 +773,25 @@ class ScheduleFreeByData(ScheduleFree):
         return p.data
 
 
-schedule_free = pytest.mark.parametrize("build", [ScheduleFree, ScheduleFreeByData])
+class ScheduleFreeByBuffer(ScheduleFree):
+    """Moves a buffer that all parameters lie in; the parameters themselves are not touched."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        given = list(self._each())
+        self.flat = torch.cat([p.detach().reshape(-1) for p in given])
+        parts = self.flat.split([p.numel() for p in given])
+        self.views = [part.view(p.shape) for p, part in zip(given, parts, strict=True)]
+        for p, view in zip(given, self.views, strict=True):
+            p.data = view
+
+    def _of(self, p: torch.Tensor) -> torch.Tensor:
+        return self.views[[id(each) for each in self._each()].index(id(p))]
+
+
+schedule_free = pytest.mark.parametrize(
+    "build", [ScheduleFree, ScheduleFreeByData, ScheduleFreeByBuffer]
+)
 
 
 @with_masters

@@ -285,3 +285,73 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
     assert first["O2 state"]["steps"][0]["applied"] > 0
     alone = Sharded()
     assert list(bits(exact(alone).values())) != first["O2"]
+
+
+class Keep(pl.Callback):
+    """Keeps the exact weights as they are before other callbacks see them."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, torch.Tensor]] = []
+        self.validated: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.values.append(exact(pl_module))
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.validated.append(exact(pl_module))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_lightnings_averages_are_of_the_exact_weights(
+    level: str, every: int, tmp_path: Path
+) -> None:
+    """Also where it validates with them, and where gradients accumulate meanwhile."""
+    keep, module = Keep(), Module()
+    average = pl.callbacks.EMAWeightAveraging(decay=0.75)
+    trainer = trainer_of(
+        tmp_path,
+        level,
+        without_skips(level),
+        max_epochs=2,
+        accumulate_grad_batches=every,
+        callbacks=[keep, average],
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, loader(4), loader(1))
+    wanted = keep.values[every - 1]
+    for number in range(2 * every - 1, 8, every):
+        if number == 4 + every - 1:
+            assert_same_values(keep.validated[0], wanted)
+        now = keep.values[number]
+        wanted = {name: 0.75 * value + 0.25 * now[name] for name, value in wanted.items()}
+    assert_same_values(keep.validated[1], wanted)
+    assert_same_values(exact(module), wanted)
+    plain = Module()
+    trainer_of(
+        tmp_path, level, without_skips(level), max_epochs=2, accumulate_grad_batches=every
+    ).fit(plain, loader(4))
+    assert module.losses == plain.losses  # training does not notice
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_lightnings_stochastic_averages_are_of_the_exact_weights(
+    level: str, tmp_path: Path
+) -> None:
+    keep, module = Keep(), Module()
+    values = [exact(module)]
+    average = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    trainer = trainer_of(
+        tmp_path, level, without_skips(level), max_epochs=3, callbacks=[keep, average]
+    )
+    trainer.fit(module, loader(2))
+    values += [keep.values[1], keep.values[3]]  # as of the beginnings of epochs
+    wanted = values[0]
+    for number, now in enumerate(values[1:], 2):
+        wanted = {name: mean + (now[name] - mean) / number for name, mean in wanted.items()}
+    assert_same_values(exact(module), wanted)
+
+
+def assert_same_values(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, value in wanted.items():
+        assert_same(mine[name], value, name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import isfunction
 from types import MethodType
 from typing import Any, cast
 
@@ -56,6 +57,7 @@ class OptimizerHooks:
             ("step", self._make_step()),
             ("zero_grad", self._make_zero_grad()),
             ("add_param_group", self._make_add_param_group()),
+            *((name, self._make_moving(name)) for name in _further_methods(optimizer)),
         ):
             set_attribute(optimizer, name, MethodType(method, optimizer), undo)
 
@@ -205,6 +207,20 @@ class OptimizerHooks:
                 self._stepping = False  # the skip is counted already
                 return loss
 
+    # -- what a class of optimizers has besides ----------------------------------------------
+
+    def _make_moving(self, name: str) -> Callable[..., Any]:
+        """A method such as ``eval`` of schedule-free optimizers, which may write to masters."""
+        inner = previous_method(self._optimizer, name)
+
+        def move(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            for table in () if self._engine.closed else self._session.gradients.tables:
+                table.hand_out_all()
+            return inner(optimizer, *args, **kwargs)
+
+        copy_identity(inner, move)
+        return move
+
     # -- zero_grad, add_param_group ----------------------------------------------------------
 
     def _make_zero_grad(self) -> Callable[..., Any]:
@@ -275,6 +291,18 @@ class OptimizerHooks:
 
         copy_identity(inner, add_param_group)
         return add_param_group
+
+
+def _further_methods(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The public methods that only its class has; torch's and ours are known to move nothing."""
+    kinds = [kind for kind in type(optimizer).__mro__ if not _is_known(kind)]
+    names = {name for kind in kinds for name, value in vars(kind).items() if isfunction(value)}
+    own = {name for name in names if not name.startswith("_")}
+    return sorted(name for name in own if not hasattr(torch.optim.Optimizer, name))
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.", "preamp."))
 
 
 _TORCHS_ZERO_GRAD = torch.optim.Optimizer.zero_grad

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from preamp.core.errors import bad_state
-from preamp.engine import clip_grad_norm_, engine_of, find_engine, serve_imitations
+from preamp.core.undo import set_attribute
+from preamp.engine import Engine, clip_grad_norm_, engine_of, find_engine, serve_imitations
 from preamp.integrations.shared import EngineScaler, Options, framework, start
 
 _trainer: Any = framework("lightning.pytorch.plugins.precision", "lightning")
 _fabric: Any = framework("lightning.fabric.plugins.precision", "lightning")
+_callbacks: Any = framework("lightning.pytorch.callbacks", "lightning")
+_AVERAGING = tuple(
+    getattr(_callbacks, name)
+    for name in ("WeightAveraging", "StochasticWeightAveraging")
+    if hasattr(_callbacks, name)
+)
+_READ_WEIGHTS = (
+    *("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end"),
+)
 
 
 class TrainerPrecision(_trainer.Precision):
@@ -29,6 +41,9 @@ class TrainerPrecision(_trainer.Precision):
     back when it ends: the module is plain float32 again then, with the exact weights. Validation
     within ``fit`` runs at the opt level; ``validate``, ``test`` and ``predict`` by themselves run
     in float32, since without an optimizer there are no masters to keep the weights exact.
+
+    Lightning's callbacks ``WeightAveraging`` (``EMAWeightAveraging``) and
+    ``StochasticWeightAveraging`` average the masters, within ``engine.exact_weights()``.
 
     Checkpoints hold the exact float32 weights, and the loss scale with all counters under this
     class's name. A learning-rate scheduler that counts optimizer steps sees skipped ones where the
@@ -58,6 +73,7 @@ class TrainerPrecision(_trainer.Precision):
             module: Any = model.module if is_wrapped else model
             self._scaler = start([module], optimizers, self._opt_level, self._options)
             serve_imitations(self._scaler.engine)  # of which Lightning makes wrappers next
+            _average_masters(module.trainer.callbacks, self._scaler.engine)
             if is_wrapped and engine_of(module).policy.cast_model_type is not None:
                 model = _wrapped_again(module)
         return super().connect(model, optimizers, lr_schedulers)
@@ -119,6 +135,23 @@ class TrainerPrecision(_trainer.Precision):
             self._scaler.engine.close()
             self._scaler = None
         super().teardown()
+
+
+def _average_masters(callbacks: Iterable[Any], engine: Engine) -> None:
+    """Let Lightning's callbacks that average weights, and swap the average in, see masters.
+
+    They walk over the module's parameters and write through ``.data``: half weights would lose
+    the average's digits, and at the end of the training the masters are given back.
+    """
+    for callback in callbacks:
+        for name in _READ_WEIGHTS if isinstance(callback, _AVERAGING) else ():
+            inside = partial(_within_exact_weights, engine, getattr(callback, name))
+            set_attribute(callback, name, inside, engine.undo)
+
+
+def _within_exact_weights(engine: Engine, hook: Callable[..., Any], *args: Any) -> Any:
+    with engine.exact_weights():
+        return hook(*args)
 
 
 def _wrapped_again(module: Any) -> nn.Module:

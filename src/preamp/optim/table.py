@@ -1272,6 +1272,12 @@ class WeightTable(WeightPairs):
             self._settle(row)
         self._handed_out[row] = self._rounded_here(row)
 
+    def hand_out_all(self) -> None:
+        """Somebody may write to masters as they please, such as to a buffer that they lie in."""
+        for row, low in enumerate(self.lows):
+            if low is None:
+                self.hand_out(row)
+
     def _rounded_here(self, row: int) -> torch.Tensor:
         """This rank's part of a master that is there, as it goes into the half weight."""
         master = self.masters[row].detach()
