@@ -43,6 +43,7 @@ def _kernel(dims: int) -> torch.Tensor:
 
 _SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
 _CLASSES = torch.tensor([0, 1, 2, 3])
+_PIVOTS = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
 
 
 def _lstm(gates: int, *, has_cell: bool) -> tuple[Any, ...]:
@@ -137,7 +138,23 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     **dict.fromkeys(["solve", "lstsq"], _matrix_pair),
     "solve_triangular": lambda: (_square().triu(), _square(2)),
-    **dict.fromkeys(["cholesky", "cholesky_ex", "eigh", "eigvalsh"], lambda: (_symmetric(),)),
+    **dict.fromkeys(
+        ["cholesky", "cholesky_ex", "eigh", "eigvalsh", "ldl_factor", "ldl_factor_ex"],
+        lambda: (_symmetric(),),
+    ),
+    **dict.fromkeys(["solve_ex", "triangular_solve", "cholesky_solve"], _matrix_pair),
+    "cholesky_inverse": lambda: (_square().tril(),),
+    "orgqr": lambda: (_square(), _vector()),
+    "vander": lambda: (_vector(),),
+    "ormqr": lambda: (_square(1), _vector(), _square(2)),
+    "lu_unpack": lambda: (_square(), _PIVOTS),
+    "ldl_solve": lambda: (_symmetric(), _PIVOTS, _square(2)),
+    "tensorsolve": lambda: (_square().reshape(2, 2, 4), _vector().reshape(2, 2)),
+    **dict.fromkeys(["pca_lowrank", "svd_lowrank"], lambda: (_square(), 2)),
+    **dict.fromkeys(["quantile", "nanquantile"], lambda: (_square(), 0.25)),
+    "histogram": lambda: (_square(), 4),
+    **dict.fromkeys(["igamma", "igammac", "complex", "polar"], _matrix_pair),
+    "view_as_complex": lambda: (_batch()[..., :2].contiguous(),),
     "matrix_power": lambda: (_square(), 3),
     "tensorinv": lambda: (_square().reshape(4, 2, 2), 1),
     "householder_product": lambda: (_square(), _vector()),
@@ -177,6 +194,9 @@ def example(row: OpRow) -> tuple[Any, ...]:
     """Positional arguments, float tensors in float32, with which the row's function runs."""
     if row.namespace == "torch.linalg" and row.name in ("norm", "vector_norm"):
         return (_square(),)
+    if row.name == "lu_solve":  # torch.linalg takes the right side last
+        is_last = row.namespace == "torch.linalg"
+        return (_square(), _PIVOTS, _square(2)) if is_last else (_square(2), _square(), _PIVOTS)
     if row.name in _CALLS:
         return _CALLS[row.name]()
     if row.rule == "sequence_promote":
@@ -188,4 +208,6 @@ def example(row: OpRow) -> tuple[Any, ...]:
 
 def options(row: OpRow) -> dict[str, Any]:
     """Keyword arguments that go with ``example``."""
+    if row.name == "stft":
+        return {"n_fft": 4, "return_complex": True}
     return {"upper": True} if row.name == "solve_triangular" else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Products of float32 and half tensors, which torch refuses without the patches."""
+"""Calls that mix float32 and half tensors, which torch refuses without the patches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import preamp
 from casting.probe import held
+from preamp.casting.constants import CONSTANTS
 from preamp.casting.functions import install_wide_half, namespace_owner
-from preamp.casting.mixed import FUNCTIONS, install_mixed_products
+from preamp.casting.mixed import NORMS, PRODUCTS, PROMOTED, STORES, install_mixed_calls
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 F32 = torch.float32
@@ -22,7 +24,7 @@ F32 = torch.float32
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    handle = held(install_mixed_products)
+    handle = held(install_mixed_calls)
     yield
     handle.remove()
 
@@ -43,6 +45,10 @@ CALLS: dict[str, tuple[Call, tuple[int, ...], tuple[int, ...]]] = {
     "mv": (lambda a, b: torch.mv(a, b), (3, 4), (4,)),
     "dot": (lambda a, b: torch.dot(a, b), (4,), (4,)),
     "inner": (lambda a, b: torch.inner(a, b), (3, 4), (5, 4)),
+    "vdot": (lambda a, b: a.vdot(b), (4,), (4,)),
+    "addr": (lambda a, b: torch.addr(a, b[0], b[0]), (4, 4), (4, 4)),
+    "tensordot": (lambda a, b: torch.tensordot(a, b, 1), (3, 4), (4, 5)),
+    "prelu": (lambda a, b: F.prelu(a, b), (3, 4), (4,)),
     "vecdot": (lambda a, b: torch.linalg.vecdot(a, b), (3, 4), (3, 4)),
     "addmm": (lambda a, b: torch.addmm(a[0], b, b.T), (3, 3), (3, 4)),
     "baddbmm by name": (lambda a, b: torch.baddbmm(a, batch1=b, batch2=b), (2, 3, 3), (2, 3, 3)),
@@ -119,12 +125,10 @@ def test_other_mixtures_are_torch_s(half: torch.dtype) -> None:
 @HALVES
 @pytest.mark.parametrize("wide_first", [False, True])
 def test_it_is_taken_off_again_in_any_order(half: torch.dtype, wide_first: bool) -> None:
-    rows = [(namespace_owner(namespace), name) for namespace, name in FUNCTIONS]
+    functions = (*PRODUCTS, *NORMS, *STORES, *PROMOTED, *CONSTANTS)
+    rows = [(namespace_owner(namespace), name) for namespace, name in functions]
     before = [vars(owner).get(name) for owner, name in rows]
-    installs = [
-        partial(held, install_wide_half, torch.float16),
-        partial(held, install_mixed_products),
-    ]
+    installs = [partial(held, install_wide_half, torch.float16), partial(held, install_mixed_calls)]
     if not wide_first:
         installs.reverse()
     handles = [install() for install in installs]
@@ -137,3 +141,163 @@ def test_it_is_taken_off_again_in_any_order(half: torch.dtype, wide_first: bool)
     with pytest.raises(RuntimeError):
         torch.mm(a, a.to(half))
     assert [vars(owner).get(name) for owner, name in rows] == before
+
+
+INDEX = torch.tensor([2, 0, 1])
+MASK = torch.ones(3, 4, dtype=torch.bool)
+
+
+def _set(target: torch.Tensor, at: Any, source: torch.Tensor) -> torch.Tensor:
+    target[at] = source
+    return target
+
+
+STORED: dict[str, Call] = {
+    "index_add_": lambda a, b: a.index_add_(0, INDEX, b),
+    "index_add by name": lambda a, b: torch.index_add(a, dim=0, index=INDEX, source=b),
+    "index_copy": lambda a, b: a.index_copy(0, INDEX, b),
+    "index_put_": lambda a, b: a.index_put_((INDEX,), b, accumulate=True),
+    "scatter_add_": lambda a, b: a.scatter_add_(0, INDEX[:, None].expand(3, 4), b),
+    "scatter_reduce": lambda a, b: a.scatter_reduce(0, INDEX[:, None].expand(3, 4), b, "amax"),
+    "masked_scatter": lambda a, b: a.masked_scatter(MASK, b),
+    "item by indices": lambda a, b: _set(a, INDEX, b),
+    "item by a mask": lambda a, b: _set(a, MASK, b.flatten()),
+    "addmm_": lambda a, b: a[:, :3].clone().addmm_(b, b.T),
+    "baddbmm_": lambda a, b: a[None, :, :3].clone().baddbmm_(b[None], b.T[None]),
+}
+
+
+@pytest.mark.usefixtures("installed")
+@HALVES
+@pytest.mark.parametrize("kind", STORED)
+def test_what_is_stored_gets_the_dtype_of_the_target(kind: str, half: torch.dtype) -> None:
+    call = STORED[kind]
+    a, b = values(3, 4), values(4, 3).T.contiguous()
+    for target, source in ((a, b.to(half)), (a.to(half), b)):
+        expected = call(target.clone(), source.to(target.dtype))
+        found = call(target.clone(), source)
+        assert found.dtype is target.dtype
+        assert torch.equal(found, expected)
+
+
+PROMOTED_CALLS: dict[str, Call] = {
+    "grid_sample": lambda a, b: F.grid_sample(
+        a.view(1, 1, 4, 4), b.view(1, 2, 4, 2), align_corners=False
+    ),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.25),
+    "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
+    "loss of probabilities": lambda a, b: F.binary_cross_entropy(
+        a.abs().clamp(max=1), b.abs().clamp(max=1)
+    ),
+    "weights of classes": lambda a, b: F.cross_entropy(a, INDEX[[0, 1, 2, 0]], b[0].abs()),
+}
+
+
+@pytest.mark.usefixtures("installed")
+@HALVES
+@pytest.mark.parametrize("kind", PROMOTED_CALLS)
+def test_other_functions_compute_in_float32(kind: str, half: torch.dtype) -> None:
+    call = PROMOTED_CALLS[kind]
+    a, b = values(4, 4).to(half), values(4, 4)
+    assert torch.equal(call(a, b), call(a.float(), b))
+    assert torch.equal(call(b, a), call(b, a.float()))
+
+
+@pytest.mark.usefixtures("installed")
+@HALVES
+def test_norms_are_float32_where_their_input_is(half: torch.dtype) -> None:
+    x, weight = values(3, 4), nn.Parameter(values(4).to(half))
+    assert torch.equal(F.layer_norm(x, [4], weight), F.layer_norm(x, [4], weight.float()))
+    assert torch.equal(F.group_norm(x, 2, weight), F.group_norm(x, 2, weight.float()))
+    assert F.layer_norm(x.to(half), [4], weight).dtype is half
+
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _causal(h: torch.Tensor) -> torch.Tensor:
+    mask = torch.full((h.shape[-2], h.shape[-2]), float("-inf")).triu(1)
+    return (h @ h.mT + mask).softmax(-1) @ h
+
+
+def _rotary(h: torch.Tensor) -> torch.Tensor:
+    angles = torch.arange(h.shape[-2])[:, None] / 10.0 ** torch.arange(h.shape[-1])
+    queries = h * angles.cos() + h.roll(1, -1) * angles.sin()
+    return F.scaled_dot_product_attention(queries, queries, h, is_causal=True)
+
+
+def _experts(h: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(h.shape)
+    out[h.float().sum(-1) > 0] = h[h.float().sum(-1) > 0]
+    return out.index_add_(1, INDEX, h)
+
+
+class _OwnNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, [4], self.weight)
+
+
+FORWARDS: dict[str, Forward] = {
+    "causal mask": _causal,
+    "rotary": _rotary,
+    "one-hot einsum": lambda h: torch.einsum("bnd,ne->bed", h, F.one_hot(INDEX, 4).float()),
+    "float32 softmax": lambda h: (h @ h.mT).softmax(-1, dtype=F32) @ h,
+    "mean pooling": lambda h: torch.bmm(torch.full((2, 1, 3), 0.25), h),
+    "fixed filter": lambda h: F.conv1d(h, torch.ones(2, 3, 3)),
+    "linear": lambda h: F.linear(h, torch.ones(5, 4)),
+    "baddbmm": lambda h: torch.baddbmm(torch.zeros(2, 3, 3), h, h.mT),
+    "experts": _experts,
+    "positions": lambda h: F.layer_norm(h + torch.arange(4.0), [4]),
+}
+
+
+class _Made(nn.Module):
+    def __init__(self, inside: Forward) -> None:
+        super().__init__()
+        self.layer, self.norm, self.inside = nn.Linear(4, 4), _OwnNorm(), inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        return self.inside(h) + self.norm(h + torch.arange(4.0)).sum()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_float32_made_in_a_forward_needs_no_other_object(kind: str, level: str) -> None:
+    torch.manual_seed(0)
+    model = _Made(FORWARDS[kind])
+    twin = _Made(FORWARDS[kind])
+    twin.load_state_dict(model.state_dict())
+    plain = model(values(2, 3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    found = model(values(2, 3, 4))
+    with preamp.scale_loss(found.square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    torch.testing.assert_close(found, plain, rtol=0.1, atol=0.1)
+    preamp.engine_of(model).close()
+
+    other = nn.Linear(4, 4)
+    other.register_buffer("constant", torch.ones(3), persistent=False)
+    engines = [preamp.initialize(m, opt_level=level, verbosity=0) for m in (other, twin)]
+    assert torch.equal(engines[1](values(2, 3, 4)), found)
+
+
+def test_a_checkpoint_mixes_in_its_second_forward_too() -> None:
+    torch.manual_seed(0)
+    model = _Made(lambda h: torch.utils.checkpoint.checkpoint(_causal, h, use_reentrant=False))
+    model = preamp.initialize(model, opt_level="O5", verbosity=0)
+    model(values(2, 3, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.layer.parameters())
+
+
+def test_half_models_that_are_closed_leave_torch_as_it_was() -> None:
+    before = [dict(vars(owner)) for owner in (torch, torch.Tensor, F, torch.linalg)]
+    model = preamp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0)
+    preamp.engine_of(model).close()
+    assert [dict(vars(owner)) for owner in (torch, torch.Tensor, F, torch.linalg)] == before

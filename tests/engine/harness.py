@@ -158,6 +158,7 @@ NAMESPACES: dict[str, Any] = {
     "torch.nn.functional": torch.nn.functional,
     "torch.autograd": torch.autograd,
     "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
     "torch.nn.Module": nn.Module,
     "torch.optim.Optimizer": torch.optim.Optimizer,
     "the recurrent layers' functions": vars(torch.nn.modules.rnn)["_VF"],

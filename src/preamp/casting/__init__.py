@@ -10,7 +10,7 @@ from preamp.casting.functions import namespace_owner as namespace_owner
 from preamp.casting.io import attach_io_casts as attach_io_casts
 from preamp.casting.kept import changed_by_cast as changed_by_cast
 from preamp.casting.kept import find_kept as find_kept
-from preamp.casting.mixed import install_mixed_products as install_mixed_products
+from preamp.casting.mixed import install_mixed_calls as install_mixed_calls
 from preamp.casting.modules import Conversion as Conversion
 from preamp.casting.modules import attach_layer_casts as attach_layer_casts
 from preamp.casting.op_lists import OP_TABLE as OP_TABLE

@@ -23,6 +23,7 @@ class CastSite:
     source: torch.dtype  # dtype before
     target: torch.dtype  # dtype after
     where: str  # ``"file.py:12"``, the innermost line that is neither torch's nor preamp's
+    note: str = ""  # of a constant that half cannot hold: what became of it
 
 
 class CastAudit:
@@ -65,6 +66,6 @@ class CastAudit:
 
     def _count(self, made: Cast) -> None:
         where = shown(line_of_program(inspect.currentframe()))
-        site = CastSite(made.function, made.source, made.target, where)
+        site = CastSite(made.function, made.source, made.target, where, made.note)
         self.calls[site] += 1
         self.elements[site] += made.elements

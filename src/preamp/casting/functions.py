@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
+from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCH_LOCK, PATCHES, Builder, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast, wrap_report
@@ -48,6 +49,7 @@ def namespace_owner(namespace: str) -> Any:
         "torch.Tensor": torch.Tensor,
         "torch.nn.functional": torch.nn.functional,
         "torch.linalg": torch.linalg,
+        "torch.fft": torch.fft,
         "recurrent layers": recurrent_functions(),
     }
     return next(owner for name, owner in owners.items() if name == namespace)
@@ -141,6 +143,7 @@ def _install_table(undo: UndoStack) -> None:
         wrap = row_wrapper(row)
         if wrap is not None and hasattr(owner, row.name):
             PATCHES.add(owner, row.name, Rank.TABLE, wrap, undo)
+    patch_all(CONSTANTS, Rank.TABLE, wrap_constant(everywhere=False))(undo)
     # The backward pass differentiates casts that were made; making new ones there would be wrong,
     # and with thread-wide casts ``loss.backward()`` is called while they are on.
     for name in ("backward", "grad"):
@@ -223,7 +226,7 @@ def install_function_casts(
     take the place of rows of the table; `PreampStateError` where others are in force.
     ``widens_any_half`` says that threads or forwards are going to have casts that do so.
 
-    Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``,
+    Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
     ``torch.autograd`` and the namespace of the recurrent layers.
     """
     installed = UndoStack()

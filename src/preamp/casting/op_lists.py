@@ -35,7 +35,7 @@ float64 is never touched.
 """
 
 Namespace = Literal[
-    "torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "recurrent layers"
+    "torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "torch.fft", "recurrent layers"
 ]
 
 
@@ -63,6 +63,9 @@ NORMALISE = "Divides by a sum of squares, which overflows float16 above 65504."
 LOSS = "A loss is a small difference or a long sum, and the gradient of everything starts there."
 SAMPLE = "Sampling coordinates need more than 11 bits on images wider than 2048 pixels."
 SOLVE = "Factorisations amplify rounding errors, and torch has no half kernels for them."
+FOURIER = "Sums over the whole signal; torch has half kernels for some sizes on CUDA alone."
+COMPLEX = "torch computes with complex numbers of float32; those of float16 are a stub."
+NO_HALF = "torch has no half kernel for it, or not on every device."
 TO_HOST = "Host code such as numpy expects float32 and has no bfloat16."
 PROMOTE = "Half with float32 gives float32, for 0-dim tensors too."
 JOIN = "Tensors of both precisions are joined in float32."
@@ -109,10 +112,18 @@ _VECTOR_PRODUCTS = "mv addmv addr"  # CPU autocast has no entry for these
 _POINTWISE_F32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan exp2 log1p pow"
 )
-_SUMS = "cumprod cumsum sum prod logsumexp logcumsumexp nansum"
+_SUMS = "cumprod cumsum sum prod logsumexp logcumsumexp nansum trace"
 _STATISTICS = "std var"
 _NORMS = "norm dist renorm"
-_SOLVERS = "cholesky det logdet slogdet inverse pinverse svd qr matrix_exp matrix_power"
+_SOLVERS = (
+    "cholesky cholesky_inverse cholesky_solve det geqrf inverse logdet lu lu_solve matrix_exp "
+    "matrix_power orgqr ormqr pinverse qr slogdet svd triangular_solve"
+)
+_TRANSFORMS = (
+    "fft fft2 fftn ifft ifft2 ifftn rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn "
+    "ihfft ihfft2 ihfftn"
+)
+_WITHOUT_HALF = "angle histc igamma igammac nanquantile quantile"
 _COMPARE = "eq equal ge gt le lt ne"
 _ARITHMETIC = "add div mul"
 # What torch's autocast promotes, on some device types, and refuses for the other half dtype.
@@ -182,15 +193,23 @@ _FLOAT: Final = (
     *_rows("torch.linalg", "matrix_norm", "float", NORMALISE, is_closed=True),
     *_rows(
         "torch.linalg",
-        "cholesky cholesky_ex cond det eig eigh eigvals eigvalsh inv inv_ex lstsq lu lu_factor "
-        "matrix_exp matrix_power matrix_rank pinv qr slogdet solve solve_triangular svd svdvals "
-        "tensorinv householder_product",
+        "cholesky cholesky_ex cond det eig eigh eigvals eigvalsh inv inv_ex ldl_factor "
+        "ldl_factor_ex ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_exp matrix_power "
+        "matrix_rank pinv qr slogdet solve solve_ex solve_triangular svd svdvals tensorinv "
+        "tensorsolve vander householder_product",
         "float",
         SOLVE,
         is_closed=True,
     ),
-    *_rows("torch", _SOLVERS, "float", SOLVE, is_closed=True),
+    *_rows("torch", f"{_SOLVERS} lu_unpack", "float", SOLVE, is_closed=True),
+    *_rows("torch", "pca_lowrank svd_lowrank", "float", SOLVE, is_closed=True),
     *_rows("torch.Tensor", _SOLVERS, "float", SOLVE, is_closed=True),
+    *_rows("torch.fft", _TRANSFORMS, "float", FOURIER, is_closed=True),
+    *_rows("torch", "stft", "float", FOURIER, is_closed=True),
+    *_rows("torch.Tensor", "stft", "float", FOURIER, is_closed=True),
+    *_rows("torch", "complex polar view_as_complex", "float", COMPLEX, is_closed=True),
+    *_rows("torch", f"{_WITHOUT_HALF} histogram", "float", NO_HALF, is_closed=True),
+    *_rows("torch.Tensor", _WITHOUT_HALF, "float", NO_HALF, is_closed=True),
     *_rows("torch.Tensor", "cpu", "float", TO_HOST),
 )
 

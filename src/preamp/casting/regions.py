@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from preamp.casting.autocast_state import know_device_types, untraced, weight_cache_keeps_gradients
+from preamp.casting.refusals import explain_refusal
 from preamp.casting.thread_casts import (
     CASTS,
     FORWARDS_OPEN,
@@ -139,18 +140,27 @@ class _EnterPlain(EngineHook):
 class _Leave(EngineHook):
     """Forward hook that closes what the pre-hook of the same module call opened."""
 
+    half: torch.dtype | None  # the engine's
+    casts_functions: bool
+
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (FORWARDS_OPEN if torch.compiler.is_compiling() else CASTS.brackets):
+        is_compiling = torch.compiler.is_compiling()
+        if output is None and self.half is not None and not is_compiling:  # perhaps it raised
+            explain_refusal(module, self.half, casts_functions=self.casts_functions)
+        if not (FORWARDS_OPEN if is_compiling else CASTS.brackets):
             return
         _leave(module)
 
 
-def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain, undo: UndoStack) -> None:
+def _attach(
+    module: nn.Module, enter: _EnterCasts | _EnterPlain, half: torch.dtype | None, undo: UndoStack
+) -> None:
     # The region opens before other pre-hooks run and closes after other hooks have run, so an
     # exception in one of them finds it open and closes it.
     add_hook(module, "register_forward_pre_hook", enter, undo, prepend=True)
-    add_hook(module, "register_forward_hook", _Leave(), undo, always_call=True)
+    leave = _Leave(half, isinstance(enter, _EnterCasts))
+    add_hook(module, "register_forward_hook", leave, undo, always_call=True)
 
 
 def attach_cast_region(
@@ -167,9 +177,15 @@ def attach_cast_region(
     """
     know_device_types(device_types)
     weight_cache_keeps_gradients()  # tried here, lest the trial become part of what is traced
-    _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype, widens_any_half), undo)
+    enter = _EnterCasts(tuple(sorted(device_types)), dtype, widens_any_half)
+    _attach(module, enter, dtype, undo)
 
 
-def attach_plain_region(module: nn.Module, undo: UndoStack) -> None:
-    """Run forwards of ``module`` untouched by other engines' casts, but not the user's autocast."""
-    _attach(module, _EnterPlain(), undo)
+def attach_plain_region(
+    module: nn.Module, undo: UndoStack, half: torch.dtype | None = None
+) -> None:
+    """Run forwards of ``module`` untouched by other engines' casts, but not the user's autocast.
+
+    ``half`` is the dtype that its weights are cast to, if it is a half one.
+    """
+    _attach(module, _EnterPlain(), half, undo)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from preamp.casting import constants, mixed
 from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
@@ -27,12 +28,13 @@ from preamp.kernels import wide_half
 Fn = TypeVar("Fn")
 
 _C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_LAYERS = (wide_half.__name__, mixed.__name__, constants.__name__)
 _BANNED = frozenset((row.namespace, row.name) for row in OP_TABLE if row.rule == "banned")
 
 
 def _is_c_function(fn: Any) -> bool:
-    # Wide products lie between a registration and the function that it is for.
-    while getattr(fn, "__globals__", None) is vars(wide_half):
+    # Layers of wide products and half models lie between a registration and its function.
+    while getattr(fn, "__globals__", {}).get("__name__") in _LAYERS:
         fn = fn.__wrapped__
     return isinstance(fn, _C_FUNCTIONS)
 

@@ -30,12 +30,13 @@ _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """One tensor that is about to be cast."""
+    """One tensor that is about to be cast, or a constant that is clamped to a half format."""
 
     function: str  # whose argument it is
     source: torch.dtype  # its dtype
     target: torch.dtype  # the dtype that the function gets
     elements: int  # how many there are
+    note: str = ""  # of a constant that half cannot hold: what became of it
 
 
 Listener = Callable[[Cast], None]
@@ -61,7 +62,14 @@ def listen(listener: Listener, undo: UndoStack) -> None:
 
 def say_cast(made: Cast) -> None:
     """Print one line, in Apex's words: ``Float->Half (linear)``."""
-    say(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({made.function})")
+    note = f": {made.note}" if made.note else ""
+    say(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({made.function}{note})")
+
+
+def tell(made: Cast) -> None:
+    """Tell all who listen."""
+    for listener in _listeners:
+        listener(made)
 
 
 def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
@@ -78,8 +86,7 @@ def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
             # In this order: what is being compiled must not depend on who listens.
             if not torch.compiler.is_compiling() and _listeners:
                 for made in _casts(fn.__name__, rule, dtype, args, kwargs):
-                    for listener in _listeners:
-                        listener(made)
+                    tell(made)
             return fn(*args, **kwargs)
 
         return reported

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def audit_casts() -> Generator[list[CastRecord]]:
-    """List what functions cast inside the block, for O1 and O4.
+    """List what functions cast inside the block, for O1 and O4, and constants clamped to half.
 
     Every engine's casts in the process are seen, on every thread. A weight counts in each call,
     also where autocast's cache held its cast; casts inside compiled code are not seen. Numbers are
@@ -47,6 +47,7 @@ def cast_records(audit: CastAudit) -> list[CastRecord]:
             calls=calls,
             bytes=audit.elements[site] * (site.source.itemsize + site.target.itemsize),
             where=site.where,
+            note=site.note,
         )
         for site, calls in list(audit.calls.items())  # other threads may be counting
     ]

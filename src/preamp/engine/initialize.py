@@ -20,7 +20,7 @@ from preamp.casting import (
     attach_io_casts,
     attach_plain_region,
     install_function_casts,
-    install_mixed_products,
+    install_mixed_calls,
     install_wide_where_slow,
     push_thread_casts,
     settle_thread,
@@ -357,7 +357,7 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         half = policy.patch_torch_functions_type
         attach_cast_region(model, types, half, region, widens_any_half=widens)
     else:
-        attach_plain_region(model, undo)
+        attach_plain_region(model, undo, target if target in HALF_DTYPES else None)
     inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
     if id(model) in engine.conversion.kept.modules:
         inputs = torch.float32
@@ -388,9 +388,8 @@ def _install_function_casts(engine: Engine) -> None:
     half = policy.half_dtype
     if half is not None and "cpu" in types:
         install_wide_where_slow(half, undo)
-    kept = engine.conversion.kept
-    if policy.cast_model_type in HALF_DTYPES and (kept.named or kept.constants):
-        install_mixed_products(undo)
+    if policy.cast_model_type in HALF_DTYPES:
+        install_mixed_calls(undo)
 
 
 def device_types(engine: Engine) -> frozenset[str]:

@@ -165,7 +165,8 @@ def casts(run: Run, prefix: str) -> Table | None:
     rows: list[list[str]] = [
         [
             name(cast.function, 40),
-            f"{words.shown(cast.source, 16)} → {words.shown(cast.target, 16)}",
+            f"{words.shown(cast.source, 16)} → {words.shown(cast.target, 16)}"
+            + (f": {words.shown(cast.note, 40)}" if cast.note else ""),
             f"{cast.calls:,}",
             words.size(cast.bytes),
             words.share(cast.bytes / total),
