@@ -65,13 +65,12 @@ class Copies:
             master = self._master_of(tensor)
             if master is not None:
                 copy.deepcopy(master, memo)  # which notes it as the half weight's copy, too
-                continue
-            wide = tensor.detach().to(self._dtype_of(tensor), copy=True)
-            made = memo.get(id(tensor))
-            if made is None:
-                memo[id(tensor)] = _like(tensor, wide)
-            elif made.dtype is not wide.dtype:
-                set_data(made, wide)
+            elif (dtype := self._dtype_of(tensor)) is not tensor.dtype:
+                made = memo.get(id(tensor))
+                if made is None:
+                    memo[id(tensor)] = _like(tensor, tensor.detach().to(dtype))
+                elif is_half(made):
+                    set_data(made, tensor.detach().to(dtype))
 
     # -- pickle ------------------------------------------------------------------------------
 
