@@ -148,7 +148,18 @@ def test_a_model_within_another(level: str) -> None:
         assert_same(exported(model)(X), model(X))
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not tell")
+@pytest.fixture
+def strict_knows_hooks() -> None:
+    """Strict exports of torch until 2.8 fail at any hook of a model."""
+    model = nn.Linear(3, 3)
+    model.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    try:
+        torch.export.export(model, (torch.ones(2, 3),), strict=True)
+    except (RuntimeError, AssertionError):
+        pytest.skip("this torch cannot export models with hooks in strict mode")
+
+
+@pytest.mark.usefixtures("strict_knows_hooks")
 @casting
 @scopes
 def test_strict_exports_of_casts_are_refused(level: str, scope: Any) -> None:
@@ -159,6 +170,7 @@ def test_strict_exports_of_casts_are_refused(level: str, scope: Any) -> None:
     assert "strict mode" in str(caught.value)
 
 
+@pytest.mark.usefixtures("strict_knows_hooks")
 @pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.full)])
 def test_strict_exports_of_whole_casts(level: str) -> None:
     model = started(level)

@@ -51,9 +51,9 @@ class EngineHook:
         """What ``torch.jit.script``, and nobody else, cannot do without: it compiles hooks."""
         raise NotScriptableError(
             message(
-                "torch.jit.script reached a model that has an engine of preamp",
-                "TorchScript compiles hooks as well, and those of an engine cannot be",
-                "Script copy.deepcopy(model), which has none, or the model after engine.close(); "
-                "torch.jit.trace and torch.export.export take it as it is",
+                "torch.jit.script reached a model with the hooks of an engine of preamp",
+                "TorchScript compiles hooks as well, and these cannot be",
+                "Script copy.deepcopy(model), which has none at any level but O3, or the model "
+                "after engine.close(); torch.jit.trace and torch.export.export take it as it is",
             )
         )

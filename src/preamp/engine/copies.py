@@ -23,7 +23,7 @@ from preamp.casting.io import remove_forward
 from preamp.casting.state_hooks import save_pretrained
 from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_state, with_article
-from preamp.core.link import ATTRIBUTE, EngineHook, Link
+from preamp.core.link import ATTRIBUTE, EngineHook
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import version_of
 from preamp.core.undo import UndoStack, set_attribute
@@ -43,9 +43,12 @@ _TOGETHER: Final = "_preamp_copied"
 class Copies:
     """What makes copies of one engine's models and optimizers."""
 
-    def __init__(self, link: Link[EngineCore]) -> None:
-        """Copy with the weights of the engine behind ``link``."""
-        self.link = link
+    def __init__(self, engine: EngineCore) -> None:
+        """Copy with the weights of ``engine``, as long as it lives.
+
+        A layer that models share must not keep the engine of one that was dropped.
+        """
+        self._engine = weakref.ref(engine)
         # The parts of a copied model hold a copy of this one object, and a copied optimizer asks
         # whether that lives. A set, so that files with models load where preamp is not installed.
         self.together = {"a model, and optimizers copied or pickled in the same call"}
@@ -53,6 +56,12 @@ class Copies:
         self._widened: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether half weights have masters, which an optimizer updates in their place."""
+        engine = self._engine()
+        return engine is not None and engine.policy.master_weights
 
     # -- copy.deepcopy -----------------------------------------------------------------------
 
@@ -65,13 +74,12 @@ class Copies:
             master = self._master_of(tensor)
             if master is not None:
                 copy.deepcopy(master, memo)  # which notes it as the half weight's copy, too
-                continue
-            wide = tensor.detach().to(self._dtype_of(tensor), copy=True)
-            made = memo.get(id(tensor))
-            if made is None:
-                memo[id(tensor)] = _like(tensor, wide)
-            elif made.dtype is not wide.dtype:
-                set_data(made, wide)
+            elif (dtype := self._dtype_of(tensor)) is not tensor.dtype:
+                made = memo.get(id(tensor))
+                if made is None:
+                    memo[id(tensor)] = _like(tensor, tensor.detach().to(dtype))
+                elif is_half(made):
+                    set_data(made, tensor.detach().to(dtype))
 
     # -- pickle ------------------------------------------------------------------------------
 
@@ -89,7 +97,7 @@ class Copies:
             is_table = "_hooks" in name and isinstance(value, dict)
             own[name] = cast("Any", value).copy() if is_table else map_leaves(self._exact, value)
         _strip(plain)
-        if self.link.target is not None and self.link.target.policy.master_weights:
+        if self.has_masters:
             own[_TOGETHER] = self.together
         return own
 
@@ -111,12 +119,12 @@ class Copies:
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         """That from before the cast."""
-        engine = self.link.target
+        engine = self._engine()
         dtypes = {} if engine is None else engine.conversion.dtypes
         return dtypes.get(id(tensor), tensor.dtype) if is_half(tensor) else tensor.dtype
 
     def _master_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        engine = self.link.target
+        engine = self._engine()
         twin = None if engine is None else twin_of(tensor, engine.sessions.values())
         if twin is None:
             return None
@@ -182,7 +190,7 @@ class CopyPlain(_Door):
         finally:
             own.update(doors)
         _strip(made)
-        if copies.link.target is not None and copies.link.target.policy.master_weights:
+        if copies.has_masters:
             vars(made)[_TOGETHER] = copy.deepcopy(copies.together, memo)
         return made
 

@@ -131,7 +131,7 @@ class Engine(EngineCore):
         )
         self._when_dropped.atexit = False
         self.link: Link[Engine] = Link(self)
-        self.copies = Copies(self.link)
+        self.copies = Copies(self)
         self._on_close: list[Callable[[], None]] = []
         looks = not policy.is_dynamic
         own = weakref.ref(self)  # the tracer must not keep the engine

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
+from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
 from preamp.kernels.shards import before_local, instance_of, set_data
@@ -82,12 +83,13 @@ class MasterParameter(torch.nn.Parameter):
         if id(self) in memo:
             return memo[id(self)]
         half = self._whole_half()
-        value = self._settled().clone(memory_format=torch.preserve_format)
         made = None if half is None else memo.get(id(half))
-        if made is None:
-            made = torch.nn.Parameter(value, (self if half is None else half).requires_grad)
-        else:  # by a list of parameters
-            set_data(made, value)
+        if made is None or is_half(made):
+            value = self._settled().clone(memory_format=torch.preserve_format)
+            if made is None:
+                made = torch.nn.Parameter(value, (self if half is None else half).requires_grad)
+            else:  # in a list of parameters that was copied before
+                set_data(made, value)
         memo[id(self)] = made
         if half is not None:
             memo[id(half)] = made
