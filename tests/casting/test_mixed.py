@@ -59,6 +59,11 @@ CALLS: dict[str, tuple[Call, tuple[int, ...], tuple[int, ...]]] = {
     "convolution": (lambda a, b: F.conv1d(a, b), (2, 4, 9), (3, 4, 3)),
     "bilinear": (lambda a, b: F.bilinear(a, a, b), (3, 4), (5, 4, 4)),
     "attention": (lambda a, b: F.scaled_dot_product_attention(a, b, b), (2, 3, 8), (2, 3, 8)),
+    "attention of a value by name": (
+        lambda a, b: F.scaled_dot_product_attention(b, b, value=a, is_causal=True),
+        (2, 3, 8),
+        (2, 3, 8),
+    ),
     "attention by name": (
         lambda a, b: F.scaled_dot_product_attention(query=b, key=a, value=b),
         (2, 3, 8),

@@ -19,6 +19,7 @@ from preamp.casting.functions import (
     install_function_casts,
     install_wide_half,
 )
+from preamp.casting.mixed import install_mixed_calls
 from preamp.casting.registry import (
     bfloat16_function,
     float_function,
@@ -350,3 +351,14 @@ def test_a_registered_name_that_is_gone_leaves_no_casts(module: types.ModuleType
     assert module.probe(torch.ones(1)) == (F16,)
     _remove(handles)
     assert torch.exp is original
+
+
+def test_a_rule_on_a_c_function_is_the_same_beside_a_half_model() -> None:
+    """Layers for half models lie below the registration; the function is torch's all the same."""
+    half_model = held(install_mixed_calls)
+    register_float_function(torch, "mm")
+    handles = _casts(BF16)
+    product = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    _remove(handles)
+    half_model.remove()
+    assert product.dtype is F32

@@ -124,7 +124,7 @@ def _product(fn: AnyFunction) -> AnyFunction:
     def product(*args: Any, **kwargs: Any) -> Any:
         # Nearly every product in a program ends here, so it is three look-ups.
         is_alike = False
-        if is_plain and (is_attention or not kwargs):
+        if is_plain and (not kwargs or (is_attention and len(args) > 2)):
             try:
                 dtype = args[0].dtype
                 is_alike = args[1].dtype is dtype and (
@@ -142,7 +142,7 @@ def _product(fn: AnyFunction) -> AnyFunction:
 def _norm(fn: AnyFunction) -> AnyFunction:
     @functools.wraps(fn)
     def norm(*args: Any, **kwargs: Any) -> Any:
-        if not args or args[0].dtype is not torch.float32:
+        if args and getattr(args[0], "dtype", None) is not torch.float32:
             return fn(*args, **kwargs)
         return _call_alike(fn, _float32, args, kwargs)
 
