@@ -14,6 +14,7 @@ from distributed import (
     fully_sharded_programs,
     fully_sharded_records,
     mesh_checks,
+    named_state_checks,
     sharded_optimizer_checks,
 )
 from distributed.ranks import assert_pass, checks_of
@@ -36,7 +37,7 @@ def skip_the_rest() -> None:
 def test_on_two_ranks(tmp_path: Path) -> None:
     modules = [sharded_optimizer_checks]
     if RUNS_ON_CPUS:
-        modules += [fully_sharded_checks, fully_sharded_programs]
+        modules += [fully_sharded_checks, fully_sharded_programs, named_state_checks]
     checks = [check for module in modules for check in checks_of(module)]
     assert_pass(checks, fully_sharded_checks.RANKS, tmp_path)
     skip_the_rest()
