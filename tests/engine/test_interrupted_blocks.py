@@ -170,7 +170,8 @@ def check(
     if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
         allowed.append(fresh(prepared=False).go_on(is_left))
         run = fresh()
-        run.backward(2, delay_unscale=True)
+        factor = float("inf") if part is OVERFLOWS else 1.0
+        run.backward(2, factor, delay_unscale=True)
         allowed.append(run.go_on(is_left))
     hits = 0
     for line in lines:
@@ -182,9 +183,10 @@ def check(
 
 
 LEAVES_SCALED = ending(delay_unscale=True)
+OVERFLOWS = ending(factor=float("inf"))
 PARTS = {
     "end": ending(),
-    "end after overflow": ending(factor=float("inf")),
+    "end after overflow": OVERFLOWS,
     "end that leaves gradients scaled": LEAVES_SCALED,
     "beginning": beginning,
 }
