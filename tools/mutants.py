@@ -204,10 +204,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("torch.where(grows, 0, tracker)", "tracker"),
         ("late.is_due |= is_due", "late.is_due = is_due"),
         ("copy_(larger(self.found_inf, found_inf))", "copy_(found_inf)"),
-        (
-            "        self._has_recorded = False\n        self.generation += 1\n",
-            "        self._has_recorded = False\n",
-        ),
+        ("generation = self.generation + 1", "generation = self.generation"),
         ("wide = loss if loss.dtype is torch.float64 else loss.float()", "wide = loss.float()"),
     ),
     ("casting/wrappers.py", CASTING): (
@@ -236,6 +233,8 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("report/course.py", "report"): (("o.old_scale <= floor", "o.old_scale < floor"),),
     ("engine/loop.py", ENGINE): (
+        ("self._reaction = self._reaction or adjust", "self._reaction = adjust"),
+        ("            steps += [self._end_ranks, self._follow_unreduced]\n", "            pass\n"),
         ("_EPS = 1e-6", "_EPS = 0.0"),
         ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
         ('if self.reached != {"loss"}:', "if True:"),

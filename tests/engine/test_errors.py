@@ -334,7 +334,7 @@ def test_failed_initialize_rolls_back(
     if len(calls) <= nth:
         return  # this level does not come that far: nothing failed
     assert differences(before, picture(model, optimizer, other, second)) == []
-    monkeypatch.setattr(room(), name, original)
+    monkeypatch.setattr(owner, name, original)
     preamp.initialize(models, optimizers, opt_level=level, verbosity=0)
     train_step(model, optimizer, 2)
 

