@@ -96,8 +96,8 @@ class Run:
         scaler = self.engine.scaler(0)
         masters = [list(preamp.master_params(optimizer)) for optimizer in self.optimizers]
         seen = {
-            "weights": [[p.tolist() for p in model.parameters()] for model in self.models],
-            "masters": [[p.tolist() for p in params] for params in masters],
+            "weights": [[str(p.tolist()) for p in model.parameters()] for model in self.models],
+            "masters": [[str(p.tolist()) for p in params] for params in masters],
             "state": [str(clone_state(optimizer)) for optimizer in self.optimizers],
             "scale": (scaler.value(), int(scaler.growth_tracker), float(scaler.found_inf)),
             "steps": (self.engine.steps_applied, self.engine.steps_skipped),
@@ -223,12 +223,18 @@ def test_some_lines(level: str, count: int, before: str, part: str) -> None:
 
 
 def loop(level: str, count: int, *, overflows: bool) -> tuple[Run, Any]:
-    """A run that has taken a step with a scaler, and made gradients for the next."""
+    """A run that has taken a step with a scaler, and made gradients twice for the next."""
+    run, scaler = loop_before(level, count)
+    factor = float("inf") if overflows else 1.0
+    scaler.scale(loss_of(run.models, 1) * factor).backward()
+    return run, scaler
+
+
+def loop_before(level: str, count: int) -> tuple[Run, Any]:
     run = Run(level, count, "dynamic")
     scaler = preamp.GradScaler(run.optimizers)
     iterate(run, scaler, 0)
-    factor = float("inf") if overflows else 1.0
-    scaler.scale(loss_of(run.models, 1) * factor).backward()
+    scaler.scale(loss_of(run.models, 3)).backward()
     return run, scaler
 
 
@@ -272,9 +278,10 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
     if call == "update":
         run, scaler, _ = prepared()
     allowed = [finish(run, scaler)]
-    if call == "unscale_":  # the backward may be taken back
-        run, scaler, _ = prepared()
-        run.optimizers[0].zero_grad()
+    if call == "unscale_":  # the latter backward may be taken back, of this optimizer
+        run, scaler = loop_before(level, count)
+        rest = loss_of(run.models[1:], 1) if count > 1 else torch.zeros((), requires_grad=True)
+        scaler.scale(rest * (float("inf") if overflows else 1.0)).backward()
         allowed.append(finish(run, scaler))
     hits = 0
     for line in lines:

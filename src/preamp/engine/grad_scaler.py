@@ -352,9 +352,10 @@ class GradScaler(torch.amp.GradScaler):
         session.end_left_open()
         # What other optimizers have found, and not used yet, is no business of the coming update;
         # what a block of scale_loss has found, the loss scale has heard of.
-        found = self._found.pop(id(session), None)
+        found = self._found.get(id(session))
         if found is not None and session.found_inf is not None:  # nor what was dropped since
             self._loss_scaler.record(torch.minimum(found, session.found_inf.to(found.device)))
+        self._found.pop(id(session), None)
         found_inf = larger(torch.zeros((), device=self._loss_scaler.device), session.found_inf)
         state["found_inf_per_device"] = {self._loss_scaler.device: found_inf}
 

@@ -662,19 +662,34 @@ class WeightTable(WeightPairs):
             ]
         targets: dict[int, Any] = {}
         shown: dict[Record, Record] = {}
-        for row, record in enumerate(self.records):
-            grad = self.seen[row]
-            if grad is None or record is None:
-                continue
-            if _has_scale(record) or (_is_made(record) and bases[row] is not None):
-                targets[row] = grad
-                if record not in shown:
-                    shown[record] = replace(record, is_shown=True)
-                self.records[row] = shown[record]
-        self._round_into(targets)
+        try:
+            for row, record in enumerate(self.records):
+                grad = self.seen[row]
+                if grad is None or record is None:
+                    continue
+                if _has_scale(record) or (_is_made(record) and bases[row] is not None):
+                    targets[row] = grad
+                    if record not in shown:
+                        shown[record] = replace(record, is_shown=True)
+                    self.records[row] = shown[record]
+            self._round_into(targets)
+            self.versions = self._versions_of(self.seen)
+            self._base_versions.clear()
+            self._note_bases(targets)
+        except BaseException:  # what is shown in part would look like written by the script
+            self._stop_showing()
+            raise
+
+    @torch.no_grad()
+    def _stop_showing(self) -> None:
+        """Let half gradients be the scaled ones again."""
+        for grad, kept in zip(self.seen, self.grads, strict=True):
+            if grad is not None and kept is not None and kept is not grad:
+                grad.copy_(kept)
+        hidden = {r: replace(r, is_shown=False) for r in self.records if r is not None}
+        self.records = [r and hidden[r] for r in self.records]
+        self.grads = self.seen
         self.versions = self._versions_of(self.seen)
-        self._base_versions.clear()
-        self._note_bases(targets)
 
     @torch.no_grad()
     def _round_into(self, targets: Mapping[int, Any]) -> None:
