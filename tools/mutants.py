@@ -63,7 +63,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("if update.found_inf.item() != 0:", "if False:"),
         ("step = _constant(number(update.step) if corrects else math.inf)", "step = _constant(1)"),
         ("        wide.mul_(inv_scale)\n", "        pass\n"),
-        ("copy_where_wanted(halves, params)\n            # torch", "pass\n            # torch"),
+        ("                copy_where_wanted(beside, params)\n", ""),
         ("total if factor is None else total * factor.to(_CPU)", "total"),
         (
             "(~torch.isfinite(_stack(ends)).all()).float()",
@@ -219,7 +219,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("casting/regions.py", CASTING): (
         ("if bracket.nesting == around and CASTS.disabled is None:", "if CASTS.disabled is None:"),
-        ("    if CASTS.disabled is None:\n        cache", "    if True:\n        cache"),
+        ("    if CASTS.disabled is None:\n        if _is", "    if True:\n        if _is"),
     ),
     ("casting/thread_casts.py", CASTING): (
         ("            torch.clear_autocast_cache()\n", ""),
@@ -230,6 +230,10 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             'return None if kwargs.get("out") is not None else found\n    for arg',
             "return found\n    for arg",
         ),
+    ),
+    ("casting/op_lists.py", "casting/test_expected_dtypes.py"): (
+        ('"norm vector_norm"', '"norm"'),
+        ('"torch", "softmax log_softmax"', '"torch", "log_softmax"'),
     ),
     ("report/course.py", "report"): (("o.old_scale <= floor", "o.old_scale < floor"),),
     ("engine/loop.py", ENGINE): (

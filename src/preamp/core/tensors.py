@@ -275,4 +275,4 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def storage_key(storage: Any) -> int:
     """A number that is a storage's own while it lives; on the meta device too."""
-    return int(cast("Any", storage)._cdata)  # noqa: SLF001
+    return int(storage._cdata)  # noqa: SLF001

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from preamp.casting.patches import PATCHES, Rank
 from preamp.core.pytree import tensors_in
@@ -48,9 +46,7 @@ def listen_to_collectives(engine: EngineCore, undo: UndoStack) -> None:
 
 
 def _note(engine: EngineCore, written: Any) -> None:
-    given: list[Any] = cast("Any", written) if isinstance(written, list) else []
-    plain = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
-    tensors = plain or list(tensors_in(written))
+    tensors = list(tensors_in(written))
     for session in engine.sessions.values():
         for table in session.gradients.tables:
             table.expect_collective(tensors)
