@@ -97,6 +97,24 @@ def test_it_trains_as_in_float32(level: str, change: Any, storage: str) -> None:
         assert_same(pair.model.state_dict()[name], value, name)
 
 
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("written", [False, True])
+def test_a_layer_may_come_in_several_groups(level: str, written: bool) -> None:
+    """As weights with decay and biases without; the first call has cast both."""
+    pair = Pair(level, loss_scale=128.0)
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        replaced(model)
+        optimizer.add_param_group({"params": [model.b.weight], "weight_decay": 0.5})
+        if written:
+            with torch.no_grad():
+                model.b.bias.fill_(0.75)
+        optimizer.add_param_group({"params": [model.b.bias]})
+    for index in range(3):
+        for name, value in pair.plain.state_dict().items():
+            assert_same(pair.model.state_dict()[name], value, name)
+        pair.train(index)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_copies_loads_and_the_end_know_of_it(level: str, change: Any) -> None:
@@ -186,7 +204,7 @@ def test_within_a_block_it_is_refused(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("step", ["attach_layer_casts", "attach_state_hooks", "attach_copy_doors"])
+@pytest.mark.parametrize("step", ["attach_layer_casts", "attach_state_hooks", "attach_copies"])
 def test_a_failure_halfway_leaves_all_as_it_was(
     level: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

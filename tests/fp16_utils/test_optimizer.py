@@ -219,6 +219,19 @@ def test_gradients_dropped_after_a_backward_by_hand_are_gone() -> None:
     assert gradients(optimizer) == [[0.5] * 2] * 2
 
 
+@pytest.mark.parametrize("finishes", [True, False])
+def test_gradients_that_are_only_computed_change_none(finishes: bool) -> None:
+    """A gradient penalty by `torch.autograd.grad` adds to nothing, and takes nothing away."""
+    model, optimizer = wrapped(static_loss_scale=128.0)
+    optimizer.backward(model.loss())
+    torch.autograd.grad(model.loss(8.0), [model.wide, model.low])
+    if finishes:
+        optimizer.update_master_grads()
+    assert gradients(optimizer) == [[1.0] * 2] * 2
+    optimizer.backward(model.loss(2.0))
+    assert gradients(optimizer) == [[3.0] * 2] * 2
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_second_optimizer_of_the_same_weights_sums_too(keeps: bool) -> None:
     """As when a cell of a notebook runs again; hooks of the first one do nothing any more."""

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from preamp.casting.io import CastInputs, MatchWeightDtype
 from preamp.casting.kept import Kept, floating_tensors, is_affine_batchnorm, is_single_layer
 from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.tensors import version_of
 from preamp.core.undo import UndoStack
 from preamp.kernels.fsdp import renew, reshard
 from preamp.kernels.modules import add_hook
@@ -30,6 +33,11 @@ class Conversion:
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
         self.dtypes: dict[int, torch.dtype] = {}  # those from before, by ``id`` of what was cast
         self._models: list[nn.Module] = []
+        # By parameter of layers that joined later and has no master yet: its version, and its value
+        # from before the cast
+        self._awaited: MutableMapping[torch.Tensor, tuple[int, torch.Tensor]] = cast(
+            "Any", WeakTensorKeyDictionary()
+        )
 
     def convert(
         self,
@@ -82,6 +90,13 @@ class Conversion:
         self.kept = later.kept
         self._tensors += later._tensors
         self.dtypes |= later.dtypes
+        for tensor, _ in later._tensors:
+            self._awaited[tensor] = version_of(tensor), later.originals[id(tensor)]
+
+    def awaited_value(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The exact value of a parameter that gets its master now, unless it was written to."""
+        found = self._awaited.pop(param, None)
+        return None if found is None or found[0] != version_of(param) else found[1]
 
     def forget_originals(self) -> None:
         """Let go of the values from before the cast, once the masters have taken theirs."""

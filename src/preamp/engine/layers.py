@@ -40,20 +40,20 @@ def cast_new_layers(
 
     That is, all modules that came into the model after ``initialize``, and those of ``params`` that
     were put into earlier modules. Parameters outside of the models stay as they are, as in
-    ``initialize``. Returns values from before the cast, by ``id(parameter)``. If it raises, nothing
-    has changed.
+    ``initialize``. Returns what ``params`` were before they were cast, now or in an earlier call,
+    by ``id``. If it raises, nothing has changed.
     """
     dtype, ids = engine.policy.cast_model_type, {*map(id, params)}
-    originals: dict[int, torch.Tensor] = {}
     if dtype is None or dtype not in HALF_DTYPES:
-        return originals
+        return {}
     for model in engine.own_models:
         layers = [part for part in model.modules() if not has_hook(part, SaveFloat32)]
         new = {id(t) for layer in layers for t in _own(layer)}
         new |= {id(t) for t in model.parameters() if id(t) in ids and _is_unknown(engine, t)}
         if new & ids:
-            originals |= _cast(engine, optimizer, model, dtype, layers, new)
-    return originals
+            _cast(engine, optimizer, model, dtype, layers, new)
+    values = {id(param): engine.conversion.awaited_value(param) for param in params}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _own(layer: nn.Module) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ def _cast(
     dtype: torch.dtype,
     layers: Sequence[nn.Module],
     new: set[int],
-) -> dict[int, torch.Tensor]:
+) -> None:
     policy, undo = engine.policy, UndoStack()
     engine.check_outside_blocks("add_param_group, of layers that were added to the model,")
     planned = checks.planned_conversion([*engine.own_models], policy)
@@ -94,4 +94,3 @@ def _cast(
     engine.conversion.take_in(planned)
     if planned.changed:
         warnings.warn(planned.changed, stacklevel=5)
-    return planned.originals

@@ -1289,6 +1289,8 @@ class WeightTable(WeightPairs):
 
     def hand_out_all(self) -> None:
         """Somebody may write to masters as they please, such as to a buffer that they lie in."""
+        if self.is_stepping or self.has_parts:  # a step may call this for each parameter
+            return
         for row, low in enumerate(self.lows):
             if low is None:
                 self.hand_out(row)

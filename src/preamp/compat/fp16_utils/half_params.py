@@ -6,10 +6,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import get_gradient_edge
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_type
@@ -116,7 +116,8 @@ class ScaledGradients:
         self._scale: float | None = None  # of all gradients that are not unscaled
         # The gradient that was unscaled, by the id of its float32 parameter
         self._unscaled: dict[int, torch.Tensor] = {}
-        self._hooks: dict[int, RemovableHandle] = {}
+        # What adds to such a parameter's gradient, kept alive, since its hook lives as long
+        self._adders: dict[int, Any] = {}
         # whether a backward ran whose gradients have not reached the masters
         self.is_pending = False
 
@@ -211,14 +212,21 @@ class ScaledGradients:
         for param in self._params.directs:
             if param.grad is not None:
                 self._unscaled[id(param)] = param.grad
-                if id(param) not in self._hooks and param.requires_grad:
-                    # Weak: hooks stay when the optimizer goes, and another one may come.
-                    hook = partial(_reached, weakref.ref(self), weakref.ref(param))
-                    self._hooks[id(param)] = cast("Any", param).register_hook(hook)
+                self._watch(param)
+
+    def _watch(self, param: torch.Tensor) -> None:
+        """Hear of what is added to the gradient of ``param``; not of `torch.autograd.grad`."""
+        if not param.requires_grad:
+            return
+        adder: Any = get_gradient_edge(param).node
+        if self._adders.get(id(param)) is not adder:  # not yet, or `p.data = ...` made a new one
+            # Weak: a graph may keep the hook when the optimizer goes, and another one may come.
+            adder.register_prehook(partial(_reached, weakref.ref(self), weakref.ref(param)))
+            self._adders[id(param)] = adder
 
 
-def _reached(books: weakref.ref[ScaledGradients], param: weakref.ref[Any], grad: object) -> None:
-    del grad
+def _reached(books: weakref.ref[ScaledGradients], param: weakref.ref[Any], grads: object) -> None:
+    del grads
     owner, reached = books(), param()
     if owner is not None and reached is not None:
         owner.step_aside(reached)
