@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import preamp
+import preamp.amp.__version__  # which is an attribute of the package from then on
 from alias.harness import Run
 from preamp.compat.alias.finder import STARTUP
 

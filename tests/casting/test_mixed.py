@@ -57,6 +57,13 @@ CALLS: dict[str, tuple[Call, tuple[int, ...], tuple[int, ...]]] = {
     "multi_dot": (lambda a, b: torch.linalg.multi_dot([a, b, b.T]), (3, 4), (4, 5)),
     "linear": (lambda a, b: F.linear(a, b, b[:, 0]), (3, 4), (5, 4)),
     "convolution": (lambda a, b: F.conv1d(a, b), (2, 4, 9), (3, 4, 3)),
+    "embedding_bag": (
+        lambda a, b: F.embedding_bag(
+            torch.tensor([[0, 1], [2, 0]]), b, mode="sum", per_sample_weights=a
+        ),
+        (2, 2),
+        (3, 4),
+    ),
     "bilinear": (lambda a, b: F.bilinear(a, a, b), (3, 4), (5, 4, 4)),
     "attention": (lambda a, b: F.scaled_dot_product_attention(a, b, b), (2, 3, 8), (2, 3, 8)),
     "attention of a value by name": (
@@ -165,6 +172,8 @@ STORED: dict[str, Call] = {
     "scatter_add_": lambda a, b: a.scatter_add_(0, INDEX[:, None].expand(3, 4), b),
     "scatter_reduce": lambda a, b: a.scatter_reduce(0, INDEX[:, None].expand(3, 4), b, "amax"),
     "masked_scatter": lambda a, b: a.masked_scatter(MASK, b),
+    "put_": lambda a, b: a.put_(INDEX, b.flatten()[:3]),
+    "index_reduce": lambda a, b: a.index_reduce(0, INDEX, b, "amax"),
     "item by indices": lambda a, b: _set(a, INDEX, b),
     "item by a mask": lambda a, b: _set(a, MASK, b.flatten()),
     "addmm_": lambda a, b: a[:, :3].clone().addmm_(b, b.T),
@@ -172,6 +181,7 @@ STORED: dict[str, Call] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 @pytest.mark.usefixtures("installed")
 @HALVES
 @pytest.mark.parametrize("kind", STORED)
@@ -194,6 +204,7 @@ PROMOTED_CALLS: dict[str, Call] = {
     "loss of probabilities": lambda a, b: F.binary_cross_entropy(
         a.abs().clamp(max=1), b.abs().clamp(max=1)
     ),
+    "huber_loss": lambda a, b: F.huber_loss(a, b),
     "weights of classes": lambda a, b: F.cross_entropy(a, INDEX[[0, 1, 2, 0]], b[0].abs()),
 }
 

@@ -303,7 +303,7 @@ BUGS = {
             ),
             (
                 "    optimizer.step()\n",
-                "    optimizer.step()\n    with torch.no_grad():\n"
+                "    optimizer.step()  # <-\n    with torch.no_grad():\n"
                 "        for shadow, p in zip(shadows, model.parameters()):\n"
                 "            shadow.sub_((shadow - p).mul_(0.5))\n",
             ),

@@ -793,8 +793,8 @@ class World:
 
     def step_with_closure(self, i: int, index: int) -> None:
         parts = "aqn" if i == 0 else "b"
-        if not any(self.both(n)[0].requires_grad for n in self.names(i)):
-            return
+        if not any(self.both(n)[0].requires_grad for n in self.names(i) if n[0] in parts):
+            return  # as of layers that were added, which are not in this loss
         if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
         self.log.append(f"opt{i}.step(closure of loss({parts!r}, {index}))")

@@ -8,6 +8,7 @@ of it: a step, and a further iteration, give the very same numbers and loss scal
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -274,7 +275,10 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
         return run, scaler, lambda: scaler.unscale_(run.optimizers[0])
 
     run, scaler, whole = prepared()
-    lines = sample(lines_of(whole), every, 0)
+    # What has been added in place within a kernel cannot be told from what has not.
+    kernels = os.sep + "kernels" + os.sep
+    every_line = [line for line in lines_of(whole) if kernels not in line.code.co_filename]
+    lines = sample(every_line, every, 0)
     if call == "update":
         run, scaler, _ = prepared()
     allowed = [finish(run, scaler)]
@@ -304,7 +308,7 @@ def test_many_lines_of_a_grad_scaler(level: str, count: int, call: str, overflow
 
 @pytest.mark.parametrize(
     ("call", "every", "overflows"),
-    [("update", 7, True), ("update", 9, False), ("unscale_", 120, True)],
+    [("update", 7, True), ("update", 9, False), ("unscale_", 60, True)],
 )
 def test_some_lines_of_a_grad_scaler(call: str, every: int, overflows: bool) -> None:
     check_scaler("O2", 1, call, overflows, every)

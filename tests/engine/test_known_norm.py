@@ -95,8 +95,7 @@ def test_a_write_to_some_elements(level: str) -> None:
     (optimizer,) = run.optimizers
     run.block()
     outputs = run.inputs.to(run.model[0].weight.dtype)
-    for param in run.model.parameters():
-        param.grad = None
+    optimizer.zero_grad()
     run.model(outputs).float().square().mean().backward()
     run.model[0].weight.grad[5:] = 0
     run.model[1].weight.grad.mul_(1)

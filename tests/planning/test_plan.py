@@ -307,23 +307,23 @@ def test_a_level_that_refuses_the_model_does_not_end_the_plan() -> None:
     assert {report.recommended, report.runner_up} == {"O1", "O4"}
 
 
-class Mixing(nn.Module):
-    """Multiplies float32 by its weight, as half weights do not allow."""
+class Inverting(nn.Module):
+    """Inverts its weight, for which torch has no half kernel."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.weight = nn.Parameter(torch.eye(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float() @ self.weight
+        return x @ torch.linalg.inv(self.weight)
 
 
 def test_a_level_at_which_the_forward_raises_does_not_end_the_plan() -> None:
-    report = preamp.plan(Mixing(), mean_square, torch.randn(8, 4), verify_steps=2)
+    report = preamp.plan(Inverting(), mean_square, torch.randn(8, 4), verify_steps=2)
     assert {name for name, plan in report.levels.items() if plan.fits} == {"O1", "O4"}
     (problem,) = report.levels["O2"].problems
     assert problem.kind == "refused"
-    assert problem.text.startswith("RuntimeError: expected ")
+    assert problem.text.startswith("RuntimeError: torch.linalg.inv at ")
     assert report.levels["O2"].loss_scale == 1.0
 
 

@@ -43,12 +43,15 @@ def _rows(names: str, *namespaces: str) -> tuple[tuple[str, str], ...]:
 PRODUCTS: Final = (
     *(row for row in WIDE_FUNCTIONS if row[0] != "recurrent layers"),
     *_rows("dot inner vdot addr prelu", "torch", "torch.Tensor"),
-    *_rows("prelu", _F),
+    *_rows("prelu embedding_bag", _F),
     *_rows("vecdot", "torch.linalg"),
 )
 """``(namespace, name)`` of the products; recurrent layers are modules, which bring inputs along."""
 
-_PUT: Final = "index_add index_copy index_put scatter scatter_add scatter_reduce masked_scatter"
+_PUT: Final = (
+    "index_add index_copy index_put index_reduce put scatter scatter_add scatter_reduce "
+    "masked_scatter"
+)
 STORES: Final = (
     *_rows(_PUT, "torch", "torch.Tensor"),
     *_rows(" ".join([f"{name}_" for name in _PUT.split()]), "torch.Tensor"),
@@ -57,7 +60,7 @@ STORES: Final = (
 """Those that put values into their first argument, or into a copy of it."""
 
 PROMOTED: Final = (
-    *_rows("grid_sample binary_cross_entropy cross_entropy nll_loss", _F),
+    *_rows("grid_sample binary_cross_entropy cross_entropy nll_loss huber_loss", _F),
     *_rows("lerp cross", "torch", "torch.Tensor"),
     *_rows("cross", "torch.linalg"),
 )

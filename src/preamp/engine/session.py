@@ -80,7 +80,8 @@ class Delayed:
     inverse: torch.Tensor | None
     note: GradientNote  # of the latest backward that left any, and of those before it
     has_gradients: bool = False  # whether any gradient was left
-    versions: list[int] = field(default_factory=list[int])  # of the gradients left
+    # Of the gradients left, by the ``id`` of their parameters
+    versions: dict[int, int] = field(default_factory=dict[int, int])
 
     def continues_with(self, scaler: LossScaler) -> bool:
         """Whether gradients of ``scaler`` can be added as they are."""
@@ -345,7 +346,9 @@ class GradientBooks:
         self.is_open = False
 
     def _note_versions(self, delayed: Delayed) -> None:
-        delayed.versions = versions_of([leaf.grad for leaf in self.leaves()])
+        leaves = self.leaves()
+        versions = versions_of([leaf.grad for leaf in leaves])
+        delayed.versions = dict(zip(map(id, leaves), versions, strict=True))
 
     def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
         """Look for overflow; note what is found.
@@ -478,12 +481,13 @@ class GradientBooks:
 
         Zeros with a sign are none of a script's: they stand in for earlier gradients.
         """
-        delayed, grads = self.delayed, [leaf.grad for leaf in self.leaves()]
-        if delayed is None or len(grads) != len(delayed.versions):  # or there is another group
+        delayed, leaves = self.delayed, self.leaves()
+        if delayed is None or not delayed.versions:  # or it was loaded
             return False
+        grads, then = [leaf.grad for leaf in leaves], [delayed.versions.get(id(p)) for p in leaves]
         return all(
-            grad is None or (now != then and not grad.is_sparse and is_zeroed(grad))
-            for grad, now, then in zip(grads, versions_of(grads), delayed.versions, strict=True)
+            grad is None or (now != before and not grad.is_sparse and is_zeroed(grad))
+            for grad, now, before in zip(grads, versions_of(grads), then, strict=True)
         )
 
     def is_abandoned(self) -> bool:

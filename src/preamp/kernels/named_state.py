@@ -124,9 +124,12 @@ _WRAPPERS: Final[dict[str, type[_Wrapper]]] = {
 
 
 def _change(module: ModuleType) -> None:
+    names = vars(module)
+    if not _WRAPPERS.keys() <= names.keys():  # a torch that has other ones: it finds half weights
+        return
     for name, wrap in _WRAPPERS.items():
-        if not isinstance(vars(module)[name], wrap):
-            vars(module)[name] = wrap(vars(module)[name])
+        if not isinstance(names[name], wrap):
+            names[name] = wrap(names[name])
 
 
 class _Finder:

@@ -317,7 +317,8 @@ class WeightPairs:
                 self._are_alike = None
                 set_data(master, master.detach().to(half.device))
             rounded = self._ties_away(master.detach(), half) if self.packs else None
-            take_over(self.own_part(row, half), master.detach(), rounded)
+            # Through `.data`: a penalty on the master may wait for its backward.
+            take_over(self.own_part(row, half), master.detach().data, rounded)
 
     def _ties_away(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """``value`` rounded as packed masters are, where ``like`` is and of its dtype."""
@@ -433,20 +434,18 @@ class WeightTable(WeightPairs):
         # Half gradients as they were last seen, and their versions then
         self.seen: list[torch.Tensor | None] = []
         self.versions: list[int] = []
-        # What masters take: these very lists, but for gradients that are shown unscaled
-        self.grads = self.seen
+        self.grads = self.seen  # what masters take: these, but for those that are shown unscaled
         # What is known of these; ``None`` where there was none
         self.records: list[Record | None] = []
         # Whether a backward is under way. Its half gradients are scaled and incomplete.
         self.is_open = False
-        self.carried: set[int] = set()  # rows whose half gradient holds the earlier one too
-        # Rows whose zeroed gradient the new one is added to meanwhile
-        self.zeros_aside: set[int] = set()
+        # Rows whose half gradient holds the earlier one too, and those whose new gradient is added
+        # to a zeroed one meanwhile
+        self.carried, self.zeros_aside = set[int](), set[int]()
         # Versions of gradients left scaled, or ``None`` if none were
         self.raw: list[int | None] | None = None
         # Whether the next backward compares every half weight with its master
-        self.compares = True
-        self.is_fresh = True  # no backward has come yet
+        self.compares = self.is_fresh = True  # which says that no backward has come yet
         self.may_have_bases = False  # whether any master may have a float32 gradient
         self.changes = 0  # differs once gradients may be others than before
         self._arrived: list[torch.Tensor | None] | None = None
@@ -455,15 +454,14 @@ class WeightTable(WeightPairs):
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
-        self._has_warned = False  # of gradients taken as a script has written them
-        self._has_warned_of_lows = False
+        # Of gradients taken as a script has written them, and of masters that keep float32
+        self._has_warned = self._has_warned_of_lows = False
         self.is_stepping = False  # whether an optimizer may be writing to masters
         # By row, what masters were, rounded, when somebody was given their memory
         self._handed_out: dict[int, torch.Tensor] = {}
         self._replacing: set[int] = set()  # rows whose half weight counts, and no digit beyond it
         self._replaced: set[int] | None = set()  # those so far; ``None`` once that was warned of
-        # Whether writing to one half weight counts for others too, as of slices of one tensor
-        self._shares_versions = False
+        self._shares_versions = False  # whether a write to one half weight counts for others too
         self._nothing: dict[torch.device, torch.Tensor] = {}  # nan, of which packed masters are
 
     def add(self, twin: Twin) -> None:
@@ -896,13 +894,17 @@ class WeightTable(WeightPairs):
                 raise AssertionError("not a pending row")
             grads.append(grad)
             factors.append(record.factor)
-        wides = self.ops.widen_add(grads, factors, [bases[row] for row in rows])
-        self.changes += 1
-        self.may_have_bases = True
+        wides: list[torch.Tensor] = []
         made: dict[tuple[int, bool], Record] = {}
         olds = [self.records[row] for row in rows]
 
+        def add() -> None:  # to earlier ones in place, once
+            if not wides:
+                wides.extend(self.ops.widen_add(grads, factors, [bases[row] for row in rows]))
+
         def note_made() -> None:
+            self.changes += 1
+            self.may_have_bases = True
             for row, old, wide in zip(rows, olds, wides, strict=True):
                 is_alone = bases[row] is None
                 if old is None:
@@ -916,7 +918,7 @@ class WeightTable(WeightPairs):
                 elif is_alone:
                     store_grad(self.masters[row], wide)
 
-        run_to_end(note_made)  # half of it would drop gradients, or count them twice
+        run_to_end(add, note_made)  # half of it would drop gradients, or count them twice
         if self.is_showing:
             self._note_bases([row for row in rows if _is_shown(self.records[row])])
 

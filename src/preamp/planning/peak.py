@@ -16,6 +16,7 @@ from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
 from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps, fake_tensors
+from preamp.kernels.wide_half import native_products
 from preamp.planning.isolation import LossFn, copies_of
 from preamp.policy import Policy
 
@@ -91,7 +92,11 @@ class Pass:
 
 
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
-    """Trace ``loss_fn`` and backward at a policy on copies without memory; meta counts as CPU."""
+    """Trace ``loss_fn`` and backward at a policy on copies without memory; meta counts as CPU.
+
+    Products are those of a device with units for them, whatever this machine's CPU has: where it
+    computes them in float32, it makes copies of weights that no GPU needs.
+    """
     mode = fake_tensors()
     memo: dict[int, Any] = {}
 
@@ -104,7 +109,7 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
         map_leaves(note, [*model.parameters(), *model.buffers(), batch])
     copies = copies_of(memo, model=model, loss_fn=loss_fn, batch=batch)
     twin = copies["model"]
-    with untouched_random(), mode:
+    with untouched_random(), native_products(), mode:
         engine = create_engine(twin, None, policy)
         for param in twin.parameters() if policy.storage.release_gradients else ():
             if param.requires_grad:

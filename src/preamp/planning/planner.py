@@ -314,10 +314,9 @@ def _refused(error: Exception) -> PlanProblem:
 
 
 def _traced(task: Task, policy: Policy) -> Pass | None:
-    """A level's memory and traffic where products need no float32 copies."""
+    """A level's memory and traffic."""
     try:
-        with native_products():
-            return trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
+        return trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
     except ValueError:  # the forward looks at values: what only a real step could tell stays open
         return None
 
