@@ -326,6 +326,6 @@ def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
     for row in rows:
         assert row["specialised"] == []
         assert row["fused"] == row["inexact"] == 0
-    assert found["adam_kernel"]["numbers"] == ["i64"]
+    assert found["update_kernel"]["numbers"] == ["i64"]
     assert found["measure_chunks"]["wide"] == 1
-    assert found["adam_kernel"]["wide"] == 7  # four loads and three stores
+    assert found["update_kernel"]["wide"] == 7  # four loads and three stores

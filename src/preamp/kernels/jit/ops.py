@@ -612,7 +612,7 @@ def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
     """``|p|`` and ``|u|`` of each tensor, in the dtype of the computation."""
     part, by = work.part, _number(work.inv_scale, work.math)
     sums = np.zeros((2, part.chunks.table.shape[1]))
-    given = work.layout, by, sums[0], sums[1], formulas.Moments.of_lamb(work, rule)
+    given = work.layout, by, sums[0], sums[1], formulas.moments(work, rule)
     part.walk(loops.measure_directions, work.math, *given, kinds=work.kinds)
     norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
     return cast("torch.Tensor", _torch.from_numpy(norms).to(work.math))

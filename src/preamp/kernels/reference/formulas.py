@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from preamp.kernels.formulas import FORMULAS, bind, terms
 from preamp.kernels.reference.update import Slot, both_nonzero
 from preamp.kernels.rules import (
     AdagradRule,
@@ -41,7 +43,7 @@ def measured(slot: Slot, rule: Rule, step: Step) -> tuple[torch.Tensor, ...]:
     """The values whose norms ``rule`` needs."""
     match rule:
         case LambRule(uses_trust_ratio=True):
-            return slot.p, lamb_direction(slot, rule, step)[0]
+            return slot.p, direction_of(slot, rule, step)[0]
         case LarsRule(uses_trust_ratio=True):
             return slot.p, slot.g
         case NovoGradRule():
@@ -84,122 +86,65 @@ def number_of(
             return lr
 
 
+def _choose(condition: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition.to(a.device), a, b)
+    return a if condition else b
+
+
+_moments, _direction, _sgd, _lars, _adagrad, _novograd = (
+    bind(
+        formula,
+        root=torch.sqrt,
+        divide=torch.true_divide,
+        corrected=torch.true_divide,
+        choose=_choose,
+    )
+    for formula in FORMULAS
+)
+
+
 def apply(slot: Slot, rule: Rule, step: Step, number: Scalar) -> None:
     """Store the new parameter and state of ``slot``; ``number`` is that of its tensor."""
+    numbers, options = terms(rule)
+    given = (slot.p, slot.g, *slot.state)
+    size: Any = slot.scalar(rule.lr)
     match rule:
-        case AdamRule():
-            adam(slot, rule, step)
-        case LambRule():
-            u, m, v = lamb_direction(slot, rule, step)
-            slot.store(slot.p - number * u, m, v)
+        case AdamRule() | LambRule():
+            u, m, v = direction_of(slot, rule, step)
+            if isinstance(rule, LambRule):
+                size = number
+            elif rule.bias_correction is BiasCorrection.STEP_SIZE:
+                c1, c2 = _corrections(slot, rule, step)
+                size = size * c2**0.5 / c1
+            slot.store(slot.p - size * u, m, v)
         case SgdRule():
-            sgd(slot, rule, step)
+            p, m = _sgd(*given, size, step == 1, **numbers, **options)
+            slot.store(p, *([] if rule.leaves_state else [m]))
         case NovoGradRule():
-            novograd(slot, rule, step, number)
+            c1, c2 = _corrections(slot, rule, step) if rule.bias_correction else (1.0, 1.0)
+            denominator = number / c2**0.5 + rule.eps
+            slot.store(*_novograd(*given[:3], size, c1, denominator, **numbers, **options))
         case AdagradRule():
-            adagrad(slot, rule)
+            slot.store(*_adagrad(*given, size, **numbers, **options))
         case LarsRule():
-            lars(slot, rule, number)
+            slot.store(*_lars(*given, number, **numbers, **options))
         case _:
             left_out(rule)
 
 
-def decayed(slot: Slot, rule: AdamRule | LambRule | AdagradRule) -> torch.Tensor:
-    """The gradient, with the weight decay added to it unless that is decoupled."""
-    if rule.weight_decay != 0 and not rule.decoupled:
-        return slot.g + rule.weight_decay * slot.p
-    return slot.g
-
-
-def with_decay(
-    direction: torch.Tensor, slot: Slot, rule: AdamRule | LambRule | AdagradRule
-) -> torch.Tensor:
-    """``direction``, with the weight decay added to it if that is decoupled."""
-    if rule.weight_decay != 0 and rule.decoupled:
-        return direction + rule.weight_decay * slot.p
-    return direction
-
-
-def adam(slot: Slot, rule: AdamRule, step: Step) -> None:
-    """See `AdamRule`."""
-    g, (m, v), size = decayed(slot, rule), slot.state, slot.scalar(rule.lr)
-    m = rule.beta1 * m + (1 - rule.beta1) * g
-    v = rule.beta2 * v + (1 - rule.beta2) * g * g
-    m_used, v_used = m, v
-    if rule.bias_correction is not BiasCorrection.NONE:
-        c1 = slot.bias_correction(rule.beta1, step)
-        c2 = slot.bias_correction(rule.beta2, step)
-        if rule.bias_correction is BiasCorrection.MOMENTS:
-            m_used, v_used = m / c1, v / c2
-        else:
-            size = size * c2**0.5 / c1
-    if rule.eps_inside_sqrt:
-        direction = m_used / (v_used + rule.eps).sqrt()
-    else:
-        direction = m_used / (v_used.sqrt() + rule.eps)
-    slot.store(slot.p - size * with_decay(direction, slot, rule), m, v)
-
-
-def lamb_direction(
-    slot: Slot, rule: LambRule, step: Step
+def direction_of(
+    slot: Slot, rule: AdamRule | LambRule, step: Step
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The direction of a step of `LambRule`, and the new moments."""
-    g, (m, v) = decayed(slot, rule), slot.state
-    beta3 = 1 - rule.beta1 if rule.grad_averaging else 1.0
-    m = rule.beta1 * m + beta3 * g
-    v = rule.beta2 * v + (1 - rule.beta2) * g * g
-    m_used, v_used = m, v
-    if rule.bias_correction:
-        m_used = m / slot.bias_correction(rule.beta1, step)
-        v_used = v / slot.bias_correction(rule.beta2, step)
-    return with_decay(m_used / (v_used.sqrt() + rule.eps), slot, rule), m, v
+    """The direction of a step of a rule with two moments, and the new moments."""
+    numbers, options = terms(rule)
+    c1, c2 = _corrections(slot, rule, step) if options["CORRECTED"] else (1.0, 1.0)
+    eps, decay, coupled = numbers.pop("eps"), numbers["decay"], options.pop("COUPLED")
+    m, v = _moments(slot.p, slot.g, *slot.state, **numbers, COUPLED=coupled)
+    return _direction(slot.p, m, v, c1, c2, eps, decay, **options), m, v
 
 
-def sgd(slot: Slot, rule: SgdRule, step: Step) -> None:
-    """See `SgdRule`."""
-    decays = rule.weight_decay != 0
-    p, g, (m,) = slot.p, slot.g, slot.state
-    if decays and not rule.decays_after_momentum:
-        g = g + rule.weight_decay * p
-    if rule.momentum != 0:
-        later = rule.momentum * m + (1 - rule.dampening) * g
-        if isinstance(step, torch.Tensor):
-            m = torch.where(step.to(g.device) == 1, g, later)
-        else:
-            m = g if step == 1 else later
-        g = g + rule.momentum * m if rule.nesterov else m
-    if decays and rule.decays_after_momentum:
-        g = g + rule.weight_decay * p
-    slot.store(p - slot.scalar(rule.lr) * g, *([m] if rule.momentum != 0 else []))
-
-
-def novograd(slot: Slot, rule: NovoGradRule, step: Step, v: Scalar) -> None:
-    """See `NovoGradRule`; ``v`` is the new norm."""
-    p, g, m, lr = slot.p, slot.g, slot.state[0], slot.scalar(rule.lr)
-    beta3 = 1 - rule.beta1 if rule.grad_averaging else 1.0
-    c1 = slot.bias_correction(rule.beta1, step) if rule.bias_correction else 1.0
-    c2 = slot.bias_correction(rule.beta2, step) if rule.bias_correction else 1.0
-    denominator = v / c2**0.5 + rule.eps
-    if rule.decays_inside_moment:
-        g = g / denominator + rule.weight_decay * p
-        m = rule.beta1 * m + beta3 * g
-        slot.store(p - lr * (m / c1), m)
-    else:
-        m = rule.beta1 * m + beta3 * g
-        slot.store(p - lr * (m / c1 / denominator + rule.weight_decay * p), m)
-
-
-def adagrad(slot: Slot, rule: AdagradRule) -> None:
-    """See `AdagradRule`."""
-    g, (h,) = decayed(slot, rule), slot.state
-    h = h + g * g
-    direction = with_decay(g / (h.sqrt() + rule.eps), slot, rule)
-    slot.store(slot.p - slot.scalar(rule.lr) * direction, h)
-
-
-def lars(slot: Slot, rule: LarsRule, rate: Scalar) -> None:
-    """See `LarsRule`; ``rate`` is the tensor's own."""
-    p, g, (m,) = slot.p, slot.g, slot.state
-    step = rate * (g + rule.weight_decay * p)
-    m = rule.momentum * m - step
-    slot.store(p + (rule.momentum * m - step if rule.nesterov else m), m)
+def _corrections(
+    slot: Slot, rule: AdamRule | LambRule | NovoGradRule, step: Step
+) -> tuple[Scalar, Scalar]:
+    return slot.bias_correction(rule.beta1, step), slot.bias_correction(rule.beta2, step)
