@@ -16,13 +16,15 @@ import torch
 from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
-from preamp.kernels.jit.loops import Chunks, addresses, blocks_in, chunks_of, in_blocks, walk
+from preamp.kernels.jit.loops import Chunks, blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
 from preamp.kernels.ops import BINS, NONFINITE, Census, Tally, Tensors
 from preamp.kernels.places import (
     STORED_DTYPES,
     Column,
     Combining,
+    Group,
+    addresses,
     check_lengths,
     check_shapes,
     check_stored,
@@ -78,34 +80,10 @@ def parts_of(
     *columns: Column, codes: Set[torch.dtype] = frozenset(), in_order: bool = False
 ) -> tuple[list[Part], list[int]]:
     """Sort lists into launches, and name the places that no kernel can walk; see `sort`."""
-    if not columns[0]:
-        return [], []
-    lists: list[Any] = [column if _is_there(column) else [] for column in columns]
-    # A list that comes twice, since targets are also read, is looked at once: torch's guards, which
-    # `geometry_of` asks, refuse a tensor that is among several twice.
-    distinct = {id(tensors): tensors for tensors in lists if tensors}
-    geometry = geometry_of(*distinct.values(), codes=codes)
-    parts: list[Part] = []
-    if geometry is not None and geometry.alike:
-        others: list[int] = []
-        for alike in geometry.alike:
-            known = dict(zip(distinct, alike.dtypes, strict=True))
-            dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
-            places = alike.places
-            rows: list[Any] = lists
-            if not isinstance(places, range):
-                rows = [pick(tensors, places) if tensors else [] for tensors in lists]
-            part = _part(rows, dtypes, places, alike.shapes)
-            if part is None:
-                others += places
-            else:
-                parts.append(part)
-        return parts, sorted(others)
     groups, others = sort(*columns, codes=codes, in_order=in_order)
+    parts: list[Part] = []
     for group in groups:
-        part = None
-        if group.device.type == "cpu":
-            part = _part([*group.rows], [*group.dtypes], group.positions, None)
+        part = _part(group) if group.device.type == "cpu" else None
         if part is None:
             others += group.positions
         else:
@@ -113,28 +91,20 @@ def parts_of(
     return parts, sorted(others)
 
 
-def _part(
-    rows: list[Sequence[torch.Tensor]],
-    dtypes: list[torch.dtype | None],
-    places: Sequence[int],
-    shapes: tuple[torch.Size, ...] | None,
-) -> Part | None:
+def _part(group: Group) -> Part | None:
     """``None`` if a tensor has no memory: freed, or of one of torch's transforms."""
+    rows = [*group.rows]
     try:
         at = addresses(rows)
     except RuntimeError:
         return None
-    chunks = chunks_of(rows, shapes)
+    chunks = chunks_of(rows, group.alike.shapes if group.alike else None)
     filled = sum(map(bool, rows))
     if np.count_nonzero(at) < filled * len(rows[0]):
         used = at[:, chunks.table[0]]  # the address of an empty tensor is 0
         if np.count_nonzero(used) < filled * used.shape[1]:
             return None
-    return Part(rows, dtypes, places, chunks, at)
-
-
-def _is_there(column: Column) -> bool:
-    return column[0] is not None or not set(map(type, column)) <= {type(None)}
+    return Part(rows, [*group.dtypes], group.positions, chunks, at)
 
 
 def _number(value: Scalar, dtype: torch.dtype) -> Any:
@@ -577,7 +547,7 @@ def _stored_parts(columns: Sequence[Column], stored: Stored) -> tuple[list[Part]
     if not given:
         return parts, others
     geometry = geometry_of(*given)
-    if geometry is None or not geometry.alike:
+    if geometry is None or not geometry.alike or geometry.device != _CPU:
         return [], [*range(count)]
     found: list[Part] = []
     for part in parts:
