@@ -23,8 +23,8 @@ from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_value
 from preamp.core.tensors import dtype_of, layout_of
 from preamp.kernels.ops import Ops, Tensors
-from preamp.kernels.rules import Update
 from preamp.kernels.stored import Format, scales_shape
+from preamp.kernels.update import Update
 
 Column = Sequence["torch.Tensor | None"]
 """One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""

@@ -255,7 +255,8 @@ import json, re, inspect, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from preamp.kernels.triton import Triton
-from preamp.kernels import AdamRule, BiasCorrection, Update
+from preamp.kernels import Update
+from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.triton import launch
 from triton.runtime.jit import KernelInterface
 

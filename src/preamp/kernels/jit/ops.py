@@ -34,10 +34,11 @@ from preamp.kernels.places import (
     sort,
 )
 from preamp.kernels.reference import Reference
-from preamp.kernels.reference.formulas import number_of, takes_norms
+from preamp.kernels.reference.formulas import number_of
 from preamp.kernels.reference.tally import flat_of
-from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule, Scalar, Update, norms_at
+from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
 from preamp.kernels.stored import Format, Stored, join
+from preamp.kernels.update import Scalar, Update, norms_at
 from preamp.kernels.vectors import norms_of
 
 _REFERENCE = Reference()
@@ -273,7 +274,7 @@ class Jit(Combining):
         if update.found_inf is not None and _plain(update.found_inf) != 0:
             return
         for work in works:
-            work.start(*formulas.told(work, rule))
+            work.start(formulas.record_of(work, rule), formulas.number_of(work, rule))
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
             taken = replace(update, found_inf=None)
@@ -494,7 +495,7 @@ class _Work(NamedTuple):
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
         lr = rule.lr.to(_CPU, self.math) if isinstance(rule.lr, torch.Tensor) else rule.lr
         kept = _torch.stack(self.numbers).to(self.math) if self.numbers else None
-        found = number_of(rule, lr, self.norms(rule) if takes_norms(rule) else (), kept)
+        found = number_of(rule, lr, self.norms(rule) if rule.takes_norms else (), kept)
         if self.numbers:
             _torch._foreach_copy_(self.numbers, cast("torch.Tensor", found).unbind())
         return found
@@ -582,7 +583,7 @@ def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
     """``|p|`` and ``|u|`` of each tensor, in the dtype of the computation."""
     part, by = work.part, _number(work.inv_scale, work.math)
     sums = np.zeros((2, part.chunks.table.shape[1]))
-    given = work.layout, by, sums[0], sums[1], formulas.moments(work, rule)
+    given = work.layout, by, sums[0], sums[1], formulas.record_of(work, rule)
     part.walk(loops.measure_directions, work.math, *given, kinds=work.kinds)
     norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
     return cast("torch.Tensor", _torch.from_numpy(norms).to(work.math))

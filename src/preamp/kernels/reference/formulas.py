@@ -8,35 +8,29 @@ new values with it. Most rules need no norms, and have a case in `apply` alone.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from preamp.kernels.formulas import FORMULAS, bind, terms
 from preamp.kernels.reference.update import Slot, both_nonzero
 from preamp.kernels.rules import (
-    AdagradRule,
     AdamRule,
+    AdoptRule,
     BiasCorrection,
+    Formula,
     LambRule,
     LarsRule,
     NovoGradRule,
     Rule,
-    Scalar,
-    SgdRule,
-    left_out,
+    bound_formulas,
 )
+from preamp.kernels.update import Scalar
 
 Step = int | torch.Tensor
-
-
-def takes_norms(rule: Rule) -> bool:
-    """Whether ``rule`` needs norms, `measured` or given in ``Update.norms``."""
-    return isinstance(rule, NovoGradRule) or (
-        isinstance(rule, (LambRule, LarsRule)) and rule.uses_trust_ratio
-    )
 
 
 def measured(slot: Slot, rule: Rule, step: Step) -> tuple[torch.Tensor, ...]:
@@ -86,62 +80,71 @@ def number_of(
             return lr
 
 
-def _choose(condition: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if isinstance(condition, torch.Tensor):
-        return torch.where(condition.to(a.device), a, b)
-    return a if condition else b
+def _choose(condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, torch.Tensor):
+        return a if condition else b
+    tensor = a if isinstance(a, torch.Tensor) else b
+    return torch.where(condition.to(tensor.device), a, b)
 
 
-_moments, _direction, _sgd, _lars, _adagrad, _novograd = (
-    bind(
-        formula,
-        root=torch.sqrt,
-        divide=torch.true_divide,
-        corrected=torch.true_divide,
-        choose=_choose,
-    )
-    for formula in FORMULAS
+def _itself(formula: Formula) -> Formula:
+    return formula
+
+
+_FORMULAS = bound_formulas(
+    _itself, root=torch.sqrt, divide=torch.true_divide, corrected=torch.true_divide, choose=_choose
 )
 
 
 def apply(slot: Slot, rule: Rule, step: Step, number: Scalar) -> None:
     """Store the new parameter and state of ``slot``; ``number`` is that of its tensor."""
-    numbers, options = terms(rule)
-    given = (slot.p, slot.g, *slot.state)
     size: Any = slot.scalar(rule.lr)
-    match rule:
-        case AdamRule() | LambRule():
-            u, m, v = direction_of(slot, rule, step)
-            if isinstance(rule, LambRule):
-                size = number
-            elif rule.bias_correction is BiasCorrection.STEP_SIZE:
-                c1, c2 = _corrections(slot, rule, step)
-                size = size * c2**0.5 / c1
-            slot.store(slot.p - size * u, m, v)
-        case SgdRule():
-            p, m = _sgd(*given, size, step == 1, **numbers, **options)
-            slot.store(p, *([] if rule.leaves_state else [m]))
-        case NovoGradRule():
-            c1, c2 = _corrections(slot, rule, step) if rule.bias_correction else (1.0, 1.0)
-            denominator = number / c2**0.5 + rule.eps
-            slot.store(*_novograd(*given[:3], size, c1, denominator, **numbers, **options))
-        case AdagradRule():
-            slot.store(*_adagrad(*given, size, **numbers, **options))
-        case LarsRule():
-            slot.store(*_lars(*given, number, **numbers, **options))
-        case _:
-            left_out(rule)
+    if isinstance(rule, (LambRule, LarsRule)):
+        size = number
+    elif isinstance(rule, AdamRule) and rule.bias_correction is BiasCorrection.STEP_SIZE:
+        c1, c2 = _corrections(slot, rule, step)
+        size = size * c2**0.5 / c1
+    size = size if isinstance(size, torch.Tensor) else slot.p.new_full((), size)
+    formula, *others = rule.formulas
+    if others:
+        u, *state = direction_of(slot, rule, step)
+        slot.store(slot.p - size * u, *state)
+        return
+    p, m = _call(formula, _told(slot, rule, step, number) | {"size": size})
+    slot.store(p, *([] if rule.leaves_state else [m]))
 
 
-def direction_of(
-    slot: Slot, rule: AdamRule | LambRule, step: Step
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The direction of a step of a rule with two moments, and the new moments."""
-    numbers, options = terms(rule)
-    c1, c2 = _corrections(slot, rule, step) if options["CORRECTED"] else (1.0, 1.0)
-    eps, decay, coupled = numbers.pop("eps"), numbers["decay"], options.pop("COUPLED")
-    m, v = _moments(slot.p, slot.g, *slot.state, **numbers, COUPLED=coupled)
-    return _direction(slot.p, m, v, c1, c2, eps, decay, **options), m, v
+def direction_of(slot: Slot, rule: Rule, step: Step) -> tuple[torch.Tensor, ...]:
+    """The step of a rule with two moments before its size, and the new moments."""
+    moments, direction = rule.formulas
+    told = _told(slot, rule, step)
+    m, v = _call(moments, told)
+    return _call(direction, told | {"m": m, "v": v}), m, v
+
+
+def _call(formula: Formula, told: Mapping[str, Any]) -> Any:
+    return _FORMULAS[formula](*[told[name] for name in _names(formula)])
+
+
+@functools.cache
+def _names(formula: Formula) -> tuple[str, ...]:
+    return tuple(inspect.signature(formula).parameters)
+
+
+def _told(slot: Slot, rule: Rule, step: Step, number: Scalar = 0.0) -> dict[str, Any]:
+    """What formulas ask for, but ``size``."""
+    numbers, options = rule.terms
+    told: dict[str, Any] = {"p": slot.p, "g": slot.g, **dict(zip("mv", slot.state, strict=False))}
+    told |= {**numbers, **options, "is_first": step == 1}
+    if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
+        c1, c2 = _corrections(slot, rule, step) if rule.corrects else (1.0, 1.0)
+        told |= {"c1": c1, "c2": c2}
+        if isinstance(rule, NovoGradRule):
+            told["denominator"] = number / c2**0.5 + rule.eps
+    if isinstance(rule, AdoptRule):
+        before = slot.p.new_full((), 1.0) * slot.scalar(step) - 1
+        told["bound"] = before.sqrt().sqrt()
+    return told
 
 
 def _corrections(

@@ -13,13 +13,13 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
 from preamp.kernels.places import STORED_DTYPES, Group, pick, sort
-from preamp.kernels.rules import Update
 from preamp.kernels.stored import BLOCK as SLOTS
 from preamp.kernels.stored import Format, Stored, scales_shape
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import check_devices, given, launch, moved, number, scalar
 from preamp.kernels.triton.reductions import gathered, measure
 from preamp.kernels.triton.tables import CHUNK, Table, sizes_of, table
+from preamp.kernels.update import Update
 
 
 @dataclass(frozen=True, slots=True)

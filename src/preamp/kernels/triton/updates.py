@@ -2,7 +2,7 @@
 # pyright: basic, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 """The update of every rule: one kernel around their formulas, and what it is started with.
 
-The kernel loads and stores; `preamp.kernels.formulas` has what happens in between. It is written as
+The kernel loads and stores; `preamp.kernels.rules` has what happens in between. It is written as
 ``preamp.kernels.triton.device`` says; `start` runs on the host.
 """
 
@@ -13,18 +13,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from preamp.kernels.formulas import FORMULAS, bind, terms
-from preamp.kernels.rules import (
-    AdagradRule,
-    AdamRule,
-    BiasCorrection,
-    LambRule,
-    LarsRule,
-    NovoGradRule,
-    Rule,
-    SgdRule,
-    left_out,
-)
+from preamp.kernels import rules
+from preamp.kernels.rules import AdamRule, BiasCorrection, LambRule, LarsRule, NovoGradRule, Rule
 from preamp.kernels.triton import launch as launching  # kernels have a `number` and a `scalar` too
 from preamp.kernels.triton.device.jit import KINDS, helper, kernel
 from preamp.kernels.triton.device.stored import (
@@ -59,8 +49,19 @@ from preamp.kernels.triton.device.walk import (
 from preamp.kernels.triton.places import Places
 from preamp.kernels.triton.reductions import gather
 
-ADAM, LAMB, SGD, LARS, ADAGRAD, NOVOGRAD = map(tl.constexpr, range(6))
-"""What ``RULE`` is."""
+SGD, LARS, ADAGRAD, NOVOGRAD, LION, ADOPT, OTHER = map(tl.constexpr, range(7))
+"""What ``RULE`` is; of Adam and LAMB ``OTHER``."""
+
+_KINDS = {
+    rules.SgdRule: SGD,
+    rules.LarsRule: LARS,
+    rules.AdagradRule: ADAGRAD,
+    rules.NovoGradRule: NOVOGRAD,
+    rules.LionRule: LION,
+    rules.AdoptRule: ADOPT,
+    rules.AdamRule: OTHER,
+    rules.LambRule: OTHER,
+}
 
 
 @helper
@@ -69,10 +70,14 @@ def _choose(condition, a, b):
 
 
 # Triton's interpreter looks for `tl` among the globals of what it runs.
-_moments, _direction, _sgd, _lars, _adagrad, _novograd = (
-    helper(bind(formula, root=root, divide=divide, corrected=divide, choose=_choose, tl=tl))
-    for formula in FORMULAS
+_formulas = rules.bound_formulas(
+    helper, root=root, divide=divide, corrected=divide, choose=_choose, tl=tl
 )
+_moments, _direction = _formulas[rules.moments], _formulas[rules.direction]
+_adopt_moments = _formulas[rules.adopt_moments]
+_adopt_direction = _formulas[rules.adopt_direction]
+_sgd, _lars, _adagrad = (_formulas[f] for f in (rules.sgd, rules.lars, rules.adagrad))
+_novograd, _lion = _formulas[rules.novograd], _formulas[rules.lion]
 
 
 @helper
@@ -103,7 +108,7 @@ def update_kernel(
     coefficient: tl.int64, inv_scale_at, found_inf_at, seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, V, H, H_ROW, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
     TRUST_RATIO, CORRECTS, STEP_SIZE, COUPLED, DECOUPLED, CORRECTED, EPS_INSIDE, HAS_MOMENTUM,
-    NESTEROV, BEFORE, AFTER, INSIDE, CHUNK, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+    NESTEROV, BEFORE, AFTER, INSIDE, BOUNDED, CHUNK, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of an update by ``RULE``.
 
@@ -126,8 +131,11 @@ def update_kernel(
     beta2, rest = number(beta2, MATH), number(rest, MATH)
     momentum = number(momentum, MATH)
     is_first = size
-    if RULE == SGD:
+    bound = size
+    if RULE == SGD or RULE == ADOPT:
         is_first = scalar(step, step_at, STEP_AT, MATH) == 1
+    if RULE == ADOPT:
+        bound = root(root(scalar(step, step_at, STEP_AT, MATH) - 1))
     c1 = size
     c2 = size
     if CORRECTS:
@@ -157,13 +165,20 @@ def update_kernel(
                 m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
             if V is not None:
                 v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
-                m, v = _moments(p, g, m, v, beta1, share, beta2, rest, decay, COUPLED)
+                if RULE == ADOPT:
+                    m, v = _adopt_moments(p, g, m, v, is_first, bound, beta1, share, beta2, rest,
+                                          eps, decay, COUPLED, BOUNDED)  # fmt: skip
+                else:
+                    m, v = _moments(p, g, m, v, beta1, share, beta2, rest, decay, COUPLED)
                 if not MEASURE:  # before anything else, so that fewer registers are in use
                     store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0,
                                  m)  # fmt: skip
                     store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1,
                                  v)  # fmt: skip
-                u = _direction(p, m, v, c1, c2, eps, decay, DECOUPLED, CORRECTED, EPS_INSIDE)
+                if RULE == ADOPT:
+                    u = _adopt_direction(p, m, is_first, decay, DECOUPLED)
+                else:
+                    u = _direction(p, m, v, c1, c2, eps, decay, DECOUPLED, CORRECTED, EPS_INSIDE)
                 if MEASURE:
                     u = tl.where(mask, u, 0)  # without eps it is nan beyond the end
                     p_squares += p * p
@@ -176,8 +191,10 @@ def update_kernel(
                 p, m = _lars(p, g, m, size, momentum, decay, NESTEROV)
             elif RULE == ADAGRAD:
                 p, m = _adagrad(p, g, m, size, eps, decay, COUPLED, DECOUPLED)
+            elif RULE == LION:
+                p, m = _lion(p, g, m, size, beta1, share, beta2, rest, decay, DECOUPLED)
             else:
-                p, m = _novograd(p, g, m, size, c1, denominator, beta1, share, decay, INSIDE)
+                p, m = _novograd(p, g, m, denominator, size, c1, beta1, share, decay, INSIDE)
             if HAS_MOMENTUM and V is None:
                 store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
             if not MEASURE:
@@ -213,7 +230,7 @@ def average_norms(
 
 _NUMBERS = ("beta1", "share", "beta2", "rest", "momentum", "eps", "coefficient")
 _OPTIONS = ("TRUST_RATIO", "STEP_SIZE", "CORRECTS", "COUPLED", "DECOUPLED", "CORRECTED",
-            "EPS_INSIDE", "NESTEROV", "BEFORE", "AFTER", "INSIDE")  # fmt: skip
+            "EPS_INSIDE", "NESTEROV", "BEFORE", "AFTER", "INSIDE", "BOUNDED")  # fmt: skip
 _UNUSED = {**dict.fromkeys(_NUMBERS, 0), **dict.fromkeys(_OPTIONS, False), "HAS_MOMENTUM": True}
 
 
@@ -230,27 +247,23 @@ def lamb_norms(part: Places, rule: LambRule) -> torch.Tensor:
 
 def _arguments(part: Places, rule: Rule) -> dict[str, Any]:
     """What measuring and updating take."""
-    numbers, options = terms(rule)
-    corrects = False
+    kind = _KINDS.get(type(rule))
+    if kind is None:
+        rules.left_out(rule)
+    numbers, options = rule.terms
+    corrects = rule.corrects
     match rule:
         case AdamRule():
-            kind, corrects = ADAM, rule.bias_correction is not BiasCorrection.NONE
             options["STEP_SIZE"] = rule.bias_correction is BiasCorrection.STEP_SIZE
         case LambRule():
-            kind, corrects = LAMB, rule.bias_correction
             options["TRUST_RATIO"] = rule.uses_trust_ratio
-        case SgdRule():
-            kind = SGD
         case LarsRule():
-            kind, options["TRUST_RATIO"] = LARS, rule.uses_trust_ratio
+            options["TRUST_RATIO"] = rule.uses_trust_ratio
             numbers |= {"eps": rule.eps, "coefficient": rule.trust_coefficient}
-        case AdagradRule():
-            kind = ADAGRAD
         case NovoGradRule():
-            kind, corrects, options["CORRECTS"] = NOVOGRAD, rule.bias_correction, True
-            numbers["eps"] = rule.eps
+            options["CORRECTS"], numbers["eps"] = True, rule.eps
         case _:
-            left_out(rule)
+            pass
     betas = {"correction1": numbers.get("beta1", 0.0), "correction2": getattr(rule, "beta2", 0.0)}
     return {
         **_UNUSED,
