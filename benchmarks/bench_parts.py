@@ -16,21 +16,17 @@ from typing import Any
 import torch
 
 from preamp.core.errors import PreampUnavailableError
-from preamp.kernels import (
+from preamp.kernels import Census, Ops, Rule, Update, backend
+from preamp.kernels.by_device import ByDevice
+from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
     BiasCorrection,
-    Census,
     LambRule,
     LarsRule,
     NovoGradRule,
-    Ops,
-    Rule,
     SgdRule,
-    Update,
-    backend,
 )
-from preamp.kernels.by_device import ByDevice
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, measure, stopwatch
 from preamp_bench.preamp_steps import fused_adam, through_engine

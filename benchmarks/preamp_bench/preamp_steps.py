@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import preamp
-from preamp.kernels import AdamRule, BiasCorrection, Update, backend
+from preamp.kernels import Update, backend
+from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.optimizers import FusedAdam
 from preamp_bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weights, Work
 

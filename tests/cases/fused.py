@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from cases import rules
+from cases.exact import Exact
 from preamp import optimizers
+from preamp.kernels.rules import AdoptRule, LionRule
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -129,6 +132,30 @@ def lars(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torc
     m = o["momentum"] * s.get("momentum_buffer", torch.zeros_like(p)) - step
     s["momentum_buffer"] = m
     return p + (o["momentum"] * m - step if o["nesterov"] else m)
+
+
+def by_rule(oracle: Any, rule_of: Callable[[Options], Any], *keys: str) -> Rule:
+    """An oracle of `cases.rules`, of which ``keys`` are the state."""
+
+    def rule(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
+        state = [Exact.of(s.get(key, torch.zeros_like(p))) for key in keys]
+        p_new, *new = oracle(rule_of(o), t if s else 1, Exact.of(p), Exact.of(g), *state)
+        s.update(zip(keys, [one.value for one in new], strict=True))
+        return p_new.value
+
+    return rule
+
+
+def _lion_rule(o: Options) -> LionRule:
+    beta1, beta2 = o["betas"]
+    return LionRule(lr=o["lr"], beta1=beta1, beta2=beta2, weight_decay=o["weight_decay"])
+
+
+def _adopt_rule(o: Options) -> AdoptRule:
+    numbers = {"lr": o["lr"], "eps": o["eps"], "weight_decay": o["weight_decay"]}
+    beta1, beta2 = o["betas"]
+    options = {"decoupled": o["decouple"], "is_bounded": o["clip"]}
+    return AdoptRule(beta1=beta1, beta2=beta2, **numbers, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +291,25 @@ LARS = FusedCase(
         {"momentum": 0.9, "nesterov": True, "eps": 0.1, "trust_coefficient": 0.1},
     ),
 )
-FUSED = (ADAM, EARLY_ADAM, LAMB, MIXED_LAMB, SGD, NOVOGRAD, ADAGRAD, LARS)
+LION = FusedCase(
+    kind=optimizers.FusedLion,
+    rule=by_rule(rules.lion_, _lion_rule, "exp_avg"),
+    defaults={"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    variants=({}, {"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.5, 0.0)}),
+)
+ADOPT = FusedCase(
+    kind=optimizers.FusedADOPT,
+    rule=by_rule(rules.adopt_, _adopt_rule, "exp_avg", "exp_avg_sq"),
+    defaults={"lr": 1e-3, "betas": (0.9, 0.9999), "eps": 1e-6, "weight_decay": 0.0}
+    | {"decouple": False, "clip": True},
+    wide=frozenset({"exp_avg", "exp_avg_sq"}),
+    variants=(
+        {},
+        {"weight_decay": 0.1, "decouple": True, "lr": 0.1},
+        {"weight_decay": 0.1, "clip": False, "betas": (0.9, 0.5), "eps": 0.1},
+    ),
+)
+FUSED = (ADAM, EARLY_ADAM, LAMB, MIXED_LAMB, SGD, NOVOGRAD, ADAGRAD, LARS, LION, ADOPT)
 VARIANTS = [(case, variant) for case in FUSED for variant in case.variants]
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from cases.exact import Exact, where
-from preamp.kernels import (
+from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
+    AdoptRule,
     BiasCorrection,
     LambRule,
     LarsRule,
+    LionRule,
     NovoGradRule,
     SgdRule,
 )
@@ -119,6 +121,15 @@ def _lars(nesterov: bool, trusts: bool) -> RuleRow:
     return RuleRow(op="lars_", rule=rule)
 
 
+def _lion(decay: float) -> RuleRow:
+    return RuleRow(op="lion_", rule=LionRule(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=decay))
+
+
+def _adopt(decay: float, decoupled: bool, bounded: bool) -> RuleRow:
+    rule = AdoptRule(**_MOMENTS, weight_decay=decay, decoupled=decoupled, is_bounded=bounded)
+    return RuleRow(op="adopt_", rule=rule, states=2)
+
+
 ROWS = (
     _adam(BiasCorrection.NONE, 0.0, decoupled=False, inside=False),
     _adam(BiasCorrection.MOMENTS, 0.1, decoupled=False, inside=True),
@@ -142,6 +153,11 @@ ROWS = (
     _lars(nesterov=False, trusts=True),
     _lars(nesterov=True, trusts=True),
     _lars(nesterov=True, trusts=False),
+    _lion(0.0),
+    _lion(0.1),
+    _adopt(0.0, decoupled=False, bounded=True),
+    _adopt(0.1, decoupled=False, bounded=False),
+    _adopt(0.1, decoupled=True, bounded=True),
 )
 
 FUSED = (
@@ -251,5 +267,31 @@ def lars_(rule: Any, step: int, p: Exact, g: Exact, m: Exact) -> Update:
     return p + (rule.momentum * m - change if rule.nesterov else m), m
 
 
-ORACLES = {op.__name__: op for op in (adam_, lamb_, sgd_, novograd_, adagrad_, lars_)}
+def lion_(rule: Any, step: int, p: Exact, g: Exact, m: Exact) -> Update:
+    del step
+    u = rule.beta1 * m + (1 - rule.beta1) * g
+    sign = Exact(u.value.sign(), u.value.sign().abs())
+    m = rule.beta2 * m + (1 - rule.beta2) * g
+    return p - float(rule.lr) * (sign + rule.weight_decay * p), m
+
+
+def adopt_(rule: Any, step: int, p: Exact, g: Exact, m: Exact, v: Exact) -> Update:
+    decay = rule.weight_decay * p
+    if not rule.decoupled:
+        g = g + decay
+    if step == 1:
+        return p - float(rule.lr) * m, m, g * g  # m is zero in a training
+    spread = v.sqrt()
+    n = g / where(spread.value < rule.eps, ONE * rule.eps, spread)
+    if rule.is_bounded:
+        bound = ONE * (step - 1) ** 0.25
+        n = where(n.value.abs() > bound.value, bound * Exact.of(n.value.sign()), n)
+    m = rule.beta1 * m + (1 - rule.beta1) * n
+    v = rule.beta2 * v + (1 - rule.beta2) * g * g
+    return p - float(rule.lr) * (m + decay if rule.decoupled else m), m, v
+
+
+ORACLES = {
+    op.__name__: op for op in (adam_, lamb_, sgd_, novograd_, adagrad_, lars_, lion_, adopt_)
+}
 """By op: functions of the rule, the step, and one parameter, gradient (unscaled) and its state."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
+from cases import fused
 from preamp import optimizers
 from preamp.parallel.LARC import LARC
 
@@ -19,9 +21,9 @@ SHAPES = ((7, 3), (4, 5), (1, 6), (9,))
 """Uneven, even, and empty on the second rank."""
 
 BITWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adam": lambda params: optimizers.FusedAdam(params, lr=0.1, weight_decay=0.01),
-    "sgd": lambda params: optimizers.FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.1, weight_decay=0.01),
+    case.name: functools.partial(case.kind, **{**case.needs, **case.variants[2], "lr": 0.1})
+    for case in fused.FUSED
+    if case.kind.is_elementwise and case is not fused.EARLY_ADAM
 }
 WITH_NORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lamb": lambda params: optimizers.FusedLAMB(params, lr=0.1, max_grad_norm=0.5),

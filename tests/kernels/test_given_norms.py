@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cases.back_ends import REFERENCE
-from preamp.kernels import LambRule, LarsRule, NovoGradRule, Update
+from preamp.kernels import Update
+from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule
 
 SHAPES = ((3, 5), (0,), (1200,), (7,))
 LAMB = LambRule(

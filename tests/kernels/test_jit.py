@@ -37,18 +37,10 @@ from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError
-from preamp.kernels import (
-    AdamRule,
-    BiasCorrection,
-    SgdRule,
-    Update,
-    backend,
-    dispatch,
-    explain,
-    places,
-)
+from preamp.kernels import Update, backend, dispatch, explain, places
 from preamp.kernels.jit import compiler, loops, words
-from preamp.kernels.reference.formulas import takes_norms
+from preamp.kernels.places import addresses
+from preamp.kernels.rules import AdamRule, BiasCorrection, SgdRule
 
 CPU = torch.device("cpu")
 ADAM = AdamRule(
@@ -295,7 +287,7 @@ def test_a_fork_has_threads_of_its_own(threads: Any) -> None:
 
 def walk(kernel: Any, chunks: loops.Chunks) -> None:
     rows = [[torch.empty(chunks.numel)]]
-    loops.walk(kernel, chunks, rows, loops.addresses(rows))
+    loops.walk(kernel, chunks, rows, addresses(rows))
 
 
 @pytest.mark.parametrize("of_the_caller", [False, True])
@@ -424,7 +416,7 @@ def copies(lists: Any) -> Any:
 @settings(max_examples=examples(300))
 def test_tensors_that_lie_anyhow_are_updated_as_if_they_lay_in_order(data: Any, row: Any) -> None:
     """Places that no kernel can walk as by the reference."""
-    column = Column(data, ORDERED if takes_norms(row.rule) else layouts.LAYOUTS)
+    column = Column(data, ORDERED if row.rule.takes_norms else layouts.LAYOUTS)
     p, g = column.make(), column.make()
     states = [column.make(math_dtype(p[0].dtype)) for _ in range(row.states)]
     if row.rule.has_numbers:

@@ -19,9 +19,10 @@ from cases.back_ends import BLOCKS, CUT, JIT, JOINED, REFERENCE
 from cases.rules import BF16, F16, F32, ONE_EACH, ROWS, RuleRow
 from cases.selection import examples
 from cases.stored import LAYOUTS, SHAPES, STORAGES, Case, assert_bits, chance, copied, spaced
-from preamp.kernels import SgdRule, Update
+from preamp.kernels import Update
 from preamp.kernels.jit import compiler, formats, words
 from preamp.kernels.places import check_stored
+from preamp.kernels.rules import SgdRule
 from preamp.kernels.stored import (
     BINADES,
     BLOCK,

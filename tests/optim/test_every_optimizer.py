@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,9 @@ from distributed.sharded_optimizer_checks import BITWISE, WITH_NORMS
 from preamp import optimizers
 from preamp.compat.flat.refusals import check_elementwise
 from preamp.distributed.shard_optimizer import ELEMENTWISE
-from preamp.kernels import Rule
+from preamp.kernels.rules import RULES
 
 PUBLIC = [name for name in vars(optimizers) if name.startswith("Fused")]
-RULES = get_args(Rule)
 
 
 def params() -> list[torch.nn.Parameter]:

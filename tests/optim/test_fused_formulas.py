@@ -143,7 +143,7 @@ APEX_ORDER = {
 
 
 @pytest.mark.apex("7")
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", APEX_ORDER)
 def test_arguments_may_be_passed_by_position_as_in_apex(name: str) -> None:
     signature = inspect.signature(getattr(optimizers, name))
     positional = [

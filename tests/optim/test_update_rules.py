@@ -16,17 +16,15 @@ from hypothesis import strategies as st
 from cases.fused import DTYPES, HALVES, gradients, variant_id, wide
 from cases.selection import examples
 from cases.tolerances import assert_same
-from preamp.kernels import (
+from preamp.kernels import Rule, Update, backend
+from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
     BiasCorrection,
     LambRule,
     LarsRule,
     NovoGradRule,
-    Rule,
     SgdRule,
-    Update,
-    backend,
 )
 
 OPS = backend("reference")

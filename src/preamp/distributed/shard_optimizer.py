@@ -27,7 +27,7 @@ from preamp.engine.session import OptimizerSession
 from preamp.kernels.stored import scales_shape
 from preamp.optim import LARC, Twin, leaf_of, pair_of
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.optim.fused.every import FusedAdagrad, FusedAdam, FusedSGD
+from preamp.optim.fused.kinds import KINDS
 from preamp.optim.fused.moments import is_scales, without_codes
 from preamp.optim.part import Gate, Part, Span
 from preamp.policy.storage import FULL, Storage
@@ -298,9 +298,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
         optim.RMSprop,
         optim.Rprop,
         optim.ASGD,
-        FusedSGD,
-        FusedAdam,
-        FusedAdagrad,
+        *(kind for kind in KINDS if kind.is_elementwise),
     }
 )
 """Optimizers that compute each element from what belongs to it alone, so that parts are enough."""

@@ -802,7 +802,7 @@ class OptimizerSession:
                     raise refusals.captured_while_split()
                 table.absorb()
                 # Packed now, masters leave their memory to what the first step makes.
-                takes_stored = getattr(self.optimizer, "_takes_stored", False)
+                takes_stored = getattr(self.optimizer, "takes_stored", False)
                 (table.pack if takes_stored else table.make)()
                 table.is_stepping = True
 

@@ -20,10 +20,10 @@ from preamp.kernels.stored import are_beyond_float16, scales_shape
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, RELEASE
 from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
 from preamp.optim.larc import released
 from preamp.policy import Policy
-from preamp.policy.storage import MOMENT_KINDS, RELEASING_KINDS
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -41,11 +41,11 @@ def check_storage(
     """
     storage, optimizers = policy.storage, list(optimizers)
     for optimizer in optimizers:
-        if storage.moments != "float32" and not getattr(type(optimizer), "_takes_stored", False):
+        if storage.moments != "float32" and not getattr(type(optimizer), "takes_stored", False):
             raise bad_type(
                 f"storage has moments={storage.moments!r}, and an optimizer is "
                 f"{with_article(type(optimizer).__name__)}",
-                f"Moments are kept in fewer bits by {', '.join(MOMENT_KINDS)}",
+                f"Moments are kept in fewer bits by {', '.join(KEEP_FEWER_BITS)}",
                 'Choose one of these, or pass storage="split" or "full", where moments are float32',
             )
     if storage.masters == "split" and policy.cast_model_type is torch.float16:
@@ -86,10 +86,10 @@ def check_releases(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, FusedOptimizer) and optimizer.updates_alone:
         return
     kind = with_article(type(optimizer).__name__)
-    kind += " of early 2019's formula" if type(optimizer).__name__ in RELEASING_KINDS else ""
+    kind += " of early 2019's formula" if type(optimizer).__name__ in RELEASE else ""
     raise bad_type(
         f"storage has release_gradients=True, and an optimizer is {kind}",
-        f"A parameter is updated by its own gradient alone in {', '.join(RELEASING_KINDS)}",
+        f"A parameter is updated by its own gradient alone in {', '.join(RELEASE)}",
         "Choose one of these, or a storage without release_gradients",
     )
 

@@ -13,8 +13,9 @@ import torch
 
 from preamp.core.tensors import has_sharded, locals_of
 from preamp.kernels.ops import Census, Ops, Tally, Tensors
-from preamp.kernels.rules import LambRule, Rule, Update
+from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.shards import sharded_as
+from preamp.kernels.update import Update
 from preamp.kernels.vectors import stack
 
 _is_on_cpu: Callable[[Any], bool] = attrgetter("is_cpu")

@@ -31,7 +31,8 @@ from typing import Final
 
 import torch
 
-from preamp.kernels.rules import LambRule, Rule, Update
+from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.update import Update
 
 Tensors = Sequence[torch.Tensor]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Places of tensor lists: what all have in common, and which of them one launch can take.
 
-`geometry_of` finds without Python for each tensor that all are alike, as in most steps; `sort`
-looks at each place. `Combining` has the ops that are one linear combination, and those that split
-and join, for back ends whose kernels take such groups.
+`geometry_of` finds without Python for each tensor that all are alike, as in most steps, and `sort`
+groups them by that; it looks at each place of other lists. `Combining` has the ops that are one
+linear combination, and those that split and join, for back ends whose kernels take such groups.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ import functools
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_value
 from preamp.core.tensors import dtype_of, layout_of
 from preamp.kernels.ops import Ops, Tensors
-from preamp.kernels.rules import Update
 from preamp.kernels.stored import Format, scales_shape
+from preamp.kernels.update import Update
 
 Column = Sequence["torch.Tensor | None"]
 """One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
 
 _torch: Any = torch
 _is_contiguous = torch.Tensor.is_contiguous
+_address_of = torch.Tensor.data_ptr
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What kernels load and store."""
@@ -54,6 +56,7 @@ class Alike:
     dtypes: tuple[torch.dtype, ...]  # of each list
     places: Sequence[int]  # a range if these are all
     shapes: tuple[torch.Size, ...]  # of these places
+    numels: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class Geometry:
     shapes: tuple[torch.Size, ...]  # of each place
     dtypes: tuple[set[torch.dtype], ...]  # of each list
     leaders: tuple[torch.dtype, ...]  # the dtype of each tensor of the first list, or one for all
-    # All places, if all lie in the memory of a CPU, where it can be read and written; else none
+    device: torch.device | None  # where all lie in memory of their own, or ``None``
+    # All places, if there is such a device and kernels take the dtypes; else none
     alike: tuple[Alike, ...]
 
 
@@ -130,12 +134,13 @@ def geometry_of(*columns: Column, codes: Set[torch.dtype] = frozenset()) -> Geom
         return None
     kinds = [tuple(map(dtype_of, column)) for column in columns]
     dtypes = tuple(map(set, kinds))
-    is_memory = all(all(map(lies_in_memory, column)) for column in columns)
+    device = _device_of(columns)
     geometry = Geometry(
         shapes,
         dtypes,
         kinds[0][:1] if len(dtypes[0]) == 1 else kinds[0],
-        _alike(kinds, shapes) if is_memory else (),
+        device,
+        () if device is None else _alike(kinds, shapes),
     )
     for known in alike:
         if not known.is_guarded and known.geometry == geometry:
@@ -156,19 +161,28 @@ def _alike(
     found: dict[tuple[torch.dtype, ...], list[int]] = {}
     for place, dtypes in enumerate(zip(*kinds, strict=True)):
         found.setdefault(dtypes, []).append(place)
-    if len(found) == 1:
-        return (Alike(next(iter(found)), range(len(shapes)), shapes),)
-    every = found.items()
-    return tuple([Alike(dtypes, at, tuple(pick(shapes, at))) for dtypes, at in every])
+    alike: list[Alike] = []
+    for dtypes, at in found.items():
+        own = shapes if len(found) == 1 else tuple(pick(shapes, at))
+        places = range(len(shapes)) if len(found) == 1 else at
+        alike.append(Alike(dtypes, places, own, tuple([shape.numel() for shape in own])))
+    return tuple(alike)
 
 
 OWN_MEMORY = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types that lie in memory; of others it is asked."""
 
 
-def lies_in_memory(tensor: Any) -> bool:
-    """Whether a CPU finds the values at ``data_ptr``; not those of views that negate."""
-    return tensor.is_cpu and not tensor.is_neg() and has_memory(tensor)
+def _device_of(columns: Sequence[Column]) -> torch.device | None:
+    """The device on which the values of all tensors lie at ``data_ptr``, if there is one.
+
+    Those of views that negate do not.
+    """
+    tensors = [*itertools.chain.from_iterable(cast("Sequence[Tensors]", columns))]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1 or any([tensor.is_neg() for tensor in tensors]):
+        return None
+    return devices.pop() if all(map(has_memory, tensors)) else None
 
 
 def has_memory(tensor: Any) -> bool:
@@ -180,6 +194,18 @@ def has_memory(tensor: Any) -> bool:
     if type(tensor) in OWN_MEMORY:
         return True
     return not hasattr(tensor, "fake_mode") and (not tensor.numel() or bool(tensor.data_ptr()))
+
+
+def addresses(rows: Sequence[Tensors]) -> np.ndarray:
+    """Where the tensors of each row lie now, int64; zeros for a row that has none.
+
+    That of an empty tensor is zero, and that of one whose storage was freed, which guards do not
+    notice.
+    """
+    count = len(rows[0])
+    every = [map(_address_of, row) if row else itertools.repeat(0, count) for row in rows]
+    found: Any = np.fromiter(itertools.chain.from_iterable(every), np.int64, len(rows) * count)
+    return found.reshape(-1, count)
 
 
 def check_lengths(*columns: Sequence[Any]) -> None:
@@ -296,9 +322,9 @@ class Group:
 
     device: torch.device  # where they are
     dtypes: tuple[torch.dtype | None, ...]  # dtype of each list, ``None`` where it has no tensors
-    rows: tuple[list[torch.Tensor], ...]  # the lists
-    # which places of the caller's lists these are
-    positions: list[int] = field(default_factory=list[int])
+    rows: tuple[Tensors, ...]  # the lists
+    positions: Sequence[int]  # which places of the caller's lists these are
+    alike: Alike | None = None  # what is known of them, if all are contiguous
 
 
 def sort(
@@ -308,10 +334,75 @@ def sort(
 
     A kernel walks memory in storage order. So the tensors of a place must be dense, with equal
     strides, on one device, of `DTYPES`, and lie in memory of their own. The first list has a
-    tensor in every place; the last ``scalars`` lists hold 0-dim tensors. Dtypes may be of ``codes``
-    too; ``in_order`` takes contiguous tensors only.
+    tensor in every place; the last ``scalars`` lists hold tensors of other shapes. Dtypes may be of
+    ``codes`` too; ``in_order`` takes contiguous tensors only.
     """
-    groups: dict[tuple[object, ...], Group] = {}
+    groups = _alike_groups(lists[: len(lists) - scalars], lists[len(lists) - scalars :], codes)
+    if groups is not None:
+        return groups, []
+    return _sort_places(*lists, scalars=scalars, codes=codes, in_order=in_order)
+
+
+def _alike_groups(
+    lists: Sequence[Column], scalars: Sequence[Column], codes: Set[torch.dtype]
+) -> list[Group] | None:
+    """The groups of lists that `geometry_of` knows; ``None`` if they are not of that kind."""
+    if not lists[0]:
+        return []
+    if not all(map(_is_whole, (*lists, *scalars))):
+        return None
+    rows = list(map(_rows_of, lists))
+    # A list that comes twice, since targets are also read, is looked at once: torch's guards refuse
+    # a tensor that is among several twice.
+    distinct = {id(row): row for row in rows if row}
+    geometry = geometry_of(*distinct.values(), codes=codes)
+    if geometry is None or geometry.device is None or not geometry.alike:
+        return None
+    others = list(map(_rows_of, scalars))
+    behind = _uniform(others, geometry.device)
+    if behind is None:
+        return None
+    groups: list[Group] = []
+    for alike in geometry.alike:
+        known = dict(zip(distinct, alike.dtypes, strict=True))
+        dtypes = (*[known[id(row)] if row else None for row in rows], *behind)
+        own = [*rows, *others]
+        if not isinstance(alike.places, range):
+            own = [pick(row, alike.places) if row else [] for row in own]
+        groups.append(Group(geometry.device, dtypes, tuple(own), alike.places, alike))
+    return groups
+
+
+def _rows_of(column: Column) -> Tensors:
+    return cast("Tensors", column) if _is_there(column) else []
+
+
+def _uniform(
+    columns: Sequence[Tensors], device: torch.device
+) -> tuple[torch.dtype | None, ...] | None:
+    """The dtype of each list; ``None`` unless it has one, and lies on ``device``."""
+    found: list[torch.dtype | None] = []
+    for column in columns:
+        geometry = geometry_of(column) if column else None
+        if column and (geometry is None or geometry.device != device or len(geometry.alike) != 1):
+            return None
+        found.append(None if geometry is None else geometry.alike[0].dtypes[0])
+    return tuple(found)
+
+
+def _is_there(column: Column) -> bool:
+    return bool(column) and column[0] is not None
+
+
+def _is_whole(column: Column) -> bool:
+    """Whether it has a tensor in every place, or in none."""
+    return _is_there(column) or set(map(type, column)) <= {type(None)}
+
+
+def _sort_places(
+    *lists: Column, scalars: int, codes: Set[torch.dtype], in_order: bool
+) -> tuple[list[Group], list[int]]:
+    groups: dict[tuple[torch.device, tuple[torch.dtype | None, ...]], list[int]] = {}
     others: list[int] = []
     shaped = len(lists) - scalars
     for position, place in enumerate(zip(*lists, strict=True)):
@@ -320,14 +411,19 @@ def sort(
             others.append(position)
             continue
         device = cast("torch.Tensor", place[0]).device
-        group = groups.get((device, dtypes))
-        if group is None:
-            group = groups[device, dtypes] = Group(device, dtypes, tuple([[] for _ in place]))
-        group.positions.append(position)
-        for row, tensor in zip(group.rows, place, strict=True):
-            if tensor is not None:
-                row.append(tensor)
-    return list(groups.values()), others
+        groups.setdefault((device, dtypes), []).append(position)
+    return [_group(*key, at, lists) for key, at in groups.items()], others
+
+
+def _group(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    positions: list[int],
+    lists: Sequence[Column],
+) -> Group:
+    pairs = zip(lists, dtypes, strict=True)
+    rows: list[Any] = [[] if dtype is None else pick(column, positions) for column, dtype in pairs]
+    return Group(device, dtypes, tuple(rows), positions)
 
 
 def pick(row: Sequence[T], positions: Sequence[int]) -> list[T]:

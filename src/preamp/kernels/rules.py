@@ -1,67 +1,89 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The update rules: their formulas, their hyper-parameters, and what one update is told besides.
+# pyright: basic
+"""The update rules: of each its hyper-parameters, its formula, and what it tells the formula.
 
-A rule says which formula is meant and with which numbers; it is the same for every tensor of a
-call. What differs from step to step is an `Update`. Both are plain records that every back end
-reads in the same way. In formulas ``p`` is the parameter and ``g = grad * inv_scale``.
+A rule is a plain record that says which formula is meant and with which numbers; it is the same for
+every tensor of a call. What differs from step to step is a `preamp.kernels.update.Update`.
+
+A formula is a plain function of the values of one element: the parameter ``p``, the gradient ``g``
+times ``inv_scale``, the state ``m`` and ``v``, then numbers, then options in capitals. torch runs
+it on whole tensors, numba and Triton compile it into their kernels. What is written differently
+there stands in it as a name that `bind` fills in: `root`, `divide`, `corrected` and `choose`. Every
+operation is rounded on its own, in the order in which it is written.
+
+A rule with one list of state has one formula, which returns the new parameter and state. One with
+two has the new state, then the step, of which the parameter loses ``size`` times as much. By name a
+formula gets what ``terms`` says, and of the update what it asks for:
+
+- ``size``: the learning rate, or what the rule makes of it for the tensor or the step;
+- ``c1``, ``c2``: the bias corrections of the moments; ``denominator``: NovoGrad's, of the tensor;
+- ``is_first``: whether it is update 1; ``bound``: the fourth root of how many came before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import types
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NoReturn
-
-import torch
+from typing import Any, ClassVar, NoReturn
 
 from preamp.core.errors import worded
-from preamp.kernels.stored import Stored
+from preamp.kernels.update import Scalar
 
-Scalar = float | torch.Tensor
-"""A number, or a 0-dim tensor that a back end reads on the device, without synchronising."""
+root: Any = None  # the square root, correctly rounded
+divide: Any = None  # the quotient, correctly rounded
+corrected: Any = None  # a moment without the bias that its correction stands for
+choose: Any = None  # one of two values, by a condition
+
+Formula = Callable[..., Any]
+Terms = tuple[dict[str, float], dict[str, bool]]
+"""Numbers and options of a formula, by name."""
+
+
+def bind(formula: Callable[..., Any], **words: Any) -> Any:
+    """Return ``formula`` with a back end's ``words`` for `root`, `divide` and the others."""
+    bound = types.FunctionType(formula.__code__, {**formula.__globals__, **words}, formula.__name__)
+    bound.__module__, bound.__qualname__ = formula.__module__, formula.__qualname__
+    return bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """What one update is told besides its rule and its tensors; the same for every rule."""
+class Rule:
+    """What every rule has."""
 
-    # Number of this update, counted from 1, for bias corrections and first-run cases. A 0-dim
-    # integer tensor is read on the device. The caller owns and advances it; where ``found_inf``
-    # may be set it advances a tensor only if it is not.
-    step: int | torch.Tensor = 1
-    # float32 scalar (or float64, for float64 tensors) that every gradient is multiplied by after
-    # widening. Gradients themselves are never written.
-    inv_scale: torch.Tensor | None = None
-    # float32 scalar. Anything but zero makes the whole update a no-op: parameters, state and
-    # halves keep every bit. Decided on the device.
-    found_inf: torch.Tensor | None = None
-    # For each parameter a tensor that gets the new value rounded to its own dtype, or ``None``.
-    # Always rounded from the parameter as stored, so that a half weight equals its rounded master
-    # bitwise.
-    halves: Sequence[torch.Tensor | None] | None = None
-    # The norms that the rule needs, shape ``(k, n)``, in place of those of the tensors given:
-    # these are parts of larger ones. ``|p|`` and ``|u|`` for LAMB, ``|p|`` and ``|g|`` for LARS,
-    # that of the gradient for NovoGrad. Other rules ignore it.
-    norms: torch.Tensor | None = None
-    # How lists are kept that are no plain tensors; `preamp.kernels.stored` defines the formats.
-    # Parameters with an int16 tensor beside them are half tensors, and ``halves`` is not given.
-    stored: Stored | None = None
+    lr: Scalar  # learning rate
+    weight_decay: float
+    formulas: ClassVar[tuple[Formula, ...]]
+    # whether the last list of its state has a 0-dim tensor for each parameter
+    has_numbers: ClassVar[bool] = False
+    leaves_state: ClassVar[bool] = False  # whether it neither reads nor writes its state
+    corrects: ClassVar[bool] = False  # whether it makes up for moments that start at zero
+    takes_norms: ClassVar[bool] = False  # whether it needs norms of whole tensors
 
-    def at(self, places: Sequence[int]) -> Update:
-        """What is told of the tensors at ``places`` alone."""
-        halves = None if self.halves is None else [self.halves[place] for place in places]
-        stored = None if self.stored is None else self.stored.at(places)
-        return replace(self, halves=halves, norms=norms_at(self.norms, places), stored=stored)
+    @property
+    @abstractmethod
+    def terms(self) -> Terms:
+        """What its formulas are passed, whatever the update."""
+
+    def _terms(self, *, decoupled: bool | None = None, **given: float | bool) -> Terms:
+        """Numbers and options of ``given``, with those of the weight decay."""
+        given["decay"] = self.weight_decay
+        if decoupled is not None:
+            decays = self.weight_decay != 0
+            given |= {"COUPLED": decays and not decoupled, "DECOUPLED": decays and decoupled}
+        numbers = {name: value for name, value in given.items() if not name.isupper()}
+        return numbers, {name: bool(value) for name, value in given.items() if name.isupper()}
 
 
-def norms_at(norms: torch.Tensor | None, places: Sequence[int]) -> torch.Tensor | None:
-    """The columns of ``norms`` at ``places``; no index, whose upload would be waited for."""
-    if norms is None or len(places) == norms.shape[1]:
-        return norms
-    if not places:
-        return norms[:, :0]
-    return torch.stack([norms[:, place] for place in places], dim=1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MomentsRule(Rule):
+    """What rules with two moments have."""
+
+    beta1: float  # decay of the first moment
+    beta2: float  # decay of the second moment, or of the norm
+    eps: float  # added to the denominator
 
 
 class BiasCorrection(Enum):
@@ -79,24 +101,29 @@ class BiasCorrection(Enum):
     STEP_SIZE = "step_size"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AnyRule:
-    """What every rule has."""
-
-    lr: Scalar  # learning rate
-    weight_decay: float
-    # whether the last list of its state has a 0-dim tensor for each parameter
-    has_numbers: ClassVar[bool] = False
-    leaves_state: ClassVar[bool] = False  # whether it neither reads nor writes its state
+def moments(p, g, m, v, beta1, share, beta2, rest, decay, COUPLED):
+    """The new moments of `AdamRule` and `LambRule`."""
+    if COUPLED:
+        g = g + decay * p
+    m = beta1 * m + share * g
+    v = beta2 * v + rest * g * g
+    return m, v
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MomentsRule(_AnyRule):
-    """What rules with two moments have."""
-
-    beta1: float  # decay of the first moment
-    beta2: float  # decay of the second moment, or of the norm
-    eps: float  # added to the denominator
+def direction(p, m, v, c1, c2, eps, decay, DECOUPLED, CORRECTED, EPS_INSIDE):
+    """The step of `AdamRule` and `LambRule` before its size, from the new moments."""
+    if CORRECTED:
+        m = corrected(m, c1)
+        v = corrected(v, c2)
+    if EPS_INSIDE:
+        v = v + eps
+    denominator = root(v)
+    if not EPS_INSIDE:
+        denominator = denominator + eps
+    u = divide(m, denominator)
+    if DECOUPLED:
+        u = u + decay * p
+    return u
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +143,26 @@ class AdamRule(_MomentsRule):
     decoupled: bool  # decay the parameter (AdamW) rather than add the decay to the gradient
     bias_correction: BiasCorrection  # where moments are corrected
     eps_inside_sqrt: bool = False  # add eps to the second moment rather than to its root
+    formulas: ClassVar = (moments, direction)
+
+    @property
+    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As `BiasCorrection` says."""
+        return self.bias_correction is not BiasCorrection.NONE
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        return self._terms(
+            beta1=self.beta1,
+            share=1 - self.beta1,
+            beta2=self.beta2,
+            rest=1 - self.beta2,
+            eps=self.eps,
+            decoupled=self.decoupled,
+            CORRECTED=self.bias_correction is BiasCorrection.MOMENTS,
+            EPS_INSIDE=self.eps_inside_sqrt,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +181,51 @@ class LambRule(_MomentsRule):
     bias_correction: bool  # divide the moments by ``1 - beta**step``
     grad_averaging: bool  # weigh a new gradient by ``1 - beta1`` rather than by 1
     uses_trust_ratio: bool  # scale each tensor's step by the ratio of its norms
+    formulas: ClassVar = (moments, direction)
+
+    @property
+    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the rule says."""
+        return self.bias_correction
+
+    @property
+    def takes_norms(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """For the trust ratio."""
+        return self.uses_trust_ratio
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        return self._terms(
+            beta1=self.beta1,
+            share=1 - self.beta1 if self.grad_averaging else 1.0,
+            beta2=self.beta2,
+            rest=1 - self.beta2,
+            eps=self.eps,
+            decoupled=self.decoupled,
+            CORRECTED=self.bias_correction,
+            EPS_INSIDE=False,
+        )
+
+
+def sgd(p, g, m, size, is_first, momentum, share, decay, HAS_MOMENTUM, NESTEROV, BEFORE, AFTER):
+    """The new parameter and momentum of `SgdRule`; without momentum ``m`` is returned as it is."""
+    if BEFORE:
+        g = g + decay * p
+    if HAS_MOMENTUM:
+        later = momentum * m + share * g
+        m = choose(is_first, g, later)
+        if NESTEROV:
+            g = g + momentum * m
+        else:
+            g = m
+    if AFTER:
+        g = g + decay * p
+    return p - size * g, m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SgdRule(_AnyRule):
+class SgdRule(Rule):
     """Gradient descent with momentum; state ``momentum_buffers``.
 
     ``g += weight_decay * p``; ``m = momentum * m + (1 - dampening) * g``, or ``m = g`` at
@@ -152,11 +240,36 @@ class SgdRule(_AnyRule):
     dampening: float  # A new gradient enters the momentum with weight ``1 - dampening``
     nesterov: bool  # look ahead along the momentum
     decays_after_momentum: bool = False  # add the decay after the momentum rather than before
+    formulas: ClassVar = (sgd,)
 
     @property
     def leaves_state(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Without momentum there is none."""
         return self.momentum == 0
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        decays = self.weight_decay != 0
+        return self._terms(
+            momentum=self.momentum,
+            share=1 - self.dampening,
+            HAS_MOMENTUM=self.momentum != 0,
+            NESTEROV=self.nesterov,
+            BEFORE=decays and not self.decays_after_momentum,
+            AFTER=decays and self.decays_after_momentum,
+        )
+
+
+def novograd(p, g, m, denominator, size, c1, beta1, share, decay, INSIDE):
+    """The new parameter and moment of `NovoGradRule`; ``denominator`` is the tensor's own."""
+    if INSIDE:
+        g = divide(g, denominator) + decay * p
+    m = beta1 * m + share * g
+    u = corrected(m, c1)
+    if not INSIDE:
+        u = divide(u, denominator) + decay * p
+    return p - size * u, m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,11 +294,35 @@ class NovoGradRule(_MomentsRule):
     # normalise the gradient and add the decay before the moment rather than after
     decays_inside_moment: bool
     uses_max_norm: bool  # take the largest magnitude of a gradient rather than its L2 norm
+    formulas: ClassVar = (novograd,)
     has_numbers: ClassVar[bool] = True
+    takes_norms: ClassVar[bool] = True
+
+    @property
+    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the rule says."""
+        return self.bias_correction
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        share = 1 - self.beta1 if self.grad_averaging else 1.0
+        return self._terms(beta1=self.beta1, share=share, INSIDE=self.decays_inside_moment)
+
+
+def adagrad(p, g, m, size, eps, decay, COUPLED, DECOUPLED):
+    """The new parameter and sum of `AdagradRule`."""
+    if COUPLED:
+        g = g + decay * p
+    m = m + g * g
+    u = divide(g, root(m) + eps)
+    if DECOUPLED:
+        u = u + decay * p
+    return p - size * u, m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdagradRule(_AnyRule):
+class AdagradRule(Rule):
     """Adagrad; state ``sums``.
 
     ``g += weight_decay * p`` unless decoupled; ``h += g * g``;
@@ -196,10 +333,26 @@ class AdagradRule(_AnyRule):
 
     eps: float  # added to the denominator
     decoupled: bool  # decay the parameter rather than add the decay to the gradient
+    formulas: ClassVar = (adagrad,)
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        return self._terms(eps=self.eps, decoupled=self.decoupled)
+
+
+def lars(p, g, m, size, momentum, decay, NESTEROV):
+    """The new parameter and momentum of `LarsRule`; ``size`` is the tensor's own."""
+    change = size * (g + decay * p)
+    m = momentum * m - change
+    step = m
+    if NESTEROV:
+        step = momentum * m - change
+    return p + step, m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LarsRule(_AnyRule):
+class LarsRule(Rule):
     """LARS, with the learning rate inside the momentum; state ``momentum_buffers``.
 
     ``s = lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`` per tensor, or
@@ -215,17 +368,131 @@ class LarsRule(_AnyRule):
     trust_coefficient: float  # factor of the trust ratio
     eps: float  # added to the denominator of the trust ratio
     uses_trust_ratio: bool  # scale each tensor's step by the ratio of its norms
+    formulas: ClassVar = (lars,)
+
+    @property
+    def takes_norms(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """For the trust ratio."""
+        return self.uses_trust_ratio
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        return self._terms(momentum=self.momentum, NESTEROV=self.nesterov)
 
 
-Rule = AdamRule | LambRule | SgdRule | NovoGradRule | AdagradRule | LarsRule
-"""Every rule that back ends know: the type checker names those that a back end leaves out."""
+def lion(p, g, m, size, beta1, share, beta2, rest, decay, DECOUPLED):
+    """The new parameter and moment of `LionRule`."""
+    u = beta1 * m + share * g
+    step = choose(u > 0, size, choose(u < 0, -size, u))  # zero and nan stay what they are
+    m = beta2 * m + rest * g
+    if DECOUPLED:
+        step = step + size * (decay * p)
+    return p - step, m
 
 
-def left_out(rule: NoReturn) -> NoReturn:
-    """Refuse a rule that a back end has no formula or kernel for; for the end of a ``match``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionRule(Rule):
+    """Lion; state ``exp_avgs``.
+
+    ``u = sign(beta1 * m + (1 - beta1) * g)``; ``m = beta2 * m + (1 - beta2) * g``;
+    ``p -= lr * (u + weight_decay * p)``. The sign of nan is nan, so that weights show it.
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
+    """
+
+    beta1: float  # weight of the moment in the step
+    beta2: float  # decay of the moment
+    formulas: ClassVar = (lion,)
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        betas = {"beta1": self.beta1, "beta2": self.beta2}
+        rest = {"share": 1 - self.beta1, "rest": 1 - self.beta2}
+        return self._terms(**betas, **rest, decoupled=True)
+
+
+def adopt_moments(
+    p, g, m, v, is_first, bound, beta1, share, beta2, rest, eps, decay, COUPLED, BOUNDED
+):
+    """The new moments of `AdoptRule`."""
+    if COUPLED:
+        g = g + decay * p
+    spread = root(v)
+    n = divide(g, choose(spread < eps, eps, spread))
+    if BOUNDED:
+        n = choose(n > bound, bound, n)
+        n = choose(n < -bound, -bound, n)
+    m = choose(is_first, m, beta1 * m + share * n)
+    v = choose(is_first, g * g, beta2 * v + rest * g * g)
+    return m, v
+
+
+def adopt_direction(p, m, is_first, decay, DECOUPLED):
+    """The step of `AdoptRule`, from the new moment, which is still zero after the first update."""
+    u = m
+    if DECOUPLED:
+        u = choose(is_first, m, u + decay * p)
+    return u
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptRule(_MomentsRule):
+    """ADOPT: Adam with the gradient divided by the second moment of those before it.
+
+    State ``exp_avgs``, ``exp_avg_sqs``. ``g += weight_decay * p`` unless decoupled. Update 1 only
+    lets ``v = g * g``. Later ``n = g / max(sqrt(v), eps)``, between plus and minus
+    ``(step - 1)**0.25`` if the rule is bounded; ``m = beta1 * m + (1 - beta1) * n``;
+    ``p -= lr * (m + weight_decay * p)``, the last term if decoupled;
+    ``v = beta2 * v + (1 - beta2) * g * g``.
+
+    Source: Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the Optimal
+    Rate" (arXiv:2411.02853), and the authors' code for the bound.
+    """
+
+    decoupled: bool  # decay the parameter rather than add the decay to the gradient
+    is_bounded: bool  # keep gradients that are far beyond all before from the moment
+    formulas: ClassVar = (adopt_moments, adopt_direction)
+
+    @property
+    def terms(self) -> Terms:
+        """See `Rule.terms`."""
+        return self._terms(
+            beta1=self.beta1,
+            share=1 - self.beta1,
+            beta2=self.beta2,
+            rest=1 - self.beta2,
+            eps=self.eps,
+            decoupled=self.decoupled,
+            BOUNDED=self.is_bounded,
+        )
+
+
+RULES: tuple[type[Rule], ...] = (
+    AdamRule,
+    LambRule,
+    SgdRule,
+    NovoGradRule,
+    AdagradRule,
+    LarsRule,
+    LionRule,
+    AdoptRule,
+)
+"""Every rule that back ends know."""
+
+
+def bound_formulas(make: Callable[[Formula], Any], **words: Any) -> dict[Formula, Any]:
+    """What ``make`` makes of every formula with a back end's ``words``, by the formula."""
+    every = dict.fromkeys(formula for rule in RULES for formula in rule.formulas)
+    return {formula: make(bind(formula, **words)) for formula in every}
+
+
+def left_out(rule: Rule) -> NoReturn:
+    """Refuse a rule that a back end has no kernel for."""
     raise worded(
         NotImplementedError,
-        f"There is no formula or kernel for {type(rule).__name__} here",
-        "Every back end has all rules of preamp.kernels.rules.Rule",
+        f"There is no kernel for {type(rule).__name__} here",
+        "Every back end has all rules of preamp.kernels.rules.RULES",
         "Add it where this was raised; docs/design.md lists the places",
     )

@@ -19,8 +19,9 @@ from preamp.core.pytree import tensors_in
 from preamp.kernels.stored import Format, can_be_blocks, scales_shape
 from preamp.optim.fused import every as fused
 from preamp.optim.fused.base import FusedOptimizer
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, RELEASE
 from preamp.optim.fused.moments import format_of
-from preamp.policy.storage import FULL, MOMENT_KINDS, RELEASING_KINDS, Storage
+from preamp.policy.storage import FULL, Storage
 
 _FORM = (
     "A factory is written package.module:name, or package.module:name(10, bias=False) with "
@@ -257,14 +258,14 @@ def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
     if storage.release_gradients and not getattr(optimizer, "updates_alone", False):
         raise bad_value(
             f"storage has release_gradients=True, and the optimizer is {type(optimizer).__name__}",
-            f"Gradients are released by {', '.join(RELEASING_KINDS)}",
+            f"Gradients are released by {', '.join(RELEASE)}",
             "Choose one of these, or a storage without it",
         )
     if storage.moments != "float32" and not getattr(optimizer, "moments", {}):
         raise bad_value(
             f"storage has moments={storage.moments!r}, and the optimizer is "
             f"{type(optimizer).__name__}",
-            f"Moments are kept in fewer bits by {', '.join(MOMENT_KINDS)}",
+            f"Moments are kept in fewer bits by {', '.join(KEEP_FEWER_BITS)}",
             'Choose one of these, or storage="split" or "full", where moments are float32',
         )
 

@@ -66,10 +66,6 @@ class Storage:
             )
 
 
-MOMENT_KINDS = "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
-"""The optimizers whose moments may be kept in fewer bits."""
-RELEASING_KINDS = "FusedAdagrad", "FusedAdam", "FusedNovoGrad", "FusedSGD"
-"""Those that may update each parameter as soon as its gradient is made."""
 FULL = Storage()
 STORAGES = {
     "full": FULL,

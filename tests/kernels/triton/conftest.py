@@ -28,7 +28,7 @@ def part(ops: Any) -> Any:
 @pytest.fixture
 def launches(ops: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make contexts that note the name of every kernel launched inside."""
-    kind = type(importlib.import_module(f"{ROOM}.updates").adam_kernel)
+    kind = type(importlib.import_module(f"{ROOM}.updates").update_kernel)
     start = kind.__getitem__
     notes: list[str] = []
 

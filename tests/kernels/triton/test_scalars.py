@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from preamp.kernels import AdamRule, BiasCorrection, Update
+from preamp.kernels import Update
+from preamp.kernels.rules import AdamRule, BiasCorrection
 
 STEPS = (1, 2, 5, 6, 52, 60, 509, 700, 10**4, 10**6)
 

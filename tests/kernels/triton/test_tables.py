@@ -255,7 +255,8 @@ import json, re, inspect, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from preamp.kernels.triton import Triton
-from preamp.kernels import AdamRule, BiasCorrection, Update
+from preamp.kernels import Update
+from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.triton import launch
 from triton.runtime.jit import KernelInterface
 
@@ -326,6 +327,6 @@ def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
     for row in rows:
         assert row["specialised"] == []
         assert row["fused"] == row["inexact"] == 0
-    assert found["adam_kernel"]["numbers"] == ["i64"]
+    assert found["update_kernel"]["numbers"] == ["i64"]
     assert found["measure_chunks"]["wide"] == 1
-    assert found["adam_kernel"]["wide"] == 7  # four loads and three stores
+    assert found["update_kernel"]["wide"] == 7  # four loads and three stores

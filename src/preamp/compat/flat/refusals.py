@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, worded
 from preamp.optim import LARC
-from preamp.optim.fused.every import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
+from preamp.optim.fused.kinds import KINDS
 
 DEFAULTS: dict[str, Any] = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
@@ -22,10 +22,7 @@ _NOT_ELEMENTWISE = (
         if hasattr(torch.optim, name)  # Muon came with torch 2.9
     ),
     # These scale by norms of single parameters.
-    FusedLAMB,
-    FusedLARS,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
+    *(kind for kind in KINDS if not kind.is_elementwise),
     LARC,
 )
 

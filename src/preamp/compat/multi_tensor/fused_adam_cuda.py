@@ -8,7 +8,8 @@ import torch
 from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.compat.multi_tensor.checks import Call, checked
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.kernels import AdamRule, BiasCorrection, Update, backend
+from preamp.kernels import Update, backend
+from preamp.kernels.rules import AdamRule, BiasCorrection
 
 LISTS = ("params", "exp_avgs", "exp_avg_sqs", "grads")
 

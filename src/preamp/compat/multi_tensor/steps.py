@@ -18,17 +18,15 @@ import torch
 from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.compat.multi_tensor.checks import Call, check_mode, checked
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, math_dtype
-from preamp.kernels import (
+from preamp.kernels import Scalar, Update, backend
+from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
     BiasCorrection,
     LambRule,
     LarsRule,
     NovoGradRule,
-    Scalar,
     SgdRule,
-    Update,
-    backend,
 )
 from preamp.kernels.vectors import stack
 

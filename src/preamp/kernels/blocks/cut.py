@@ -21,7 +21,7 @@ from preamp.core.tensors import dtype_of
 from preamp.kernels.ops import Tensors
 from preamp.kernels.places import Column, are_contiguous, are_plain
 from preamp.kernels.reference import Reference
-from preamp.kernels.rules import Scalar
+from preamp.kernels.update import Scalar
 from preamp.kernels.vectors import cat
 
 REFERENCE = Reference()

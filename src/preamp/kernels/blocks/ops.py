@@ -47,19 +47,10 @@ from preamp.kernels.places import (
     geometry_of,
     shapes_of,
 )
-from preamp.kernels.reference.formulas import apply, measured, number_of, order_of, takes_norms
+from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
 from preamp.kernels.reference.update import Slot
-from preamp.kernels.rules import (
-    AdagradRule,
-    AdamRule,
-    BiasCorrection,
-    LambRule,
-    Rule,
-    Scalar,
-    SgdRule,
-    Update,
-    norms_at,
-)
+from preamp.kernels.rules import AdagradRule, AdamRule, BiasCorrection, LambRule, Rule, SgdRule
+from preamp.kernels.update import Scalar, Update, norms_at
 from preamp.kernels.vectors import cat, norm, norms_of, stack
 
 _torch: Any = torch
@@ -599,7 +590,7 @@ def _run_formula(work: Work, plan: Plan, is_near: bool) -> None:
             blocks = blocks_of(plan, cut, work.columns, spaces)
             own = [work.numbers[place] for place in cut.places] if work.numbers else []
             kept = stack(own).to(work.dtype) if own else None
-            norms = work.norms(cut.places, blocks) if takes_norms(rule) else ()
+            norms = work.norms(cut.places, blocks) if rule.takes_norms else ()
             number = number_of(rule, lr, norms, kept)
             for block in blocks:
                 slot = BlockSlot(block, work.dtype, update)

@@ -64,7 +64,7 @@ def _folder() -> str | None:
     """
     digest = hashlib.sha256(_numba.__version__.encode() + FP16.encode())
     here = Path(__file__).parent
-    beside = [here.parent / name for name in ("ops.py", "stored.py")]  # kernels know their numbers
+    beside = [here.parent / name for name in ("ops.py", "stored.py", "rules.py")]
     for file in (*beside, *sorted(here.glob("*.py"))):
         digest.update(file.read_bytes())
     try:

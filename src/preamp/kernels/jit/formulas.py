@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # pyright: basic, reportMissingTypeStubs=false
-"""The update rules for one element: `preamp.kernels.rules`, each operation rounded on its own.
+"""The formulas of the update rules, compiled by numba.
 
-A rule comes as a record of numbers in the dtype of the computation, and of options, which become a
-choice between two results in each lane. Operations come in the order of
-`preamp.kernels.reference.formulas`, except that moments are multiplied by inverse bias corrections:
-each division takes a processor as long as a dozen products. `told` makes the record of a rule.
+What a formula is told of all elements comes as a record: numbers in the dtype of the computation,
+and options, which become a choice between two results in each lane, so that one machine code serves
+all. The type of a record says which formula is meant. Moments are multiplied by inverse bias
+corrections: a division takes a processor as long as a dozen products.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, cast
+import inspect
+from collections import namedtuple
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,17 +20,18 @@ from numba.extending import overload
 
 from preamp.kernels.jit.compiler import ALWAYS_INLINE, part
 from preamp.kernels.rules import (
-    AdagradRule,
+    RULES,
     AdamRule,
+    AdoptRule,
     BiasCorrection,
+    Formula,
     LambRule,
     LarsRule,
     NovoGradRule,
     Rule,
-    Scalar,
-    SgdRule,
-    left_out,
+    bound_formulas,
 )
+from preamp.kernels.update import Scalar
 
 
 class Work(Protocol):
@@ -52,217 +55,101 @@ class Work(Protocol):
         ...
 
 
-class Moments(NamedTuple):
-    """See `AdamRule` and `LambRule`."""
-
-    beta1: Any
-    share: Any  # of a new gradient in the first moment
-    beta2: Any
-    beta2_left: Any  # ``1 - beta2``
-    eps: Any  # added to the root of the second moment
-    eps_inside: Any  # added to the second moment; one of the two is zero
-    decay: Any
-    by1: Any  # inverse bias corrections, 1 for none
-    by2: Any
-    coupled: bool  # add the decay to the gradient
-    decoupled: bool  # add it to the direction
-
-    @classmethod
-    def of(cls, work: Work, rule: AdamRule | LambRule, share: float, *, corrects: bool) -> Moments:
-        """That of a rule; ``share`` is that of a new gradient in the first moment."""
-        is_inside = isinstance(rule, AdamRule) and rule.eps_inside_sqrt
-        numbers = work.numbers_as(
-            beta1=rule.beta1,
-            share=share,
-            beta2=rule.beta2,
-            beta2_left=1 - rule.beta2,
-            eps=0.0 if is_inside else rule.eps,
-            eps_inside=rule.eps if is_inside else 0.0,
-            decay=rule.weight_decay,
-            by1=work.correction(rule.beta1, wanted=corrects),
-            by2=work.correction(rule.beta2, wanted=corrects),
-        )
-        return cls(**numbers, **_decays(rule))
-
-    @classmethod
-    def of_lamb(cls, work: Work, rule: LambRule) -> Moments:
-        """That of LAMB, which is told twice: to measure, and to update."""
-        share = 1 - rule.beta1 if rule.grad_averaging else 1.0
-        return cls.of(work, rule, share, corrects=rule.bias_correction)
-
-
-class Sgd(NamedTuple):
-    """See `SgdRule`."""
-
-    size: Any
-    momentum: Any
-    share: Any  # of a new gradient in the momentum
-    decay: Any
-    is_first: bool
-    has_momentum: bool
-    nesterov: bool
-    decays_before: bool
-    decays_after: bool
-
-    @classmethod
-    def of(cls, work: Work, rule: SgdRule) -> Sgd:
-        """That of a rule."""
-        decays, late = rule.weight_decay != 0, rule.decays_after_momentum
-        numbers = work.numbers_as(
-            size=rule.lr, momentum=rule.momentum, share=1 - rule.dampening, decay=rule.weight_decay
-        )
-        return cls(
-            **numbers,
-            is_first=work.step == 1,
-            has_momentum=bool(rule.momentum),
-            nesterov=bool(rule.nesterov),
-            decays_before=bool(decays and not late),
-            decays_after=bool(decays and late),
-        )
-
-
-class Lars(NamedTuple):
-    """See `LarsRule`."""
-
-    momentum: Any
-    decay: Any
-    nesterov: bool
-
-
-class Adagrad(NamedTuple):
-    """See `AdagradRule`."""
-
-    size: Any
-    eps: Any
-    decay: Any
-    coupled: bool
-    decoupled: bool
-
-
-class NovoGrad(NamedTuple):
-    """See `NovoGradRule`."""
-
-    size: Any
-    beta1: Any
-    beta3: Any
-    decay: Any
-    by1: Any
-    inside_moment: bool
-
-    @classmethod
-    def of(cls, work: Work, rule: NovoGradRule) -> NovoGrad:
-        """That of a rule."""
-        numbers = work.numbers_as(
-            size=rule.lr,
-            beta1=rule.beta1,
-            beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
-            decay=rule.weight_decay,
-            by1=work.correction(rule.beta1, wanted=rule.bias_correction),
-        )
-        return cls(**numbers, inside_moment=bool(rule.decays_inside_moment))
-
-
-def told(work: Work, rule: Rule) -> tuple[Any, Scalar]:
-    """The record of a rule, and the number of each tensor, or one for all."""
-    match rule:
-        case AdamRule():
-            corrects = rule.bias_correction is BiasCorrection.MOMENTS
-            record = Moments.of(work, rule, 1 - rule.beta1, corrects=corrects)
-            return record, _adam_size(work, rule)
-        case LambRule():
-            return Moments.of_lamb(work, rule), work.numbers_of(rule)
-        case SgdRule():
-            return Sgd.of(work, rule), 0.0
-        case NovoGradRule():
-            root = work.correction(rule.beta2, wanted=rule.bias_correction) ** 0.5
-            return NovoGrad.of(work, rule), work.numbers_of(rule) * root + rule.eps
-        case AdagradRule():
-            numbers = work.numbers_as(size=rule.lr, eps=rule.eps, decay=rule.weight_decay)
-            return Adagrad(**numbers, **_decays(rule)), 0.0
-        case LarsRule():
-            numbers = work.numbers_as(momentum=rule.momentum, decay=rule.weight_decay)
-            return Lars(**numbers, nesterov=bool(rule.nesterov)), work.numbers_of(rule)
-        case _:
-            left_out(rule)
-
-
-def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, bool]:
-    """Whether the decay is added to the gradient, or to the direction."""
-    decays = rule.weight_decay != 0
-    return {
-        "coupled": bool(decays and not rule.decoupled),
-        "decoupled": bool(decays and rule.decoupled),
-    }
-
-
-def _adam_size(work: Work, rule: AdamRule) -> Scalar:
-    """The learning rate, corrected where that is how it is done."""
-    if rule.bias_correction is not BiasCorrection.STEP_SIZE:
-        return rule.lr
-    lr = rule.lr.detach() if isinstance(rule.lr, torch.Tensor) else rule.lr
-    root = work.correction(rule.beta2, wanted=True) ** 0.5
-    return float(lr) / root * work.correction(rule.beta1, wanted=True)
+@part
+def _times(a, b):
+    return a * b
 
 
 @part
-def direction(p, g, m, v, rule):
-    """The direction of a step of a rule with two moments, and the new moments."""
-    if rule.coupled:
-        g = g + rule.decay * p
-    m = rule.beta1 * m + rule.share * g
-    v = rule.beta2 * v + rule.beta2_left * g * g
-    u = m * rule.by1 / (np.sqrt(v * rule.by2 + rule.eps_inside) + rule.eps)
-    if rule.decoupled:
-        u = u + rule.decay * p
-    return u, m, v
+def _over(a, b):
+    return a / b
 
 
-def stepped(p, g, m, number, rule):
-    """The new parameter and the new moment of a rule with one."""
+@part
+def _choose(condition, a, b):
+    return a if condition else b
+
+
+_FORMULAS = bound_formulas(part, root=np.sqrt, divide=_over, corrected=_times, choose=_choose)
+# By formula the type of its record, whose only field is a tuple of all that it is told
+_RECORDS: dict[Formula, Any] = {f: namedtuple(f.__name__.title(), "told") for f in _FORMULAS}
+_BY_RECORD = {_RECORDS[formula]: compiled for formula, compiled in _FORMULAS.items()}
+_NAMES = {formula: tuple(inspect.signature(formula).parameters) for formula in _FORMULAS}
+
+Moments: Any = namedtuple("Moments", "moments direction")
+"""The records of both formulas of a rule with two lists of state."""
+
+_OF_ELEMENTS = frozenset("pgmv")
+# A formula that is a rule's only one takes the number of the tensor after the element's values.
+_OF_TENSORS = {rule.formulas[0]: _NAMES[rule.formulas[0]][3] for rule in RULES
+               if len(rule.formulas) == 1}  # fmt: skip
+
+
+def record_of(work: Work, rule: Rule) -> Any:
+    """What the rule's formulas are told of all elements."""
+    numbers, options = cast("tuple[dict[str, Any], dict[str, Any]]", rule.terms)
+    if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
+        # Moments that are not corrected are multiplied by 1.
+        wanted, options["CORRECTED"] = options.get("CORRECTED", rule.corrects), True
+        numbers["c1"] = work.correction(rule.beta1, wanted=wanted)
+        numbers["c2"] = work.correction(rule.beta2, wanted=wanted)
+    if isinstance(rule, AdoptRule):
+        numbers["bound"] = work.step - 1.0
+    numbers = work.numbers_as(size=rule.lr, **numbers)
+    if isinstance(rule, AdoptRule):
+        numbers["bound"] = np.sqrt(np.sqrt(numbers["bound"]))
+    given = {**numbers, **options, "is_first": work.step == 1}
+    records = [
+        _RECORDS[formula](
+            tuple(
+                given[name]
+                for name in _NAMES[formula]
+                if name not in _OF_ELEMENTS and name != _OF_TENSORS.get(formula)
+            )
+        )
+        for formula in rule.formulas
+    ]
+    return records[0] if len(records) == 1 else Moments(*records)
+
+
+def number_of(work: Work, rule: Rule) -> Scalar:
+    """The number of each tensor, or one for all: of NovoGrad a denominator, else a step's size."""
+    if isinstance(rule, (LambRule, LarsRule)):
+        return work.numbers_of(rule)
+    if isinstance(rule, NovoGradRule):
+        c2 = work.correction(rule.beta2, wanted=rule.corrects)
+        return work.numbers_of(rule) * c2**0.5 + rule.eps
+    if isinstance(rule, AdamRule) and rule.bias_correction is BiasCorrection.STEP_SIZE:
+        lr = rule.lr.detach() if isinstance(rule.lr, torch.Tensor) else rule.lr
+        root = work.correction(rule.beta2, wanted=True) ** 0.5
+        return float(lr) / root * work.correction(rule.beta1, wanted=True)
+    return rule.lr
+
+
+def direction(p, g, m, v, r):
+    """The step of a rule with two lists of state before its size, and the new state."""
+
+
+@overload(direction, jit_options=cast("Any", ALWAYS_INLINE))
+def _direction(p, g, m, v, r):
+    moments, step = (_BY_RECORD[record.instance_class] for record in r.types)
+
+    def with_both(p, g, m, v, r):
+        m, v = moments(p, g, m, v, *r.moments.told)
+        return step(p, m, v, *r.direction.told), m, v
+
+    def with_first(p, g, m, v, r):
+        m, v = moments(p, g, m, v, *r.moments.told)
+        return step(p, m, *r.direction.told), m, v
+
+    return with_both if "v" in inspect.signature(step.py_func).parameters else with_first
+
+
+def stepped(p, g, m, number, r):
+    """The new parameter and the new state of a rule with one list of it."""
 
 
 @overload(stepped, jit_options=cast("Any", ALWAYS_INLINE))
-def _stepped(p, g, m, number, rule):
-    return {Sgd: _sgd, Lars: _lars, Adagrad: _adagrad, NovoGrad: _novograd}[rule.instance_class]
-
-
-def _sgd(p, g, m, number, rule):
-    if rule.decays_before:
-        g = g + rule.decay * p
-    if rule.has_momentum:
-        later = rule.momentum * m + rule.share * g
-        m = g if rule.is_first else later
-        if rule.nesterov:
-            g = g + rule.momentum * m
-        else:
-            g = m
-    if rule.decays_after:
-        g = g + rule.decay * p
-    return p - rule.size * g, m
-
-
-def _lars(p, g, m, number, rule):
-    change = number * (g + rule.decay * p)
-    m = rule.momentum * m - change
-    if rule.nesterov:
-        return p + (rule.momentum * m - change), m
-    return p + m, m
-
-
-def _adagrad(p, g, m, number, rule):
-    if rule.coupled:
-        g = g + rule.decay * p
-    m = m + g * g
-    u = g / (np.sqrt(m) + rule.eps)
-    if rule.decoupled:
-        u = u + rule.decay * p
-    return p - rule.size * u, m
-
-
-def _novograd(p, g, m, number, rule):
-    # The number is what the gradient, or the moment, is divided by.
-    if rule.inside_moment:
-        m = rule.beta1 * m + rule.beta3 * (g / number + rule.decay * p)
-        return p - rule.size * (m * rule.by1), m
-    m = rule.beta1 * m + rule.beta3 * g
-    return p - rule.size * (m * rule.by1 / number + rule.decay * p), m
+def _stepped(p, g, m, number, r):
+    formula = _BY_RECORD[r.instance_class]
+    return lambda p, g, m, number, r: formula(p, g, m, number, *r.told)

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -154,14 +153,6 @@ def in_blocks(chunks: Chunks, shapes: tuple[torch.Size, ...]) -> Chunks:
     is_inner = np.append(owners[1:] == owners[:-1], [False])
     last = np.where(is_inner, np.append(first[1:], [0]), ends)
     return replace(chunks, table=np.stack([owners, first, last - first]), _shares={})
-
-
-def addresses(rows: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
-    """Where the tensors of each row lie now, int64; zeros for a row that has none."""
-    count = len(rows[0])
-    every = [map(_address_of, row) if row else repeat(0, count) for row in rows]
-    found = np.fromiter(chain.from_iterable(every), np.int64, len(rows) * count)
-    return found.reshape(-1, count)
 
 
 _without_folder: dict[Any, Any] = {}

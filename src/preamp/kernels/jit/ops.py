@@ -16,13 +16,15 @@ import torch
 from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
-from preamp.kernels.jit.loops import Chunks, addresses, blocks_in, chunks_of, in_blocks, walk
+from preamp.kernels.jit.loops import Chunks, blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
 from preamp.kernels.ops import BINS, NONFINITE, Census, Tally, Tensors
 from preamp.kernels.places import (
     STORED_DTYPES,
     Column,
     Combining,
+    Group,
+    addresses,
     check_lengths,
     check_shapes,
     check_stored,
@@ -32,10 +34,11 @@ from preamp.kernels.places import (
     sort,
 )
 from preamp.kernels.reference import Reference
-from preamp.kernels.reference.formulas import number_of, takes_norms
+from preamp.kernels.reference.formulas import number_of
 from preamp.kernels.reference.tally import flat_of
-from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule, Scalar, Update, norms_at
+from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
 from preamp.kernels.stored import Format, Stored, join
+from preamp.kernels.update import Scalar, Update, norms_at
 from preamp.kernels.vectors import norms_of
 
 _REFERENCE = Reference()
@@ -78,34 +81,10 @@ def parts_of(
     *columns: Column, codes: Set[torch.dtype] = frozenset(), in_order: bool = False
 ) -> tuple[list[Part], list[int]]:
     """Sort lists into launches, and name the places that no kernel can walk; see `sort`."""
-    if not columns[0]:
-        return [], []
-    lists: list[Any] = [column if _is_there(column) else [] for column in columns]
-    # A list that comes twice, since targets are also read, is looked at once: torch's guards, which
-    # `geometry_of` asks, refuse a tensor that is among several twice.
-    distinct = {id(tensors): tensors for tensors in lists if tensors}
-    geometry = geometry_of(*distinct.values(), codes=codes)
-    parts: list[Part] = []
-    if geometry is not None and geometry.alike:
-        others: list[int] = []
-        for alike in geometry.alike:
-            known = dict(zip(distinct, alike.dtypes, strict=True))
-            dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
-            places = alike.places
-            rows: list[Any] = lists
-            if not isinstance(places, range):
-                rows = [pick(tensors, places) if tensors else [] for tensors in lists]
-            part = _part(rows, dtypes, places, alike.shapes)
-            if part is None:
-                others += places
-            else:
-                parts.append(part)
-        return parts, sorted(others)
     groups, others = sort(*columns, codes=codes, in_order=in_order)
+    parts: list[Part] = []
     for group in groups:
-        part = None
-        if group.device.type == "cpu":
-            part = _part([*group.rows], [*group.dtypes], group.positions, None)
+        part = _part(group) if group.device.type == "cpu" else None
         if part is None:
             others += group.positions
         else:
@@ -113,28 +92,20 @@ def parts_of(
     return parts, sorted(others)
 
 
-def _part(
-    rows: list[Sequence[torch.Tensor]],
-    dtypes: list[torch.dtype | None],
-    places: Sequence[int],
-    shapes: tuple[torch.Size, ...] | None,
-) -> Part | None:
+def _part(group: Group) -> Part | None:
     """``None`` if a tensor has no memory: freed, or of one of torch's transforms."""
+    rows = [*group.rows]
     try:
         at = addresses(rows)
     except RuntimeError:
         return None
-    chunks = chunks_of(rows, shapes)
+    chunks = chunks_of(rows, group.alike.shapes if group.alike else None)
     filled = sum(map(bool, rows))
     if np.count_nonzero(at) < filled * len(rows[0]):
         used = at[:, chunks.table[0]]  # the address of an empty tensor is 0
         if np.count_nonzero(used) < filled * used.shape[1]:
             return None
-    return Part(rows, dtypes, places, chunks, at)
-
-
-def _is_there(column: Column) -> bool:
-    return column[0] is not None or not set(map(type, column)) <= {type(None)}
+    return Part(rows, [*group.dtypes], group.positions, chunks, at)
 
 
 def _number(value: Scalar, dtype: torch.dtype) -> Any:
@@ -303,7 +274,7 @@ class Jit(Combining):
         if update.found_inf is not None and _plain(update.found_inf) != 0:
             return
         for work in works:
-            work.start(*formulas.told(work, rule))
+            work.start(formulas.record_of(work, rule), formulas.number_of(work, rule))
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
             taken = replace(update, found_inf=None)
@@ -524,7 +495,7 @@ class _Work(NamedTuple):
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
         lr = rule.lr.to(_CPU, self.math) if isinstance(rule.lr, torch.Tensor) else rule.lr
         kept = _torch.stack(self.numbers).to(self.math) if self.numbers else None
-        found = number_of(rule, lr, self.norms(rule) if takes_norms(rule) else (), kept)
+        found = number_of(rule, lr, self.norms(rule) if rule.takes_norms else (), kept)
         if self.numbers:
             _torch._foreach_copy_(self.numbers, cast("torch.Tensor", found).unbind())
         return found
@@ -577,7 +548,7 @@ def _stored_parts(columns: Sequence[Column], stored: Stored) -> tuple[list[Part]
     if not given:
         return parts, others
     geometry = geometry_of(*given)
-    if geometry is None or not geometry.alike:
+    if geometry is None or not geometry.alike or geometry.device != _CPU:
         return [], [*range(count)]
     found: list[Part] = []
     for part in parts:
@@ -612,7 +583,7 @@ def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
     """``|p|`` and ``|u|`` of each tensor, in the dtype of the computation."""
     part, by = work.part, _number(work.inv_scale, work.math)
     sums = np.zeros((2, part.chunks.table.shape[1]))
-    given = work.layout, by, sums[0], sums[1], formulas.Moments.of_lamb(work, rule)
+    given = work.layout, by, sums[0], sums[1], formulas.record_of(work, rule)
     part.walk(loops.measure_directions, work.math, *given, kinds=work.kinds)
     norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
     return cast("torch.Tensor", _torch.from_numpy(norms).to(work.math))

@@ -8,40 +8,36 @@ new values with it. Most rules need no norms, and have a case in `apply` alone.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from preamp.kernels.reference.update import Slot, both_nonzero
 from preamp.kernels.rules import (
-    AdagradRule,
     AdamRule,
+    AdoptRule,
     BiasCorrection,
+    Formula,
     LambRule,
     LarsRule,
     NovoGradRule,
     Rule,
-    Scalar,
-    SgdRule,
-    left_out,
+    bound_formulas,
 )
+from preamp.kernels.update import Scalar
 
 Step = int | torch.Tensor
-
-
-def takes_norms(rule: Rule) -> bool:
-    """Whether ``rule`` needs norms, `measured` or given in ``Update.norms``."""
-    return isinstance(rule, NovoGradRule) or (
-        isinstance(rule, (LambRule, LarsRule)) and rule.uses_trust_ratio
-    )
 
 
 def measured(slot: Slot, rule: Rule, step: Step) -> tuple[torch.Tensor, ...]:
     """The values whose norms ``rule`` needs."""
     match rule:
         case LambRule(uses_trust_ratio=True):
-            return slot.p, lamb_direction(slot, rule, step)[0]
+            return slot.p, direction_of(slot, rule, step)[0]
         case LarsRule(uses_trust_ratio=True):
             return slot.p, slot.g
         case NovoGradRule():
@@ -84,122 +80,74 @@ def number_of(
             return lr
 
 
+def _choose(condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, torch.Tensor):
+        return a if condition else b
+    tensor = a if isinstance(a, torch.Tensor) else b
+    return torch.where(condition.to(tensor.device), a, b)
+
+
+def _itself(formula: Formula) -> Formula:
+    return formula
+
+
+_FORMULAS = bound_formulas(
+    _itself, root=torch.sqrt, divide=torch.true_divide, corrected=torch.true_divide, choose=_choose
+)
+
+
 def apply(slot: Slot, rule: Rule, step: Step, number: Scalar) -> None:
     """Store the new parameter and state of ``slot``; ``number`` is that of its tensor."""
-    match rule:
-        case AdamRule():
-            adam(slot, rule, step)
-        case LambRule():
-            u, m, v = lamb_direction(slot, rule, step)
-            slot.store(slot.p - number * u, m, v)
-        case SgdRule():
-            sgd(slot, rule, step)
-        case NovoGradRule():
-            novograd(slot, rule, step, number)
-        case AdagradRule():
-            adagrad(slot, rule)
-        case LarsRule():
-            lars(slot, rule, number)
-        case _:
-            left_out(rule)
+    size: Any = slot.scalar(rule.lr)
+    if isinstance(rule, (LambRule, LarsRule)):
+        size = number
+    elif isinstance(rule, AdamRule) and rule.bias_correction is BiasCorrection.STEP_SIZE:
+        c1, c2 = _corrections(slot, rule, step)
+        size = size * c2**0.5 / c1
+    size = size if isinstance(size, torch.Tensor) else slot.p.new_full((), size)
+    formula, *others = rule.formulas
+    if others:
+        u, *state = direction_of(slot, rule, step)
+        slot.store(slot.p - size * u, *state)
+        return
+    p, m = _call(formula, _told(slot, rule, step, number) | {"size": size})
+    slot.store(p, *([] if rule.leaves_state else [m]))
 
 
-def decayed(slot: Slot, rule: AdamRule | LambRule | AdagradRule) -> torch.Tensor:
-    """The gradient, with the weight decay added to it unless that is decoupled."""
-    if rule.weight_decay != 0 and not rule.decoupled:
-        return slot.g + rule.weight_decay * slot.p
-    return slot.g
+def direction_of(slot: Slot, rule: Rule, step: Step) -> tuple[torch.Tensor, ...]:
+    """The step of a rule with two moments before its size, and the new moments."""
+    moments, direction = rule.formulas
+    told = _told(slot, rule, step)
+    m, v = _call(moments, told)
+    return _call(direction, told | {"m": m, "v": v}), m, v
 
 
-def with_decay(
-    direction: torch.Tensor, slot: Slot, rule: AdamRule | LambRule | AdagradRule
-) -> torch.Tensor:
-    """``direction``, with the weight decay added to it if that is decoupled."""
-    if rule.weight_decay != 0 and rule.decoupled:
-        return direction + rule.weight_decay * slot.p
-    return direction
+def _call(formula: Formula, told: Mapping[str, Any]) -> Any:
+    return _FORMULAS[formula](*[told[name] for name in _names(formula)])
 
 
-def adam(slot: Slot, rule: AdamRule, step: Step) -> None:
-    """See `AdamRule`."""
-    g, (m, v), size = decayed(slot, rule), slot.state, slot.scalar(rule.lr)
-    m = rule.beta1 * m + (1 - rule.beta1) * g
-    v = rule.beta2 * v + (1 - rule.beta2) * g * g
-    m_used, v_used = m, v
-    if rule.bias_correction is not BiasCorrection.NONE:
-        c1 = slot.bias_correction(rule.beta1, step)
-        c2 = slot.bias_correction(rule.beta2, step)
-        if rule.bias_correction is BiasCorrection.MOMENTS:
-            m_used, v_used = m / c1, v / c2
-        else:
-            size = size * c2**0.5 / c1
-    if rule.eps_inside_sqrt:
-        direction = m_used / (v_used + rule.eps).sqrt()
-    else:
-        direction = m_used / (v_used.sqrt() + rule.eps)
-    slot.store(slot.p - size * with_decay(direction, slot, rule), m, v)
+@functools.cache
+def _names(formula: Formula) -> tuple[str, ...]:
+    return tuple(inspect.signature(formula).parameters)
 
 
-def lamb_direction(
-    slot: Slot, rule: LambRule, step: Step
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The direction of a step of `LambRule`, and the new moments."""
-    g, (m, v) = decayed(slot, rule), slot.state
-    beta3 = 1 - rule.beta1 if rule.grad_averaging else 1.0
-    m = rule.beta1 * m + beta3 * g
-    v = rule.beta2 * v + (1 - rule.beta2) * g * g
-    m_used, v_used = m, v
-    if rule.bias_correction:
-        m_used = m / slot.bias_correction(rule.beta1, step)
-        v_used = v / slot.bias_correction(rule.beta2, step)
-    return with_decay(m_used / (v_used.sqrt() + rule.eps), slot, rule), m, v
+def _told(slot: Slot, rule: Rule, step: Step, number: Scalar = 0.0) -> dict[str, Any]:
+    """What formulas ask for, but ``size``."""
+    numbers, options = rule.terms
+    told: dict[str, Any] = {"p": slot.p, "g": slot.g, **dict(zip("mv", slot.state, strict=False))}
+    told |= {**numbers, **options, "is_first": step == 1}
+    if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
+        c1, c2 = _corrections(slot, rule, step) if rule.corrects else (1.0, 1.0)
+        told |= {"c1": c1, "c2": c2}
+        if isinstance(rule, NovoGradRule):
+            told["denominator"] = number / c2**0.5 + rule.eps
+    if isinstance(rule, AdoptRule):
+        before = slot.p.new_full((), 1.0) * slot.scalar(step) - 1
+        told["bound"] = before.sqrt().sqrt()
+    return told
 
 
-def sgd(slot: Slot, rule: SgdRule, step: Step) -> None:
-    """See `SgdRule`."""
-    decays = rule.weight_decay != 0
-    p, g, (m,) = slot.p, slot.g, slot.state
-    if decays and not rule.decays_after_momentum:
-        g = g + rule.weight_decay * p
-    if rule.momentum != 0:
-        later = rule.momentum * m + (1 - rule.dampening) * g
-        if isinstance(step, torch.Tensor):
-            m = torch.where(step.to(g.device) == 1, g, later)
-        else:
-            m = g if step == 1 else later
-        g = g + rule.momentum * m if rule.nesterov else m
-    if decays and rule.decays_after_momentum:
-        g = g + rule.weight_decay * p
-    slot.store(p - slot.scalar(rule.lr) * g, *([m] if rule.momentum != 0 else []))
-
-
-def novograd(slot: Slot, rule: NovoGradRule, step: Step, v: Scalar) -> None:
-    """See `NovoGradRule`; ``v`` is the new norm."""
-    p, g, m, lr = slot.p, slot.g, slot.state[0], slot.scalar(rule.lr)
-    beta3 = 1 - rule.beta1 if rule.grad_averaging else 1.0
-    c1 = slot.bias_correction(rule.beta1, step) if rule.bias_correction else 1.0
-    c2 = slot.bias_correction(rule.beta2, step) if rule.bias_correction else 1.0
-    denominator = v / c2**0.5 + rule.eps
-    if rule.decays_inside_moment:
-        g = g / denominator + rule.weight_decay * p
-        m = rule.beta1 * m + beta3 * g
-        slot.store(p - lr * (m / c1), m)
-    else:
-        m = rule.beta1 * m + beta3 * g
-        slot.store(p - lr * (m / c1 / denominator + rule.weight_decay * p), m)
-
-
-def adagrad(slot: Slot, rule: AdagradRule) -> None:
-    """See `AdagradRule`."""
-    g, (h,) = decayed(slot, rule), slot.state
-    h = h + g * g
-    direction = with_decay(g / (h.sqrt() + rule.eps), slot, rule)
-    slot.store(slot.p - slot.scalar(rule.lr) * direction, h)
-
-
-def lars(slot: Slot, rule: LarsRule, rate: Scalar) -> None:
-    """See `LarsRule`; ``rate`` is the tensor's own."""
-    p, g, (m,) = slot.p, slot.g, slot.state
-    step = rate * (g + rule.weight_decay * p)
-    m = rule.momentum * m - step
-    slot.store(p + (rule.momentum * m - step if rule.nesterov else m), m)
+def _corrections(
+    slot: Slot, rule: AdamRule | LambRule | NovoGradRule, step: Step
+) -> tuple[Scalar, Scalar]:
+    return slot.bias_correction(rule.beta1, step), slot.bias_correction(rule.beta2, step)

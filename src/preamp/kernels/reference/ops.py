@@ -17,8 +17,9 @@ from preamp.kernels.reference.formulas import apply, measured, number_of, order_
 from preamp.kernels.reference.stored import Unpacked, update_stored
 from preamp.kernels.reference.tally import blocks_of, tally
 from preamp.kernels.reference.update import Slot, slots
-from preamp.kernels.rules import LambRule, Rule, Update
+from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.stored import join, split
+from preamp.kernels.update import Update
 from preamp.kernels.vectors import max_norm, norm, stack
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from preamp.kernels.ops import Tensors
-from preamp.kernels.rules import Update
 from preamp.kernels.stored import (
     Format,
     Stored,
@@ -20,6 +19,7 @@ from preamp.kernels.stored import (
     round_by_chance,
     split,
 )
+from preamp.kernels.update import Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
-from preamp.kernels.rules import Scalar, Update
+from preamp.kernels.update import Scalar, Update
 
 
 class Slot:

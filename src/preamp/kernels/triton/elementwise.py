@@ -14,7 +14,7 @@ from preamp.kernels.places import Column, Combining, Group, sort
 from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar
-from preamp.kernels.triton.tables import CHUNK, table
+from preamp.kernels.triton.tables import CHUNK, sizes_of, table
 
 
 class Elementwise(Combining):
@@ -41,7 +41,7 @@ class Elementwise(Combining):
         target, x, y = group.dtypes
         x_math = math_dtype(cast("torch.dtype", x))
         y_math = math_dtype(y or torch.float32)
-        entries = table(rows, group.positions)
+        entries = table(rows, group.positions, sizes=sizes_of(group))
         launch(
             combine_kernel,
             (entries.chunks,),
@@ -59,7 +59,8 @@ class Elementwise(Combining):
         torch.autograd.graph.increment_version(group.rows[0])
 
     def _convert(self, group: Group, *, joins: bool) -> None:
-        entries = table([row for row in group.rows if row], group.positions)
+        rows = [row for row in group.rows if row]
+        entries = table(rows, group.positions, sizes=sizes_of(group))
         launch(
             convert_kernel,
             (entries.chunks,),

@@ -12,9 +12,9 @@ import torch
 
 from preamp.core.errors import unavailable
 from preamp.kernels.reference import Reference
-from preamp.kernels.rules import Scalar
 from preamp.kernels.triton.device.jit import INTERPRETED
 from preamp.kernels.triton.tables import Table
+from preamp.kernels.update import Scalar
 
 REFERENCE = Reference()
 """Computes what no kernel can."""

@@ -7,12 +7,13 @@ import torch
 
 from preamp.kernels.ops import Tensors
 from preamp.kernels.places import check_stored, pick
-from preamp.kernels.rules import LambRule, Rule, Update
+from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.triton.elementwise import Elementwise
 from preamp.kernels.triton.launch import REFERENCE
 from preamp.kernels.triton.places import places
 from preamp.kernels.triton.reductions import Reductions
 from preamp.kernels.triton.updates import lamb_norms, start
+from preamp.kernels.update import Update
 
 
 class Triton(Elementwise, Reductions):

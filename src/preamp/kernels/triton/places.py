@@ -13,13 +13,13 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
 from preamp.kernels.places import STORED_DTYPES, Group, pick, sort
-from preamp.kernels.rules import Update
 from preamp.kernels.stored import BLOCK as SLOTS
 from preamp.kernels.stored import Format, Stored, scales_shape
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import check_devices, given, launch, moved, number, scalar
 from preamp.kernels.triton.reductions import gathered, measure
-from preamp.kernels.triton.tables import CHUNK, Table, table
+from preamp.kernels.triton.tables import CHUNK, Table, sizes_of, table
+from preamp.kernels.update import Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _places_of(group: Group, names: Sequence[str], update: Update) -> Places:
         if kind is Format.BFLOAT16:
             dtypes[name] = torch.int16  # as kernels call it
     kept = {"KEPT": len(rows), "CHANCE": False, "IN_BLOCKS": False, "turn": 0, "seed": 0}
-    entries = plain = table(rows, positions)
+    entries = plain = table(rows, positions, sizes=sizes_of(group))
     turn: dict[str, Any] = {"turn_at": plain.layout, "TURN_AT": False}
     if any([kind is not Format.PLAIN for kind in stored.formats]):
         kept["CHANCE"], kept["seed"] = True, stored.seed
@@ -149,7 +149,7 @@ def _places_of(group: Group, names: Sequence[str], update: Update) -> Places:
 
 
 def _kept_table(
-    group: Group, rows: Sequence[list[torch.Tensor]], names: Sequence[str], stored: Stored
+    group: Group, rows: Sequence[Tensors], names: Sequence[str], stored: Stored
 ) -> Table:
     """Behind ``rows``: scales of both lists, numbers, starts, and lengths of rows."""
     count = len(group.positions)

@@ -14,7 +14,7 @@ from preamp.kernels.places import Group, pick, sort
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
 from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, moved
-from preamp.kernels.triton.tables import CHUNK, Table, table
+from preamp.kernels.triton.tables import CHUNK, Table, sizes_of, table
 from preamp.kernels.vectors import stack
 
 _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
@@ -139,7 +139,7 @@ class Reductions(Ops):
                     1 + 3 * count, dtype=torch.float32, device=group.device
                 )
             results = found[group.device]
-            entries = table(group.rows, group.positions)
+            entries = table(group.rows, group.positions, sizes=sizes_of(group))
             partials = measure(
                 entries, 0, _dtypes(group), largest=True, squares=with_norm, finite=True
             )
@@ -177,7 +177,7 @@ class Reductions(Ops):
                 found[group.device] = torch.zeros(
                     len(tensors), dtype=torch.float32, device=group.device
                 )
-            entries = table(group.rows, group.positions)
+            entries = table(group.rows, group.positions, sizes=sizes_of(group))
             partials = measure(
                 entries, 0, _dtypes(group), largest=False, squares=True, factor=factor
             )

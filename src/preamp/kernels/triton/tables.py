@@ -15,7 +15,6 @@ older copies are done, which ends a capture before torch 2.11.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from preamp.core.errors import bad_state
 from preamp.core.tensors import is_capturing
+from preamp.kernels.places import Group, addresses
 
 CHUNK = 8192
 """Elements per program: enough to hide the look-ups, few enough to keep a GPU evenly busy.
@@ -65,17 +66,39 @@ def table(
     The rows are equally long and on one device; the first one is cut into chunks, or what has
     ``sizes``. ``positions`` say where each tensor's results go. ``numbers`` are rows that stand
     behind those of addresses, as they are; they are below 2**63.
+
+    Raises:
+        PreampStateError: A tensor has no memory, since its storage was freed.
     """
     device = rows[0][0].device
     stream = _stream(device)
     numels = tuple([t.numel() for t in rows[0]] if sizes is None else sizes)
-    addresses = tuple([t.data_ptr() for row in rows for t in row])
-    addresses += tuple(itertools.chain.from_iterable(numbers))
+    at = addresses(rows)
+    if not at.all():
+        _check_memory(rows, at)
+    if numbers:
+        at = np.concatenate([at, np.asarray(numbers, dtype=np.int64)])
     find_layout, find_pointers = _layout, _pointers
     if is_capturing(device):
         find_layout, find_pointers = _layout.__wrapped__, _pointers.__wrapped__
     layout, chunks = find_layout(device, stream, numels, tuple(positions))
-    return Table(find_pointers(device, stream, addresses), layout, len(positions), chunks)
+    return Table(find_pointers(device, stream, at.tobytes()), layout, len(positions), chunks)
+
+
+def _check_memory(rows: Sequence[Sequence[torch.Tensor]], at: np.ndarray) -> None:
+    for row, found in zip(rows, at, strict=True):
+        for tensor, address in zip(row, found, strict=True):
+            if tensor.numel() and not address:
+                raise bad_state(
+                    f"A tensor of shape {tuple(tensor.shape)} has no memory",
+                    "Kernels read and write parameters, gradients and state where they lie",
+                    "Take steps while nothing has freed their storages, as FSDP does meanwhile",
+                )
+
+
+def sizes_of(group: Group) -> Sequence[int] | None:
+    """The sizes of the tensors of each row, if they are known."""
+    return group.alike.numels if group.alike else None
 
 
 def layout_of(numels: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -96,9 +119,10 @@ def _layout(
 
 
 @lru_cache(maxsize=_KEPT)
-def _pointers(device: torch.device, stream: int, addresses: tuple[int, ...]) -> torch.Tensor:
+def _pointers(device: torch.device, stream: int, values: bytes) -> torch.Tensor:
     # Tables are never written again, so a kernel that still reads an old one is not disturbed.
-    return _upload(np.asarray(addresses, dtype=np.int64), device)
+    host: Any = np.frombuffer(values, dtype=np.int64)
+    return _upload(host.copy(), device)
 
 
 def _upload(host: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # pyright: basic, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-"""The update rules: a kernel for each, and what it is started with.
+"""The update of every rule: one kernel around their formulas, and what it is started with.
 
-Kernels are written as ``preamp.kernels.triton.device`` says; `start` runs on the host.
+The kernel loads and stores; `preamp.kernels.rules` has what happens in between. It is written as
+``preamp.kernels.triton.device`` says; `start` runs on the host.
 """
 
 from __future__ import annotations
@@ -12,17 +13,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from preamp.kernels.rules import (
-    AdagradRule,
-    AdamRule,
-    BiasCorrection,
-    LambRule,
-    LarsRule,
-    NovoGradRule,
-    Rule,
-    SgdRule,
-    left_out,
-)
+from preamp.kernels import rules
+from preamp.kernels.rules import AdamRule, BiasCorrection, LambRule, LarsRule, NovoGradRule, Rule
 from preamp.kernels.triton import launch as launching  # kernels have a `number` and a `scalar` too
 from preamp.kernels.triton.device.jit import KINDS, helper, kernel
 from preamp.kernels.triton.device.stored import (
@@ -39,7 +31,7 @@ from preamp.kernels.triton.device.stored import (
 from preamp.kernels.triton.device.walk import (
     BLOCK,
     address,
-    address_of_half,
+    address_if,
     bounds,
     correction,
     divide,
@@ -57,94 +49,47 @@ from preamp.kernels.triton.device.walk import (
 from preamp.kernels.triton.places import Places
 from preamp.kernels.triton.reductions import gather
 
+SGD, LARS, ADAGRAD, NOVOGRAD, LION, ADOPT, OTHER = map(tl.constexpr, range(7))
+"""What ``RULE`` is; of Adam and LAMB ``OTHER``."""
 
-@kernel
-def adam_kernel(
-    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, beta1: tl.int64,
-    beta1_left: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
-    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
-    found_inf_at,
-    seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, MOMENTS,
-    STEP_SIZE, EPS_INSIDE_SQRT, CHUNK,
-    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
-):  # fmt: skip
-    """One chunk of an Adam update."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at = address(pointers, n, 0, tensor)
-    g_at = address(pointers, n, 1, tensor)
-    m_at = address(pointers, n, 2, tensor)
-    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
-    v_at = address(pointers, n, 3, tensor)
-    vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
-    h_at = address_of_half(pointers, n, 4, tensor, H)
-    size = scalar(lr, lr_at, LR_AT, MATH)
-    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
-    c1 = correction(correction1, step_at, STEP_AT, MATH)
-    c2 = correction(correction2, step_at, STEP_AT, MATH)
-    if STEP_SIZE:
-        size = divide(size * root(c2, MATH), c1, MATH)
-    decay = number(weight_decay, MATH)
-    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
-    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at | has_gaps(length), count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
-        while first < end:
-            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
-            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
-                          TURN_AT, CHANCE)  # fmt: skip
-            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
-            v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
-            if DECAYS and not DECOUPLED:
-                g = g + decay * p
-            m = number(beta1, MATH) * m + number(beta1_left, MATH) * g
-            v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
-            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
-            store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1, v)
-            if MOMENTS:
-                m = divide(m, c1, MATH)
-                v = divide(v, c2, MATH)
-            if EPS_INSIDE_SQRT:
-                direction = divide(m, root(v + number(eps, MATH), MATH), MATH)
-            else:
-                direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)
-            if DECAYS and DECOUPLED:
-                direction = direction + decay * p
-            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
-            first += BLOCK
-
-
-def _adam_arguments(part: Places, rule: AdamRule) -> dict[str, Any]:
-    corrects = rule.bias_correction is not BiasCorrection.NONE
-    return {
-        **_rate(part, rule),
-        **_corrections(part, rule, corrects),
-        **part.numbers(
-            beta1=rule.beta1,
-            beta1_left=1 - rule.beta1,
-            beta2=rule.beta2,
-            beta2_left=1 - rule.beta2,
-            eps=rule.eps,
-            weight_decay=rule.weight_decay,
-        ),
-        "DECAYS": rule.weight_decay != 0,
-        "DECOUPLED": rule.decoupled,
-        "MOMENTS": rule.bias_correction is BiasCorrection.MOMENTS,
-        "STEP_SIZE": rule.bias_correction is BiasCorrection.STEP_SIZE,
-        "EPS_INSIDE_SQRT": rule.eps_inside_sqrt,
-    }
+_KINDS = {
+    rules.SgdRule: SGD,
+    rules.LarsRule: LARS,
+    rules.AdagradRule: ADAGRAD,
+    rules.NovoGradRule: NOVOGRAD,
+    rules.LionRule: LION,
+    rules.AdoptRule: ADOPT,
+    rules.AdamRule: OTHER,
+    rules.LambRule: OTHER,
+}
 
 
 @helper
-def trusted(rate, norms, n, MATH: tl.constexpr):
-    """The rate times the ratio of the two norms, alone where one of them is zero."""
+def _choose(condition, a, b):
+    return tl.where(condition, a, b)
+
+
+# Triton's interpreter looks for `tl` among the globals of what it runs.
+_formulas = rules.bound_formulas(
+    helper, root=root, divide=divide, corrected=divide, choose=_choose, tl=tl
+)
+_moments, _direction = _formulas[rules.moments], _formulas[rules.direction]
+_adopt_moments = _formulas[rules.adopt_moments]
+_adopt_direction = _formulas[rules.adopt_direction]
+_sgd, _lars, _adagrad = (_formulas[f] for f in (rules.sgd, rules.lars, rules.adagrad))
+_novograd, _lion = _formulas[rules.novograd], _formulas[rules.lion]
+
+
+@helper
+def trusted(rate, norms, n, decay, eps, coefficient, RULE: tl.constexpr):
+    """The rate times the trust ratio of LAMB or LARS, alone where one of both norms is zero."""
     p_norm = tl.load(norms)
-    u_norm = tl.load(norms + n)
-    ratio = divide(p_norm, u_norm, MATH)
-    return tl.where((p_norm > 0) & (u_norm > 0), rate * ratio, rate)
+    other = tl.load(norms + n)
+    if RULE == LARS:
+        ratio = coefficient * divide(p_norm, other + decay * p_norm + eps)
+    else:
+        ratio = divide(p_norm, other)
+    return tl.where((p_norm > 0) & (other > 0), rate * ratio, rate)
 
 
 @helper
@@ -156,35 +101,53 @@ def store_sums(norms, p_squares, u_squares):
 
 
 @kernel
-def lamb_kernel(
+def update_kernel(
     pointers, layout, n: tl.int64, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
-    beta1: tl.int64, beta3: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
-    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
-    found_inf_at,
-    seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CORRECTS,
-    TRUST_RATIO, MEASURE, CHUNK,
-    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+    correction1: tl.int64, correction2: tl.int64, beta1: tl.int64, share: tl.int64, beta2: tl.int64,
+    rest: tl.int64, momentum: tl.int64, eps: tl.int64, decay: tl.int64,
+    coefficient: tl.int64, inv_scale_at, found_inf_at, seed: tl.int64, turn: tl.int64, turn_at,
+    P, G, M, V, H, H_ROW, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
+    TRUST_RATIO, CORRECTS, STEP_SIZE, COUPLED, DECOUPLED, CORRECTED, EPS_INSIDE, HAS_MOMENTUM,
+    NESTEROV, BEFORE, AFTER, INSIDE, BOUNDED, CHUNK, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
-    """Write sums of squares of a chunk's parameters and steps to ``norms``, or take the steps.
+    """One chunk of an update by ``RULE``.
 
-    Measuring stores nothing else: steps that are computed twice from the same state are equal,
-    whatever dtype the state is rounded to.
+    With ``MEASURE``, sums of squares of the chunk's parameters and directions go to ``norms``, and
+    nothing else is stored: directions that are computed twice from the same state are equal,
+    whatever dtype the state is rounded to. Otherwise ``norms`` has what the rule needs of tensors.
     """
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
     p_at, g_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
-    m_at, v_at = address(pointers, n, 2, tensor), address(pointers, n, 3, tensor)
+    m_at, v_at = address(pointers, n, 2, tensor), address_if(pointers, n, 3, tensor, V)
     ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
-    h_at = address_of_half(pointers, n, 4, tensor, H)
-    rate = scalar(lr, lr_at, LR_AT, MATH)
+    h_at = address_if(pointers, n, H_ROW, tensor, H)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    decay = number(decay, MATH)
+    eps = number(eps, MATH)
+    beta1, share = number(beta1, MATH), number(share, MATH)
+    beta2, rest = number(beta2, MATH), number(rest, MATH)
+    momentum = number(momentum, MATH)
+    is_first = size
+    bound = size
+    if RULE == SGD or RULE == ADOPT:
+        is_first = scalar(step, step_at, STEP_AT, MATH) == 1
+    if RULE == ADOPT:
+        bound = root(root(scalar(step, step_at, STEP_AT, MATH) - 1))
+    c1 = size
+    c2 = size
+    if CORRECTS:
+        c1 = correction(correction1, step_at, STEP_AT, MATH)
+        c2 = correction(correction2, step_at, STEP_AT, MATH)
+    if STEP_SIZE:
+        size = divide(size * root(c2), c1)
     if TRUST_RATIO and not MEASURE:
-        rate = trusted(rate, norms + tensor, n, MATH)
-    c1 = correction(correction1, step_at, STEP_AT, MATH)
-    c2 = correction(correction2, step_at, STEP_AT, MATH)
-    decay = number(weight_decay, MATH)
+        size = trusted(size, norms + tensor, n, decay, eps, number(coefficient, MATH), RULE)
+    denominator = size
+    if RULE == NOVOGRAD:
+        denominator = divide(tl.load(norms + tensor), root(c2)) + eps
     p_squares = tl.zeros([BLOCK], MATH)
     u_squares = tl.zeros([BLOCK], MATH)
     length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
@@ -197,252 +160,48 @@ def lamb_kernel(
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
             chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
                           TURN_AT, CHANCE)  # fmt: skip
-            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
-            v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
-            if DECAYS and not DECOUPLED:
-                g = g + decay * p
-            m = number(beta1, MATH) * m + number(beta3, MATH) * g
-            v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
-            if not MEASURE:
-                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
-                store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1, v)
-            if CORRECTS:
-                m = divide(m, c1, MATH)
-                v = divide(v, c2, MATH)
-            u = divide(m, root(v, MATH) + number(eps, MATH), MATH)
-            if DECAYS and DECOUPLED:
-                u = u + decay * p
-            if MEASURE:
-                u = tl.where(mask, u, 0)  # without eps it is nan beyond the end
-                p_squares += p * p
-                u_squares += u * u
+            m = p
+            if HAS_MOMENTUM:
+                m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+            if V is not None:
+                v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
+                if RULE == ADOPT:
+                    m, v = _adopt_moments(p, g, m, v, is_first, bound, beta1, share, beta2, rest,
+                                          eps, decay, COUPLED, BOUNDED)  # fmt: skip
+                else:
+                    m, v = _moments(p, g, m, v, beta1, share, beta2, rest, decay, COUPLED)
+                if not MEASURE:  # before anything else, so that fewer registers are in use
+                    store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0,
+                                 m)  # fmt: skip
+                    store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1,
+                                 v)  # fmt: skip
+                if RULE == ADOPT:
+                    u = _adopt_direction(p, m, is_first, decay, DECOUPLED)
+                else:
+                    u = _direction(p, m, v, c1, c2, eps, decay, DECOUPLED, CORRECTED, EPS_INSIDE)
+                if MEASURE:
+                    u = tl.where(mask, u, 0)  # without eps it is nan beyond the end
+                    p_squares += p * p
+                    u_squares += u * u
+                p = p - size * u
+            elif RULE == SGD:
+                p, m = _sgd(p, g, m, size, is_first, momentum, share, decay, HAS_MOMENTUM, NESTEROV,
+                            BEFORE, AFTER)  # fmt: skip
+            elif RULE == LARS:
+                p, m = _lars(p, g, m, size, momentum, decay, NESTEROV)
+            elif RULE == ADAGRAD:
+                p, m = _adagrad(p, g, m, size, eps, decay, COUPLED, DECOUPLED)
+            elif RULE == LION:
+                p, m = _lion(p, g, m, size, beta1, share, beta2, rest, decay, DECOUPLED)
             else:
-                store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - rate * u)
+                p, m = _novograd(p, g, m, denominator, size, c1, beta1, share, decay, INSIDE)
+            if HAS_MOMENTUM and V is None:
+                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+            if not MEASURE:
+                store_param(p_at, h_at, start, where, mask, EDGE, P, H, p)
             first += BLOCK
     if MEASURE:
         store_sums(norms, p_squares, u_squares)
-
-
-def _lamb_arguments(part: Places, rule: LambRule) -> dict[str, Any]:
-    """What both launches take."""
-    return {
-        **_rate(part, rule),
-        **_corrections(part, rule, rule.bias_correction),
-        **part.numbers(
-            beta1=rule.beta1,
-            beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
-            beta2=rule.beta2,
-            beta2_left=1 - rule.beta2,
-            eps=rule.eps,
-            weight_decay=rule.weight_decay,
-        ),
-        "DECAYS": rule.weight_decay != 0,
-        "DECOUPLED": rule.decoupled,
-        "CORRECTS": rule.bias_correction,
-        "TRUST_RATIO": rule.uses_trust_ratio,
-    }
-
-
-def lamb_norms(part: Places, rule: LambRule) -> torch.Tensor:
-    """Measure parameters and steps, rows 0 and 1 of what is returned."""
-    return _lamb_norms(part, _lamb_arguments(part, rule))
-
-
-def _lamb_norms(part: Places, arguments: dict[str, Any]) -> torch.Tensor:
-    norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
-    part.launch(lamb_kernel, norms=partials, MEASURE=True, CHANCE=False, **arguments)
-    for sums, results in zip(partials, norms, strict=True):
-        gather(part.entries, sums, results, largest=False)
-    return norms
-
-
-def _trust_norms(part: Places, rule: LambRule, arguments: dict[str, Any]) -> torch.Tensor:
-    norms = part.given_norms()
-    if norms is None:
-        measures = rule.uses_trust_ratio
-        norms = _lamb_norms(part, arguments) if measures else part.empty(2, 1)
-    return norms
-
-
-@kernel
-def sgd_kernel(
-    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, momentum: tl.int64,
-    share: tl.int64, weight_decay: tl.int64, inv_scale_at, found_inf_at,
-    seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, HAS_MOMENTUM, NESTEROV,
-    DECAYS_BEFORE, DECAYS_AFTER, CHUNK,
-    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
-):  # fmt: skip
-    """One chunk of a step of gradient descent."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at = address(pointers, n, 0, tensor)
-    g_at = address(pointers, n, 1, tensor)
-    m_at = address(pointers, n, 2, tensor)
-    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
-    h_at = address_of_half(pointers, n, 3, tensor, H)
-    size = scalar(lr, lr_at, LR_AT, MATH)
-    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
-    is_first = scalar(step, step_at, STEP_AT, MATH) == 1
-    decay = number(weight_decay, MATH)
-    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
-    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
-        while first < end:
-            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
-            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
-                          TURN_AT, CHANCE)  # fmt: skip
-            if DECAYS_BEFORE:
-                g = g + decay * p
-            if HAS_MOMENTUM:
-                m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
-                later = number(momentum, MATH) * m + number(share, MATH) * g
-                m = tl.where(is_first, g, later)
-                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
-                if NESTEROV:
-                    g = g + number(momentum, MATH) * m
-                else:
-                    g = m
-            if DECAYS_AFTER:
-                g = g + decay * p
-            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * g)
-            first += BLOCK
-
-
-def _sgd_arguments(part: Places, rule: SgdRule) -> dict[str, Any]:
-    decays = rule.weight_decay != 0
-    return {
-        **_rate(part, rule),
-        **part.corrections(False),
-        **part.numbers(
-            momentum=rule.momentum, share=1 - rule.dampening, weight_decay=rule.weight_decay
-        ),
-        "HAS_MOMENTUM": rule.momentum != 0,
-        "NESTEROV": rule.nesterov,
-        "DECAYS_BEFORE": decays and not rule.decays_after_momentum,
-        "DECAYS_AFTER": decays and rule.decays_after_momentum,
-    }
-
-
-@kernel
-def lars_kernel(
-    pointers, layout, n: tl.int64, p_norms, g_norms, lr: tl.int64, lr_at, momentum: tl.int64,
-    weight_decay: tl.int64, trust_coefficient: tl.int64, eps: tl.int64, inv_scale_at, found_inf_at,
-    seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, NESTEROV, TRUST_RATIO, CHUNK,
-    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
-):  # fmt: skip
-    """One chunk of a LARS update; the norms are those of whole tensors."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at = address(pointers, n, 0, tensor)
-    g_at = address(pointers, n, 1, tensor)
-    m_at = address(pointers, n, 2, tensor)
-    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
-    h_at = address_of_half(pointers, n, 3, tensor, H)
-    rate = scalar(lr, lr_at, LR_AT, MATH)
-    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
-    decay = number(weight_decay, MATH)
-    if TRUST_RATIO:
-        p_norm = tl.load(p_norms + tensor)
-        g_norm = tl.load(g_norms + tensor)
-        ratio = divide(p_norm, g_norm + decay * p_norm + number(eps, MATH), MATH)
-        ratio = number(trust_coefficient, MATH) * ratio
-        rate = tl.where((p_norm > 0) & (g_norm > 0), rate * ratio, rate)
-    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
-    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
-        while first < end:
-            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
-            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
-                          TURN_AT, CHANCE)  # fmt: skip
-            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
-            change = rate * (g + decay * p)
-            m = number(momentum, MATH) * m - change
-            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
-            if NESTEROV:
-                m = number(momentum, MATH) * m - change
-            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p + m)
-            first += BLOCK
-
-
-def _lars_arguments(part: Places, rule: LarsRule) -> dict[str, Any]:
-    p_norms = g_norms = part.entries.layout
-    known = part.given_norms()
-    if known is not None:
-        p_norms, g_norms = known
-    elif rule.uses_trust_ratio:
-        p_norms, g_norms = part.norms("P"), part.norms("G", part.update.inv_scale)
-    return {
-        **_rate(part, rule),
-        **part.numbers(
-            momentum=rule.momentum,
-            weight_decay=rule.weight_decay,
-            trust_coefficient=rule.trust_coefficient,
-            eps=rule.eps,
-        ),
-        "p_norms": p_norms,
-        "g_norms": g_norms,
-        "NESTEROV": rule.nesterov,
-        "TRUST_RATIO": rule.uses_trust_ratio,
-    }
-
-
-@kernel
-def adagrad_kernel(
-    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, eps: tl.int64, weight_decay: tl.int64,
-    inv_scale_at, found_inf_at,
-    seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CHUNK,
-    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
-):  # fmt: skip
-    """One chunk of an Adagrad update."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at = address(pointers, n, 0, tensor)
-    g_at = address(pointers, n, 1, tensor)
-    sum_at = address(pointers, n, 2, tensor)
-    sums_at = scales_of(pointers, n, KEPT, tensor, 0, M)
-    h_at = address_of_half(pointers, n, 3, tensor, H)
-    size = scalar(lr, lr_at, LR_AT, MATH)
-    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
-    decay = number(weight_decay, MATH)
-    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
-    whole = whole_blocks(p_at | g_at | sum_at | h_at | has_gaps(length), count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
-        while first < end:
-            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
-            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
-                          TURN_AT, CHANCE)  # fmt: skip
-            total = load_moment(sum_at, sums_at, start, first, count, where, mask, EDGE, M, MATH)
-            if DECAYS and not DECOUPLED:
-                g = g + decay * p
-            total = total + g * g
-            store_moment(sum_at, sums_at, start, first, count, where, mask,
-                EDGE, M, chance, 0, total)  # fmt: skip
-            direction = divide(g, root(total, MATH) + number(eps, MATH), MATH)
-            if DECAYS and DECOUPLED:
-                direction = direction + decay * p
-            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
-            first += BLOCK
-
-
-def _adagrad_arguments(part: Places, rule: AdagradRule) -> dict[str, Any]:
-    return {
-        **_rate(part, rule),
-        **part.numbers(eps=rule.eps, weight_decay=rule.weight_decay),
-        "DECAYS": rule.weight_decay != 0,
-        "DECOUPLED": rule.decoupled,
-    }
 
 
 @kernel
@@ -460,79 +219,91 @@ def average_norms(
         blend = number(beta2, MATH) * v + number(beta2_left, MATH) * norm
     else:
         blend = number(beta2, MATH) * v * v + number(beta2_left, MATH) * norm * norm
-        blend = root(blend, MATH)
+        blend = root(blend)
     blend = tl.where(v < 0, norm, blend)
     tl.store(averages + tensor, blend)
     if spared(1, found_inf_at, FOUND_INF_AT) == 1:  # older interpreters store scalars unmasked
         store_one(at, N, blend)
 
 
-@kernel
-def novograd_kernel(
-    pointers, layout, n: tl.int64, averages, lr: tl.int64, lr_at, step: tl.int64, step_at,
-    beta1: tl.int64, beta3: tl.int64, eps: tl.int64, weight_decay: tl.int64, correction1: tl.int64,
-    correction2: tl.int64, inv_scale_at, found_inf_at,
-    seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, INSIDE_MOMENT, CHUNK,
-    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
-):  # fmt: skip
-    """One chunk of a NovoGrad update; ``averages`` is what `average_norms` wrote."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at = address(pointers, n, 0, tensor)
-    g_at = address(pointers, n, 1, tensor)
-    m_at = address(pointers, n, 2, tensor)
-    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
-    h_at = address_of_half(pointers, n, 3, tensor, H)
-    size = scalar(lr, lr_at, LR_AT, MATH)
-    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
-    decay = number(weight_decay, MATH)
-    c1 = correction(correction1, step_at, STEP_AT, MATH)
-    c2 = correction(correction2, step_at, STEP_AT, MATH)
-    denominator = divide(tl.load(averages + tensor), root(c2, MATH), MATH) + number(eps, MATH)
-    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
-    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
-        while first < end:
-            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
-            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
-                          TURN_AT, CHANCE)  # fmt: skip
-            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
-            if INSIDE_MOMENT:
-                g = divide(g, denominator, MATH) + decay * p
-            m = number(beta1, MATH) * m + number(beta3, MATH) * g
-            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
-            direction = divide(m, c1, MATH)
-            if not INSIDE_MOMENT:
-                direction = divide(direction, denominator, MATH) + decay * p
-            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
-            first += BLOCK
+# -- on the host ----------------------------------------------------------------------------------
+
+_NUMBERS = ("beta1", "share", "beta2", "rest", "momentum", "eps", "coefficient")
+_OPTIONS = ("TRUST_RATIO", "STEP_SIZE", "CORRECTS", "COUPLED", "DECOUPLED", "CORRECTED",
+            "EPS_INSIDE", "NESTEROV", "BEFORE", "AFTER", "INSIDE", "BOUNDED")  # fmt: skip
+_UNUSED = {**dict.fromkeys(_NUMBERS, 0), **dict.fromkeys(_OPTIONS, False), "HAS_MOMENTUM": True}
 
 
-def _novograd_arguments(part: Places, rule: NovoGradRule) -> dict[str, Any]:
+def start(part: Places, rule: Rule) -> None:
+    """Launch the update of ``rule``, and before it what measures norms, if it needs any."""
+    arguments = _arguments(part, rule)
+    part.launch(update_kernel, norms=_norms(part, rule, arguments), MEASURE=False, **arguments)
+
+
+def lamb_norms(part: Places, rule: LambRule) -> torch.Tensor:
+    """Measure parameters and directions, rows 0 and 1 of what is returned."""
+    return _measured(part, _arguments(part, rule))
+
+
+def _arguments(part: Places, rule: Rule) -> dict[str, Any]:
+    """What measuring and updating take."""
+    kind = _KINDS.get(type(rule))
+    if kind is None:
+        rules.left_out(rule)
+    numbers, options = rule.terms
+    corrects = rule.corrects
+    match rule:
+        case AdamRule():
+            options["STEP_SIZE"] = rule.bias_correction is BiasCorrection.STEP_SIZE
+        case LambRule():
+            options["TRUST_RATIO"] = rule.uses_trust_ratio
+        case LarsRule():
+            options["TRUST_RATIO"] = rule.uses_trust_ratio
+            numbers |= {"eps": rule.eps, "coefficient": rule.trust_coefficient}
+        case NovoGradRule():
+            options["CORRECTS"], numbers["eps"] = True, rule.eps
+        case _:
+            pass
+    betas = {"correction1": numbers.get("beta1", 0.0), "correction2": getattr(rule, "beta2", 0.0)}
     return {
-        **_rate(part, rule),
-        **_corrections(part, rule, rule.bias_correction),
-        **part.numbers(
-            beta1=rule.beta1,
-            beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
-            eps=rule.eps,
-            weight_decay=rule.weight_decay,
-        ),
-        "INSIDE_MOMENT": rule.decays_inside_moment,
+        **_UNUSED,
+        "CORRECTS": corrects,
+        **launching.scalar("lr", rule.lr, part.entries, part.math),
+        **part.corrections(corrects, **betas),
+        **part.numbers(**numbers),
+        **options,
+        "RULE": kind.value,
+        **{name: None for name in "MV" if name not in part.dtypes},
+        "H_ROW": 2 + sum([name in part.dtypes for name in "MV"]),
     }
 
 
-def _blend_norms(part: Places, rule: NovoGradRule) -> torch.Tensor:
-    """Blend the gradients' norms into the averages; also stores these."""
+def _norms(part: Places, rule: Rule, arguments: dict[str, Any]) -> torch.Tensor:
+    """What the rule needs of whole tensors, a row for each kind of norm."""
     known = part.given_norms()
-    if known is None:
+    if isinstance(rule, NovoGradRule):
+        return _blended(part, rule, None if known is None else known[0])
+    if known is not None:
+        return known
+    if isinstance(rule, LambRule) and rule.uses_trust_ratio:
+        return _measured(part, arguments)
+    if isinstance(rule, LarsRule) and rule.uses_trust_ratio:
+        return torch.stack([part.norms("P"), part.norms("G", part.update.inv_scale)])
+    return part.entries.layout  # not read
+
+
+def _measured(part: Places, arguments: dict[str, Any]) -> torch.Tensor:
+    norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
+    part.launch(update_kernel, norms=partials, MEASURE=True, **(arguments | {"CHANCE": False}))
+    for sums, results in zip(partials, norms, strict=True):
+        gather(part.entries, sums, results, largest=False)
+    return norms
+
+
+def _blended(part: Places, rule: NovoGradRule, measured: torch.Tensor | None) -> torch.Tensor:
+    """Blend the gradients' norms into the averages; also stores these."""
+    if measured is None:
         measured = part.norms("G", part.update.inv_scale, largest=rule.uses_max_norm)
-    else:
-        measured = known[0]
     averages = torch.empty_like(measured)
     launching.launch(
         average_norms,
@@ -548,44 +319,3 @@ def _blend_norms(part: Places, rule: NovoGradRule) -> torch.Tensor:
         USES_MAX=rule.uses_max_norm,
     )
     return averages
-
-
-def _corrections(
-    part: Places, rule: AdamRule | LambRule | NovoGradRule, wanted: bool
-) -> dict[str, Any]:
-    return part.corrections(wanted, correction1=rule.beta1, correction2=rule.beta2)
-
-
-def start(part: Places, rule: Rule) -> None:
-    """Launch the kernels of ``rule``."""
-    update, arguments = _kernel_and_arguments(part, rule)
-    part.launch(update, **arguments)
-
-
-def _rate(part: Places, rule: Rule) -> dict[str, Any]:
-    return launching.scalar("lr", rule.lr, part.entries, part.math)
-
-
-def _kernel_and_arguments(part: Places, rule: Rule) -> tuple[Any, dict[str, Any]]:
-    """The kernel of the update, and its arguments.
-
-    Launches what measures norms, for rules that need them.
-    """
-    match rule:
-        case AdamRule():
-            return adam_kernel, _adam_arguments(part, rule)
-        case LambRule():
-            arguments = _lamb_arguments(part, rule)
-            norms = _trust_norms(part, rule, arguments)
-            return lamb_kernel, arguments | {"norms": norms, "MEASURE": False}
-        case SgdRule():
-            return sgd_kernel, _sgd_arguments(part, rule)
-        case NovoGradRule():
-            arguments = _novograd_arguments(part, rule)
-            return novograd_kernel, arguments | {"averages": _blend_norms(part, rule)}
-        case AdagradRule():
-            return adagrad_kernel, _adagrad_arguments(part, rule)
-        case LarsRule():
-            return lars_kernel, _lars_arguments(part, rule)
-        case _:
-            left_out(rule)

@@ -8,18 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.kernels import AdagradRule
+from preamp.kernels.rules import AdagradRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import (
-    FusedOptimizer,
-    Group,
-    Signals,
-    Work,
-    batches,
-    count_step,
-    rate_of,
-)
-from preamp.optim.fused.checks import check_numbers, check_one_device
+from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, rate_of
+from preamp.optim.fused.checks import check_one_device
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -44,10 +36,14 @@ class FusedAdagrad(FusedOptimizer):
         ValueError: A negative number.
     """
 
-    _takes_stored: ClassVar[bool] = True
-    _updates_alone: ClassVar[bool] = True
+    takes_stored: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = True
+    may_update_alone: ClassVar[bool] = True
+    _counts: ClassVar[bool] = False
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
     moments: ClassVar[Mapping[str, Format]] = {"sum": Format.UNSIGNED}
+
+    adagrad_w_mode: bool
 
     def __init__(
         self,
@@ -58,22 +54,14 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        check_numbers("FusedAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
-        self.set_grad_none = set_grad_none
-        self.adagrad_w_mode = adagrad_w_mode
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        settings = {"set_grad_none": set_grad_none, "adagrad_w_mode": adagrad_w_mode}
+        super().__init__(params, defaults, **settings)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         for _, entries in work:
             check_one_device("FusedAdagrad", entries.targets)
-        for group, entries in () if signals.is_skip else work:
-            step = count_step(group, signals) if self._has_fewer_bits else 1  # chance needs one
-            for batch in batches(entries, self._apart()):
-                inv_scale, found_inf = signals.inv_scale, signals.found_inf
-                update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
-                state = self._state(batch.params, "sum")
-                update = self._told(batch.params, update)
-                self._apply(batch, state, self._rule(group), update)
+        super()._take_step(work, signals)
 
     def _rule(self, group: Group) -> AdagradRule:
         return AdagradRule(

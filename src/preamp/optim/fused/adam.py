@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.kernels import AdamRule, BiasCorrection, Update, backend
+from preamp.kernels import Update, backend
+from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Batch,
@@ -26,7 +27,7 @@ from preamp.optim.fused.base import (
     place_on_device,
     rate_of,
 )
-from preamp.optim.fused.checks import check_betas, check_masters, check_numbers, refuse_amsgrad
+from preamp.optim.fused.checks import check_masters, check_numbers, refuse_amsgrad
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.moments import TWO_MOMENTS
@@ -75,14 +76,17 @@ class FusedAdam(FusedOptimizer):
             with today's.
     """
 
-    _takes_stored: ClassVar[bool] = True
-    _updates_alone: ClassVar[bool] = True
+    takes_stored: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = True
+    may_update_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
         "_early",
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
+
+    adam_w_mode: bool
 
     def __init__(
         self,
@@ -104,9 +108,7 @@ class FusedAdam(FusedOptimizer):
         amp_scale_adjustment: float | None = None,
     ) -> None:
         refuse_amsgrad("FusedAdam", amsgrad=amsgrad)
-        check_numbers("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay)
         check_numbers("FusedAdam", max_grad_norm=max_grad_norm or 0.0)
-        check_betas("FusedAdam", betas)
         check_masters("FusedAdam", capturable=capturable, master_weights=master_weights)
         self._early = EarlyOptions(
             eps_inside_sqrt=eps_inside_sqrt,
@@ -116,16 +118,15 @@ class FusedAdam(FusedOptimizer):
         )
         self._is_early_kind = bool(self._early.given)
         self._early.check(**{"adam_w_mode=False": not adam_w_mode, "capturable=True": capturable})
-        self.set_grad_none = set_grad_none
-        self.adam_w_mode = adam_w_mode
-        self.capturable = capturable
+        settings = {"set_grad_none": set_grad_none, "adam_w_mode": adam_w_mode}
+        self.capturable = capturable  # `add_param_group` asks
         self.master_weights = master_weights
         self._copies = FullPrecision(self._has_copy)
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults["weight_decay"] = weight_decay
         if self._is_early_kind:
             defaults["max_grad_norm"] = max_grad_norm or 0.0
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, **settings)
 
     @property
     def param_groups_master(self) -> list[Group] | None:

@@ -12,7 +12,6 @@ as ``grad_scale`` and ``found_inf`` for the time of the step (`Signals`). Nothin
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
@@ -322,7 +321,7 @@ Work = Sequence[tuple[Group, Entries]]
 """All groups that have parameters, with the entries of those that have gradients."""
 
 
-class FusedOptimizer(KeepsMoments, abc.ABC):
+class FusedOptimizer(KeepsMoments):
     """Base of the optimizers in `preamp.optimizers`; implements everything but the update."""
 
     set_grad_none: bool
@@ -335,10 +334,26 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
     _step_supports_amp_scaling = True
     """Tells torch's ``GradScaler`` to hand over what it knows instead of reading it."""
 
-    _updates_alone: ClassVar[bool] = False
+    is_elementwise: ClassVar[bool] = False
+    """Whether an element is updated from its own gradient, value and state alone."""
+
+    may_update_alone: ClassVar[bool] = False
+    """Whether the update of a parameter follows from its own gradient, by the usual formula."""
+
+    _counts: ClassVar[bool] = True
+    """Whether ``group["step"]`` counts updates; rounding by chance counts them in any case."""
+
+    _starts_apart: ClassVar[bool] = False
+    """Whether the first update of a parameter is another one, whenever it comes."""
 
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
+
+    def __init__(self, params: Any, defaults: Group, **settings: Any) -> None:
+        """Check ``defaults``, the options of groups, and keep ``settings`` as attributes."""
+        check_group(type(self).__name__, defaults)
+        vars(self).update(settings)
+        super().__init__(params, defaults)
 
     def step(self, closure: Closure | None = None) -> Any:
         """Update the parameters that have gradients.
@@ -367,7 +382,7 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
     @property
     def updates_alone(self) -> bool:
         """Whether the update of a parameter follows from its own gradient; see `update_alone`."""
-        return self._updates_alone
+        return self.may_update_alone
 
     def update_alone(self, group: Group, entries: Entries) -> None:
         """Update parameters of a group ahead of the `step` that will count and reset all else."""
@@ -384,9 +399,29 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
             if counter is None:
                 del group["step"]
 
-    @abc.abstractmethod
     def _take_step(self, work: Work, signals: Signals) -> None:
-        """Update what has been collected; gradients stay as they are."""
+        """Update what has been collected, by `_rule`; gradients stay as they are."""
+        apart = self._apart(self._have_started if self._starts_apart else None)
+        for group, entries in () if signals.is_skip else work:
+            step = count_step(group, signals) if self._counts or self._has_fewer_bits else 1
+            for batch in batches(entries, apart):
+                is_first = self._starts_apart and not self._have_started(batch.params[:1])[0]
+                update = batch.update(
+                    step=1 if is_first else step,
+                    inv_scale=signals.inv_scale,
+                    found_inf=signals.found_inf,
+                )
+                state = self._state(batch.params, *self.moments)
+                self._apply(batch, state, self._rule(group), self._told(batch.params, update))
+
+    def _have_started(self, params: Sequence[torch.Tensor]) -> list[bool]:
+        """Which of ``params`` have state."""
+        key = next(iter(self.moments))
+        return [state.get(key) is not None for state in self._states_of(params)]
+
+    def _rule(self, group: Group) -> Rule:
+        """The rule of a group; of optimizers that measure or clip, see their `_take_step`."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; refuses what the constructor refuses."""
@@ -472,7 +507,7 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
         self.check_storage()
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
-            if not self._takes_stored:
+            if not self.takes_stored:
                 make_masters(group["params"])
             if has_sharded(group["params"]):
                 place_gradients(without_masters(group["params"]))

@@ -16,7 +16,7 @@ from preamp.core.tensors import dtype_of, kinds_of, layout_of
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 """Parameter and gradient dtypes that the update rules know."""
 
-NUMBERS = ("lr", "eps", "weight_decay", "momentum", "trust_coefficient")
+NUMBERS = ("lr", "eps", "weight_decay", "momentum", "trust_coefficient", "max_grad_norm")
 """Options of a group that are zero or larger, for every class that has them."""
 
 

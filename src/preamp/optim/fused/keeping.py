@@ -29,7 +29,7 @@ from preamp.optim.fused.moments import (
     is_kept_plain,
 )
 from preamp.optim.part import Span
-from preamp.policy.storage import FULL, MOMENT_KINDS, Storage
+from preamp.policy.storage import FULL, Storage
 
 Column = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """What `batches` sorts parameters by."""
@@ -76,7 +76,7 @@ class KeepsMoments(torch.optim.Optimizer):
     Moments that are kept otherwise are converted at the next step.
     """
 
-    _takes_stored: ClassVar[bool] = False
+    takes_stored: ClassVar[bool] = False
     """Whether packed masters, and moments in fewer bits, are updated as they are.
 
     Otherwise masters are made for each step, and moments are float32.
@@ -121,11 +121,11 @@ class KeepsMoments(torch.optim.Optimizer):
         return known
 
     def _check_kind(self) -> None:
-        if not self._takes_stored:
+        if not self.takes_stored:
             raise bad_state(
                 f"{type(self).__name__} got moments={self.storage.moments!r}",
-                f"Moments are kept in fewer bits by {', '.join(MOMENT_KINDS)}",
-                "Use one of these, or keep float32 moments",
+                "It knows no format of fewer bits for its state; FusedAdam and others do",
+                "Use one of those, or keep float32 moments",
             )
 
     # -- a step ------------------------------------------------------------------------------

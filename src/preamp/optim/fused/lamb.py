@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.splits import Splits
-from preamp.kernels import LambRule, Ops, Update, backend
+from preamp.kernels import Ops, Update, backend
+from preamp.kernels.rules import LambRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Batch,
@@ -23,7 +24,7 @@ from preamp.optim.fused.base import (
     joined,
     rate_of,
 )
-from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.checks import refuse_amsgrad
 from preamp.optim.fused.moments import TWO_MOMENTS
 from preamp.optim.fused.norms import clip_factor, norms_of_wholes
 
@@ -58,9 +59,12 @@ class FusedLAMB(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
-    _takes_stored: ClassVar[bool] = True
+    takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
+
+    adam_w_mode: bool
+    use_nvlamb: bool
 
     def __init__(
         self,
@@ -78,12 +82,6 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: bool = False,
     ) -> None:
         refuse_amsgrad("FusedLAMB", amsgrad=amsgrad)
-        check_numbers("FusedLAMB", lr=lr, eps=eps, weight_decay=weight_decay)
-        check_numbers("FusedLAMB", max_grad_norm=max_grad_norm)
-        check_betas("FusedLAMB", betas)
-        self.set_grad_none = set_grad_none
-        self.adam_w_mode = adam_w_mode
-        self.use_nvlamb = use_nvlamb
         defaults: Group = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -93,7 +91,8 @@ class FusedLAMB(FusedOptimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults)
+        settings = {"adam_w_mode": adam_w_mode, "use_nvlamb": use_nvlamb}
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **settings)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         if signals.is_skip:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.errors import bad_value
-from preamp.kernels import LarsRule, backend
+from preamp.kernels import backend
+from preamp.kernels.rules import LarsRule
 from preamp.optim.fused.base import (
     REQUIRED,
     Batch,
@@ -20,7 +21,7 @@ from preamp.optim.fused.base import (
     batches,
     rate_of,
 )
-from preamp.optim.fused.checks import check_nesterov, check_numbers
+from preamp.optim.fused.checks import check_nesterov
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 
 
@@ -68,12 +69,8 @@ class FusedLARS(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        check_numbers("FusedLARS", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
-        check_numbers("FusedLARS", trust_coefficient=trust_coefficient)
         check_nesterov("FusedLARS", nesterov=nesterov, momentum=momentum, dampening=dampening)
         _refuse_unused(dampening=dampening, wd_after_momentum=wd_after_momentum)
-        self.set_grad_none = set_grad_none
-        self.materialize_master_grads = materialize_master_grads
         defaults: Group = {
             "lr": lr,
             "momentum": momentum,
@@ -83,7 +80,8 @@ class FusedLARS(FusedOptimizer):
             "nesterov": nesterov,
             "is_skipped": False,
         }
-        super().__init__(params, defaults)
+        settings = {"materialize_master_grads": materialize_master_grads}
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **settings)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         if signals.is_skip:

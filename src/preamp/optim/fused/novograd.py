@@ -11,7 +11,8 @@ import torch
 
 from preamp.core.errors import bad_value
 from preamp.core.tensors import local_of
-from preamp.kernels import NovoGradRule, backend
+from preamp.kernels import backend
+from preamp.kernels.rules import NovoGradRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Batch,
@@ -23,7 +24,7 @@ from preamp.optim.fused.base import (
     count_step,
     rate_of,
 )
-from preamp.optim.fused.checks import check_betas, check_numbers, refusal, refuse_amsgrad
+from preamp.optim.fused.checks import refusal, refuse_amsgrad
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 
 NO_NORM_YET = -1.0
@@ -66,11 +67,13 @@ class FusedNovoGrad(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
-    _takes_stored: ClassVar[bool] = True
-    _updates_alone: ClassVar[bool] = True
+    takes_stored: ClassVar[bool] = True
+    may_update_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}
+
+    moment_mode: int
 
     def __init__(
         self,
@@ -88,11 +91,7 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: bool = True,
     ) -> None:
         refuse_amsgrad("FusedNovoGrad", amsgrad=amsgrad)
-        check_numbers("FusedNovoGrad", lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas("FusedNovoGrad", betas)
         _check_norm_type(norm_type)
-        self.set_grad_none = set_grad_none
-        self.moment_mode = 0 if reg_inside_moment else 1
         defaults: Group = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -103,7 +102,8 @@ class FusedNovoGrad(FusedOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults)
+        settings = {"set_grad_none": set_grad_none, "moment_mode": 0 if reg_inside_moment else 1}
+        super().__init__(params, defaults, **settings)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group."""

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import SgdRule
+from preamp.kernels.rules import SgdRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     REQUIRED,
@@ -23,7 +23,7 @@ from preamp.optim.fused.base import (
     rate_of,
     scalar_on,
 )
-from preamp.optim.fused.checks import check_nesterov, check_numbers
+from preamp.optim.fused.checks import check_nesterov
 
 SEASONED = 2
 """Any step but the first: what `Update.step` says of parameters that have a momentum."""
@@ -59,13 +59,19 @@ class FusedSGD(FusedOptimizer):
         ValueError: A negative number, or nesterov without momentum or with dampening.
     """
 
-    _takes_stored: ClassVar[bool] = True
-    _updates_alone: ClassVar[bool] = True
+    takes_stored: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = True
+    may_update_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
         *("most_recent_scale", "scale_set_by_backward"),
     )
     moments: ClassVar[Mapping[str, Format]] = {"momentum_buffer": Format.SIGNED}
+
+    wd_after_momentum: bool
+    materialize_master_grads: bool
+    most_recent_scale: float
+    scale_set_by_backward: bool
 
     def __init__(
         self,
@@ -79,13 +85,14 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        check_numbers("FusedSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
         check_nesterov("FusedSGD", nesterov=nesterov, momentum=momentum, dampening=dampening)
-        self.set_grad_none = set_grad_none
-        self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
+        settings: dict[str, Any] = {
+            "set_grad_none": set_grad_none,
+            "wd_after_momentum": wd_after_momentum,
+            "materialize_master_grads": materialize_master_grads,
+            "most_recent_scale": 1.0,
+            "scale_set_by_backward": False,
+        }
         defaults: Group = {
             "lr": lr,
             "momentum": momentum,
@@ -93,7 +100,7 @@ class FusedSGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, **settings)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         if not self._must_skip(work, signals):
@@ -101,13 +108,10 @@ class FusedSGD(FusedOptimizer):
                 # What rounding by chance needs, and more than 1 where there is a momentum
                 step = 1 + count_step(group, signals) if self._has_fewer_bits else SEASONED
                 # Before _update makes the buffers, and for each parameter by itself.
-                for batch in batches(entries, self._apart(self._have_momentum)):
+                for batch in batches(entries, self._apart(self._have_started)):
                     self._update(group, batch, signals, step)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-
-    def _have_momentum(self, params: Sequence[torch.Tensor]) -> list[bool]:
-        return [s.get("momentum_buffer") is not None for s in self._states_of(params)]
 
     def _must_skip(self, work: Work, signals: Signals) -> bool:
         """Whether nothing may happen; waits for the device where a first step depends on it.
@@ -120,7 +124,7 @@ class FusedSGD(FusedOptimizer):
         starts = any(
             group["momentum"] != 0
             and group["dampening"] != 0
-            and not all(self._have_momentum(entries.params))
+            and not all(self._have_started(entries.params))
             for group, entries in work
         )
         return starts and bool(signals.found_inf != 0)
@@ -136,7 +140,7 @@ class FusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             decays_after_momentum=self.wd_after_momentum,
         )
-        is_first = not self._have_momentum(batch.params[:1])[0]
+        is_first = not self._have_started(batch.params[:1])[0]
         inv_scale = signals.inv_scale
         if self.most_recent_scale != 1.0:
             param = batch.params[0]

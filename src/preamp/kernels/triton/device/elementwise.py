@@ -11,7 +11,7 @@ from preamp.kernels.triton.device.stored import load_param, store_split
 from preamp.kernels.triton.device.walk import (
     BLOCK,
     address,
-    address_of_half,
+    address_if,
     bounds,
     find_chunk,
     load,
@@ -59,7 +59,7 @@ def convert_kernel(pointers, layout, n: tl.int64, P, H, JOINS, CHUNK):
     tensor, start, count = find_chunk(layout, n, CHUNK)
     x_at = address(pointers, n, 0, tensor)
     p_at = address(pointers, n, 1, tensor)
-    h_at = address_of_half(pointers, n, 2, tensor, H)
+    h_at = address_if(pointers, n, 2, tensor, H)
     whole = whole_blocks(x_at | p_at | h_at, count)
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)

@@ -98,7 +98,7 @@ def gather_kernel(
     if MAX:
         result = value_of_bits(tl.max(largest, 0), MATH)
     else:
-        result = root(tl.sum(squares, 0), MATH)
+        result = root(tl.sum(squares, 0))
     position = tl.load(layout + 2 * n + 1 + tensor)
     tl.store(results + position, result)
     if FINITE:

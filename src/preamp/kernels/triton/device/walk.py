@@ -33,9 +33,9 @@ def address(pointers, n, row: tl.constexpr, tensor):
 
 
 @helper
-def address_of_half(pointers, n, row: tl.constexpr, tensor, H: tl.constexpr):
-    """The address in ``row``, or one that is aligned and not used where there are no halves."""
-    if H is not None:
+def address_if(pointers, n, row: tl.constexpr, tensor, KIND: tl.constexpr):
+    """The address in ``row``, or one that is aligned and not used where the list has no dtype."""
+    if KIND is not None:
         return address(pointers, n, row, tensor)
     else:
         return tl.zeros((), tl.int64)
@@ -175,18 +175,18 @@ def factor_or_one(at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
 
 
 @helper
-def divide(a, b, MATH: tl.constexpr):
+def divide(a, b):
     """IEEE division; Triton's ``/`` is faster than that for float32."""
-    if MATH == tl.float32:
+    if a.dtype == tl.float32:
         return tl.div_rn(a, b)
     else:
         return a / b
 
 
 @helper
-def root(x, MATH: tl.constexpr):
+def root(x):
     """IEEE square root; Triton's ``sqrt`` is faster than that for float32."""
-    if MATH == tl.float32:
+    if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
     else:
         return tl.sqrt(x)
@@ -213,7 +213,7 @@ def _expm1(y, MATH: tl.constexpr, TERMS: tl.constexpr):
     """``exp(y) - 1`` near zero: for ``|y| < 1/2`` the term behind the 17th is below 2**-66."""
     series = y * 0
     for k in tl.static_range(TERMS, 1, -1):
-        series = (series + 1) * divide(y, k, MATH)
+        series = (series + 1) * divide(y, k)
     return (series + 1) * y
 
 

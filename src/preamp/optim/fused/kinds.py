@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which fused optimizers can what, for those who choose among them and for messages."""
+
+from __future__ import annotations
+
+from preamp.optim.fused import every
+from preamp.optim.fused.base import FusedOptimizer
+
+KINDS: tuple[type[FusedOptimizer], ...] = tuple(
+    kind
+    for _, kind in sorted(vars(every).items())
+    if isinstance(kind, type) and issubclass(kind, FusedOptimizer)
+)
+"""All of them, by name."""
+
+KEEP_FEWER_BITS = tuple(kind.__name__ for kind in KINDS if kind.takes_stored)
+"""Those whose moments may be kept in fewer bits."""
+
+RELEASE = tuple(kind.__name__ for kind in KINDS if kind.may_update_alone)
+"""Those that may update each parameter as soon as its gradient is made."""
