@@ -96,7 +96,7 @@ class MasterParameter(torch.nn.Parameter):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter, so that files load without preamp."""
+        """Pickle as a plain parameter, which a file can hold without naming preamp."""
         half = self._whole_half()
         requires_grad = (self if half is None else half).requires_grad
         plain: Any = torch.nn.Parameter(self._settled(), requires_grad)
