@@ -32,9 +32,15 @@ and which functions there (all)."""
 
 KERNELS = tuple(
     ROOT / "src" / "preamp" / "kernels" / place
-    for place in ("triton/device", "triton/updates.py", "jit/loops.py", "jit/formats.py")
+    for place in (
+        "rules.py",
+        "triton/device",
+        "triton/updates.py",
+        "jit/loops.py",
+        "jit/formats.py",
+    )
 )
-"""Kernels: what they are launched with is one parameter each, and does not count."""
+"""Kernels, and formulas in them: what they are told is one parameter each, and does not count."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
