@@ -42,6 +42,12 @@ KERNELS = tuple(
 )
 """Kernels, and formulas in them: what they are told is one parameter each, and does not count."""
 
+LONG = {"update_kernel": 90}
+"""The update of every rule, in the order of loads and stores that its registers depend on.
+
+This table may only shrink.
+"""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -79,7 +85,7 @@ def too_long_or_wide(path: Path) -> list[str]:
         where = f"{path.name}:{function.lineno}: {function.name}"
         is_kernel = any(place in (path, *path.parents) for place in KERNELS)
         start = function.body[0].lineno if is_kernel else function.lineno
-        if lines_from(function, start) > FUNCTION_LINES:
+        if lines_from(function, start) > LONG.get(function.name, FUNCTION_LINES):
             found.append(f"{where} has {lines_from(function, start)} lines")
         if (
             not is_kernel
