@@ -70,4 +70,4 @@ def test_no_rule_waits(ops: Any, no_waiting: Any, row: RuleRow) -> None:
             no_waiting()
         for update in updates:
             grads = ones(torch.float16)
-            getattr(ops, row.op)(lists[0], grads, *lists[1:], rule=row.rule, update=update)
+            ops.update_(lists[0], grads, *lists[1:], rule=row.rule, update=update)

@@ -31,8 +31,10 @@ from preamp.optim import LARC
 from preamp.optimizers import (
     FusedAdagrad,
     FusedAdam,
+    FusedADOPT,
     FusedLAMB,
     FusedLARS,
+    FusedLion,
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
@@ -47,6 +49,8 @@ BUILDS: dict[str, Build] = {
     "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "FusedAdagrad": lambda params: FusedAdagrad(params, lr=0.01),
     "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.01),
+    "FusedLion": lambda params: FusedLion(params, lr=0.01),
+    "FusedADOPT": lambda params: FusedADOPT(params, lr=0.01),
 }
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {},

@@ -15,6 +15,7 @@ import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import Engine
 from preamp.kernels.stored import join, split
 from preamp.optim import LARC
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, KINDS
 from preamp.optim.master_parameter import PackedMaster
 from preamp.optimizers import (
     FusedAdagrad,
@@ -61,7 +63,8 @@ BUILDS: dict[str, Build] = {
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
     "LARC": lambda params: LARC(FusedSGD(params, lr=0.1, momentum=0.9)),
 }
-PACKED = ("FusedAdam", "FusedLAMB", "FusedSGD", "FusedAdagrad", "FusedNovoGrad")
+BUILDS |= {kind.__name__: partial(kind, lr=0.01) for kind in KINDS if kind.__name__ not in BUILDS}
+PACKED = KEEP_FEWER_BITS
 every_moments = pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 
 
@@ -801,7 +804,7 @@ def test_moments_of_other_optimizers_are_refused(level: str, name: str) -> None:
         start(level, storage, BUILDS[name])
 
 
-_KINDS = ", ".join(sorted(PACKED))
+_KINDS = ", ".join(PACKED)
 
 
 def test_float16_weights_beyond_its_range_are_named() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,17 @@ import torch
 import preamp
 from cases.back_ends import defaults, every_back_end
 from preamp.core.errors import PreampUnavailableError
-from preamp.kernels import BACKENDS, OP_NAMES, Ops, Update, backend, by_device, dispatch, explain
+from preamp.kernels import (
+    BACKENDS,
+    OP_NAMES,
+    Ops,
+    Rule,
+    Update,
+    backend,
+    by_device,
+    dispatch,
+    explain,
+)
 from preamp.kernels.blocks import Blocks
 from preamp.optimizers import FusedAdam
 
@@ -40,26 +50,38 @@ def test_a_back_end_without_an_op_fails_by_name(op: str) -> None:
         type("Lacking", (Ops,), ops)()
 
 
-@dataclass(frozen=True)
-class UnknownRule:
-    """A rule that somebody has added, but to no back end."""
+def unknown(p: Any, g: Any, m: Any, size: Any) -> Any:
+    return p - size * g, m
 
-    lr: float = 0.1
-    has_numbers: bool = False
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownRule(Rule):
+    """A rule that somebody has written, but not put into the table."""
+
+    formulas: ClassVar[Any] = (unknown,)
+    leaves_state: ClassVar[bool] = True
+
+    @property
+    def terms(self) -> Any:
+        return {}, {}
 
 
 @every_back_end
 def test_a_back_end_without_a_rule_fails_by_name(ops: Any) -> None:
     param = torch.ones(3)
-    with pytest.raises(NotImplementedError, match="no formula or kernel for UnknownRule"):
-        ops.update_([param], [param + 1], rule=UnknownRule(), update=Update())
+    with pytest.raises(NotImplementedError, match="no kernel for UnknownRule"):
+        ops.update_(
+            [param], [param + 1], rule=UnknownRule(lr=0.1, weight_decay=0.0), update=Update()
+        )
     assert param.tolist() == [1.0] * 3
 
 
 def test_triton_without_a_rule_fails_by_name(triton_ops: Any, device: torch.device) -> None:
     param = torch.ones(3, device=device)
-    with pytest.raises(NotImplementedError, match="no formula or kernel for UnknownRule"):
-        triton_ops.update_([param], [param + 1], rule=UnknownRule(), update=Update())
+    with pytest.raises(NotImplementedError, match="no kernel for UnknownRule"):
+        triton_ops.update_(
+            [param], [param + 1], rule=UnknownRule(lr=0.1, weight_decay=0.0), update=Update()
+        )
 
 
 @pytest.mark.parametrize(

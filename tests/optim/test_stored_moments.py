@@ -21,8 +21,10 @@ from preamp.optim.fused.base import FusedOptimizer
 from preamp.optimizers import (
     FusedAdagrad,
     FusedAdam,
+    FusedADOPT,
     FusedLAMB,
     FusedLARS,
+    FusedLion,
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
@@ -42,6 +44,8 @@ MAKE: dict[str, Make] = {
     "sgd": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
     "adagrad": lambda params: FusedAdagrad(params, lr=0.05),
     "novograd": lambda params: FusedNovoGrad(params, lr=0.05),
+    "lion": lambda params: FusedLion(params, lr=0.05),
+    "adopt": lambda params: FusedADOPT(params, lr=0.05),
 }
 every_kind = pytest.mark.parametrize("kind", MAKE)
 in_fewer_bits = pytest.mark.parametrize("moments", ["bfloat16", "8bit"])

@@ -488,6 +488,12 @@ def bound_formulas(make: Callable[[Formula], Any], **words: Any) -> dict[Formula
     return {formula: make(bind(formula, **words)) for formula in every}
 
 
+def check_known(rule: Rule) -> None:
+    """Refuse a rule that is not in `RULES`, whose formulas no back end has bound."""
+    if type(rule) not in RULES:
+        left_out(rule)
+
+
 def left_out(rule: Rule) -> NoReturn:
     """Refuse a rule that a back end has no kernel for."""
     raise worded(

@@ -30,6 +30,7 @@ from preamp.kernels.rules import (
     NovoGradRule,
     Rule,
     bound_formulas,
+    check_known,
 )
 from preamp.kernels.update import Scalar
 
@@ -87,6 +88,7 @@ _OF_TENSORS = {rule.formulas[0]: _NAMES[rule.formulas[0]][3] for rule in RULES
 
 def record_of(work: Work, rule: Rule) -> Any:
     """What the rule's formulas are told of all elements."""
+    check_known(rule)
     numbers, options = cast("tuple[dict[str, Any], dict[str, Any]]", rule.terms)
     if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
         # Moments that are not corrected are multiplied by 1.

@@ -27,6 +27,7 @@ from preamp.kernels.rules import (
     NovoGradRule,
     Rule,
     bound_formulas,
+    check_known,
 )
 from preamp.kernels.update import Scalar
 
@@ -98,6 +99,7 @@ _FORMULAS = bound_formulas(
 
 def apply(slot: Slot, rule: Rule, step: Step, number: Scalar) -> None:
     """Store the new parameter and state of ``slot``; ``number`` is that of its tensor."""
+    check_known(rule)
     size: Any = slot.scalar(rule.lr)
     if isinstance(rule, (LambRule, LarsRule)):
         size = number
