@@ -181,13 +181,13 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
 
 
 @pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")
-def test_one_calls_file_in_two_calls_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_calls_file_goes_to_the_latest_call(capsys: pytest.CaptureFixture[str]) -> None:
+    """As one that Apex wrote, which had the latest call's alone; or a model of before is kept."""
     pair()
-    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
+    amp._amp_state.loss_scalers[0]._loss_scale = 16.0
     amp.load_state_dict({"loss_scaler0": entry(8.0)})
-    assert scales() == [8.0, 16.0]
-    warning = "Warning: state_dict contains 1 entries, while 2 loss_scalers are used\n"
-    assert capsys.readouterr().out == warning
+    assert scales() == [16.0, 8.0]
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")

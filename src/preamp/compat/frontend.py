@@ -214,7 +214,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Set all loss scalers from Apex's format.
 
     Entries are matched by the number in their key. As in Apex, entries without a scaler and
-    scalers without an entry are told of and left; static scales keep their value.
+    scalers without an entry are told of and left; static scales keep their value. A file that has
+    as many as the latest call of ``amp.initialize``, and not as all, is that call's, as where the
+    model of an earlier training is still there.
 
     Raises:
         PreampStateError: amp was never initialized and there is something to load, or a key is
@@ -239,6 +241,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         )
     entries = {int(key.removeprefix(_PREFIX)): entry for key, entry in state_dict.items()}
     scalers = [scaler for engine in engines for scaler in engine.scalers]
+    if len(entries) != len(scalers) and len(entries) == len(engines[-1].scalers):
+        engines, scalers = engines[-1:], [*engines[-1].scalers]
     for index in entries.keys() & set(range(len(scalers))):
         scalers[index].read_state(entries[index])
     if len(state_dict) != len(scalers):
