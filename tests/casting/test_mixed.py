@@ -172,8 +172,12 @@ STORED: dict[str, Call] = {
     "scatter_add_": lambda a, b: a.scatter_add_(0, INDEX[:, None].expand(3, 4), b),
     "scatter_reduce": lambda a, b: a.scatter_reduce(0, INDEX[:, None].expand(3, 4), b, "amax"),
     "masked_scatter": lambda a, b: a.masked_scatter(MASK, b),
+    "put": lambda a, b: torch.put(a, INDEX, b.flatten()[:3], accumulate=True),
     "put_": lambda a, b: a.put_(INDEX, b.flatten()[:3]),
     "index_reduce": lambda a, b: a.index_reduce(0, INDEX, b, "amax"),
+    "index_reduce_ by name": lambda a, b: a.index_reduce_(
+        dim=0, index=INDEX, source=b, reduce="mean"
+    ),
     "item by indices": lambda a, b: _set(a, INDEX, b),
     "item by a mask": lambda a, b: _set(a, MASK, b.flatten()),
     "addmm_": lambda a, b: a[:, :3].clone().addmm_(b, b.T),
@@ -205,7 +209,8 @@ PROMOTED_CALLS: dict[str, Call] = {
         a.abs().clamp(max=1), b.abs().clamp(max=1)
     ),
     "huber_loss": lambda a, b: F.huber_loss(a, b),
-    "weights of classes": lambda a, b: F.cross_entropy(a, INDEX[[0, 1, 2, 0]], b[0].abs()),
+    "huber_loss with a weight": lambda a, b: F.huber_loss(a, b, weight=b.detach().abs()),
+    "weights of classes": lambda a, b: F.cross_entropy(a, INDEX[[0, 1, 2, 0]], b[0].detach().abs()),
 }
 
 
@@ -215,8 +220,18 @@ PROMOTED_CALLS: dict[str, Call] = {
 def test_other_functions_compute_in_float32(kind: str, half: torch.dtype) -> None:
     call = PROMOTED_CALLS[kind]
     a, b = values(4, 4).to(half), values(4, 4)
-    assert torch.equal(call(a, b), call(a.float(), b))
-    assert torch.equal(call(b, a), call(b, a.float()))
+    for given in ((a, b), (b, a)):
+        mixed = [tensor.detach().requires_grad_() for tensor in given]
+        wide = [tensor.detach().float().requires_grad_() for tensor in given]
+        found, expected = call(*mixed), call(*wide)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+        for one, other in zip(mixed, wide, strict=True):
+            assert (one.grad is None) is (other.grad is None)
+            if one.grad is not None:
+                assert one.grad.dtype is one.dtype
+                assert torch.equal(one.grad, other.grad.to(one.dtype))
 
 
 @pytest.mark.usefixtures("installed")

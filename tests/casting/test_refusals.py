@@ -125,6 +125,24 @@ def test_other_errors_are_left_alone(error: Exception) -> None:
     assert error.__cause__ is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Half", "c10::BFloat16", "torch.HalfTensor", "CPUBFloat16Type", "BFloat16Type", "HalfType"],
+)
+def test_all_of_torch_s_names_of_half_tensors_are_known(name: str) -> None:
+    error = RuntimeError(f"expected all tensors of torch.FloatTensor, found {name}")
+    model = preamp.initialize(_Failing(error), opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="in the model") as caught:
+        model(torch.ones(4))
+    assert caught.value is error
+    assert f"found {name}" in str(error.__cause__)
+
+
+def test_sparse_products_name_the_ways_out() -> None:
+    error = _refused(Net(lambda x: torch.sparse.mm(torch.eye(4).to_sparse(), x[0])), "O5")
+    assert "parts.1 (Mixer), cannot run: " in str(error)
+
+
 def test_an_error_with_a_cause_and_one_that_is_being_handled_are_left_alone() -> None:
     error = RuntimeError("Half")
     error.__cause__ = KeyError()

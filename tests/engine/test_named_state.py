@@ -16,6 +16,7 @@ from torch import nn
 
 import preamp
 from engine.harness import Net, engines_closed, same, train_step
+from preamp.kernels import named_state
 from preamp.kernels.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
@@ -27,6 +28,7 @@ BUILDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
     "SGD, no state": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
 }
+NAMES = ("_iterate_valid_model_state", "_get_optim_state_dict", "_init_optim_state")
 OPTIONS: dict[str, dict[str, bool]] = {
     "plain": {},
     "flat": {"flatten_optimizer_state_dict": True},
@@ -134,8 +136,7 @@ def test_saving_before_the_first_step_changes_no_weight(torchs: Any) -> None:
 
 
 def functions_of(module: Any) -> list[Any]:
-    names = ("_iterate_valid_model_state", "_get_optim_state_dict", "_init_optim_state")
-    return [vars(module)[name] for name in names]
+    return [vars(module)[name] for name in NAMES]
 
 
 def test_torchs_module_is_changed_for_as_long_as_an_engine_needs_it(torchs: Any) -> None:
@@ -147,6 +148,50 @@ def test_torchs_module_is_changed_for_as_long_as_an_engine_needs_it(torchs: Any)
     assert functions_of(torchs) == changed
     engines[1].close()
     assert functions_of(torchs) == before
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+def test_engines_without_masters_and_dynamic_scales_leave_it_alone(torchs: Any, level: str) -> None:
+    before, finders = functions_of(torchs), [*sys.meta_path]
+    model, optimizer = start(level)
+    train_step(model, optimizer, 0)
+    assert functions_of(torchs) == before
+    assert sys.meta_path == finders
+
+
+def test_saving_before_the_first_step_at_dynamic_scales_without_masters(torchs: Any) -> None:
+    """The step with zeros is no step of the script, of which the engine would warn."""
+    model, optimizer = start("O1")
+    torchs.get_state_dict(model, optimizer)
+    train_step(model, optimizer, 0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("missing", NAMES)
+def test_a_torch_without_one_of_the_functions_is_not_changed(
+    torchs: Any, monkeypatch: pytest.MonkeyPatch, level: str, missing: str
+) -> None:
+    monkeypatch.delattr(torchs, missing)
+    before = dict(vars(torchs))
+    model, optimizer = start(level)
+    train_step(model, optimizer, 0)
+    assert dict(vars(torchs)) == before
+    preamp.engine_of(model).close()
+    assert dict(vars(torchs)) == before
+
+
+def test_a_torch_without_one_of_the_functions_is_imported_later(
+    torchs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, name = MODULE.rsplit(".", 1)
+    monkeypatch.setattr(sys.modules[parent], name, torchs)  # put back at the end
+    monkeypatch.delitem(sys.modules, MODULE)
+    monkeypatch.setitem(named_state._WRAPPERS, "_not_in_this_torch", named_state._StateMade)
+    model, optimizer = start("O5")
+    train_step(model, optimizer, 0)
+    later = importlib.import_module(MODULE)
+    assert later is not torchs
+    assert all([type(function).__name__ == "function" for function in functions_of(later)])
 
 
 def test_a_module_that_is_imported_later_is_changed_then(

@@ -316,12 +316,13 @@ def _attach(engine: Engine) -> None:
             engine.process_undo.hold(kind)
             kind.hold()
         listen_to_collectives(engine, engine.process_undo)
-    weak = weakref.ref(engine)
-    names = NamedMasters(
-        functools.partial(master_of, weak), functools.partial(zeros_are_stepped, weak)
-    )
-    engine.process_undo.hold(names)
-    names.hold()
+    if policy.master_weights or policy.is_dynamic:  # others have nothing to tell torch
+        weak = weakref.ref(engine)
+        names = NamedMasters(
+            functools.partial(master_of, weak), functools.partial(zeros_are_stepped, weak)
+        )
+        engine.process_undo.hold(names)
+        names.hold()
     for model in engine.models:
         _hook_model(engine, model)
     engine.reductions.comparison = parts.RankComparison(engine)

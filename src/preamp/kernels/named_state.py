@@ -6,6 +6,7 @@ optimizer has masters. So while anybody holds this, its two private functions th
 model's parameters find the master in a half weight's place: for the state of optimizers, and where
 a whole state dict is cut into the sharded tensors of a model, which has to be in float32. A third
 one makes the state of a new optimizer by a step with zeros, of which the engine is to know.
+A torch that lacks one of the three is left as it is.
 
 The module takes long to import, and few scripts use it. So it is changed where it is loaded, or as
 soon as it will be. What is private to torch here is the same in torch 2.6, 2.8, 2.13 and 2.14.
