@@ -22,6 +22,7 @@ import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from engine.harness import Net, loss_of, make, same, train_plain, train_step, weights
 from engine.harness import engines_closed as engines_closed
+from preamp.compat.stash import attach_stashes
 
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -325,6 +326,56 @@ def test_a_copy_of_a_copy_and_a_new_engine(level: str) -> None:
     train_step(again, other, 1)
     preamp.engine_of(again).close()
     assert "__reduce_ex__" not in vars(again) | vars(other)
+
+
+# -- optimizers of other kinds -----------------------------------------------------------------
+
+
+class CopiesAll(torch.optim.SGD):
+    """Has all of its attributes copied, where torch has three."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.125, momentum=0.5)
+        self.own = ["kept"]
+
+    def __getstate__(self) -> Any:
+        return self.__dict__
+
+
+def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    optimizer.own.append("step")
+
+
+@pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level != "O3"])
+@calls
+@pytest.mark.parametrize("has_stash", [False, True])
+def test_an_optimizer_that_copies_all_attributes(level: str, call: Any, has_stash: bool) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer: Any = CopiesAll(net.parameters())
+    optimizer.register_step_pre_hook(count_step)
+    model, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    if has_stash:
+        attach_stashes(preamp.engine_of(model))
+    train_step(model, optimizer, 0)
+    plain = plain_pair(model, optimizer, "SGD")
+    attached = dict(vars(optimizer))
+    made, other = call((model, optimizer))
+    assert vars(optimizer) == attached
+    assert {"step", "zero_grad", "add_param_group"}.isdisjoint(vars(other))
+    check_goes_on_as((made, other), plain)
+    assert other.own == ["kept", *["step"] * 4]
+    train_step(model, optimizer, 1)
+    assert optimizer.own == ["kept", *["step"] * 2]
+
+
+@MASTERS
+def test_an_optimizer_that_copies_all_attributes_needs_its_model(level: str) -> None:
+    net = Net()
+    _, optimizer = preamp.initialize(net, CopiesAll(net.parameters()), opt_level=level, verbosity=0)
+    with pytest.raises(preamp.PreampStateError, match="copied or loaded without its model"):
+        copy.deepcopy(optimizer).step()
 
 
 # -- an optimizer without its model ------------------------------------------------------------

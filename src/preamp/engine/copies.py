@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _COPY: Final = "__deepcopy__"
 _PICKLE: Final = "__reduce_ex__"
 _TOGETHER: Final = "_preamp_copied"
+_MAKERS: Final = ("preamp.engine.", "preamp.compat.", "preamp.distributed.", "preamp.checkpoint.")
+"""The modules whose methods and hooks an engine puts on optimizers."""
+_STASH: Final = "_amp_stash"  # Apex's attribute, which knows the session
 
 
 class Copies:
@@ -207,10 +210,14 @@ class PicklePlain(_Door):
 
 
 class PickleOptimizer:
-    """``__reduce_ex__`` of an optimizer with masters, which `copy.deepcopy` calls as well."""
+    """``__reduce_ex__`` of an optimizer, which `copy.deepcopy` calls as well.
+
+    torch's optimizers leave out all attributes but three. A class may have all of them copied; then
+    those of the engine, which lead to locks and to the models, are taken out here.
+    """
 
     def __init__(self, copies: Copies, optimizer: torch.optim.Optimizer) -> None:
-        """Let copies of ``optimizer`` know whether their model was copied."""
+        """Let copies of ``optimizer`` know whether their model was copied, if it has masters."""
         self._copies = copies
         self._optimizer = weakref.ref(optimizer)
 
@@ -219,9 +226,33 @@ class PickleOptimizer:
         optimizer = cast("torch.optim.Optimizer", self._optimizer())
         make, args, *rest = cast("Any", type(optimizer)).__reduce_ex__(optimizer, protocol)
         if rest and isinstance(rest[0], dict) and "param_groups" in rest[0]:
-            check = NeedsModel(self._copies.together)
-            rest[0] = with_step_pre_hook(cast("dict[str, Any]", rest[0]), check)
+            rest[0] = _without_engine(cast("dict[str, Any]", rest[0]))
+            if self._copies.has_masters:
+                rest[0] = with_step_pre_hook(rest[0], NeedsModel(self._copies.together))
         return (make, args, *rest)
+
+
+def _without_engine(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of an optimizer without what an engine has put there, its hooks included."""
+    plain = SimpleNamespace()
+    own: dict[str, Any] = vars(plain)
+    for name, value in state.items():
+        if "_hooks" in name and isinstance(value, dict):
+            own[name] = cast("Any", value).copy()
+        elif name not in (ATTRIBUTE, _PICKLE, _STASH) and not (
+            isinstance(value, MethodType) and _is_of_engine(value)
+        ):
+            own[name] = value
+    remove_hooks(plain, _is_of_engine)
+    return own
+
+
+def _is_of_engine(value: object) -> bool:
+    """Whether a hook or a method is one of those that engines attach."""
+    function = getattr(value, "__func__", getattr(value, "func", value))
+    function = getattr(function, "__func__", function)  # of a partial of a method
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith(_MAKERS)
 
 
 class NeedsModel:
@@ -265,7 +296,10 @@ def attach_copies(modules: Iterable[nn.Module], copies: Copies, undo: UndoStack)
 def attach_optimizer_copies(
     optimizer: torch.optim.Optimizer, copies: Copies, undo: UndoStack
 ) -> None:
-    """Let copies and pickles of ``optimizer`` refuse to step without their model."""
+    """Let ``optimizer`` be copied and pickled without the engine.
+
+    Where it has masters, its copies refuse to step without their model.
+    """
     set_attribute(optimizer, _PICKLE, PickleOptimizer(copies, optimizer), undo)
 
 

@@ -330,8 +330,7 @@ def _attach(engine: Engine) -> None:
     for session in engine.sessions.values():
         take_in = functools.partial(cast_new_layers, engine, session.optimizer)
         OptimizerHooks(engine, session, take_in).attach(engine.undo)
-        if policy.master_weights:
-            attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
+        attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.release_gradients:

@@ -100,7 +100,8 @@ def with_step_pre_hook(state: dict[str, Any], hook: object) -> dict[str, Any]:
 
     Not under a number, as torch of another process may give it to a hook that comes later.
     """
-    return {**state, "_optimizer_step_pre_hooks": OrderedDict({type(hook).__name__: hook})}
+    name = "_optimizer_step_pre_hooks"
+    return {**state, name: OrderedDict({**state.get(name, {}), type(hook).__name__: hook})}
 
 
 class _Replicate:
