@@ -125,7 +125,7 @@ def through_ops(case: StepCase, gradients: Gradients) -> Work:
                 factor = unscale * (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
         steps_done += 1
         update = Update(step=steps_done, inv_scale=factor, found_inf=found_inf, halves=halves)
-        ops.adam_(masters, grads, firsts, seconds, rule=rule, update=update)
+        ops.update_(masters, grads, firsts, seconds, rule=rule, update=update)
         for half in halves:
             half.grad = None
 

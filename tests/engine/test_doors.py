@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -832,6 +833,51 @@ def test_what_schedule_free_moves_after_loading_counts(
         optimizer.train()  # type: ignore[attr-defined]
     train(pair, start=2)
     pair.check()
+
+
+class OneByOne(torch.optim.SGD):
+    """Its step calls a method of its own for each parameter."""
+
+    def move(self, p: torch.Tensor) -> None:
+        p.sub_(p.grad, alpha=0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.move(p)
+
+
+def calls_of_ours(function: Callable[[], object]) -> int:
+    """How many functions of preamp run in ``function``."""
+    count, package = 0, str(Path(preamp.__file__).parent)
+
+    def hear(frame: Any, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(hear)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@with_masters
+def test_methods_that_a_step_calls_for_each_parameter_cost_the_same_for_each(level: str) -> None:
+    counts: list[int] = []
+    for layers in (4, 8, 16):
+        model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(layers)])
+        optimizer = OneByOne(model.parameters(), lr=0.5)
+        preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        calls = 0
+        for _ in range(3):
+            with preamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+                scaled.backward()
+            calls = calls_of_ours(optimizer.step)
+            optimizer.zero_grad()
+        counts.append(calls)
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0
 
 
 @with_masters

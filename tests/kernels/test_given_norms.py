@@ -64,7 +64,7 @@ def run(ops: Any, op: str, device: torch.device, *, odd: bool) -> list[torch.Ten
         rows.append([torch.tensor(value, device=device) for value in (-1.0, -1.0, 2.0, 3.0)])
     norms = torch.arange(1.0, 1.0 + kinds * len(SHAPES), device=device).view(kinds, -1)
     update = Update(inv_scale=torch.tensor(0.5, device=device), norms=norms)
-    getattr(ops, op)(*rows, rule=rule, update=update)
+    ops.update_(*rows, rule=rule, update=update)
     return [tensor for place, row in enumerate(rows) if place != 1 for tensor in row]
 
 
@@ -100,7 +100,7 @@ def test_own_norms_given_change_nothing(ops: Any, device: torch.device, op: str)
             rows.append([torch.tensor(2.0, device=device) for _ in SHAPES])
         if op == "lamb_":
             norms = ops.lamb_norms(*rows, rule=rule, update=Update())
-        getattr(ops, op)(*rows, rule=rule, update=Update(norms=norms if given else None))
+        ops.update_(*rows, rule=rule, update=Update(norms=norms if given else None))
         results.append([tensor for row in rows for tensor in row])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-6)

@@ -102,6 +102,13 @@ def test_nesterov_needs_momentum(name: str, options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
+def test_a_momentum_that_is_no_number(name: str) -> None:
+    message = f"{name} got momentum='0.9'. momentum must be a number. Pass a number >= 0."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(optimizers, name)([param()], lr=0.1, nesterov=True, momentum="0.9")
+
+
+@pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
 def test_a_learning_rate_is_required(name: str) -> None:
     kind = getattr(optimizers, name)
     with pytest.raises(ValueError, match="required optimization parameter lr"):

@@ -240,7 +240,7 @@ def test_bias_corrections_keep_their_digits(dtype: torch.dtype) -> None:
     kept = wide(dtype)
     param, grad = torch.zeros(1, dtype=kept), torch.full((1,), 3.0, dtype=dtype)
     state = [torch.zeros(1, dtype=kept)], [torch.zeros(1, dtype=kept)]
-    OPS.adam_([param], [grad], *state, rule=rule, update=Update(step=torch.tensor(1)))
+    OPS.update_([param], [grad], *state, rule=rule, update=Update(step=torch.tensor(1)))
     assert abs(param.item() + 1.0) < 8 * torch.finfo(kept).eps
 
 
@@ -249,7 +249,7 @@ def test_momentum_starts_with_the_first_gradient() -> None:
     for step, wanted in ((1, 8.0), (2, 6.0), (torch.tensor(1), 8.0), (torch.tensor(2), 6.0)):
         buffer = torch.zeros(1)
         update = Update(step=step)
-        OPS.sgd_([torch.zeros(1)], [torch.full((1,), 8.0)], [buffer], rule=rule, update=update)
+        OPS.update_([torch.zeros(1)], [torch.full((1,), 8.0)], [buffer], rule=rule, update=update)
         assert buffer.item() == wanted
 
 
@@ -258,5 +258,5 @@ def test_a_negative_norm_means_none_yet() -> None:
     for start, wanted in ((-1.0, 5.0), (0.0, 0.5)):
         norm, grad = torch.tensor(start), torch.tensor([3.0, 4.0])
         lists = [torch.ones(2)], [grad], [torch.zeros(2)], [norm]
-        OPS.novograd_(*lists, rule=rule, update=Update(step=1))
+        OPS.update_(*lists, rule=rule, update=Update(step=1))
         assert norm.item() == pytest.approx(wanted, rel=1e-6)

@@ -23,6 +23,8 @@ from typing import Any, Final, cast
 
 import torch
 
+from preamp.core.undo import UndoStack, set_attribute
+
 MODULE: Final = "torch.distributed.checkpoint.state_dict"
 MasterOf = Callable[[torch.Tensor], torch.Tensor | None]
 DuringStep = Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
@@ -92,19 +94,17 @@ class _OptimizerState(_Wrapper):
     """``_get_optim_state_dict``, which calls ``model.named_parameters``."""
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        inner, own = model.named_parameters, cast("dict[str, Any]", vars(model))
+        inner, undo = model.named_parameters, UndoStack()
 
         def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
             for name, param in inner(*args, **kwargs):
                 yield name, _master_of(param)
 
-        before = {name: own[name] for name in ("named_parameters",) if name in own}
         try:
-            own["named_parameters"] = named_parameters
+            set_attribute(model, "named_parameters", named_parameters, undo)
             return self.original(model, *args, **kwargs)
         finally:
-            own.pop("named_parameters", None)
-            own.update(before)
+            undo.unwind()
 
 
 class _StateMade(_Wrapper):

@@ -205,14 +205,6 @@ class Ops(ABC):
     ) -> torch.Tensor:
         """The ``|p|`` and ``|u|`` that `update_` would take, ``(2, n)``; mutates nothing."""
 
-    def _update(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
-    ) -> None:
-        """`update_` under the name of a rule."""
-        self.update_(params, grads, *state, rule=rule, update=update)
-
-    adam_ = lamb_ = sgd_ = novograd_ = adagrad_ = lars_ = _update
-
 
 OP_NAMES = tuple(sorted(Ops.__abstractmethods__))
 """Every op that a back end must have; without one of them it cannot be instantiated."""

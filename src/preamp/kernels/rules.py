@@ -23,7 +23,7 @@ formula gets what ``terms`` says, and of the update what it asks for:
 from __future__ import annotations
 
 import types
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -50,7 +50,7 @@ def bind(formula: Callable[..., Any], **words: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(ABC):
     """What every rule has."""
 
     lr: Scalar  # learning rate
@@ -84,6 +84,17 @@ class _MomentsRule(Rule):
     beta1: float  # decay of the first moment
     beta2: float  # decay of the second moment, or of the norm
     eps: float  # added to the denominator
+
+    def _moment_terms(self, *, averages: bool = True, **given: Any) -> Terms:
+        """`_terms` of a rule whose state is two moments; a gradient ``averages`` into the first."""
+        return self._terms(
+            beta1=self.beta1,
+            share=1 - self.beta1 if averages else 1.0,
+            beta2=self.beta2,
+            rest=1 - self.beta2,
+            eps=self.eps,
+            **given,
+        )
 
 
 class BiasCorrection(Enum):
@@ -153,12 +164,7 @@ class AdamRule(_MomentsRule):
     @property
     def terms(self) -> Terms:
         """See `Rule.terms`."""
-        return self._terms(
-            beta1=self.beta1,
-            share=1 - self.beta1,
-            beta2=self.beta2,
-            rest=1 - self.beta2,
-            eps=self.eps,
+        return self._moment_terms(
             decoupled=self.decoupled,
             CORRECTED=self.bias_correction is BiasCorrection.MOMENTS,
             EPS_INSIDE=self.eps_inside_sqrt,
@@ -196,12 +202,8 @@ class LambRule(_MomentsRule):
     @property
     def terms(self) -> Terms:
         """See `Rule.terms`."""
-        return self._terms(
-            beta1=self.beta1,
-            share=1 - self.beta1 if self.grad_averaging else 1.0,
-            beta2=self.beta2,
-            rest=1 - self.beta2,
-            eps=self.eps,
+        return self._moment_terms(
+            averages=self.grad_averaging,
             decoupled=self.decoupled,
             CORRECTED=self.bias_correction,
             EPS_INSIDE=False,
@@ -458,15 +460,7 @@ class AdoptRule(_MomentsRule):
     @property
     def terms(self) -> Terms:
         """See `Rule.terms`."""
-        return self._terms(
-            beta1=self.beta1,
-            share=1 - self.beta1,
-            beta2=self.beta2,
-            rest=1 - self.beta2,
-            eps=self.eps,
-            decoupled=self.decoupled,
-            BOUNDED=self.is_bounded,
-        )
+        return self._moment_terms(decoupled=self.decoupled, BOUNDED=self.is_bounded)
 
 
 RULES: tuple[type[Rule], ...] = (

@@ -444,8 +444,8 @@ class WeightTable(WeightPairs):
         self.carried, self.zeros_aside = set[int](), set[int]()
         # Versions of gradients left scaled, or ``None`` if none were
         self.raw: list[int | None] | None = None
-        # Whether the next backward compares every half weight with its master
-        self.compares = self.is_fresh = True  # which says that no backward has come yet
+        # Whether the next backward compares every half weight with its master, and is the first
+        self.compares = self.is_fresh = True
         self.may_have_bases = False  # whether any master may have a float32 gradient
         self.changes = 0  # differs once gradients may be others than before
         self._arrived: list[torch.Tensor | None] | None = None
@@ -684,10 +684,14 @@ class WeightTable(WeightPairs):
         for grad, kept in zip(self.seen, self.grads, strict=True):
             if grad is not None and kept is not None and kept is not grad:
                 grad.copy_(kept)
-        hidden = {r: replace(r, is_shown=False) for r in self.records if r is not None}
-        self.records = [r and hidden[r] for r in self.records]
+        self._hide()
         self.grads = self.seen
         self.versions = self._versions_of(self.seen)
+
+    def _hide(self) -> None:
+        """Note that no gradient is shown any more."""
+        hidden = {r: replace(r, is_shown=False) for r in self.records if r is not None}
+        self.records = [r and hidden[r] for r in self.records]
 
     @torch.no_grad()
     def _round_into(self, targets: Mapping[int, Any]) -> None:
@@ -866,7 +870,7 @@ class WeightTable(WeightPairs):
             self.reconcile(looks=self.has_sharded)
             self.materialize(self.pending_rows())
             if self.has_sharded and self.is_showing:  # a write to masters' may leave no trace
-                self.records = [r and replace(r, is_shown=False) for r in self.records]
+                self._hide()
 
     def complete(self) -> None:
         """Do so for rows whose master has an earlier gradient; the others stay half."""

@@ -32,7 +32,8 @@ def test_bias_corrections_of_a_step_on_the_device(
     )
     for step in STEPS:
         p, g, m, v = (torch.full((1,), x, dtype=dtype, device=device) for x in (0.0, 1, 1, 1))
-        ops.adam_([p], [g], [m], [v], rule=rule, update=Update(step=torch.tensor(step).to(device)))
+        update = Update(step=torch.tensor(step).to(device))
+        ops.update_([p], [g], [m], [v], rule=rule, update=update)
         # The logarithm is rounded once, and then multiplied by the step.
         log = torch.tensor(math.log(beta) if beta else -math.inf, dtype=dtype)
         wanted = 1 / math.expm1((log * step).double().item())

@@ -302,9 +302,9 @@ ones = [[torch.ones(5, dtype=torch.bfloat16)] for _ in range(4)]
 ops.census(ones[0], torch.device("cpu"))
 rule = AdamRule(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True,
                 bias_correction=BiasCorrection.MOMENTS)
-ops.adam_(*ones, rule=rule, update=Update(inv_scale=torch.ones(()), found_inf=torch.ones(())))
+ops.update_(*ones, rule=rule, update=Update(inv_scale=torch.ones(()), found_inf=torch.ones(())))
 step = torch.ones((), dtype=torch.int32)
-ops.adam_(*ones, rule=rule, update=Update(step=step))
+ops.update_(*ones, rule=rule, update=Update(step=step))
 print(json.dumps(found))
 """
 

@@ -106,7 +106,7 @@ def apply(slot: Slot, rule: Rule, step: Step, number: Scalar) -> None:
     elif isinstance(rule, AdamRule) and rule.bias_correction is BiasCorrection.STEP_SIZE:
         c1, c2 = _corrections(slot, rule, step)
         size = size * c2**0.5 / c1
-    size = size if isinstance(size, torch.Tensor) else slot.p.new_full((), size)
+    size = slot.number(size)
     formula, *others = rule.formulas
     if others:
         u, *state = direction_of(slot, rule, step)
@@ -144,8 +144,7 @@ def _told(slot: Slot, rule: Rule, step: Step, number: Scalar = 0.0) -> dict[str,
         if isinstance(rule, NovoGradRule):
             told["denominator"] = number / c2**0.5 + rule.eps
     if isinstance(rule, AdoptRule):
-        before = slot.p.new_full((), 1.0) * slot.scalar(step) - 1
-        told["bound"] = before.sqrt().sqrt()
+        told["bound"] = (slot.number(step) - 1).sqrt().sqrt()
     return told
 
 

@@ -28,6 +28,11 @@ class Slot:
             return value.to(self.p.device, self.p.dtype)
         return value
 
+    def number(self, value: Scalar) -> torch.Tensor:
+        """The same as a 0-dim tensor in any case."""
+        found = self.scalar(value)
+        return found if isinstance(found, torch.Tensor) else self.p.new_full((), found)
+
     def bias_correction(self, beta: float, step: int | torch.Tensor) -> Scalar:
         """``1 - beta ** step``.
 

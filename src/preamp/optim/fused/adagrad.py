@@ -36,7 +36,6 @@ class FusedAdagrad(FusedOptimizer):
         ValueError: A negative number.
     """
 
-    takes_stored: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
     _counts: ClassVar[bool] = False

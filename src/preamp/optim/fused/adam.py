@@ -76,7 +76,6 @@ class FusedAdam(FusedOptimizer):
             with today's.
     """
 
-    takes_stored: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (

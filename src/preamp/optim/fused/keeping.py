@@ -76,20 +76,24 @@ class KeepsMoments(torch.optim.Optimizer):
     Moments that are kept otherwise are converted at the next step.
     """
 
-    takes_stored: ClassVar[bool] = False
-    """Whether packed masters, and moments in fewer bits, are updated as they are.
-
-    Otherwise masters are made for each step, and moments are float32.
-    """
-
     spans: Mapping[int, Span] = {}
     """By ``id`` of parameters whose elements ranks share out: those that this rank has."""
 
     moments: ClassVar[Mapping[str, Format]] = {}
     """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits."""
 
+    takes_stored: ClassVar[bool] = False
+    """Whether packed masters, and moments in fewer bits, are updated as they are: if it has any.
+
+    Otherwise masters are made for each step, and state is float32.
+    """
+
     _wide_state: ClassVar[frozenset[str]] = frozenset()
     """State that is float32 even where the parameter is half; the rest has its dtype."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.takes_stored = bool(cls.moments)
 
     @property
     def _has_fewer_bits(self) -> bool:

@@ -59,7 +59,6 @@ class FusedLAMB(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
-    takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
 
@@ -132,7 +131,7 @@ def apply_lamb(parts: Sequence[LambPart], ops: Ops, splits: Splits) -> None:
     norms = norms_of_wholes([part.batch for part in parts], measure, splits)
     for part, own in zip(parts, norms, strict=True):
         update = part.update if own is None else replace(part.update, norms=own)
-        ops.lamb_(*part.lists, rule=part.rule, update=update)
+        ops.update_(*part.lists, rule=part.rule, update=update)
         part.batch.note_written()
 
 

@@ -69,8 +69,6 @@ class FusedLARS(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        check_nesterov("FusedLARS", nesterov=nesterov, momentum=momentum, dampening=dampening)
-        _refuse_unused(dampening=dampening, wd_after_momentum=wd_after_momentum)
         defaults: Group = {
             "lr": lr,
             "momentum": momentum,
@@ -82,6 +80,8 @@ class FusedLARS(FusedOptimizer):
         }
         settings = {"materialize_master_grads": materialize_master_grads}
         super().__init__(params, defaults, set_grad_none=set_grad_none, **settings)
+        check_nesterov("FusedLARS", nesterov=nesterov, momentum=momentum, dampening=dampening)
+        _refuse_unused(dampening=dampening, wd_after_momentum=wd_after_momentum)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         if signals.is_skip:

@@ -38,7 +38,6 @@ class FusedLion(FusedOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
-    takes_stored: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
     moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}
 

@@ -24,7 +24,7 @@ from preamp.optim.fused.base import (
     names_scaler,
     place_on_device,
 )
-from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.checks import check_numbers, refuse_amsgrad
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.lamb import LambPart, apply_lamb, lamb_rule
 from preamp.optim.fused.norms import clip_factor
@@ -67,6 +67,10 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
 
+    adam_w_mode: bool
+    use_nvlamb: bool
+    reduced_precision_dtype: torch.dtype | None
+
     def __init__(
         self,
         params: Any,
@@ -83,16 +87,15 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        name = "FusedMixedPrecisionLamb"
-        refuse_amsgrad(name, amsgrad=amsgrad)
-        check_numbers(name, lr=lr, step=step, eps=eps, weight_decay=weight_decay)
-        check_numbers(name, max_grad_norm=max_grad_norm)
-        check_betas(name, betas)
+        refuse_amsgrad("FusedMixedPrecisionLamb", amsgrad=amsgrad)
+        check_numbers("FusedMixedPrecisionLamb", step=step)
         _check_reduced(reduced_precision_dtype)
-        self.set_grad_none = True
-        self.adam_w_mode = adam_w_mode
-        self.use_nvlamb = use_nvlamb
-        self.reduced_precision_dtype = reduced_precision_dtype
+        settings: dict[str, Any] = {
+            "set_grad_none": True,
+            "adam_w_mode": adam_w_mode,
+            "use_nvlamb": use_nvlamb,
+            "reduced_precision_dtype": reduced_precision_dtype,
+        }
         self._copies = FullPrecision(self._is_reduced)
         defaults: Group = {
             "lr": lr,
@@ -104,7 +107,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, **settings)
 
     @property
     def param_groups_full_precision(self) -> list[Group]:

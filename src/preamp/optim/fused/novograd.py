@@ -67,7 +67,6 @@ class FusedNovoGrad(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
-    takes_stored: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})

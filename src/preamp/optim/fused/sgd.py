@@ -59,7 +59,6 @@ class FusedSGD(FusedOptimizer):
         ValueError: A negative number, or nesterov without momentum or with dampening.
     """
 
-    takes_stored: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
@@ -85,7 +84,6 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        check_nesterov("FusedSGD", nesterov=nesterov, momentum=momentum, dampening=dampening)
         settings: dict[str, Any] = {
             "set_grad_none": set_grad_none,
             "wd_after_momentum": wd_after_momentum,
@@ -100,7 +98,8 @@ class FusedSGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, **settings)
+        super().__init__(params, defaults, **settings)  # which sees that these are numbers
+        check_nesterov("FusedSGD", nesterov=nesterov, momentum=momentum, dampening=dampening)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         if not self._must_skip(work, signals):
