@@ -42,6 +42,16 @@ def kinds_of(kind: Callable[[Any], Any], tensors: Sequence[torch.Tensor | None])
         return {kind(tensor) for tensor in tensors if tensor is not None}
 
 
+def with_gradients(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Those of ``params`` that have a gradient, and the gradients; no call for each if all have."""
+    params = list(params)
+    grads = list(map(grad_of, params))
+    if type(None) not in set(map(type, grads)):
+        return params, grads
+    pairs = [pair for pair in zip(params, grads, strict=True) if pair[1] is not None]
+    return [param for param, _ in pairs], [grad for _, grad in pairs]
+
+
 def devices_of(tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
     """The devices of those that are not ``None``."""
     try:

@@ -18,7 +18,7 @@ from preamp.kernels.ops import Tally
 from preamp.kernels.reference.tally import blocks_of
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.records import What
-from preamp.optim.fused.base import entries_of
+from preamp.optim.fused.entries import entries_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +70,9 @@ class Meter:
         places: dict[int, int] = {}
         scales: list[int | None] = []
         entries = entries_of(session.gradients.params())
-        for by, row in zip(entries.factors, entries.twins, strict=True):
+        for _, _, _, by, twin, _ in entries.rows():
             # The entry's own factor may clip as well, by zero or nan too.
-            factor = None if by is None or row is None else row.unscales
+            factor = None if by is None or twin is None else twin.unscales
             if factor is not None and id(factor) not in places:
                 places[id(factor)] = copies.put(factor.reciprocal())
             scales.append(None if factor is None else places[id(factor)])
@@ -100,7 +100,8 @@ class Meter:
         """
         found: dict[int, torch.Tensor] = {}
         entries = entries_of(session.gradients.params())
-        for given, weight, twin in zip(entries.grads, entries.owners, entries.twins, strict=True):
+        for row, weight in zip(entries.rows(), entries.owners, strict=True):
+            _, given, _, _, twin, _ = row
             if twin is not None and twin.held.part is not None:
                 continue  # the others' updates are not known here before the step
             if _is_plain(given) and is_half(weight):

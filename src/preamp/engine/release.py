@@ -48,8 +48,9 @@ from preamp.engine.session import OptimizerSession
 from preamp.engine.storage import check_no_ranks, check_releases
 from preamp.kernels.modules import add_hook
 from preamp.optim import is_master, leaves_of
-from preamp.optim.fused.base import Entries, FusedOptimizer, Group
+from preamp.optim.fused.base import FusedOptimizer, Group
 from preamp.optim.fused.checks import check_gradients
+from preamp.optim.fused.entries import Entries, Row
 
 TOGETHER = 1 << 20
 """Bytes of gradients that are applied together at least, but for the last ones of a backward."""
@@ -224,21 +225,21 @@ class Release:
 
     def _update(self, pairs: Sequence[tuple[_Place, torch.Tensor]]) -> None:
         """Update parameters of one group."""
-        place, entries, direct = pairs[0][0], Entries(), list[torch.Tensor]()
+        place, rows, direct = pairs[0][0], list[Row](), list[torch.Tensor]()
         inverse, optimizer = place.updates.inverse, place.updates.session.optimizer
         for param, grad in [(place.param, grad) for place, grad in pairs]:
             twin = param.twin if is_master(param) else None
             if twin is None:
-                entries.add(param, grad)
+                rows.append((param, grad, None, None, None, None))
                 direct.append(grad)
                 continue
             plain = twin.table.plain(grad.device).factor
             factor = plain if inverse is None else inverse.to(grad.device)
-            entries.add(param, grad, twin.half, factor, twin, twin.table.lows[twin.row])
+            rows.append((param, grad, twin.half, factor, twin, twin.table.lows[twin.row]))
         if inverse is not None:
             self._engine.ops.scale_add_(direct, inverse, [None] * len(direct))
-        cast("FusedOptimizer", optimizer).update_alone(place.group, entries)
-        for twin in entries.twins:  # values half way are rounded otherwise than by the update
+        cast("FusedOptimizer", optimizer).update_alone(place.group, Entries.of_rows(rows))
+        for *_, twin, _ in rows:  # values half way are rounded otherwise than by the update
             if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
                 twin.table.round((twin.row,))
 

@@ -28,6 +28,7 @@ from preamp.core.tensors import (
     is_capturing,
     is_sharded,
     versions_of,
+    with_gradients,
 )
 from preamp.core.undo import Step, UndoStack, all_or_nothing
 from preamp.engine import refusals
@@ -386,12 +387,10 @@ class GradientBooks:
         Unless it ``is_joint`` what this rank has found, who may be the only one to look.
         """
         tables = self.tables
-        grads: Any = tables[0].arrived_of(leaves) if len(tables) == 1 else None
-        grads = list(map(grad_of, leaves)) if grads is None else grads
         params = leaves
-        if any(map(is_, grads, repeat(None))):
-            params = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
+        grads: Any = tables[0].arrived_of(leaves) if len(tables) == 1 else None
+        if grads is None or any(map(is_, grads, repeat(None))):
+            params, grads = with_gradients(leaves)
         census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
         if census.max_abs is not None:
             note.add(params, grads, census)
@@ -402,8 +401,7 @@ class GradientBooks:
 
     def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
         """Gradients that are made (now, if ``all_of_them``), and the model's parameters."""
-        direct = [param for param in self.direct_params() if param.grad is not None]
-        grads = [param.grad for param in direct]
+        direct, grads = with_gradients(self.direct_params())
         for table in self.tables:
             (table.bring_up_to_date if all_of_them else table.complete)()
             if table.may_have_bases:
@@ -415,7 +413,7 @@ class GradientBooks:
 
     def marks(self) -> Marks:
         """What differs once gradients are no longer those that the latest backward has left."""
-        grads = [param.grad for param in self._direct_params]
+        grads = list(map(grad_of, self._direct_params))
         return [(id(t), t.changes) for t in self.tables], grads, versions_of(grads)
 
     def show(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.tensors import has_sharded, locals_of
+from preamp.core.tensors import device_of, has_sharded, locals_of
 from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.shards import sharded_as
@@ -192,9 +192,12 @@ def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tenso
 
 
 def _by_device(tensors: Tensors) -> dict[torch.device, Sequence[int]]:
-    """Where the tensors of each device stand; of a single one in no more than one pass."""
-    if tensors and all(map(_is_on_cpu, tensors)):
+    """Where the tensors of each device stand."""
+    if tensors and all(map(_is_on_cpu, tensors)):  # which costs less than the question below
         return {tensors[0].device: range(len(tensors))}
+    devices = set(map(device_of, tensors))
+    if len(devices) < 2:
+        return dict.fromkeys(devices, range(len(tensors)))
     groups: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(place)

@@ -3,20 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.core.dtypes import is_half
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import local_of, stored_grad, version_of
+from preamp.core.tensors import (
+    grad_of,
+    local_of,
+    stored_grad,
+    version_of,
+    versions_of,
+    with_gradients,
+)
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
 Factor = torch.Tensor | float
+_requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 
 
 def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
@@ -122,7 +132,8 @@ class DirectGradients:
         self._ops = ops
         # Earlier gradients; ``None`` where no backward is under way
         self._aside: dict[int, _Earlier] | None = None
-        self._versions: dict[int, int] = {}  # of the gradients as the last merge left them
+        # Of the gradients as the last merge left them, -1 where there was none
+        self._versions: dict[int, int] = {}
         self._placeholders = Placeholders()
         self._raw: dict[int, int] = {}  # of those left scaled whose earlier one is away
 
@@ -237,20 +248,23 @@ class DirectGradients:
             return
         news: list[torch.Tensor] = []
         olds: list[torch.Tensor | None] = []
-        for param in params:
-            if param.grad is None:
-                continue
+        some, grads = with_gradients(params)
+        if not aside and not any(map(_requires_grad, grads)):  # as in most steps
+            news, some = grads, []
+            olds += [None] * len(grads)
+        for param in some:
             earlier = aside.get(id(param))
             if id(param) in self._placeholders.dropped:
                 earlier = None
             old = None if earlier is None or earlier.is_carried else earlier.grad
             if old is None and factor is None:
                 continue
-            if param.grad.requires_grad:  # of create_graph: a penalty on it may follow
-                wide = param.grad if factor is None else param.grad * _beside(factor, param.grad)
+            grad = param.grad
+            if grad.requires_grad:  # of create_graph: a penalty on it may follow
+                wide = grad if factor is None else grad * _beside(factor, grad)
                 param.grad = wide if old is None else wide + old
             else:
-                news.append(param.grad)
+                news.append(grad)
                 olds.append(old)
         with torch.no_grad():
             self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
@@ -261,9 +275,9 @@ class DirectGradients:
         for earlier in (self._aside or {}).values():
             if not earlier.is_carried and earlier.param.grad is None:
                 earlier.param.grad = earlier.grad
-        for param in params:
-            if param.grad is not None:
-                self._versions[id(param)] = version_of(param.grad)
+        params = list(params)
+        versions = versions_of(list(map(grad_of, params)))
+        self._versions.update(zip(map(id, params), versions, strict=True))
         self._aside = None
 
     def holds_gradient(self, params: Parameters) -> bool:

@@ -14,13 +14,11 @@ from preamp.kernels import Update, backend
 from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
-    Batch,
     Closure,
     FusedOptimizer,
     Group,
     Signals,
     Work,
-    batches,
     count_step,
     evaluate,
     names_scaler,
@@ -29,6 +27,7 @@ from preamp.optim.fused.base import (
 )
 from preamp.optim.fused.checks import check_masters, check_numbers, refuse_amsgrad
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
+from preamp.optim.fused.entries import Entries, batches
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.moments import TWO_MOMENTS
 from preamp.optim.master_parameter import make_masters
@@ -248,7 +247,7 @@ class FusedAdam(FusedOptimizer):
                 for param in batch.params:
                     self.state[param]["step"] = step
 
-    def _update(self, batch: Batch, rule: AdamRule, update: Update) -> None:
+    def _update(self, batch: Entries, rule: AdamRule, update: Update) -> None:
         state = self._state(batch.params, *self.moments)
         update = self._told(batch.params, update)
         if not self.master_weights:

@@ -12,10 +12,10 @@ as ``grad_scale`` and ``found_inf`` for the time of the step (`Signals`). Nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import is_, itemgetter
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import required
@@ -23,254 +23,19 @@ from torch.optim.optimizer import required
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_type
 from preamp.core.splits import Splits
-from preamp.core.tensors import device_of, dtype_of, has_sharded, host_reaches, stored_grad
+from preamp.core.tensors import dtype_of, has_sharded, host_reaches
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
-from preamp.kernels.stored import Stored
 from preamp.optim.fused.checks import check_gradients, check_group
-from preamp.optim.fused.keeping import Column, KeepsMoments
+from preamp.optim.fused.entries import Entries, batches, entries_of
+from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.moments import Entry
-from preamp.optim.master_parameter import (
-    MASTER_KINDS,
-    form_of,
-    leaves_of,
-    make_masters,
-    without_masters,
-)
-from preamp.optim.table import Twin
+from preamp.optim.master_parameter import form_of, make_masters, without_masters
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
 REQUIRED: Any = required
 """Default of a hyper-parameter that a group has to say if the constructor does not."""
-
-
-@dataclass(slots=True, eq=False)
-class Entries:
-    """Parameters of a step that have a gradient, as columns."""
-
-    params: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # what is updated
-    # Their gradients; of a master the model's half one, where that is all there is
-    grads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    # What gets the new value rounded as well, or ``None``
-    halves: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
-    # Float32 scalars that unscale gradients, or ``None``
-    factors: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
-    # Of those that are masters
-    twins: list[Twin | None] = field(default_factory=list["Twin | None"])
-    # Of packed masters what is beside their half weights, or ``None``
-    lows: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
-    are_alike: bool = False  # whether all go into one batch, as far as is known already
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self.params)
-
-    @property
-    def owners(self) -> list[torch.Tensor]:
-        """The model's parameters."""
-        return leaves_of(self.params)
-
-    @property
-    def targets(self) -> list[torch.Tensor]:
-        """What ops update: parameters; in place of packed masters their half weights."""
-        return _targets(self.params, self.halves, self.lows)
-
-    def at(self, places: Sequence[int]) -> Entries:
-        """The rows at ``places``."""
-        columns: Any = self.params, self.grads, self.halves, self.factors, self.twins, self.lows
-        return Entries(*cast("Any", [[column[i] for i in places] for column in columns]))
-
-    def add(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        half: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-        twin: Twin | None = None,
-        low: torch.Tensor | None = None,
-    ) -> None:
-        """Add a row."""
-        self.params.append(param)
-        self.grads.append(grad)
-        self.halves.append(half)
-        self.factors.append(factor)
-        self.twins.append(twin)
-        self.lows.append(low)
-
-
-def _targets(
-    params: list[torch.Tensor],
-    halves: Sequence[torch.Tensor | None] | None,
-    lows: Sequence[torch.Tensor | None],
-) -> list[torch.Tensor]:
-    if halves is None or all([low is None for low in lows]):
-        return params
-    rows = zip(params, halves, lows, strict=True)
-    return [param if half is None or low is None else half for param, half, low in rows]
-
-
-def joined(every: Iterable[Entries]) -> Entries:
-    """The rows of all."""
-    whole = Entries()
-    for one in every:
-        whole.params += one.params
-        whole.grads += one.grads
-        whole.halves += one.halves
-        whole.factors += one.factors
-        whole.twins += one.twins
-        whole.lows += one.lows
-    return whole
-
-
-def entries_of(params: Sequence[Any]) -> Entries:
-    """The entries of those ``params`` that have a gradient.
-
-    A master's float32 gradient is not made for it: the update unscales the half one on the way,
-    and rounds the new master into the half weight while it is at hand.
-    """
-    return _consecutive_rows(params) or _one_by_one(params)
-
-
-def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
-    """The entries of masters that are neighbours in a table and alike, as in most steps."""
-    twin: Twin | None = params[0].twin if params and type(params[0]) in MASTER_KINDS else None
-    if twin is None:
-        return None
-    table, start, stop = twin.table, twin.row, twin.row + len(params)
-    masters = table.masters[start:stop]
-    if len(masters) != len(params) or table.has_parts or not all(map(is_, params, masters)):
-        return None
-    table.complete()
-    records, n = table.records[start:stop], stop - start
-    record = records[0]
-    if record is None or record.factor is None or table.is_open or records.count(record) != n:
-        return None
-    # None is missing, since every row has a record
-    grads = cast("list[torch.Tensor]", table.grads[start:stop])
-    factors: list[torch.Tensor | None] = [record.factor] * n
-    twins: list[Twin | None] = [*table.twins[start:stop]]
-    lows = table.lows[start:stop]
-    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1
-    are_alike = are_alike and len({low is None for low in lows}) == 1
-    halves = [*table.halves[start:stop]]
-    return Entries([*masters], grads, halves, factors, twins, lows, are_alike)
-
-
-def _one_by_one(params: Sequence[Any]) -> Entries:
-    found = Entries()
-    latest = None
-    for param in params:
-        twin: Twin | None = param.twin if type(param) in MASTER_KINDS else None
-        if twin is None:
-            grad = param.grad
-            if grad is not None:
-                found.add(param, grad)
-            continue
-        table = twin.table
-        if table is not latest:
-            table.complete()
-            latest = table
-        half, record, made = twin.half, table.records[twin.row], stored_grad(param)
-        factor = None if record is None or made is not None or table.is_open else record.factor
-        grad = made if factor is None else table.grads[twin.row]
-        if table.has_parts:
-            half = twin.held.own(half)
-            if factor is None:
-                grad = param.grad
-            elif grad is not None:
-                grad = twin.held.own(grad)
-        if grad is not None:
-            found.add(param, grad, half, factor, twin, table.lows[twin.row])
-    return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Lists for one call of an op: parameters of one dtype on one device, and what goes along."""
-
-    params: list[torch.Tensor]  # what is updated
-    grads: list[torch.Tensor]  # of one dtype
-    halves: list[torch.Tensor | None] | None  # of one dtype, or ``None`` if nothing is rounded
-    factor: torch.Tensor | None  # what unscales all of the gradients, or ``None``
-    twins: list[Twin | None]  # of those that are masters
-    lows: list[torch.Tensor] | None = None  # of packed masters what is beside their half weights
-
-    @property
-    def owners(self) -> list[torch.Tensor]:
-        """The model's parameters."""
-        return leaves_of(self.params)
-
-    @property
-    def targets(self) -> list[torch.Tensor]:
-        """What the op updates; see `Entries.targets`."""
-        return self.params if self.lows is None else _targets(self.params, self.halves, self.lows)
-
-    def update(
-        self,
-        *,
-        step: int | torch.Tensor = 1,
-        inv_scale: torch.Tensor | None = None,
-        found_inf: torch.Tensor | None = None,
-        norms: torch.Tensor | None = None,
-    ) -> Update:
-        """What the op is told; ``inv_scale`` multiplies the gradients in addition to `factor`."""
-        both = inv_scale if self.factor is None else self.factor
-        if inv_scale is not None and self.factor is not None:
-            both = self.factor * inv_scale.to(self.factor.device)
-        is_packed = self.lows is not None
-        return Update(
-            step=step,
-            inv_scale=both,
-            found_inf=found_inf,
-            halves=None if is_packed else self.halves,
-            norms=norms,
-            stored=Stored(lows=self.lows) if is_packed else None,
-        )
-
-    def note_written(self) -> None:
-        """The op has rounded the masters into their half weights."""
-        first, last = self.twins[0], self.twins[-1]
-        if first is None or last is None:
-            return  # all or none of a batch are masters
-        n, table = len(self.twins), first.table
-        if last.row - first.row == n - 1 and all(map(is_, self.twins, table.twins[first.row :])):
-            table.note_rounded(first.row, first.row + n)
-            return
-        for twin in self.twins:
-            if twin is not None:
-                twin.table.note_rounded(twin.row, twin.row + 1)
-
-
-def batches(entries: Entries, apart: Column | None = None) -> list[Batch]:
-    """Sort entries into lists for ops, by dtype, device and the column that ``apart`` returns."""
-    if not entries:
-        return []
-    if entries.are_alike and apart is None:
-        return [_batch(entries)]
-    targets = entries.targets
-    keys: list[list[Hashable]] = [
-        list(map(device_of, targets)),
-        list(map(dtype_of, targets)),
-        list(map(dtype_of, entries.grads)),
-        [None if half is None else half.dtype for half in entries.halves],
-        list(map(id, entries.factors)),
-        [low is None for low in entries.lows],
-    ]
-    if apart is not None:
-        keys.append(list(apart(entries.params)))
-    if all([len(set(column)) == 1 for column in keys]):
-        return [_batch(entries)]
-    found: dict[Hashable, list[int]] = {}
-    for place, key in enumerate(zip(*keys, strict=True)):
-        found.setdefault(key, []).append(place)
-    return [_batch(entries.at(places)) for places in found.values()]
-
-
-def _batch(alike: Entries) -> Batch:
-    halves = None if alike.halves[0] is None else alike.halves
-    lows = [low for low in alike.lows if low is not None] or None
-    return Batch(alike.params, alike.grads, halves, alike.factors[0], alike.twins, lows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,12 +284,13 @@ class FusedOptimizer(KeepsMoments):
 
     def _check(self, entries: Entries) -> None:
         """Refuse gradients or parameters that no rule can take."""
-        if entries.are_alike:  # masters, whose gradients were looked at when they came
+        if entries.are_alike and entries.twins is not None:  # looked at when they came
             return
-        check_gradients(type(self).__name__, entries.targets, entries.grads)
+        params, grads = entries.targets, entries.grads
+        check_gradients(type(self).__name__, params, grads, are_alike=entries.are_alike)
 
     def _apply(
-        self, batch: Batch, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update
+        self, batch: Entries, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update
     ) -> None:
         """Update one batch."""
         ops = backend(self.backend)

@@ -92,10 +92,18 @@ def check_masters(kind: str, *, capturable: bool, master_weights: bool) -> None:
 
 
 def check_gradients(
-    kind: str, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    kind: str,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    *,
+    are_alike: bool = False,
 ) -> None:
-    """Raise ``RuntimeError`` for a gradient or parameter that no rule can take."""
-    dtypes = kinds_of(dtype_of, params) | kinds_of(dtype_of, grads)
+    """Raise ``RuntimeError`` for a gradient or parameter that no rule can take.
+
+    ``are_alike`` says that all are of the first ones' dtypes.
+    """
+    some = 1 if are_alike else None
+    dtypes = kinds_of(dtype_of, params[:some]) | kinds_of(dtype_of, grads[:some])
     if not dtypes <= set(DTYPES) or not kinds_of(layout_of, grads) <= {torch.strided}:
         for param, grad in zip(params, grads, strict=True):
             _check_gradient(kind, param, grad)

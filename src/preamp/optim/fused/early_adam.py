@@ -17,8 +17,9 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_state, bad_value
 from preamp.core.splits import Splits
 from preamp.kernels import Ops
-from preamp.optim.fused.base import Entries, Group, scalar_on
+from preamp.optim.fused.base import Group, scalar_on
 from preamp.optim.fused.checks import refusal
+from preamp.optim.fused.entries import Entries, Row
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
@@ -94,20 +95,20 @@ class EarlyArguments:
         outputs = _per_group("output_params", self.output_params, groups)
         found: list[Entries] = []
         for group, group_grads, group_outputs in zip(groups, grads, outputs, strict=True):
-            entries = Entries()
+            rows: list[Row] = []
             for param, grad, out in zip(group["params"], group_grads, group_outputs, strict=True):
                 grad = param.grad if grad is None else grad
                 _check_shapes(param, grads=grad, output_params=out)
                 if grad is not None:
-                    entries.add(param, grad, out)
-            found.append(entries)
+                    rows.append((param, grad, out, None, None, None))
+            found.append(Entries.of_rows(rows))
         return found
 
     def norm_of(self, index: int, entries: Entries, ops: Ops) -> float | torch.Tensor:
         """The norm of a group's scaled gradients, taken here if it was not given."""
         if self.grad_norms is not None:
             return self.grad_norms[index]
-        return global_norm(entries, ops, Splits())
+        return global_norm([entries], ops, Splits())
 
     def inverse_scale(
         self, index: int, entries: Entries, max_norm: float, ops: Ops

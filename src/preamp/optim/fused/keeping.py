@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, ClassVar, cast
@@ -17,6 +17,7 @@ from preamp.core.errors import bad_state
 from preamp.core.log import say
 from preamp.kernels import Update
 from preamp.kernels.stored import Format, Stored
+from preamp.optim.fused.entries import Apart
 from preamp.optim.fused.moments import (
     SCALES,
     Chance,
@@ -30,10 +31,6 @@ from preamp.optim.fused.moments import (
 )
 from preamp.optim.part import Span
 from preamp.policy.storage import FULL, Storage
-
-Column = Callable[[list[torch.Tensor]], Sequence[Hashable]]
-"""What `batches` sorts parameters by."""
-
 
 _KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
 """By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places.
@@ -134,7 +131,7 @@ class KeepsMoments(torch.optim.Optimizer):
 
     # -- a step ------------------------------------------------------------------------------
 
-    def _apart(self, also: Column | None = None) -> Column | None:
+    def _apart(self, also: Apart | None = None) -> Apart | None:
         """What `batches` sorts by: how moments are kept, and ``also``."""
         if self.storage.moments != "8bit":
             return also

@@ -13,18 +13,9 @@ from preamp.core.splits import Splits
 from preamp.kernels import Ops, Update, backend
 from preamp.kernels.rules import LambRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import (
-    Batch,
-    FusedOptimizer,
-    Group,
-    Signals,
-    Work,
-    batches,
-    count_step,
-    joined,
-    rate_of,
-)
+from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, count_step, rate_of
 from preamp.optim.fused.checks import refuse_amsgrad
+from preamp.optim.fused.entries import Entries, batches
 from preamp.optim.fused.moments import TWO_MOMENTS
 from preamp.optim.fused.norms import clip_factor, norms_of_wholes
 
@@ -97,7 +88,7 @@ class FusedLAMB(FusedOptimizer):
         if signals.is_skip:
             return
         ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-        every = joined(entries for _, entries in work)
+        every = [entries for _, entries in work]
         factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
         parts: list[LambPart] = []
         for group, entries in work:
@@ -115,7 +106,7 @@ class FusedLAMB(FusedOptimizer):
 class LambPart:
     """One call of the op."""
 
-    batch: Batch
+    batch: Entries
     lists: Sequence[list[torch.Tensor]]  # parameters, gradients and moments
     rule: LambRule
     update: Update

@@ -11,17 +11,9 @@ import torch
 from preamp.core.errors import bad_value
 from preamp.kernels import backend
 from preamp.kernels.rules import LarsRule
-from preamp.optim.fused.base import (
-    REQUIRED,
-    Batch,
-    FusedOptimizer,
-    Group,
-    Signals,
-    Work,
-    batches,
-    rate_of,
-)
+from preamp.optim.fused.base import REQUIRED, FusedOptimizer, Group, Signals, Work, rate_of
 from preamp.optim.fused.checks import check_nesterov
+from preamp.optim.fused.entries import Entries, batches
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 
 
@@ -93,7 +85,7 @@ class FusedLARS(FusedOptimizer):
             self._apply(batch, self._state(batch.params, "momentum_buffer"), _rule(group), update)
 
     def _norms(
-        self, parts: Sequence[tuple[Group, Batch]], signals: Signals
+        self, parts: Sequence[tuple[Group, Entries]], signals: Signals
     ) -> list[torch.Tensor | None]:
         ops, own = backend(self.backend), [batch for _, batch in parts]
 

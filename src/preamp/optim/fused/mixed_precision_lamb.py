@@ -12,19 +12,17 @@ from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import bad_value
 from preamp.kernels import Update, backend
 from preamp.optim.fused.base import (
-    Batch,
     Closure,
     FusedOptimizer,
     Group,
     Signals,
     Work,
-    batches,
     count_on_device,
-    joined,
     names_scaler,
     place_on_device,
 )
 from preamp.optim.fused.checks import check_numbers, refuse_amsgrad
+from preamp.optim.fused.entries import Entries, batches
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.lamb import LambPart, apply_lamb, lamb_rule
 from preamp.optim.fused.norms import clip_factor
@@ -151,7 +149,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-        every = joined(entries for _, entries in work)
+        every = [entries for _, entries in work]
         factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
         parts: list[LambPart] = []
         for group, entries in work:
@@ -165,7 +163,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         for part in parts:
             self._copies.note_written(part.batch.params)
 
-    def _part(self, group: Group, batch: Batch, update: Update) -> LambPart:
+    def _part(self, group: Group, batch: Entries, update: Update) -> LambPart:
         copies = [*self._copies.of_all(batch.params, self.state)]
         state = self._state(batch.params, "exp_avg", "exp_avg_sq")
         rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)

@@ -12,28 +12,33 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import locals_of
 from preamp.kernels import Ops
 from preamp.kernels.vectors import max_norm, norm
-from preamp.optim.fused.base import Batch, Entries
+from preamp.optim.fused.entries import Entries
 from preamp.optim.rank_norms import complete_, total_norm
 
 
-def global_norm(entries: Entries, ops: Ops, splits: Splits) -> torch.Tensor:
+def global_norm(every: Sequence[Entries], ops: Ops, splits: Splits) -> torch.Tensor:
     """L2 norm over unscaled gradients, float32 (float64 if one is), on the first's device."""
-    return total_norm(
-        ops, entries.grads, entries.factors, entries.owners, splits, entries.params[0].device
-    )
+    rows = [row for entries in every for row in entries.rows()]
+    _, grads, _, factors, *_ = zip(*rows, strict=True)
+    owners = [owner for entries in every for owner in entries.owners]
+    return total_norm(ops, grads, factors, owners, splits, rows[0][0].device)
 
 
 def clip_factor(
-    entries: Entries, max_norm: float, inv_scale: torch.Tensor | None, ops: Ops, splits: Splits
+    every: Sequence[Entries],
+    max_norm: float,
+    inv_scale: torch.Tensor | None,
+    ops: Ops,
+    splits: Splits,
 ) -> torch.Tensor | None:
     """What unscales gradients and clips them to a global norm, in one factor.
 
     Returns a scalar on the device of the first parameter, or ``None`` where there is nothing to do.
     ``max_norm`` is that of the unscaled gradients, 0 for no clipping.
     """
-    if max_norm == 0 or not entries:
+    if max_norm == 0 or not any(every):
         return inv_scale
-    norm = global_norm(entries, ops, splits)
+    norm = global_norm(every, ops, splits)
     one = torch.ones_like(norm)
     scale = one if inv_scale is None else inv_scale.to(norm.device)
     norm = norm * scale
@@ -41,7 +46,7 @@ def clip_factor(
 
 
 def norms_of_wholes(
-    batches: Sequence[Batch],
+    batches: Sequence[Entries],
     measure: Callable[[int], torch.Tensor],
     splits: Splits,
     *,

@@ -14,17 +14,9 @@ from preamp.core.tensors import local_of
 from preamp.kernels import backend
 from preamp.kernels.rules import NovoGradRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import (
-    Batch,
-    FusedOptimizer,
-    Group,
-    Signals,
-    Work,
-    batches,
-    count_step,
-    rate_of,
-)
+from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, count_step, rate_of
 from preamp.optim.fused.checks import refusal, refuse_amsgrad
+from preamp.optim.fused.entries import Entries, batches
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 
 NO_NORM_YET = -1.0
@@ -133,7 +125,7 @@ class FusedNovoGrad(FusedOptimizer):
             self._update(group, batch, step, signals, own)
 
     def _norms(
-        self, parts: Sequence[tuple[Group, Batch, Any]], signals: Signals
+        self, parts: Sequence[tuple[Group, Entries, Any]], signals: Signals
     ) -> list[torch.Tensor | None]:
         """What the rule is told of the gradients: of each kind of norm on its own."""
         found: list[torch.Tensor | None] = [None] * len(parts)
@@ -147,7 +139,7 @@ class FusedNovoGrad(FusedOptimizer):
         return found
 
     def _measure(
-        self, own: Sequence[Batch], signals: Signals, largest: bool, place: int
+        self, own: Sequence[Entries], signals: Signals, largest: bool, place: int
     ) -> torch.Tensor:
         batch, ops = own[place], backend(self.backend)
         factor = batch.update(inv_scale=signals.inv_scale).inv_scale
@@ -156,7 +148,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _update(
         self,
         group: Group,
-        batch: Batch,
+        batch: Entries,
         step: int | torch.Tensor,
         signals: Signals,
         norms: torch.Tensor | None,

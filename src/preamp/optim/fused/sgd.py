@@ -13,17 +13,16 @@ from preamp.kernels.rules import SgdRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     REQUIRED,
-    Batch,
     FusedOptimizer,
     Group,
     Signals,
     Work,
-    batches,
     count_step,
     rate_of,
     scalar_on,
 )
 from preamp.optim.fused.checks import check_nesterov
+from preamp.optim.fused.entries import Entries, batches
 
 SEASONED = 2
 """Any step but the first: what `Update.step` says of parameters that have a momentum."""
@@ -129,7 +128,7 @@ class FusedSGD(FusedOptimizer):
         return starts and bool(signals.found_inf != 0)
 
     def _update(
-        self, group: Group, batch: Batch, signals: Signals, step: int | torch.Tensor
+        self, group: Group, batch: Entries, signals: Signals, step: int | torch.Tensor
     ) -> None:
         rule = SgdRule(
             lr=rate_of(group),

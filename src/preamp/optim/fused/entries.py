@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a step updates: parameters with their gradients, as columns, sorted into lists for ops.
+
+With thousands of parameters a step waits for Python, so rows that are alike are never looked at one
+by one: those of a weight table are cut out of its columns, those of plain parameters are asked for
+each kind of thing in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, cast
+
+import torch
+
+from preamp.core.tensors import device_of, dtype_of, kinds_of, stored_grad, with_gradients
+from preamp.kernels import Update
+from preamp.kernels.stored import Stored
+from preamp.optim.master_parameter import MASTER_KINDS, leaves_of
+from preamp.optim.table import Twin
+
+Row = tuple[
+    torch.Tensor,  # what is updated
+    torch.Tensor,  # its gradient; of a master the model's half one, where that is all there is
+    torch.Tensor | None,  # what gets the new value rounded as well
+    torch.Tensor | None,  # a float32 scalar that unscales the gradient
+    Twin | None,  # of a master
+    torch.Tensor | None,  # of a packed master what is beside its half weight
+]
+Apart = Callable[[list[torch.Tensor]], Sequence[Hashable]]
+"""Says of parameters in which of several calls each is to be updated."""
+
+
+@dataclass(slots=True, eq=False)
+class Entries:
+    """Parameters of a step that have a gradient.
+
+    A column that is empty in every row is ``None``. What `batches` returns is alike in all rows, so
+    that one call of an op can take it.
+    """
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    halves: list[torch.Tensor | None] | None = None
+    factors: list[torch.Tensor | None] | None = None
+    twins: list[Twin | None] | None = None
+    lows: list[torch.Tensor | None] | None = None
+    are_alike: bool = False  # whether all go into one batch, as far as is known already
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Row]) -> Entries:
+        """Turn rows into columns."""
+        params, grads, *others = map(list, tuple(zip(*rows, strict=True)) or [()] * 6)
+        wanted = [column if any(map(_is_there, column)) else None for column in others]
+        return cls(*cast("Any", [params, grads, *wanted]))
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.params)
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, one by one."""
+        columns = self.params, self.grads, self.halves, self.factors, self.twins, self.lows
+        nothing = [None] * len(self)
+        return cast("Any", zip(*[c if c is not None else nothing for c in columns], strict=True))
+
+    @property
+    def owners(self) -> list[torch.Tensor]:
+        """The model's parameters."""
+        return leaves_of(self.params)
+
+    @property
+    def targets(self) -> list[torch.Tensor]:
+        """What ops update: parameters; in place of packed masters their half weights."""
+        if self.lows is None:
+            return self.params
+        return [
+            param if half is None or low is None else half
+            for param, _, half, _, _, low in self.rows()
+        ]
+
+    @property
+    def factor(self) -> torch.Tensor | None:
+        """What unscales all gradients of a batch."""
+        return None if self.factors is None else self.factors[0]
+
+    def update(
+        self,
+        *,
+        step: int | torch.Tensor = 1,
+        inv_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+        norms: torch.Tensor | None = None,
+    ) -> Update:
+        """What the op is told of a batch; ``inv_scale`` comes in addition to `factor`."""
+        factor = self.factor
+        both = inv_scale if factor is None else factor
+        if inv_scale is not None and factor is not None:
+            both = factor * inv_scale.to(factor.device)
+        is_packed = self.lows is not None
+        return Update(
+            step=step,
+            inv_scale=both,
+            found_inf=found_inf,
+            halves=None if is_packed else self.halves,
+            norms=norms,
+            stored=Stored(lows=cast("Any", self.lows)) if is_packed else None,
+        )
+
+    def note_written(self) -> None:
+        """The op has rounded masters into their half weights."""
+        twins = cast("list[Twin] | None", self.twins)  # all or none of a batch are masters
+        if twins is None:
+            return
+        first, n = twins[0], len(twins)
+        if twins[-1].row - first.row == n - 1 and all(
+            map(is_, twins, first.table.twins[first.row :])
+        ):
+            first.table.note_rounded(first.row, first.row + n)
+            return
+        for twin in twins:
+            twin.table.note_rounded(twin.row, twin.row + 1)
+
+
+def _is_there(value: object) -> bool:
+    return value is not None
+
+
+def entries_of(params: Sequence[Any]) -> Entries:
+    """The entries of those ``params`` that have a gradient.
+
+    A master's float32 gradient is not made for it: the update unscales the half one on the way,
+    and rounds the new master into the half weight while it is at hand.
+    """
+    if not set(map(type, params)) & MASTER_KINDS:
+        return _of_plain(params)
+    return _of_neighbours(params) or Entries.of_rows(_rows_of(params))
+
+
+def _of_plain(given: Sequence[torch.Tensor]) -> Entries:
+    """The entries of parameters of which none is a master."""
+    params, grads = with_gradients(given)
+    columns = (dtype_of, params), (dtype_of, grads), (device_of, params)
+    are_alike = all([len(kinds_of(kind, column)) == 1 for kind, column in columns])
+    return Entries(params, grads, are_alike=are_alike)
+
+
+def _of_neighbours(params: Sequence[Any]) -> Entries | None:
+    """The entries of masters that are neighbours in a table and alike, as in most steps."""
+    twin: Twin | None = params[0].twin if type(params[0]) in MASTER_KINDS else None
+    if twin is None:
+        return None
+    table, start, stop = twin.table, twin.row, twin.row + len(params)
+    masters = table.masters[start:stop]
+    if len(masters) != len(params) or table.has_parts or not all(map(is_, params, masters)):
+        return None
+    table.complete()
+    records, n = table.records[start:stop], stop - start
+    record = records[0]
+    if record is None or record.factor is None or table.is_open or records.count(record) != n:
+        return None
+    # None is missing, since every row has a record
+    grads = cast("list[torch.Tensor]", table.grads[start:stop])
+    lows = table.lows[start:stop]
+    factors: list[torch.Tensor | None] = [record.factor] * n
+    are_packed = {low is not None for low in lows}
+    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1 and len(are_packed) == 1
+    return Entries(
+        [*masters],
+        grads,
+        [*table.halves[start:stop]],
+        factors,
+        [*table.twins[start:stop]],
+        lows if True in are_packed else None,
+        are_alike,
+    )
+
+
+def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
+    latest = None
+    for param in params:
+        twin: Twin | None = param.twin if type(param) in MASTER_KINDS else None
+        if twin is None:
+            grad = param.grad
+            if grad is not None:
+                yield param, grad, None, None, None, None
+            continue
+        table = twin.table
+        if table is not latest:
+            table.complete()
+            latest = table
+        half, record, made = twin.half, table.records[twin.row], stored_grad(param)
+        factor = None if record is None or made is not None or table.is_open else record.factor
+        grad = made if factor is None else table.grads[twin.row]
+        if table.has_parts:
+            half = twin.held.own(half)
+            if factor is None:
+                grad = param.grad
+            elif grad is not None:
+                grad = twin.held.own(grad)
+        if grad is not None:
+            yield param, grad, half, factor, twin, table.lows[twin.row]
+
+
+def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:
+    """Sort entries into lists for ops, by dtype, device and the column that ``apart`` returns."""
+    if not entries:
+        return []
+    if entries.are_alike and apart is None:
+        return [entries]
+    targets = entries.targets
+    keys: list[list[Hashable]] = [
+        list(map(device_of, targets)),
+        list(map(dtype_of, targets)),
+        list(map(dtype_of, entries.grads)),
+    ]
+    if entries.halves is not None:
+        keys.append([None if half is None else half.dtype for half in entries.halves])
+    if entries.factors is not None:
+        keys.append(list(map(id, entries.factors)))
+    if entries.lows is not None:
+        keys.append([low is None for low in entries.lows])
+    if apart is not None:
+        keys.append(list(apart(entries.params)))
+    if all([len(set(column)) == 1 for column in keys]):
+        return [entries]
+    found: dict[Hashable, list[Row]] = {}
+    for row, key in zip(entries.rows(), zip(*keys, strict=True), strict=True):
+        found.setdefault(key, []).append(row)
+    return list(map(Entries.of_rows, found.values()))
