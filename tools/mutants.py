@@ -84,11 +84,8 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("kernels/jit/loops.py", KERNELS): (
         ("np.minimum(numels[owners] - starts, CHUNK)", "np.minimum(numels[owners], CHUNK)"),
-        ("p = p - size * u\n", "p = p - size * u * inv_scale\n"),
-        (
-            "stepped(p, g, peek(ms, i, math), number, rule)",
-            "stepped(p, g, peek(ms, i, math), each[0], rule)",
-        ),
+        ("stepped(p, g, m, v, number, rule)", "stepped(p, g, m, v, each[0], rule)"),
+        ("                    poke(vs, i, v)\n", "                    pass\n"),
         ("    finally:\n        _wait_for(others)", "    finally:\n        pass"),
         ("            total += squares\n        sums", "            total = squares\n        sums"),
     ),
@@ -98,6 +95,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("if size < np.uint32(0x400):", "if size < np.uint32(0):"),
     ),
     ("kernels/jit/formulas.py", KERNELS): (
+        ("return p - number * u, m, v", "return p - number * m, m, v"),
         ("return a if condition else b", "return b"),
         ("work.numbers_of(rule) * c2**0.5 + rule.eps", "work.numbers_of(rule) * c2 + rule.eps"),
     ),
@@ -169,7 +167,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ),
     ),
     ("optim/fused/norms.py", OPTIM): (
-        ("if max_norm == 0 or not entries:", "if not entries:"),
+        ("if max_norm == 0 or not any(every):", "if not any(every):"),
         ("    norm = norm * scale\n", ""),
         (
             "torch.where(norm > max_norm, max_norm / norm, one) * scale",
@@ -331,8 +329,9 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("self._written.add(self.twins[row])", "pass"),
         ("self.twins[row].dtype = half.dtype  # another", "pass  # another"),
     ),
-    ("optim/fused/base.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
-        ("both = self.factor * inv_scale.to(self.factor.device)", "both = self.factor"),
+    ("optim/fused/entries.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
+        ("both = factor * inv_scale.to(factor.device)", "both = factor"),
+        ("keys.append(list(map(id, entries.factors)))", "pass"),
     ),
 }
 

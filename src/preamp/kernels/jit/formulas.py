@@ -147,11 +147,23 @@ def _direction(p, g, m, v, r):
     return with_both if "v" in inspect.signature(step.py_func).parameters else with_first
 
 
-def stepped(p, g, m, number, r):
-    """The new parameter and the new state of a rule with one list of it."""
+def stepped(p, g, m, v, number, r):
+    """The new parameter and state of any rule; without a second list ``v`` stays as it is."""
 
 
 @overload(stepped, jit_options=cast("Any", ALWAYS_INLINE))
-def _stepped(p, g, m, number, r):
+def _stepped(p, g, m, v, number, r):
+    if r.instance_class is Moments:
+
+        def with_two(p, g, m, v, number, r):
+            u, m, v = direction(p, g, m, v, r)
+            return p - number * u, m, v
+
+        return with_two
     formula = _BY_RECORD[r.instance_class]
-    return lambda p, g, m, number, r: formula(p, g, m, number, *r.told)
+
+    def with_one(p, g, m, v, number, r):
+        p, m = formula(p, g, m, number, *r.told)
+        return p, m, v
+
+    return with_one

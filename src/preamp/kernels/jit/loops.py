@@ -429,25 +429,29 @@ def join_lists(first, last, chunks, at, room, found, half, low):
 
 
 @kernel
-def two_moments(
-    first, last, chunks, at, room, found, kinds, math, half, low, layout, inv_scale, each, rule
-):
-    """An update of Adam or LAMB; ``each`` has a number for each tensor.
+def update(
+    first, last, chunks, at, room, found, kinds, math, half, low, second, layout, inv_scale, each,
+    rule
+):  # fmt: skip
+    """An update by ``rule``, a record of `formulas`; ``each`` has a number for each tensor.
 
-    ``half`` is a zero of the type of gradients and halves where all else is of the computation's:
-    these are converted on the way then. Else it is ``None``. ``low`` is one of the type of lows
-    where gradients and parameters are both of ``half``, split ones; they stand in for halves.
-    ``layout`` is that of lists that are kept in fewer bits, or ``None``; chunks are whole blocks.
+    ``second`` is a zero of the computation's type where there are two lists of state, else
+    ``None``; state that is not there has no kind. ``half`` is a zero of the type of gradients and
+    halves where all else is of the computation's: these are converted on the way then. Else it is
+    ``None``. ``low`` is one of the type of lows where gradients and parameters are both of
+    ``half``, split ones; they stand in for halves. ``layout`` is that of lists that are kept in
+    fewer bits, or ``None``; chunks are whole blocks.
     """
+    lists = 3 if second is None else 4
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
-        size = each[tensor]
+        number = each[tensor]
         begin, until = start, start + count
         while begin < until:
             end = last_at_hand(begin, until, tensor, layout)
             n = end - begin
-            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
-            ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[4]
+            find_lists(0, lists, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
+            ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[lists]
             for i in range(n):
                 if low is None:
                     p = peek(ps, i, math)
@@ -457,10 +461,13 @@ def two_moments(
                     g = peek(gs, i, math) * inv_scale
                 else:
                     g = widen(peek(gs, i, half), math) * inv_scale
-                u, m, v = direction(p, g, peek(ms, i, math), peek(vs, i, math), rule)
-                p = p - size * u
+                m = v = peek(ms, i, math)
+                if second is not None:
+                    v = peek(vs, i, math)
+                p, m, v = stepped(p, g, m, v, number, rule)
                 poke(ms, i, m)
-                poke(vs, i, v)
+                if second is not None:
+                    poke(vs, i, v)
                 if low is None:
                     poke(ps, i, p)
                     if half is not None:
@@ -468,7 +475,7 @@ def two_moments(
                 else:
                     poke(ps, i, half_of(p, half))
                     poke(hs, i, low_of(p, half))
-            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
+            put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
             begin = end
 
 
@@ -476,7 +483,7 @@ def two_moments(
 def measure_directions(
     first, last, chunks, at, room, found, kinds, math, layout, inv_scale, p_sums, u_sums, rule
 ):
-    """Per chunk the sums of squares of the parameters and of the directions of `two_moments`."""
+    """Per chunk the sums of squares of the parameters and of the directions of `update`."""
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         p_total = 0.0
@@ -499,39 +506,3 @@ def measure_directions(
             begin = end
         p_sums[chunk] = p_total
         u_sums[chunk] = u_total
-
-
-@kernel
-def one_moment(
-    first, last, chunks, at, room, found, kinds, math, half, low, layout, inv_scale, each, rule
-):
-    """An update of any other rule, as `two_moments`; state that is not there has no kind."""
-    for chunk in range(first, last):
-        tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
-        number = each[tensor]
-        begin, until = start, start + count
-        while begin < until:
-            end = last_at_hand(begin, until, tensor, layout)
-            n = end - begin
-            find_lists(0, 3, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
-            ps, gs, ms, hs = found[0], found[1], found[2], found[3]
-            for i in range(n):
-                if low is None:
-                    p = peek(ps, i, math)
-                else:
-                    p = join(peek(ps, i, half), peek(hs, i, low))
-                if half is None:
-                    g = peek(gs, i, math) * inv_scale
-                else:
-                    g = widen(peek(gs, i, half), math) * inv_scale
-                p, m = stepped(p, g, peek(ms, i, math), number, rule)
-                poke(ms, i, m)
-                if low is None:
-                    poke(ps, i, p)
-                    if half is not None:
-                        poke(hs, i, narrow(p, half))
-                else:
-                    poke(ps, i, half_of(p, half))
-                    poke(hs, i, low_of(p, half))
-            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
-            begin = end

@@ -460,10 +460,10 @@ class _Work(NamedTuple):
 
     def start(self, rule: Any, each: Scalar) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
-        kernel = loops.two_moments if isinstance(rule, formulas.Moments) else loops.one_moment
         by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
-        given = *self.on_the_way, self.layout, by, numbers, rule
-        self.part.walk(kernel, self.math, *given, kinds=self.kinds)
+        second = ZEROS[self.math] if isinstance(rule, formulas.Moments) else None
+        given = *self.on_the_way, second, self.layout, by, numbers, rule
+        self.part.walk(loops.update, self.math, *given, kinds=self.kinds)
         written = [row for place, row in enumerate(self.part.rows) if place != 1]
         torch.autograd.graph.increment_version([*chain.from_iterable(written)])
 
