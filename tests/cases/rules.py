@@ -126,7 +126,9 @@ def _lion(decay: float) -> RuleRow:
 
 
 def _adopt(decay: float, decoupled: bool, bounded: bool) -> RuleRow:
-    rule = AdoptRule(**_MOMENTS, weight_decay=decay, decoupled=decoupled, is_bounded=bounded)
+    # An eps amid the roots of second moments: of two values the larger one counts.
+    numbers = {**_MOMENTS, "eps": 0.5, "weight_decay": decay}
+    rule = AdoptRule(**numbers, decoupled=decoupled, is_bounded=bounded)
     return RuleRow(op="adopt_", rule=rule, states=2)
 
 
