@@ -128,7 +128,7 @@ def number_of(work: Work, rule: Rule) -> Scalar:
     return rule.lr
 
 
-def direction(p, g, m, v, r):
+def direction(p, g, m, v, r) -> Any:
     """The step of a rule with two lists of state before its size, and the new state."""
 
 
@@ -147,7 +147,7 @@ def _direction(p, g, m, v, r):
     return with_both if "v" in inspect.signature(step.py_func).parameters else with_first
 
 
-def stepped(p, g, m, v, number, r):
+def stepped(p, g, m, v, number, r) -> Any:
     """The new parameter and state of any rule; without a second list ``v`` stays as it is."""
 
 
