@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import preamp
 
@@ -84,6 +85,16 @@ def test_the_ways_out_are_ways_out(kind: str) -> None:
     preamp.engine_of(kept).close()
     cast = preamp.initialize(Net(call), opt_level="O4", verbosity=0)
     assert cast(torch.eye(4)[None]).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_half_parameters_beside_a_float32_input_are_told_as_well(level: str) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x[0].float(), None, None, x[0, 0], x[0, 1], True)
+
+    error = _refused(Net(call), level)
+    assert str(error.__cause__) in str(error) != str(error.__cause__)
+    assert "Pass keep_fp32=Mixer to initialize" in str(error)
 
 
 def test_in_the_model_s_own_forward_the_call_has_to_move() -> None:

@@ -24,7 +24,7 @@ from preamp.core.program import call_of_error, line_of_error, shown
 
 _OF_HALF: Final = re.compile(
     r"\b(Complex)?Half\b|\bBFloat16\b|(Half|BFloat16)(Tensor|Type)\b|half precision|"
-    r"[Ll]ow precision|float or double"
+    r"[Ll]ow precision|float or double|mixed dtype"
 )
 _PUBLIC: Final = re.compile(r"((?:torch|F)(?:\.\w+)*)\.(\w+)")
 
