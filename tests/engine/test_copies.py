@@ -370,6 +370,34 @@ def test_an_optimizer_that_copies_all_attributes(level: str, call: Any, has_stas
     assert optimizer.own == ["kept", *["step"] * 2]
 
 
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_scheduler_stays_behind_and_attributes_of_the_user_come_along(level: str) -> None:
+    net = Net()
+    optimizer: Any = CopiesAll(net.parameters())
+    optimizer.my_hooks = dict.fromkeys(range(20), "kept")
+    model, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a function around the step
+    train_step(model, optimizer, 0)
+    made = pickle.loads(pickle.dumps(optimizer))
+    assert "step" not in vars(made)
+    assert made.my_hooks == optimizer.my_hooks == dict.fromkeys(range(20), "kept")
+    preamp.engine_of(optimizer).close()
+    assert len(optimizer.my_hooks) == 20
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_wrapper_with_the_attributes_of_an_optimizer_is_copied_as_itself(level: str) -> None:
+    class Slow:
+        def __init__(self, optimizer: Any) -> None:
+            vars(self).update(vars(optimizer))
+
+    net = Net()
+    _, optimizer = preamp.initialize(
+        net, BUILDS["SGD"](net.parameters()), opt_level=level, verbosity=0
+    )
+    assert type(copy.copy(Slow(optimizer))) is Slow
+
+
 @MASTERS
 def test_an_optimizer_that_copies_all_attributes_needs_its_model(level: str) -> None:
     net = Net()

@@ -96,9 +96,11 @@ def test_betas(name: str, betas: Any) -> None:
 @pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
 @pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.5}])
 def test_nesterov_needs_momentum(name: str, options: dict[str, float]) -> None:
+    groups = [{"params": [param()]}]
     message = f"{name} got nesterov=True with momentum={options['momentum']!r}, dampening="
     with pytest.raises(ValueError, match=re.escape(message)):
-        getattr(optimizers, name)([param()], lr=0.1, nesterov=True, **options)
+        getattr(optimizers, name)(groups, lr=0.1, nesterov=True, **options)
+    assert groups[0].keys() == {"params"}  # the defaults of what was refused are not in it
 
 
 @pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])

@@ -43,7 +43,7 @@ def kinds_of(kind: Callable[[Any], Any], tensors: Sequence[torch.Tensor | None])
 
 
 def with_gradients(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Those of ``params`` that have a gradient, and the gradients; no call for each if all have."""
+    """Those of ``params`` that have a gradient, and these; without a call for each if all have."""
     params = list(params)
     grads = list(map(grad_of, params))
     if type(None) not in set(map(type, grads)):

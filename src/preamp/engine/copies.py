@@ -4,7 +4,7 @@
 What is copied or pickled in one call stays together. The copied optimizer updates the copied
 model's parameters: where a half weight and its master were, there is one float32 parameter. So a
 pair that was copied trains on as float32, without an engine. At levels with half weights and no
-masters (O3) copies are made as torch makes them.
+masters (O3) models are copied as torch copies them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from preamp.engine.optimizer_hooks import find_closure
 from preamp.engine.params import twin_of
 from preamp.kernels.modules import forget_moves, remove_hooks, with_step_pre_hook
 from preamp.kernels.shards import set_data
+from preamp.optim.fused.base import FusedOptimizer
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -239,9 +240,10 @@ def _without_engine(state: dict[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         if "_hooks" in name and isinstance(value, dict):
             own[name] = cast("Any", value).copy()
-        elif name not in (ATTRIBUTE, _PICKLE, _STASH) and not (
-            isinstance(value, MethodType) and _is_of_engine(value)
-        ):
+        elif name in (ATTRIBUTE, _PICKLE, _STASH):
+            continue
+        # A scheduler puts a function around the step, which leads to the engine as well.
+        elif not ((isinstance(value, MethodType) or name == "step") and _is_of_engine(value)):
             own[name] = value
     remove_hooks(plain, _is_of_engine)
     return own
@@ -298,8 +300,15 @@ def attach_optimizer_copies(
 ) -> None:
     """Let ``optimizer`` be copied and pickled without the engine.
 
-    Where it has masters, its copies refuse to step without their model.
+    Where it has masters, its copies refuse to step without their model. Otherwise there is nothing
+    to do if its class has torch's way to say what is copied.
     """
+    kind: Any = type(optimizer)
+    own = getattr(kind, "__getstate__", None), kind.__reduce_ex__, kind.__reduce__
+    usual = object.__reduce_ex__, object.__reduce__
+    ways = [(of.__getstate__, *usual) for of in (torch.optim.Optimizer, FusedOptimizer)]
+    if not copies.has_masters and own in ways:
+        return
     set_attribute(optimizer, _PICKLE, PickleOptimizer(copies, optimizer), undo)
 
 

@@ -316,7 +316,7 @@ def _attach(engine: Engine) -> None:
             engine.process_undo.hold(kind)
             kind.hold()
         listen_to_collectives(engine, engine.process_undo)
-    if policy.master_weights or policy.is_dynamic:  # others have nothing to tell torch
+    if policy.master_weights or policy.is_dynamic:  # masters need names; a step with zeros is told
         weak = weakref.ref(engine)
         names = NamedMasters(
             functools.partial(master_of, weak), functools.partial(zeros_are_stepped, weak)

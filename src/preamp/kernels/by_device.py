@@ -193,7 +193,7 @@ def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tenso
 
 def _by_device(tensors: Tensors) -> dict[torch.device, Sequence[int]]:
     """Where the tensors of each device stand."""
-    if tensors and all(map(_is_on_cpu, tensors)):  # which costs less than the question below
+    if tensors and all(map(_is_on_cpu, tensors)):  # cheaper than asking each for its device
         return {tensors[0].device: range(len(tensors))}
     devices = set(map(device_of, tensors))
     if len(devices) < 2:

@@ -57,7 +57,7 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
     undo.push(remove)
     getattr(owner, register)(hook, **options)
     if options.get("prepend"):
-        for table in _hook_tables(owner):
+        for table in _hook_tables(owner).values():
             entries = list(table.items())
             if entries != list(dict[int, object].items(table)):
                 try:
@@ -177,20 +177,22 @@ def _hooks_meant(
 
 def has_hook(owner: Any, kind: type) -> bool:
     """Whether a module or an optimizer has a hook of a class."""
-    return bool(_hooks_meant(_hook_tables(owner), lambda hook: isinstance(hook, kind)))
+    return bool(_hooks_meant(_hook_tables(owner).values(), lambda hook: isinstance(hook, kind)))
 
 
 def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
     """Remove hooks of a module or an optimizer, with what torch notes about them."""
     tables = _hook_tables(owner)
-    for key in _hooks_meant(tables, is_meant):  # of all tables, no two have the same
-        for table in tables:
-            table.pop(key, None)
+    for name, table in tables.items():
+        for key in _hooks_meant([table], is_meant):
+            for other, beside in tables.items():
+                if other.startswith(name):  # as `_forward_hooks_with_kwargs`
+                    beside.pop(key, None)
 
 
-def _hook_tables(owner: Any) -> list[dict[int, object]]:
-    return [
-        cast("dict[int, object]", table)
+def _hook_tables(owner: Any) -> dict[str, dict[int, object]]:
+    return {
+        name: cast("dict[int, object]", table)
         for name, table in cast("dict[str, object]", vars(owner)).items()
         if "_hooks" in name and isinstance(table, dict)
-    ]
+    }

@@ -29,7 +29,7 @@ class Slot:
         return value
 
     def number(self, value: Scalar) -> torch.Tensor:
-        """The same as a 0-dim tensor in any case."""
+        """The same as a tensor; a number becomes a 0-dim one."""
         found = self.scalar(value)
         return found if isinstance(found, torch.Tensor) else self.p.new_full((), found)
 

@@ -80,9 +80,10 @@ class KeepsMoments(torch.optim.Optimizer):
     """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits."""
 
     takes_stored: ClassVar[bool] = False
-    """Whether packed masters, and moments in fewer bits, are updated as they are: if it has any.
+    """Whether packed masters, and moments in fewer bits, are updated as they are.
 
-    Otherwise masters are made for each step, and state is float32.
+    True of a class that has `moments`, unless it says otherwise itself. Otherwise masters are made
+    for each step, and state is float32.
     """
 
     _wide_state: ClassVar[frozenset[str]] = frozenset()
@@ -90,7 +91,8 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.takes_stored = bool(cls.moments)
+        if "moments" in vars(cls) and "takes_stored" not in vars(cls):
+            cls.takes_stored = bool(cls.moments)
 
     @property
     def _has_fewer_bits(self) -> bool:

@@ -12,7 +12,7 @@ from preamp.core.errors import bad_value
 from preamp.kernels import backend
 from preamp.kernels.rules import LarsRule
 from preamp.optim.fused.base import REQUIRED, FusedOptimizer, Group, Signals, Work, rate_of
-from preamp.optim.fused.checks import check_nesterov
+from preamp.optim.fused.checks import check_group, check_nesterov
 from preamp.optim.fused.entries import Entries, batches
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 
@@ -70,10 +70,11 @@ class FusedLARS(FusedOptimizer):
             "nesterov": nesterov,
             "is_skipped": False,
         }
-        settings = {"materialize_master_grads": materialize_master_grads}
-        super().__init__(params, defaults, set_grad_none=set_grad_none, **settings)
+        check_group("FusedLARS", defaults)  # first whether these are numbers
         check_nesterov("FusedLARS", nesterov=nesterov, momentum=momentum, dampening=dampening)
         _refuse_unused(dampening=dampening, wd_after_momentum=wd_after_momentum)
+        settings = {"materialize_master_grads": materialize_master_grads}
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **settings)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         if signals.is_skip:

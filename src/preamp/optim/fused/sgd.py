@@ -21,7 +21,7 @@ from preamp.optim.fused.base import (
     rate_of,
     scalar_on,
 )
-from preamp.optim.fused.checks import check_nesterov
+from preamp.optim.fused.checks import check_group, check_nesterov
 from preamp.optim.fused.entries import Entries, batches
 
 SEASONED = 2
@@ -97,8 +97,9 @@ class FusedSGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, **settings)  # which sees that these are numbers
+        check_group("FusedSGD", defaults)  # first whether these are numbers
         check_nesterov("FusedSGD", nesterov=nesterov, momentum=momentum, dampening=dampening)
+        super().__init__(params, defaults, **settings)
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         if not self._must_skip(work, signals):
