@@ -68,6 +68,7 @@ def test_elements_beyond_31_bits(ops: Any, part: Any, device: torch.device) -> N
         Y_MATH=kinds[F32],
         A_EACH=0,
         CHUNK=CHUNK,
+        WIDTH=launch.width_of(F16),
     )
     assert target.tolist() == [2.0 * value for value in range(13)]
 

@@ -13,7 +13,7 @@ from preamp.core.dtypes import math_dtype
 from preamp.kernels.places import Column, Combining, Group, sort
 from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar
+from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar, width_of
 from preamp.kernels.triton.tables import CHUNK, sizes_of, table
 
 
@@ -55,6 +55,7 @@ class Elementwise(Combining):
             Y_MATH=KINDS[y_math],
             A_EACH=len(rows) - 1 if factors else 0,
             CHUNK=CHUNK,
+            WIDTH=width_of(target),
         )
         torch.autograd.graph.increment_version(group.rows[0])
 
@@ -69,6 +70,7 @@ class Elementwise(Combining):
             H=KINDS[group.dtypes[2]],
             JOINS=joins,
             CHUNK=CHUNK,
+            WIDTH=width_of(group.dtypes[0] if joins else group.dtypes[1]),
         )
         written = group.rows[:1] if joins else group.rows[1:]
         torch.autograd.graph.increment_version([*chain.from_iterable(written)])

@@ -57,6 +57,11 @@ def launch(function: Any, grid: tuple[int, ...], table: Table, **arguments: Any)
         )
 
 
+def width_of(*written: torch.dtype | None) -> int:
+    """``WIDTH`` of kernels that write lists of these dtypes; they access no more than eight."""
+    return min([8, *(16 // dtype.itemsize for dtype in written if dtype is not None)])
+
+
 def number(value: float, math: torch.dtype) -> int:
     """The bits of ``value`` in the dtype of the computation."""
     if math is torch.float64:

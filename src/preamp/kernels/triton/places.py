@@ -16,7 +16,15 @@ from preamp.kernels.places import STORED_DTYPES, Group, pick, sort
 from preamp.kernels.stored import BLOCK as SLOTS
 from preamp.kernels.stored import Format, Stored, scales_shape
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.launch import check_devices, given, launch, moved, number, scalar
+from preamp.kernels.triton.launch import (
+    check_devices,
+    given,
+    launch,
+    moved,
+    number,
+    scalar,
+    width_of,
+)
 from preamp.kernels.triton.reductions import gathered, measure
 from preamp.kernels.triton.tables import CHUNK, Table, sizes_of, table
 from preamp.kernels.update import Update
@@ -92,6 +100,7 @@ class Places:
             **{name: KINDS[dtype] for name, dtype in self.dtypes.items() if name != "N"},
             MATH=KINDS[self.math],
             CHUNK=CHUNK,
+            WIDTH=width_of(*[self.dtypes.get(name) for name in "PMV"]),
             **(self.kept | arguments),
         )
         torch.autograd.graph.increment_version(self.written)

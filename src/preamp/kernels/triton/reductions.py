@@ -13,7 +13,7 @@ from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.places import Group, pick, sort
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
-from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, moved
+from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, moved, width_of
 from preamp.kernels.triton.tables import CHUNK, Table, sizes_of, table
 from preamp.kernels.vectors import stack
 
@@ -89,6 +89,7 @@ def measure(
         SUM=squares,
         FINITE=finite,
         CHUNK=CHUNK,
+        WIDTH=width_of(),
     )
     return partials
 

@@ -25,6 +25,7 @@ from preamp.kernels.triton.device.stored import (
     load_param,
     row_length,
     scales_of,
+    source_of,
     store_moment,
     store_param,
 )
@@ -108,7 +109,7 @@ def update_kernel(
     coefficient: tl.int64, inv_scale_at, found_inf_at, seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, V, H, H_ROW, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
     TRUST_RATIO, CORRECTS, STEP_SIZE, COUPLED, DECOUPLED, CORRECTED, EPS_INSIDE, HAS_MOMENTUM,
-    NESTEROV, BEFORE, AFTER, INSIDE, BOUNDED, CHUNK, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+    NESTEROV, BEFORE, AFTER, INSIDE, BOUNDED, CHUNK, WIDTH, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of an update by ``RULE``.
 
@@ -151,30 +152,35 @@ def update_kernel(
     p_squares = tl.zeros([BLOCK], MATH)
     u_squares = tl.zeros([BLOCK], MATH)
     length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
-    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at | has_gaps(length), count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
+    key, origin, turn = source_of(pointers, n, KEPT, tensor, seed, turn, turn_at, TURN_AT, CHANCE)
+    aligned = p_at | g_at | m_at | v_at | h_at
+    whole = whole_blocks(aligned | has_gaps(length) | origin & 7, count)
+    for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
+        first, end = bounds(whole, count, AT_ONCE)
         while first < end:
-            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
-            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
-                          TURN_AT, CHANCE)  # fmt: skip
+            begin, where, mask = lanes(start, first, count, length, AT_ONCE, IN_BLOCKS)
+            chance = draw(key, origin + begin, where, turn, AT_ONCE, CHANCE)
+            p = load_param(p_at, h_at, begin, where, mask, AT_ONCE, P, H, MATH)
+            g = load(g_at, begin, where, mask, AT_ONCE, G, MATH) * inv_scale
             m = p
             if HAS_MOMENTUM:
-                m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+                m = load_moment(
+                    m_at, ms_at, start, first, count, begin, where, mask, AT_ONCE, M, MATH
+                )
             if V is not None:
-                v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
+                v = load_moment(
+                    v_at, vs_at, start, first, count, begin, where, mask, AT_ONCE, V, MATH
+                )
                 if RULE == ADOPT:
                     m, v = _adopt_moments(p, g, m, v, is_first, bound, beta1, share, beta2, rest,
                                           eps, decay, COUPLED, BOUNDED)  # fmt: skip
                 else:
                     m, v = _moments(p, g, m, v, beta1, share, beta2, rest, decay, COUPLED)
                 if not MEASURE:  # before anything else, so that fewer registers are in use
-                    store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0,
-                                 m)  # fmt: skip
-                    store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1,
-                                 v)  # fmt: skip
+                    store_moment(m_at, ms_at, start, first, count, begin, where, mask, AT_ONCE,
+                                 M, chance, 0, m)  # fmt: skip
+                    store_moment(v_at, vs_at, start, first, count, begin, where, mask, AT_ONCE,
+                                 V, chance, 1, v)  # fmt: skip
                 if RULE == ADOPT:
                     u = _adopt_direction(p, m, is_first, decay, DECOUPLED)
                 else:
@@ -196,9 +202,11 @@ def update_kernel(
             else:
                 p, m = _novograd(p, g, m, denominator, size, c1, beta1, share, decay, INSIDE)
             if HAS_MOMENTUM and V is None:
-                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+                store_moment(
+                    m_at, ms_at, start, first, count, begin, where, mask, AT_ONCE, M, chance, 0, m
+                )
             if not MEASURE:
-                store_param(p_at, h_at, start, where, mask, EDGE, P, H, p)
+                store_param(p_at, h_at, begin, where, mask, AT_ONCE, P, H, p)
             first += BLOCK
     if MEASURE:
         store_sums(norms, p_squares, u_squares)

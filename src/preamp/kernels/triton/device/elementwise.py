@@ -26,7 +26,7 @@ from preamp.kernels.triton.device.walk import (
 @kernel
 def combine_kernel(
     pointers, layout, n: tl.int64, a: tl.int64, a_at, b: tl.int64, b_at,
-    T, X, Y, X_MATH, Y_MATH, A_AT, B_AT, A_EACH, CHUNK,
+    T, X, Y, X_MATH, Y_MATH, A_AT, B_AT, A_EACH, CHUNK, WIDTH,
 ):  # fmt: skip
     """``target = a * x + b * y``; rows: targets, xs, ys if any, factors if ``A_EACH``."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -40,36 +40,36 @@ def combine_kernel(
     else:
         factor = scalar(a, a_at, A_AT, X_MATH)
     whole = whole_blocks(target_at | x_at | y_at, count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
+    for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
+        first, end = bounds(whole, count, AT_ONCE)
         while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
-            result = load(x_at, start, where, mask, EDGE, X, X_MATH) * factor
+            result = load(x_at, start, where, mask, AT_ONCE, X, X_MATH) * factor
             if Y is not None:
-                y = load(y_at, start, where, mask, EDGE, Y, Y_MATH)
+                y = load(y_at, start, where, mask, AT_ONCE, Y, Y_MATH)
                 result = result + y * scalar(b, b_at, B_AT, Y_MATH)
-            store(target_at, start, where, mask, EDGE, T, narrow(result, T))
+            store(target_at, start, where, mask, AT_ONCE, T, narrow(result, T))
             first += BLOCK
 
 
 @kernel
-def convert_kernel(pointers, layout, n: tl.int64, P, H, JOINS, CHUNK):
+def convert_kernel(pointers, layout, n: tl.int64, P, H, JOINS, CHUNK, WIDTH):
     """Split float32 values, or join them; rows: these, halves, low bits if ``H``."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     x_at = address(pointers, n, 0, tensor)
     p_at = address(pointers, n, 1, tensor)
     h_at = address_if(pointers, n, 2, tensor, H)
     whole = whole_blocks(x_at | p_at | h_at, count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
+    for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
+        first, end = bounds(whole, count, AT_ONCE)
         while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             if JOINS:
-                x = load_param(p_at, h_at, start, where, mask, EDGE, P, H, tl.float32)
-                store(x_at, start, where, mask, EDGE, tl.float32, x)
+                x = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, tl.float32)
+                store(x_at, start, where, mask, AT_ONCE, tl.float32, x)
             else:
-                x = load(x_at, start, where, mask, EDGE, tl.float32, tl.float32)
-                store_split(p_at, h_at, start, where, mask, EDGE, P, H, x)
+                x = load(x_at, start, where, mask, AT_ONCE, tl.float32, tl.float32)
+                store_split(p_at, h_at, start, where, mask, AT_ONCE, P, H, x)
             first += BLOCK

@@ -31,7 +31,7 @@ from preamp.kernels.triton.device.walk import (
 @kernel
 def measure_chunks(
     pointers, layout, n: tl.int64, partials, factor_at,
-    X, MATH, ROW, LOWS, FACTOR_AT, MAX, SUM, FINITE, CHUNK,
+    X, MATH, ROW, LOWS, FACTOR_AT, MAX, SUM, FINITE, CHUNK, WIDTH,
 ):  # fmt: skip
     """Write the largest magnitude, sum of squares, and largest finite magnitude of each chunk."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -44,15 +44,15 @@ def measure_chunks(
     squares = tl.zeros([BLOCK], MATH)
     largest = magnitude_bits(squares, MATH)
     finite = largest
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
+    for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
+        first, end = bounds(whole, count, AT_ONCE)
         while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             if LOWS is not None:
-                x = load_param(at, low_at, start, where, mask, EDGE, X, tl.int16, MATH) * factor
+                x = load_param(at, low_at, start, where, mask, AT_ONCE, X, tl.int16, MATH) * factor
             else:
-                x = load(at, start, where, mask, EDGE, X, MATH) * factor
+                x = load(at, start, where, mask, AT_ONCE, X, MATH) * factor
             bits = magnitude_bits(x, MATH)
             if MAX:
                 largest = tl.maximum(largest, bits)

@@ -62,20 +62,26 @@ def scales_of(pointers, n, KEPT: tl.constexpr, tensor, ROW: tl.constexpr, KIND: 
 
 
 @helper
-def lanes(first, start, count, length, EDGE: tl.constexpr, IN_BLOCKS: tl.constexpr):
-    """Elements behind ``start`` that come next, and which of them there are."""
+def lanes(start, first, count, length, AT_ONCE: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """Return an element, how far from it the next ones are, and which of these there are."""
     slots = first + tl.arange(0, BLOCK)
-    if IN_BLOCKS and EDGE:
-        block = (start + first) // SLOTS + tl.arange(0, BLOCKS)
-        blocks = (length + SLOTS - 1) // SLOTS
+    if IN_BLOCKS and AT_ONCE == 1:
+        blocks = (length + SLOTS - 1) // SLOTS  # of a row
+        gap = (blocks * SLOTS - length).to(tl.int32)
+        block = (start + first) // SLOTS
         row = block // blocks
-        column = (block - row * blocks) * SLOTS
+        column = (block - row * blocks).to(tl.int32)
+        blocks = blocks.to(tl.int32)
+        ahead = tl.arange(0, BLOCKS)
+        rows = (column + ahead) // blocks  # that have ended since
+        is_last = (column + ahead) % blocks == blocks - 1
+        length = tl.where(is_last, SLOTS - gap, SLOTS)
         lane = tl.arange(0, SLOTS)[None, :]
-        is_there = tl.reshape((column[:, None] + lane) < length, [BLOCK])
-        where = tl.reshape((row * length + column)[:, None] + lane, [BLOCK])
-        return where - start, is_there & (slots < count)
+        is_there = tl.reshape(lane < length[:, None], [BLOCK])
+        where = tl.reshape((ahead * SLOTS - rows * gap)[:, None] + lane, [BLOCK])
+        return block * SLOTS - row * gap, where, is_there & (slots < count)
     else:
-        return slots, slots < count
+        return start, slots, slots < count
 
 
 @helper
@@ -98,31 +104,31 @@ def _power(field):
 
 @helper
 def load_moment(
-    at, scales_at, start, first, count, where, mask,
-    EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr,
+    at, scales_at, start, first, count, begin, where, mask,
+    AT_ONCE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Load elements of a list of state, widened to ``MATH``."""
     if KIND == tl.int8 or KIND == tl.uint8:
         places, has_scale = _scale_places(scales_at, start, first, count)
         scales = tl.load(places, mask=has_scale, other=1.0)
-        return _decode(read(at, start, where, mask, EDGE, KIND), scales, KIND)
+        return _decode(read(at, begin, where, mask, AT_ONCE, KIND), scales, KIND)
     elif KIND == tl.int16:
-        return load(at, start, where, mask, EDGE, tl.bfloat16, MATH)
+        return load(at, begin, where, mask, AT_ONCE, tl.bfloat16, MATH)
     else:
-        return load(at, start, where, mask, EDGE, KIND, MATH)
+        return load(at, begin, where, mask, AT_ONCE, KIND, MATH)
 
 
 @helper
 def store_moment(
-    at, scales_at, start, first, count, where, mask,
-    EDGE: tl.constexpr, KIND: tl.constexpr, chance, ROW: tl.constexpr, x,
+    at, scales_at, start, first, count, begin, where, mask,
+    AT_ONCE: tl.constexpr, KIND: tl.constexpr, chance, ROW: tl.constexpr, x,
 ):  # fmt: skip
     """Round elements of a list of state, the ``ROW``-th one, and store them."""
     if ROW == 1:
         chance = (chance * ODD) & 0xFFFF
     if KIND == tl.int8 or KIND == tl.uint8:
         codes, scales = _encode(tl.where(mask, x, 0.0), chance, KIND)
-        store(at, start, where, mask, EDGE, KIND, codes)
+        store(at, begin, where, mask, AT_ONCE, KIND, codes)
         places, has_scale = _scale_places(scales_at, start, first, count)
         tl.store(places, scales, mask=has_scale)
     elif KIND == tl.int16:
@@ -130,9 +136,9 @@ def store_moment(
         is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
         rounded = ((bits + chance) >> 16).to(tl.int16)
         raw = tl.where(is_finite, rounded, narrow(x, tl.bfloat16))
-        store(at, start, where, mask, EDGE, tl.bfloat16, raw)
+        store(at, begin, where, mask, AT_ONCE, tl.bfloat16, raw)
     else:
-        store(at, start, where, mask, EDGE, KIND, narrow(x, KIND))
+        store(at, begin, where, mask, AT_ONCE, KIND, narrow(x, KIND))
 
 
 @helper
@@ -179,42 +185,52 @@ def _decode(codes, scales, KIND: tl.constexpr):
 
 
 @helper
-def draw(
-    pointers, n, KEPT: tl.constexpr, tensor, start, where, length, seed, turn, turn_at,
+def source_of(
+    pointers, n, KEPT: tl.constexpr, tensor, seed, turn, turn_at,
     TURN_AT: tl.constexpr, CHANCE: tl.constexpr,
 ):  # fmt: skip
-    """The chance of each element, where it is needed."""
-    found = tl.zeros([BLOCK], tl.int32)
+    """Key, number of the tensor's first element, and turn of what is drawn, if anything is."""
+    key = tl.zeros((), tl.int64)
+    origin = key
     if CHANCE:
         key = seed.to(tl.int64) | (address(pointers, n, KEPT + 2, tensor) << 32)
         origin = address(pointers, n, KEPT + 3, tensor)
-        if TURN_AT:
-            step = tl.load(turn_at).to(tl.int64)
-        else:
-            step = turn.to(tl.int64)
-        index = origin + start + where
-        if ((origin | length) & 7) == 0:
-            found = _drawn_by_eight(key, index, step)
-        else:
-            found = _drawn_by_one(key, index, step)
-    return found
+    if TURN_AT:
+        turn = tl.load(turn_at)
+    return key, origin, turn.to(tl.int64)
 
 
 @helper
-def _drawn_by_eight(key, index, step):
-    """Eight elements that follow each other share their words."""
-    group = tl.min(tl.reshape(index, [BLOCK // 8, 8]), 1) >> 3
-    w0, w1, w2, w3 = _words(key, group, step)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    return tl.interleave(words & 0xFFFF, words >> 16).to(tl.int32)
+def draw(key, begin, where, turn, AT_ONCE: tl.constexpr, CHANCE: tl.constexpr):
+    """The chance of each element, where it is needed.
 
-
-@helper
-def _drawn_by_one(key, index, step):
-    w0, w1, w2, w3 = _words(key, index >> 3, step)
-    lane = (index & 7).to(tl.int32)
-    word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
-    return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
+    Eight elements that follow each other are one group and share its words. In the rest behind
+    whole blocks the first of them may be any of its group; then the last ones are of the next.
+    """
+    if CHANCE:
+        ahead = (begin & 7).to(tl.int32) + tl.reshape(where, [BLOCK // 8, 8])
+        ahead = tl.min(ahead, 1, keep_dims=True)
+        group = (begin >> 3) + (ahead >> 3)
+        w0, w1, w2, w3 = _words(key, group, turn)
+        if AT_ONCE == 1:
+            w4, w5, w6, w7 = _words(key, group + 1, turn)
+            by = (ahead & 4) != 0
+            w0, w1, w2 = tl.where(by, w2, w0), tl.where(by, w3, w1), tl.where(by, w4, w2)
+            w3, w4, w5 = tl.where(by, w5, w3), tl.where(by, w6, w4), tl.where(by, w7, w5)
+            by = (ahead & 2) != 0
+            w0, w1, w2 = tl.where(by, w1, w0), tl.where(by, w2, w1), tl.where(by, w3, w2)
+            w3, w4 = tl.where(by, w4, w3), tl.where(by, w5, w4)
+            by = (ahead & 1) != 0
+            w0 = tl.where(by, w0 >> 16 | w1 << 16, w0)
+            w1 = tl.where(by, w1 >> 16 | w2 << 16, w1)
+            w2 = tl.where(by, w2 >> 16 | w3 << 16, w2)
+            w3 = tl.where(by, w3 >> 16 | w4 << 16, w3)
+        lane = tl.arange(0, 8)[None, :]
+        word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
+        half = tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16)
+        return tl.reshape(half.to(tl.int32), [BLOCK])
+    else:
+        return tl.zeros([BLOCK], tl.int32)
 
 
 @helper
@@ -232,38 +248,38 @@ def _words(key, counter, step):
 @helper
 def load_param(
     p_at, h_at, start, where, mask,
-    EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, MATH: tl.constexpr,
+    AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Load parameters, joined with their low bits if they have some."""
-    p = load(p_at, start, where, mask, EDGE, P, MATH)
+    p = load(p_at, start, where, mask, AT_ONCE, P, MATH)
     if H == tl.int16:
-        p = _join(p, read(h_at, start, where, mask, EDGE, H).to(tl.int32), P)
+        p = _join(p, read(h_at, start, where, mask, AT_ONCE, H).to(tl.int32), P)
     return p
 
 
 @helper
 def store_param(
-    p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
+    p_at, h_at, start, where, mask, AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
 ):
     """Store a parameter, and in its half what was stored of it, or the low bits beside it."""
     if H == tl.int16:
-        store_split(p_at, h_at, start, where, mask, EDGE, P, H, p)
+        store_split(p_at, h_at, start, where, mask, AT_ONCE, P, H, p)
     else:
         raw = narrow(p, P)
-        store(p_at, start, where, mask, EDGE, P, raw)
+        store(p_at, start, where, mask, AT_ONCE, P, raw)
         if H is not None:
-            store(h_at, start, where, mask, EDGE, H, narrow(widen(raw, P, p.dtype), H))
+            store(h_at, start, where, mask, AT_ONCE, H, narrow(widen(raw, P, p.dtype), H))
 
 
 @helper
 def store_split(
-    p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
+    p_at, h_at, start, where, mask, AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
 ):
     """Store a parameter as a half one and, if wanted, the low bits beside it."""
     raw, low = _split(p, P)
-    store(p_at, start, where, mask, EDGE, P, raw)
+    store(p_at, start, where, mask, AT_ONCE, P, raw)
     if H is not None:
-        store(h_at, start, where, mask, EDGE, H, low)
+        store(h_at, start, where, mask, AT_ONCE, H, low)
 
 
 @helper

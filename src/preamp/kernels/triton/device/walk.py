@@ -2,8 +2,13 @@
 # pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
 """What the kernels share: their chunk, loads and stores with exact rounding, scalars.
 
-Every kernel runs over its chunk twice: once over the blocks that are whole and aligned, with
-accesses of 16 bytes, then over the rest behind a mask. Elements are read in storage order.
+Every kernel runs over its chunk twice: once over the blocks that are whole and aligned, where each
+thread accesses several elements at once, then over the rest behind a mask, one by one. Elements are
+read in storage order.
+
+A thread has the same elements of all lists. Triton stores no more than 16 bytes at once, and moves
+values between threads, past a barrier, where it has loaded more elements than it may store. So a
+kernel's ``WIDTH`` is how many elements of the widest list that it writes these bytes hold.
 """
 
 from __future__ import annotations
@@ -48,48 +53,48 @@ def whole_blocks(addresses, count):
 
 
 @helper
-def bounds(whole, count, EDGE: tl.constexpr):
+def bounds(whole, count, AT_ONCE: tl.constexpr):
     """First and last element of a run: the whole blocks, or what is left behind them.
 
     The loops are ``while`` loops, since older interpreters fail on ``range`` with recent numpy.
     """
-    if EDGE:
+    if AT_ONCE == 1:
         return whole, count
     else:
         return whole * 0, whole
 
 
 @helper
-def load(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr):
+def load(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr):
     """Load elements of dtype ``KIND`` widened to ``MATH``."""
     if KIND == tl.bfloat16:
-        raw = read(at, start, where, mask, EDGE, tl.int16)
+        raw = read(at, start, where, mask, AT_ONCE, tl.int16)
     else:
-        raw = read(at, start, where, mask, EDGE, KIND)
+        raw = read(at, start, where, mask, AT_ONCE, KIND)
     return widen(raw, KIND, MATH)
 
 
 @helper
-def read(at, start, where, mask, EDGE: tl.constexpr, STORED: tl.constexpr):
+def read(at, start, where, mask, AT_ONCE: tl.constexpr, STORED: tl.constexpr):
     """Load elements as they are stored."""
     places = at.to(tl.pointer_type(STORED)) + start + where
-    if EDGE:
+    if AT_ONCE == 1:
         return tl.load(places, mask=mask, other=0)
     else:
-        return tl.load(tl.multiple_of(places, 16))
+        return tl.load(tl.max_contiguous(tl.multiple_of(places, 16), AT_ONCE))
 
 
 @helper
-def store(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, raw):
+def store(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr, raw):
     """Store what `narrow` returned."""
     if KIND == tl.bfloat16:
         places = at.to(tl.pointer_type(tl.int16)) + start + where
     else:
         places = at.to(tl.pointer_type(KIND)) + start + where
-    if EDGE:
+    if AT_ONCE == 1:
         tl.store(places, raw, mask=mask)
     else:
-        tl.store(tl.multiple_of(places, 16), raw)
+        tl.store(tl.max_contiguous(tl.multiple_of(places, 16), AT_ONCE), raw)
 
 
 @helper
