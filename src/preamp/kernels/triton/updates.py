@@ -126,19 +126,16 @@ def update_kernel(
     h_at = address_if(pointers, n, H_ROW, tensor, H)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     size = scalar(lr, lr_at, LR_AT, MATH)
-    decay = number(decay, MATH)
-    eps = number(eps, MATH)
+    decay, eps = number(decay, MATH), number(eps, MATH)
     beta1, share = number(beta1, MATH), number(share, MATH)
     beta2, rest = number(beta2, MATH), number(rest, MATH)
     momentum = number(momentum, MATH)
-    is_first = size
-    bound = size
+    is_first, bound = size, size
     if RULE == SGD or RULE == ADOPT:
         is_first = scalar(step, step_at, STEP_AT, MATH) == 1
     if RULE == ADOPT:
         bound = root(root(scalar(step, step_at, STEP_AT, MATH) - 1))
-    c1 = size
-    c2 = size
+    c1, c2 = size, size
     if CORRECTS:
         c1 = correction(correction1, step_at, STEP_AT, MATH)
         c2 = correction(correction2, step_at, STEP_AT, MATH)
