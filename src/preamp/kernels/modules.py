@@ -184,10 +184,11 @@ def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
     """Remove hooks of a module or an optimizer, with what torch notes about them."""
     tables = _hook_tables(owner)
     for name, table in tables.items():
+        notes = [tables[other] for other in tables if other.startswith(name) and other != name]
         for key in _hooks_meant([table], is_meant):
-            for other, beside in tables.items():
-                if other.startswith(name):  # as `_forward_hooks_with_kwargs`
-                    beside.pop(key, None)
+            for beside in notes:  # as `_forward_hooks_with_kwargs`
+                beside.pop(key, None)
+            table.pop(key)  # last: by it, a call after an interrupt finds the notes again
 
 
 def _hook_tables(owner: Any) -> dict[str, dict[int, object]]:
