@@ -92,6 +92,14 @@ def test_betas(name: str, betas: Any) -> None:
         getattr(optimizers, name)([param()], betas=betas)
 
 
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLion", "FusedADOPT"])
+@pytest.mark.parametrize("betas", [0.9, ("0.9", "0.999"), None])
+def test_betas_that_are_no_numbers(name: str, betas: Any) -> None:
+    message = f"{name} got betas={betas!r}. betas are two numbers, each at least 0 and below 1."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(optimizers, name)([param()], betas=betas)
+
+
 @pytest.mark.apex("7.0 negative numbers: ValueError")
 @pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
 @pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.5}])
