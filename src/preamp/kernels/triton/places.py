@@ -20,6 +20,7 @@ from preamp.kernels.triton.launch import (
     check_devices,
     given,
     launch,
+    limits,
     moved,
     number,
     scalar,
@@ -102,6 +103,7 @@ class Places:
             CHUNK=CHUNK,
             WIDTH=width_of(*[self.dtypes.get(name) for name in "PMV"]),
             **(self.kept | arguments),
+            **({} if self.update.stored is None else limits()),
         )
         torch.autograd.graph.increment_version(self.written)
 
