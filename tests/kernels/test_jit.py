@@ -32,8 +32,9 @@ from torch._subclasses import FakeTensorMode
 
 from cases import layouts
 from cases.back_ends import JIT, REFERENCE
-from cases.rules import BF16, F16, F32, F64, ROWS
+from cases.rules import BF16, F16, F32, F64, ONE_EACH, ROWS
 from cases.selection import examples
+from cases.stored import Case
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError
@@ -614,6 +615,34 @@ def test_processes_compile_at_once_and_later_ones_not_at_all(tmp_path: Path) -> 
     assert outcome(start(tmp_path)) == "1 0"
     (folder,) = tmp_path.iterdir()
     assert not list(folder.rglob("*.tmp*"))
+
+
+_UPDATES = """
+from cases.back_ends import JIT
+from cases.rules import BF16, ONE_EACH
+from cases.stored import Case
+from preamp.kernels.jit import loops
+for row in ONE_EACH:
+    if row.op in ("adam_", "sgd_"):
+        Case.of(row, BF16, "8bit").run(JIT)
+stats = loops.update.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+@pytest.mark.full
+def test_later_processes_compile_no_update(tmp_path: Path) -> None:
+    tests = str(Path(__file__).parents[1])
+    assert outcome(start(tmp_path, _UPDATES, PYTHONPATH=tests)) == "0 2"
+    assert outcome(start(tmp_path, _UPDATES, PYTHONPATH=tests)) == "2 0"
+
+
+@pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.name)
+def test_types_of_kernels_are_the_same_in_every_process(row: Any) -> None:
+    """In its index there is one more for each process of a class that is not found by its name."""
+    Case.of(row, BF16, "float32").run(JIT)
+    for signature in loops.update.signatures:
+        assert pickle.loads(pickle.dumps(signature)) == signature
 
 
 _CHILDREN = """

@@ -72,8 +72,14 @@ def _choose(condition, a, b):
 
 
 _FORMULAS = bound_formulas(part, root=np.sqrt, divide=_over, corrected=_times, choose=_choose)
-# By formula the type of its record, whose only field is a tuple of all that it is told
-_RECORDS: dict[Formula, Any] = {f: namedtuple(f.__name__.title(), "told") for f in _FORMULAS}
+# By formula the type of its record, whose only field is a tuple of all that it is told. Found by
+# its name, as pickle asks: to numba a type that is not is another one in each process, of which no
+# machine code has been kept.
+_RECORDS: dict[Formula, Any] = {
+    formula: namedtuple(f"{formula.__name__.title()}Record", "told", module=__name__)
+    for formula in _FORMULAS
+}
+globals().update({record.__name__: record for record in _RECORDS.values()})
 _BY_RECORD = {_RECORDS[formula]: compiled for formula, compiled in _FORMULAS.items()}
 _NAMES = {formula: tuple(inspect.signature(formula).parameters) for formula in _FORMULAS}
 
