@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from preamp.casting.patches import PATCHES, Rank
+from preamp.casting.patches import PATCHES, Rank, SharedInstall
 from preamp.core.pytree import tensors_in
 from preamp.core.ranks import collectives, tells_some
 from preamp.core.undo import UndoStack
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from preamp.engine.core import EngineCore
 
+_listening: Final[dict[object, weakref.ref[EngineCore]]] = {}  # engines end when collected
+
 
 def listen_to_collectives(engine: EngineCore, undo: UndoStack) -> None:
     """Note weights and masters that a collective is about to write to, until ``undo``.
@@ -28,25 +31,34 @@ def listen_to_collectives(engine: EngineCore, undo: UndoStack) -> None:
     lie all calls from Python, however a script has imported them. What torch does in C++, as its
     `DistributedDataParallel` does, or in compiled code, is not heard of.
     """
-    own = weakref.ref(engine)  # which ends what it has patched when it is collected
+    key = object()
+    undo.push(partial(_listening.pop, key, None))
+    _listening[key] = weakref.ref(engine)
+    _PATCHES.acquire(undo)
 
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            target = own()
-            is_read = method.__name__ == "broadcast" and tells_some(group, args, kwargs)
-            if target is not None and not is_read:
-                _note(target, args[0] if args else kwargs)
-            return method(group, *args, **kwargs)
 
-        return collective
-
+def _patch(undo: UndoStack) -> None:
     for owner, name in collectives():
-        PATCHES.add(owner, name, Rank.PROBE, wrap, undo)
+        PATCHES.add(owner, name, Rank.PROBE, _heard, undo)
 
 
-def _note(engine: EngineCore, written: Any) -> None:
+_PATCHES: Final = SharedInstall(_patch)
+
+
+def _heard(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (method.__name__ == "broadcast" and tells_some(group, args, kwargs)):
+            _note(args[0] if args else kwargs)
+        return method(group, *args, **kwargs)
+
+    return collective
+
+
+def _note(written: Any) -> None:
     tensors = list(tensors_in(written))
-    for session in engine.sessions.values():
-        for table in session.gradients.tables:
-            table.expect_collective(tensors)
+    for ref in list(_listening.values()):
+        engine = ref()
+        for session in () if engine is None else engine.sessions.values():
+            for table in session.gradients.tables:
+                table.expect_collective(tensors)
