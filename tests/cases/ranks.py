@@ -22,6 +22,8 @@ _LEFT: list[dist.ProcessGroup] = []
 
 _PRELOADED = ["pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
 _PRELOADED += ["preamp.checkpoint", "preamp.optimizers", "preamp.parallel"]
+# What the first steps would import
+_PRELOADED += ["torch._dynamo", "preamp.kernels.jit"]
 
 
 def start_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int) -> Any:

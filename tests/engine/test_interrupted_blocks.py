@@ -77,6 +77,12 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def finish(self, accumulates: bool = False) -> list[Any]:
+        """`go_on`, and close the engine: the next one would walk over those that are open."""
+        seen = self.go_on(accumulates)
+        self.engine.close()
+        return seen
+
     def go_on(self, accumulates: bool = False) -> list[Any]:
         """A step with what is there, then whole iterations; return all that came of it."""
         seen = []
@@ -163,23 +169,23 @@ def check(
         return run
 
     is_left = prepare is left_scaled or part is LEAVES_SCALED
-    allowed = [fresh().go_on(is_left)]
+    allowed = [fresh().finish(is_left)]
     run = fresh()
     lines = sample(lines_of(part(run)), every, offset)
     end_block(run)
-    allowed.append(run.go_on(is_left))
+    allowed.append(run.finish(is_left))
     if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
-        allowed.append(fresh(prepared=False).go_on(is_left))
+        allowed.append(fresh(prepared=False).finish(is_left))
         run = fresh()
         factor = float("inf") if part is OVERFLOWS else 1.0
         run.backward(2, factor, delay_unscale=True)
-        allowed.append(run.go_on(is_left))
+        allowed.append(run.finish(is_left))
     hits = 0
     for line in lines:
         run = fresh()
         hits += interrupt(part(run), line)
         run.block = None
-        assert run.go_on(is_left) in allowed, f"after an interrupt at {line}"
+        assert run.finish(is_left) in allowed, f"after an interrupt at {line}"
     assert hits >= 0.8 * len(lines)
 
 
@@ -262,6 +268,7 @@ def go_on(run: Run, scaler: Any) -> list[Any]:
     for index in (7, 8):
         iterate(run, scaler, index)
         seen.append(run.picture())
+    run.engine.close()
     return seen
 
 
