@@ -50,17 +50,16 @@ def examples(count: int) -> int:
 
 
 def combinations(*axes: Iterable[Any], size: int = 1) -> list[tuple[Any, ...]]:
-    """All combinations of values; in the quick suite a few that have every ``size`` of them.
+    """Combinations of values that have every ``size`` of them, and one more in the full suite.
 
     For loops within a test that is marked ``more``; in its ranks too, which inherit the
     environment.
     """
     lists = list(map(list, axes))
     rows = list(itertools.product(*lists))
-    if os.environ.get(SUITE) != "quick":
-        return rows
     places = list(itertools.product(*(range(len(values)) for values in lists)))
-    return [rows[number] for number in sorted(covering(places, size))]
+    is_quick = os.environ.get(SUITE) == "quick"
+    return [rows[number] for number in sorted(covering(places, size if is_quick else size + 1))]
 
 
 def sampled(cases: Sequence[Any], every: int) -> list[Any]:

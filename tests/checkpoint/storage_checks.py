@@ -228,9 +228,12 @@ def save_for_others() -> None:
 
 
 def load_from_others() -> None:
-    """A run that goes on on any number of ranks is the uninterrupted one of a single process."""
+    """A run that goes on on any number of ranks is the uninterrupted one of a single process.
+
+    Each way to share loads what each has saved, in one of the storages.
+    """
     ways: tuple[Parallel, ...] = WAYS if dist.is_initialized() else ("none",)
-    for storage, level in RESHARDED:
+    for turn, (storage, level) in enumerate(RESHARDED):
         single = Run(storage, "none", level=level)
         single.step(0)
         single.step(1)
@@ -238,7 +241,8 @@ def load_from_others() -> None:
         single.close()
         saved = sorted(saved_folder().glob(f"{storage}-{level}-*"))
         assert len(saved) == 1 + 2 * len(WAYS)
-        for parallel, path in itertools.product(ways, saved):
+        for number, path in enumerate(saved, turn):
+            parallel = ways[number % len(ways)]
             run = Run(storage, parallel, seed=1, level=level)
             run.load(path)
             run.step(1)
