@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from preamp.core.tensors import device_of, has_sharded, locals_of
-from preamp.kernels.ops import Census, Ops, Tally, Tensors
+from preamp.kernels.ops import Census, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.shards import sharded_as
 from preamp.kernels.update import Update
@@ -21,13 +21,34 @@ from preamp.kernels.vectors import stack
 _is_on_cpu: Callable[[Any], bool] = attrgetter("is_cpu")
 
 
+def _on_each(op: str, decides: int = 0) -> Any:
+    """An op of which each place of its lists is computed by itself; see `Ops` for what it takes.
+
+    Each goes to the device of its tensor in the list that ``decides``. What is returned for it
+    comes back in the order of the lists.
+    """
+
+    def run(self: ByDevice, *given: Any) -> Any:
+        given = tuple(
+            [locals_of(cast("Tensors", a)) if isinstance(a, Sequence) else a for a in given]
+        )
+        found: dict[int, Any] = {}
+        for where, places in _by_device(given[decides]).items():
+            results = getattr(self.on(where), op)(*_pick(places, *given))
+            if results is not None:
+                found.update(zip(places, results, strict=True))
+        return [found[place] for place in range(len(found))]
+
+    return run
+
+
 class ByDevice(Ops):
     """Every op of the table, handed on by device; ``name`` is what it was asked for by."""
 
     def __init__(self, name: str, ops_of: Callable[[torch.device], Ops]) -> None:
         """Choose by ``ops_of``, once for each device."""
         self.name = name
-        self._of = functools.cache(ops_of)
+        self.on = functools.cache(ops_of)
 
     def census(
         self,
@@ -42,7 +63,7 @@ class ByDevice(Ops):
         groups = _by_device(grads)
         options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
         if len(groups) < 2:
-            return self._of(next(iter(groups), device)).census(grads, device, **options)
+            return self.on(next(iter(groups), device)).census(grads, device, **options)
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         largest: dict[int, torch.Tensor] = {}
         finite: dict[int, torch.Tensor] = {}
@@ -50,7 +71,7 @@ class ByDevice(Ops):
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
             own = [grads[place] for place in places]
-            part = self._of(where).census(own, device, with_norm=with_norm)
+            part = self.on(where).census(own, device, with_norm=with_norm)
             found_inf = torch.maximum(found_inf, part.found_inf)
             zeros = torch.zeros(len(own), dtype=torch.float32, device=device)
             max_abs = zeros if part.max_abs is None else part.max_abs
@@ -60,19 +81,10 @@ class ByDevice(Ops):
             knows_finite = knows_finite or part.max_finite is not None
             if part.norm is not None:
                 norms.append(part.norm)
-        norm = self._of(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
+        norm = self.on(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
         return Census(
             found_inf, norm, _in_order(largest), _in_order(finite) if knows_finite else None
         )
-
-    def scale_add_(
-        self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
-    ) -> None:
-        """See `preamp.kernels.ops.Ops.scale_add_`."""
-        grads, addends = locals_of(grads), locals_of(addends)
-        for where, places in _by_device(grads).items():
-            own, others = _pick(places, grads, addends)
-            self._of(where).scale_add_(own, factor, others)
 
     def widen_add(
         self,
@@ -81,46 +93,17 @@ class ByDevice(Ops):
         addends: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor]:
         """See `preamp.kernels.ops.Ops.widen_add`."""
+        wide = _on_each("widen_add")(self, halves, factors, addends)
         if has_sharded(halves):
-            wide = self.widen_add(locals_of(halves), factors, locals_of(addends))
             return [sharded_as(local, half) for local, half in zip(wide, halves, strict=True)]
-        found: dict[int, torch.Tensor] = {}
-        for where, places in _by_device(halves).items():
-            own, by, others = _pick(places, halves, factors, addends)
-            found.update(zip(places, self._of(where).widen_add(own, by, others), strict=True))
-        return [found[place] for place in range(len(halves))]
+        return wide
 
-    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.cast_copy_`."""
-        sources, targets = locals_of(sources), locals_of(targets)
-        for where, places in _by_device(targets).items():
-            self._of(where).cast_copy_(*_pick(places, sources, targets))
-
-    def split_(self, wides: Tensors, halves: Tensors, lows: Sequence[torch.Tensor | None]) -> None:
-        """See `preamp.kernels.ops.Ops.split_`."""
-        wides, halves, lows = locals_of(wides), locals_of(halves), locals_of(lows)
-        for where, places in _by_device(halves).items():
-            self._of(where).split_(*_pick(places, wides, halves, lows))
-
-    def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.join_`."""
-        halves, lows, wides = locals_of(halves), locals_of(lows), locals_of(wides)
-        for where, places in _by_device(wides).items():
-            self._of(where).join_(*_pick(places, halves, lows, wides))
-
-    def axpby_(
-        self,
-        targets: Tensors,
-        a: torch.Tensor | float,
-        xs: Tensors,
-        b: torch.Tensor | float,
-        ys: Sequence[torch.Tensor | None],
-    ) -> None:
-        """See `preamp.kernels.ops.Ops.axpby_`."""
-        targets, xs, ys = locals_of(targets), locals_of(xs), locals_of(ys)
-        for where, places in _by_device(targets).items():
-            outs, ins, others = _pick(places, targets, xs, ys)
-            self._of(where).axpby_(outs, a, ins, b, others)
+    scale_add_ = _on_each("scale_add_")
+    cast_copy_ = _on_each("cast_copy_", decides=1)
+    split_ = _on_each("split_", decides=1)
+    join_ = _on_each("join_", decides=2)
+    axpby_ = _on_each("axpby_")
+    tally = _on_each("tally")
 
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
@@ -129,12 +112,12 @@ class ByDevice(Ops):
         tensors = locals_of(tensors)
         groups = _by_device(tensors)
         if len(groups) < 2:
-            return self._of(next(iter(groups), device)).l2norms(tensors, factor, device)
+            return self.on(next(iter(groups), device)).l2norms(tensors, factor, device)
         norms: dict[int, torch.Tensor] = {}
         for where, places in groups.items():
             own = [tensors[place] for place in places]
             by = None if factor is None else factor.to(where)
-            part = self._of(where).l2norms(own, by, device)
+            part = self.on(where).l2norms(own, by, device)
             norms.update(zip(places, part.unbind(), strict=True))
         return _in_order(norms)
 
@@ -145,21 +128,12 @@ class ByDevice(Ops):
         tensors = locals_of(tensors)
         groups = _by_device(tensors)
         if len(groups) < 2:
-            return self._of(next(iter(groups), device)).l2norm(tensors, factors, device)
+            return self.on(next(iter(groups), device)).l2norm(tensors, factors, device)
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
             own, by = _pick(places, tensors, factors)
-            norms.append(self._of(where).l2norm(own, by, device))
-        return self._of(device).l2norm(norms, [None] * len(norms), device)
-
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        """See `preamp.kernels.ops.Ops.tally`."""
-        tensors = locals_of(tensors)
-        found: dict[int, Tally] = {}
-        for where, places in _by_device(tensors).items():
-            (own,) = _pick(places, tensors)
-            found.update(zip(places, self._of(where).tally(own), strict=True))
-        return [found[place] for place in range(len(tensors))]
+            norms.append(self.on(where).l2norm(own, by, device))
+        return self.on(device).l2norm(norms, [None] * len(norms), device)
 
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
@@ -167,14 +141,14 @@ class ByDevice(Ops):
         """See `preamp.kernels.ops.Ops.update_`; its lists lie on one device."""
         if params:
             own, update = _own_parts((params, grads, *state), update)
-            self._of(own[0][0].device).update_(*own, rule=rule, update=update)
+            self.on(own[0][0].device).update_(*own, rule=rule, update=update)
 
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.lamb_norms`; its lists lie on one device."""
         own, update = _own_parts((params, grads, *state), update)
-        return self._of(own[0][0].device).lamb_norms(*own, rule=rule, update=update)
+        return self.on(own[0][0].device).lamb_norms(*own, rule=rule, update=update)
 
 
 def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tensors], Update]:
@@ -209,7 +183,8 @@ def _in_order(numbers: dict[int, torch.Tensor]) -> torch.Tensor:
     return stack([numbers[place] for place in range(len(numbers))])
 
 
-def _pick(places: Sequence[int], *lists: Sequence[Any]) -> Sequence[Sequence[Any]]:
+def _pick(places: Sequence[int], *given: Any) -> Sequence[Any]:
+    """The places of what is a list, and all else as it is."""
     if isinstance(places, range):  # all of them
-        return lists
-    return [[column[place] for place in places] for column in lists]
+        return given
+    return [[arg[place] for place in places] if isinstance(arg, Sequence) else arg for arg in given]
