@@ -24,6 +24,7 @@ from engine.test_interrupts import interrupt, lines_of, sample
 from preamp.core.undo import UndoStack
 from preamp.engine.loop import Block
 
+LEVELS = ("O1", "O2", "O5")
 SCALE = 2.0**10
 
 
@@ -169,6 +170,7 @@ def check(
         return run
 
     is_left = prepare is left_scaled or part is LEAVES_SCALED
+    other = Run(level, 1, scale)  # while it is open, casts stay where they are
     allowed = [fresh().finish(is_left)]
     run = fresh()
     lines = sample(lines_of(part(run)), every, offset)
@@ -187,6 +189,7 @@ def check(
         run.block = None
         assert run.finish(is_left) in allowed, f"after an interrupt at {line}"
     assert hits >= 0.8 * len(lines)
+    other.engine.close()
 
 
 LEAVES_SCALED = ending(delay_unscale=True)
@@ -204,10 +207,12 @@ BEFORE = {"nothing": nothing, "accumulated": accumulated, "left scaled": left_sc
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_many_lines(level: str, count: int, part: str, before: str) -> None:
+    """Each line at one of the levels, with one model or two."""
     scale = 8.0 if level == "O5" else "dynamic"
-    check(level, count, scale, BEFORE[before], PARTS[part], every=4, offset=count)
+    offset = 2 * LEVELS.index(level) + count - 1
+    check(level, count, scale, BEFORE[before], PARTS[part], every=2 * len(LEVELS), offset=offset)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +286,7 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
             return run, scaler, scaler.update
         return run, scaler, lambda: scaler.unscale_(run.optimizers[0])
 
+    other = Run(level, 1, "dynamic")  # while it is open, casts stay where they are
     run, scaler, whole = prepared()
     # What has been added in place within a kernel cannot be told from what has not.
     kernels = os.sep + "kernels" + os.sep
@@ -302,6 +308,7 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
         seen = go_on(run, scaler) if is_over else finish(run, scaler)
         assert seen in allowed, f"after an interrupt at {line}"
     assert hits >= 0.8 * len(lines)
+    other.engine.close()
 
 
 @pytest.mark.full
