@@ -98,6 +98,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("return p - number * u, m, v", "return p - number * m, m, v"),
         ("return a if condition else b", "return b"),
         ("work.numbers_of(rule) * c2**0.5 + rule.eps", "work.numbers_of(rule) * c2 + rule.eps"),
+        ('"told", module=__name__)', '"told")'),
     ),
     ("kernels/jit/ops.py", KERNELS): (
         ("enumerate(self.part.rows) if place != 1]", "enumerate(self.part.rows) if place > 1]"),

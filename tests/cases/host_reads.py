@@ -42,11 +42,11 @@ def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The back end for CPUs may read: it waits for nobody. So CPUs take another one here."""
     reference = Reference()
     for ops in (backend(), backend("auto")):  # two objects, since the choice is remembered by call
-        chosen = ops._of
+        chosen = ops.on
 
         def choose(device: torch.device, chosen: Any = chosen) -> Ops:
             return reference if device.type == "cpu" else chosen(device)
 
-        monkeypatch.setattr(ops, "_of", choose)
+        monkeypatch.setattr(ops, "on", choose)
     for room in (tensors, loop, on_device, trace, session, overflow, scaler):
         monkeypatch.setattr(room, "host_reaches", lambda _: False)
