@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Compile updates for NVIDIA's GPUs without one: ``python compiling.py 80 90``.
 
-Prints a list in JSON, a row for each architecture and update: ``registers``, ``spilled`` bytes,
-``fused`` products, ``inexact`` instructions, and ``moves`` of values between threads in the loop
-over whole blocks.
+Prints a list in JSON, a row for each architecture and update: ``registers`` of a thread and bytes
+of its ``stack`` in the machine code, ``fused`` products, ``inexact`` instructions, and ``moves`` of
+values between threads in the loop over whole blocks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Compiled:
     arch: int
     update: str
     registers: int
-    spilled: int
+    stack: int
     fused: int
     inexact: int
     moves: int
@@ -112,23 +112,20 @@ def first_loop(ttgir: str) -> str:
     return ttgir[head.start() : end.end()]
 
 
-def assemble(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers, and bytes that are spilled."""
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of the stack, where what is spilled lies."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    # The newer of both, where there are two
-    newest = max(folder.glob("ptxas*"), key=lambda path: len(path.name))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        target = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
-        command = [newest, "-v", target, file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (registers,) = re.findall(r"Used (\d+) registers", said)
-    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+        command = [folder / "cuobjdump", "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    return int(registers), int(stack)
 
 
 def compiled(kernel: Any, values: dict[str, Any], arch: int, update: str) -> Compiled:
-    names = {"num_warps", "enable_fp_fusion", "maxnreg"} & values.keys()
+    names = {"num_warps", "enable_fp_fusion"} & values.keys()
     options = {name: values.pop(name) for name in names}
     made: Any = triton.compile(
         ASTSource(
@@ -140,12 +137,12 @@ def compiled(kernel: Any, values: dict[str, Any], arch: int, update: str) -> Com
         options=options,
     )
     ptx = made.asm["ptx"]
-    registers, spilled = assemble(ptx, arch)
+    registers, stack = resources(made.asm["cubin"])
     return Compiled(
         arch,
         update,
         registers,
-        spilled,
+        stack,
         fused=len(re.findall(r"fma\.rn\.f(?:32|64)", ptx)),
         inexact=len(re.findall(r"div\.full|\.approx", ptx)),
         moves=len(re.findall(r"convert_layout|local_store|barrier", first_loop(made.asm["ttgir"]))),

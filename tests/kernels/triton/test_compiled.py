@@ -18,15 +18,16 @@ ARCHS = (80, 89, 90, 100)
 
 
 @pytest.fixture(scope="module")
-def updates() -> list[dict[str, Any]]:
+def updates(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Rows of ``compiling.py``, in a process whose kernels are not interpreted."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     version = importlib.metadata.version("triton").split(".")
     if tuple(map(int, version[:2])) < (3, 6):
-        pytest.skip("its compiler has other names")
+        pytest.skip("earlier compilers take and return what a kernel is in other forms")
     script = Path(__file__).with_name("compiling.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     ran = subprocess.run(
         [sys.executable, script, *map(str, ARCHS)],
         env=environment,
@@ -38,15 +39,18 @@ def updates() -> list[dict[str, Any]]:
     return json.loads(ran.stdout)
 
 
+# Registers that a thread may take; with 80, six blocks of 128 threads fit into a multiprocessor.
+MOST = {"adam-compact": 200}
+
+
 @pytest.mark.full
 def test_updates_on_nvidia(updates: list[dict[str, Any]]) -> None:
-    """Rounding is exact, and four blocks of 128 threads fit into a multiprocessor's registers.
+    """Rounding is exact, nothing is spilled, and registers and waits stay as few as they are.
 
     A barrier in the loop is one wait of all threads for each block of 1,024 elements.
     """
     assert {row["arch"] for row in updates} == set(ARCHS)
     for row in updates:
-        assert row["fused"] == row["inexact"] == 0, row
-        assert row["registers"] <= 128, row
-        assert row["spilled"] == 0, row
+        assert row["fused"] == row["inexact"] == row["stack"] == 0, row
+        assert row["registers"] <= MOST.get(row["update"], 80), row
         assert row["moves"] == (2 if row["update"] == "adam-compact" else 0), row

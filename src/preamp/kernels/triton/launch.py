@@ -57,15 +57,6 @@ def launch(function: Any, grid: tuple[int, ...], table: Table, **arguments: Any)
         )
 
 
-def limits() -> dict[str, int]:
-    """Options of updates of lists in fewer bits, which would take 168 registers of a thread.
-
-    NVIDIA's compiler finds a way with 128, without spilling, and four blocks fit where three did.
-    The others' have no such option.
-    """
-    return {"maxnreg": 128} if torch.version.cuda else {}
-
-
 def width_of(*written: torch.dtype | None) -> int:
     """``WIDTH`` of kernels that write lists of these dtypes; they access no more than eight."""
     return min([8, *(16 // dtype.itemsize for dtype in written if dtype is not None)])

@@ -20,7 +20,6 @@ from preamp.kernels.triton.launch import (
     check_devices,
     given,
     launch,
-    limits,
     moved,
     number,
     scalar,
@@ -103,7 +102,6 @@ class Places:
             CHUNK=CHUNK,
             WIDTH=width_of(*[self.dtypes.get(name) for name in "PMV"]),
             **(self.kept | arguments),
-            **({} if self.update.stored is None else limits()),
         )
         torch.autograd.graph.increment_version(self.written)
 
