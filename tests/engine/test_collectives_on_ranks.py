@@ -183,3 +183,31 @@ def test_who_only_tells_and_who_repeats_it(tmp_path: Path) -> None:
             assert_same(theirs, mine.to(halves[0].dtype).float(), level)
         assert told == [0, 1, 0]
         assert second[level][2] == [1, 0, 0]  # the broadcast was the first time
+
+
+def of_several_engines(rank: int) -> dict[str, Any]:
+    """Each of three hears of its own weights, also after another has ended; then nobody listens."""
+    before = dict(vars(dist.ProcessGroup))
+    runs = [start(level, rank) for level in (*WITH_MASTERS, WITH_MASTERS[0])]
+    found: dict[str, Any] = {}
+    for turn in (0, 1):
+        for model, optimizer in runs:
+            step(model, optimizer, rank)
+            for param in model.parameters():
+                dist.broadcast(param.data, turn)
+            step(model, optimizer, 9)
+        found[f"{turn}"] = [weights(*run) for run in runs]
+        preamp.engine_of(runs.pop(turn)[0]).close()  # the eldest, then the youngest
+    assert dict(vars(dist.ProcessGroup)) != before
+    preamp.engine_of(runs.pop()[0]).close()
+    assert dict(vars(dist.ProcessGroup)) == before
+    return found
+
+
+def test_each_of_several_engines_hears_of_its_own_weights(tmp_path: Path) -> None:
+    first, second = run_ranks(of_several_engines, tmp_path)
+    assert [len(runs) for runs in first.values()] == [3, 2]
+    for turn, runs in first.items():
+        for one, other in zip(runs, second[turn], strict=True):
+            for mine, theirs in zip(one, other, strict=True):
+                assert_same(mine, theirs, turn)

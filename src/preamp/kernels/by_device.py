@@ -24,8 +24,8 @@ _is_on_cpu: Callable[[Any], bool] = attrgetter("is_cpu")
 def _on_each(op: str, decides: int = 0) -> Any:
     """An op of which each place of its lists is computed by itself; see `Ops` for what it takes.
 
-    Each goes to the device of its tensor in the list that ``decides``. What is returned for it
-    comes back in the order of the lists.
+    Each goes to the device of its tensor in the list that ``decides``. Returned is what came back
+    for each, in the order of the lists; of ops in place nothing does.
     """
 
     def run(self: ByDevice, *given: Any) -> Any:
@@ -39,11 +39,18 @@ def _on_each(op: str, decides: int = 0) -> Any:
                 found.update(zip(places, results, strict=True))
         return [found[place] for place in range(len(found))]
 
+    run.__name__ = op
     return run
 
 
+_widen_add = _on_each("widen_add")
+
+
 class ByDevice(Ops):
-    """Every op of the table, handed on by device; ``name`` is what it was asked for by."""
+    """Every op of the table, handed on by device; ``name`` is what it was asked for by.
+
+    ``on(device)`` is the back end for the tensors of one device.
+    """
 
     def __init__(self, name: str, ops_of: Callable[[torch.device], Ops]) -> None:
         """Choose by ``ops_of``, once for each device."""
@@ -93,7 +100,7 @@ class ByDevice(Ops):
         addends: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor]:
         """See `preamp.kernels.ops.Ops.widen_add`."""
-        wide = _on_each("widen_add")(self, halves, factors, addends)
+        wide = _widen_add(self, halves, factors, addends)
         if has_sharded(halves):
             return [sharded_as(local, half) for local, half in zip(wide, halves, strict=True)]
         return wide

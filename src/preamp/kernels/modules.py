@@ -188,7 +188,7 @@ def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
         for key in _hooks_meant([table], is_meant):
             for beside in notes:  # as `_forward_hooks_with_kwargs`
                 beside.pop(key, None)
-            table.pop(key)  # last: by it, a call after an interrupt finds the notes again
+            table.pop(key, None)  # last: by it, a call after an interrupt finds the notes again
 
 
 def _hook_tables(owner: Any) -> dict[str, dict[int, object]]:

@@ -72,12 +72,11 @@ def _choose(condition, a, b):
 
 
 _FORMULAS = bound_formulas(part, root=np.sqrt, divide=_over, corrected=_times, choose=_choose)
-# By formula the type of its record, whose only field is a tuple of all that it is told. Found by
-# its name, as pickle asks: to numba a type that is not is another one in each process, of which no
-# machine code has been kept.
+# By formula the type of its record, whose only field is a tuple of all that it is told. Names of
+# this module: numba pickles other classes by value, and each process that reads these sees a new
+# type and compiles again.
 _RECORDS: dict[Formula, Any] = {
-    formula: namedtuple(f"{formula.__name__.title()}Record", "told", module=__name__)
-    for formula in _FORMULAS
+    formula: namedtuple(f"{formula.__name__.title()}Record", "told") for formula in _FORMULAS
 }
 globals().update({record.__name__: record for record in _RECORDS.values()})
 _BY_RECORD = {_RECORDS[formula]: compiled for formula, compiled in _FORMULAS.items()}

@@ -56,16 +56,19 @@ def check_numbers(kind: str, **values: Any) -> None:
 def check_betas(kind: str, betas: tuple[float, float]) -> None:
     """Raise ``ValueError`` unless there are two numbers, both at least 0 and below 1.
 
-    ``TypeError`` for what is no pair, or a pair of other things than numbers.
+    ``TypeError`` for what has no length, or holds other things than numbers.
     """
-    got, do = f"{kind} got betas={betas!r}", "The usual choice is betas=(0.9, 0.999)"
-    allowed = "betas are two numbers, each at least 0 and below 1"
+    refuse = bad_value
     try:
-        is_valid = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    except TypeError as error:
-        raise bad_type(got, allowed, do) from error
-    if not is_valid:
-        raise bad_value(got, allowed, do)
+        if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
+            return
+    except TypeError:
+        refuse = bad_type
+    raise refuse(
+        f"{kind} got betas={betas!r}",
+        "betas are two numbers, each at least 0 and below 1",
+        "The usual choice is betas=(0.9, 0.999)",
+    )
 
 
 def check_group(kind: str, group: dict[str, Any]) -> None:
