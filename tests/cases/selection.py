@@ -50,7 +50,7 @@ def examples(count: int) -> int:
 
 
 def combinations(*axes: Iterable[Any], size: int = 1) -> list[tuple[Any, ...]]:
-    """Combinations of values that have every ``size`` of them, and one more in the full suite.
+    """Combinations in which every ``size`` values occur together; ``size + 1`` in the full suite.
 
     For loops within a test that is marked ``more``; in its ranks too, which inherit the
     environment.
@@ -96,7 +96,7 @@ def covering(rows: Sequence[tuple[object, ...]], size: int) -> list[int]:
 
     Always the same for equal rows. Rows of at most ``size`` values are all chosen.
     """
-    if len(rows[0]) <= size:
+    if not rows or len(rows[0]) <= size:
         return list(range(len(rows)))
     sets = [set(itertools.combinations(enumerate(row), size)) for row in rows]
     missing = set[object]().union(*sets)

@@ -233,6 +233,7 @@ def load_from_others() -> None:
     Each way to share loads what each has saved, in one of the storages.
     """
     ways: tuple[Parallel, ...] = WAYS if dist.is_initialized() else ("none",)
+    assert len(RESHARDED) >= len(ways)
     for turn, (storage, level) in enumerate(RESHARDED):
         single = Run(storage, "none", level=level)
         single.step(0)

@@ -7,6 +7,7 @@ of it: a step, and a further iteration, give the very same numbers and loss scal
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -20,11 +21,10 @@ from torch.amp.grad_scaler import OptState
 import preamp
 from cases.models import Exact, loss_of
 from cases.optimizers import clone_state
-from engine.test_interrupts import interrupt, lines_of, sample
+from engine.test_interrupts import Line, interrupt, lines_of, sample
 from preamp.core.undo import UndoStack
-from preamp.engine.loop import Block
+from preamp.engine.block import Block
 
-LEVELS = ("O1", "O2", "O5")
 SCALE = 2.0**10
 
 
@@ -155,36 +155,42 @@ def end_block(run: Run) -> None:
         run.leave()
 
 
-def check(
-    level: str, count: int, scale: Any, prepare: Prepare, part: Part, every: int, offset: int
-) -> None:
-    """Interrupt ``part`` at lines of it, each in a run of its own."""
+def prepared(level: str, count: int, prepare: Prepare) -> Run:
+    """A run that has taken a step."""
+    run = Run(level, count, 8.0 if level == "O5" else "dynamic")
+    run.backward(0)
+    run.step()
+    run.zero()
+    prepare(run)
+    return run
 
-    def fresh(*, prepared: bool = True) -> Run:
-        run = Run(level, count, scale)
-        run.backward(0)
-        run.step()
-        run.zero()
-        if prepared:
-            prepare(run)
-        return run
 
-    is_left = prepare is left_scaled or part is LEAVES_SCALED
-    other = Run(level, 1, scale)  # while it is open, casts stay where they are
-    allowed = [fresh().finish(is_left)]
-    run = fresh()
-    lines = sample(lines_of(part(run)), every, offset)
+def lines_in(run: Run, part: Part) -> list[Line]:
+    """Each line of a part the first and the last time; the whole of it is run."""
+    lines = sample(lines_of(part(run)), 1, 0)
     end_block(run)
+    return lines
+
+
+def check(
+    level: str, count: int, prepare: Prepare, part: Part, chosen: Callable[[int, Line], bool]
+) -> None:
+    """Interrupt ``part`` at the lines that are ``chosen``, by number too, in a run for each."""
+    is_left = prepare is left_scaled or part is LEAVES_SCALED
+    other = prepared(level, 1, nothing)  # while it is open, casts stay where they are
+    allowed = [prepared(level, count, prepare).finish(is_left)]
+    run = prepared(level, count, prepare)
+    lines = [line for number, line in enumerate(lines_in(run, part)) if chosen(number, line)]
     allowed.append(run.finish(is_left))
     if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
-        allowed.append(fresh(prepared=False).finish(is_left))
-        run = fresh()
+        allowed.append(prepared(level, count, nothing).finish(is_left))
+        run = prepared(level, count, prepare)
         factor = float("inf") if part is OVERFLOWS else 1.0
         run.backward(2, factor, delay_unscale=True)
         allowed.append(run.finish(is_left))
     hits = 0
     for line in lines:
-        run = fresh()
+        run = prepared(level, count, prepare)
         hits += interrupt(part(run), line)
         run.block = None
         assert run.finish(is_left) in allowed, f"after an interrupt at {line}"
@@ -203,16 +209,37 @@ PARTS = {
 BEFORE = {"nothing": nothing, "accumulated": accumulated, "left scaled": left_scaled}
 
 
+KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]
+
+
+@functools.cache
+def turns(part: str, before: str) -> dict[tuple[str, int], tuple[str, int]]:
+    """By file and line: one of the levels and numbers of models that run the line."""
+    having: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for kind in KINDS:
+        run = prepared(*kind, BEFORE[before])
+        for place in {place_of(line) for line in lines_in(run, PARTS[part])}:
+            having.setdefault(place, []).append(kind)
+        run.engine.close()
+    return {
+        place: kinds[number % len(kinds)]
+        for number, (place, kinds) in enumerate(sorted(having.items()))
+    }
+
+
+def place_of(line: Line) -> tuple[str, int]:
+    return line.code.co_filename, line.number
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("level", LEVELS)
-def test_many_lines(level: str, count: int, part: str, before: str) -> None:
-    """Each line at one of the levels, with one model or two."""
-    scale = 8.0 if level == "O5" else "dynamic"
-    offset = 2 * LEVELS.index(level) + count - 1
-    check(level, count, scale, BEFORE[before], PARTS[part], every=2 * len(LEVELS), offset=offset)
+@pytest.mark.parametrize(("level", "count"), KINDS)
+def test_every_line(level: str, count: int, part: str, before: str) -> None:
+    """Each at one of the levels, with one model or two."""
+    mine = {place for place, kind in turns(part, before).items() if kind == (level, count)}
+    assert mine
+    check(level, count, BEFORE[before], PARTS[part], lambda _, line: place_of(line) in mine)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +254,7 @@ def test_many_lines(level: str, count: int, part: str, before: str) -> None:
     ],
 )
 def test_some_lines(level: str, count: int, before: str, part: str) -> None:
-    scale = 8.0 if level == "O5" else "dynamic"
-    check(level, count, scale, BEFORE[before], PARTS[part], every=120, offset=60)
+    check(level, count, BEFORE[before], PARTS[part], lambda number, _: number % 120 == 60)
 
 
 # -- a GradScaler ----------------------------------------------------------------------------------
@@ -278,7 +304,7 @@ def go_on(run: Run, scaler: Any) -> list[Any]:
 
 
 def check_scaler(level: str, count: int, call: str, overflows: bool, every: int) -> None:
-    def prepared() -> tuple[Run, Any, Callable[[], object]]:
+    def begun() -> tuple[Run, Any, Callable[[], object]]:
         run, scaler = loop(level, count, overflows=overflows)
         if call == "update":
             for optimizer in run.optimizers:
@@ -287,13 +313,13 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
         return run, scaler, lambda: scaler.unscale_(run.optimizers[0])
 
     other = Run(level, 1, "dynamic")  # while it is open, casts stay where they are
-    run, scaler, whole = prepared()
+    run, scaler, whole = begun()
     # What has been added in place within a kernel cannot be told from what has not.
     kernels = os.sep + "kernels" + os.sep
     every_line = [line for line in lines_of(whole) if kernels not in line.code.co_filename]
     lines = sample(every_line, every, 0)
     if call == "update":
-        run, scaler, _ = prepared()
+        run, scaler, _ = begun()
     allowed = [finish(run, scaler)]
     if call == "unscale_":  # the latter backward may be taken back, of this optimizer
         run, scaler = loop_before(level, count)
@@ -302,7 +328,7 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
         allowed.append(finish(run, scaler))
     hits = 0
     for line in lines:
-        run, scaler, whole = prepared()
+        run, scaler, whole = begun()
         hits += interrupt(whole, line)
         is_over = call == "update" and not scaler._per_optimizer_states
         seen = go_on(run, scaler) if is_over else finish(run, scaler)
