@@ -98,7 +98,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("return p - number * u, m, v", "return p - number * m, m, v"),
         ("return a if condition else b", "return b"),
         ("work.numbers_of(rule) * c2**0.5 + rule.eps", "work.numbers_of(rule) * c2 + rule.eps"),
-        ('"told", module=__name__)', '"told")'),
+        ("globals().update({record.__name__: record for record in _RECORDS.values()})", ""),
     ),
     ("kernels/jit/ops.py", KERNELS): (
         ("enumerate(self.part.rows) if place != 1]", "enumerate(self.part.rows) if place > 1]"),
@@ -232,12 +232,14 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ('"torch", "softmax log_softmax"', '"torch", "log_softmax"'),
     ),
     ("report/course.py", "report"): (("o.old_scale <= floor", "o.old_scale < floor"),),
-    ("engine/loop.py", ENGINE): (
+    ("engine/block.py", ENGINE): (
         ("self._reaction = self._reaction or adjust", "self._reaction = adjust"),
         ("            steps += [self._end_ranks, self._follow_unreduced]\n", "            pass\n"),
+        ('if self.reached != {"loss"}:', "if True:"),
+    ),
+    ("engine/clipping.py", ENGINE): (
         ("_EPS = 1e-6", "_EPS = 0.0"),
         ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
-        ('if self.reached != {"loss"}:', "if True:"),
     ),
     ("engine/session.py", ENGINE): (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),

@@ -19,7 +19,7 @@ from doctor.harness import examine
 from preamp.doctor import Examination, select_rules
 from preamp.doctor.detector import Detector
 from preamp.doctor.rules.loss_scale import Stepping
-from preamp.engine.loop import Block
+from preamp.engine.block import Block
 from preamp.scaling import LossScaler
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

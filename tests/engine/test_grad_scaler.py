@@ -1229,7 +1229,7 @@ def test_an_interrupted_scale_can_be_followed_by_another(
 ) -> None:
     model, optimizer, scaler = _linear(level)
     with monkeypatch.context() as patched:
-        patched.setattr("preamp.engine.loop.Block.part", _interrupt)
+        patched.setattr("preamp.engine.block.Block.part", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             scaler.scale(model(torch.ones(1, 64)).sum())
     scaler.scale(model(torch.ones(1, 64)).sum()).backward()

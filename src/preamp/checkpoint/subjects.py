@@ -17,7 +17,7 @@ from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.tensors import memory_order, stored_grad
 from preamp.engine import Engine, find_engine
-from preamp.engine.loop import bare
+from preamp.engine.lookup import bare
 from preamp.kernels import fsdp
 from preamp.kernels.stored import scales_shape
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of

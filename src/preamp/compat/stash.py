@@ -12,7 +12,7 @@ import torch
 from preamp.compat.scaler import LossScaler
 from preamp.core.undo import Step, all_or_nothing, set_attribute
 from preamp.engine import Engine
-from preamp.engine.loop import unscale
+from preamp.engine.block import unscale
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.optim import is_master

@@ -22,7 +22,7 @@ from preamp.core.ranks import (
 from preamp.core.tensors import in_memory_order, memory_order
 from preamp.distributed.groups import collectives, default_group, require_group
 from preamp.engine.agreement import compare_ranks
-from preamp.engine.loop import bare, engine_of
+from preamp.engine.lookup import bare, engine_of
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.stored import scales_shape
 from preamp.optim import LARC, Twin, leaf_of, pair_of

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The room that wires the others: initialize, the engine, scale_loss, step."""
 
+from preamp.engine.block import scale_loss as scale_loss
 from preamp.engine.casts import audit_casts as audit_casts
+from preamp.engine.clipping import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine.engine import Engine as Engine
 from preamp.engine.engine import detect_overflow as detect_overflow
 from preamp.engine.entrance import Entrance as Entrance
@@ -11,14 +13,12 @@ from preamp.engine.initialize import create_engine as create_engine
 from preamp.engine.initialize import initialize as initialize
 from preamp.engine.initialize import start as start
 from preamp.engine.inventory import count_memory as count_memory
-from preamp.engine.loop import as_optimizers as as_optimizers
-from preamp.engine.loop import clip_grad_norm_ as clip_grad_norm_
-from preamp.engine.loop import common_engine as common_engine
-from preamp.engine.loop import engine_of as engine_of
-from preamp.engine.loop import find_engine as find_engine
-from preamp.engine.loop import load_state_dict as load_state_dict
-from preamp.engine.loop import scale_loss as scale_loss
-from preamp.engine.loop import state_dict as state_dict
+from preamp.engine.lookup import as_optimizers as as_optimizers
+from preamp.engine.lookup import common_engine as common_engine
+from preamp.engine.lookup import engine_of as engine_of
+from preamp.engine.lookup import find_engine as find_engine
+from preamp.engine.lookup import load_state_dict as load_state_dict
+from preamp.engine.lookup import state_dict as state_dict
 from preamp.engine.overflow import OverflowCause as OverflowCause
 from preamp.engine.params import master_params as master_params
 from preamp.engine.recording import Recording as Recording

@@ -17,7 +17,7 @@ from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
-from preamp.engine.loop import bare, find_engine, is_optimizer
+from preamp.engine.lookup import bare, find_engine, is_optimizer
 from preamp.kernels.data_parallel import uses_reducer
 from preamp.policy import Policy
 

@@ -21,7 +21,8 @@ from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
 from preamp.core.undo import run_to_end
 from preamp.engine import refusals
-from preamp.engine.loop import Block, as_optimizers, bare, check_loss, common_engine
+from preamp.engine.block import Block, check_loss
+from preamp.engine.lookup import as_optimizers, bare, common_engine
 from preamp.engine.optimizer_hooks import find_closure, replace_closure, skips_step
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote

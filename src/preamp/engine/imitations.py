@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from preamp.engine.engine import Engine
-from preamp.engine.loop import bare
+from preamp.engine.lookup import bare
 
 
 def serve_imitations(engine: Engine) -> None:

@@ -37,7 +37,7 @@ from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
 from preamp.engine.layers import cast_new_layers, hook_layers
-from preamp.engine.loop import find_engine
+from preamp.engine.lookup import find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from preamp.core.errors import bad_state, bad_type, with_article
-from preamp.engine.loop import bare, find_engine
+from preamp.engine.lookup import bare, find_engine
 
 
 def step_scheduler(scheduler: Any, optimizer: Any, *args: Any) -> bool:

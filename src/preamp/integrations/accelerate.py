@@ -15,7 +15,7 @@ from torch import nn
 
 from preamp.core.errors import bad_state
 from preamp.engine import clip_grad_norm_
-from preamp.engine.loop import find_engine, is_optimizer
+from preamp.engine.lookup import find_engine, is_optimizer
 from preamp.integrations.shared import (
     EngineScaler,
     Options,

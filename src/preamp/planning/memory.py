@@ -15,7 +15,7 @@ from torch import nn
 
 from preamp.core.errors import bad_value
 from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
-from preamp.engine.loop import bare
+from preamp.engine.lookup import bare
 from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (

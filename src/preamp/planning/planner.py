@@ -16,7 +16,7 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampError, bad_state, bad_type, bad_value, with_article
 from preamp.core.program import line_of_error, shown
 from preamp.core.randomness import untouched_random
-from preamp.engine.loop import bare, find_engine
+from preamp.engine.lookup import bare, find_engine
 from preamp.kernels.wide_half import native_products
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer

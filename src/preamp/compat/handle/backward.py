@@ -17,7 +17,8 @@ from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, run_to_end, set_attribute
-from preamp.engine.loop import check_loss, find_engine
+from preamp.engine.block import check_loss
+from preamp.engine.lookup import find_engine
 from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
 from preamp.optim import DirectGradients

@@ -21,7 +21,7 @@ from preamp.core.undo import UndoStack
 from preamp.doctor.probes.watch import around
 from preamp.doctor.rule import current_place, current_places, frames
 from preamp.doctor.seen import Origin, Source
-from preamp.engine.loop import Block
+from preamp.engine.block import Block
 from preamp.kernels.autograd import constant_factor, is_mean, leaves_through
 from preamp.scaling import LossScaler
 

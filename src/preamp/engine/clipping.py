@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``clip_grad_norm_``: gradients are measured, and factors take the rest of the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from preamp.core.errors import bad_state, bad_type, with_article
+from preamp.core.splits import Splits
+from preamp.core.tensors import all_finite, dtype_of, has_sharded, host_reaches, kinds_of
+from preamp.engine import refusals
+from preamp.engine.engine import Engine, engines_in_use
+from preamp.engine.lookup import bare, engine_of, find_engine, is_optimizer
+from preamp.engine.session import OptimizerSession, Stage
+from preamp.kernels import Ops
+from preamp.optim import WeightTable, leaves_of
+from preamp.optim.rank_norms import norm_of_order, total_norm
+
+_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+def clip_grad_norm_(
+    parameters: torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Clip unscaled gradients, as one vector: those of an optimizer, or of parameters.
+
+    ``factor = min(1, max_norm / (norm + 1e-6))``, the formula of
+    ``torch.nn.utils.clip_grad_norm_``. Half gradients are not touched: the factor joins the one
+    that unscales them. Writes to gradients through ``grad.data`` leave no trace in torch, and may
+    be missing in the norm; write to ``grad`` itself.
+
+    Args:
+        parameters: An optimizer given to ``preamp.initialize``, for everything that it updates;
+            or, as in torch, parameters of models of one such call: an iterable of them or a single
+            one, half ones or masters. Those without a gradient are passed over. What an optimizer
+            has besides stays as it is.
+        max_norm: Largest norm that stays as it is.
+        norm_type: 2 for the Euclidean norm; any other, ``inf`` included, makes float32 gradients
+            of the half ones first.
+        error_if_nonfinite: Raise where the norm is infinite or nan, as after an overflow.
+        foreach: Ignored; torch has it.
+
+    Returns:
+        float32 scalar tensor: the norm before clipping. Infinite or nan after an overflow, when
+        the coming ``step`` is skipped.
+
+    Raises:
+        PreampStateError: The optimizer has no engine, parameters with gradients have none or
+            several, no optimizer updates them, or gradients are still scaled, or released.
+        TypeError: ``parameters`` is neither.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing was clipped.
+
+    Mutates:
+        Gradients. Synchronises with the device: never, but for ``error_if_nonfinite``.
+    """
+    del foreach
+    engine, sessions, only = _to_clip(parameters)
+    if engine.policy.storage.release_gradients:
+        raise refusals.needs_gradients("clip_grad_norm_")
+    for session in sessions:
+        _check_can_clip(session)
+    is_euclidean = norm_type == 2.0
+    found = _gradients_of(sessions, only, all_made=not is_euclidean)
+    norm = None
+    if is_euclidean and only is None:
+        books = sessions[0].gradients
+        norm = books.known_norm.take(books.marks)
+    if norm is None:
+        norm = found.norm(engine, norm_type)
+    if not any([scaler.is_dynamic for scaler in engine.scalers]):
+        engine.ledger.look("the norm of the gradients", norm.device, partial(all_finite, norm))
+    if is_euclidean and only is None:
+        for tell in engine.events.norm_taken:
+            tell(sessions[0], norm)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be "
+            "clipped. Pass error_if_nonfinite=False, and the coming step is skipped."
+        )
+    # A norm on the host that is below the bound, by more than rounding, needs no factor.
+    if not (host_reaches(norm) and norm.item() < 0.999 * (max_norm - _EPS)):
+        found.multiply_(engine.ops, (max_norm / (norm + _EPS)).clamp(max=1.0))
+    return norm
+
+
+def _check_can_clip(session: OptimizerSession) -> None:
+    session.end_left_open()
+    session.take_in_shown()
+    if session.gradients.is_open:
+        raise refusals.inside_block("clip_grad_norm_")
+    if session.gradients.stage is Stage.SCALED:
+        raise bad_state(
+            "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
+            "Only unscaled gradients have a norm that means anything",
+            "Clip after the last scale_loss of the accumulation, called without delay_unscale",
+        )
+
+
+def _to_clip(given: Any) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
+    """The engine, the optimizers, and the ``id`` of the model's parameters, if not all of one."""
+    if isinstance(given, torch.Tensor):
+        params = [given]
+    elif is_optimizer(given) or not isinstance(given, Iterable):
+        engine = engine_of(given)
+        session = engine.sessions.get(id(bare(given)))
+        if session is None:
+            raise _not_to_clip(given)
+        return engine, [session], None
+    else:
+        params = list(cast("Iterable[Any]", given))
+        for param in params:
+            if not isinstance(param, torch.Tensor):
+                raise _not_to_clip(param)
+    leaves = {id(leaf): leaf for leaf in leaves_of(params)}
+    engine = _engine_with(leaves)
+    owned = {id(s): frozenset(map(id, s.model_params())) for s in engine.sessions.values()}
+    sessions = [s for s in engine.sessions.values() if not owned[id(s)].isdisjoint(leaves)]
+    if len(sessions) == 1 and owned[id(sessions[0])].issubset(leaves):
+        return engine, sessions, None
+    return engine, sessions, frozenset(leaves)
+
+
+def _not_to_clip(given: Any) -> TypeError:
+    return bad_type(
+        f"clip_grad_norm_ was given {with_article(type(given).__name__)}",
+        "It takes one optimizer, parameters, or a single tensor",
+        "Pass the optimizer that preamp.initialize returned, or model.parameters()",
+    )
+
+
+def _engine_with(leaves: Mapping[int, torch.Tensor]) -> Engine:
+    """The one engine whose optimizers update what has a gradient."""
+    needed = {key for key, leaf in leaves.items() if leaf.grad is not None}
+    every = [(engine, _updated_leaves(engine)) for engine in engines_in_use()]
+    having = [engine for engine, own in every if not own.isdisjoint(leaves)]
+    whole = [engine for engine, own in every if needed <= own and engine in having]
+    if len(whole) > 1:  # one that the model has left, or that waits for the garbage collector
+        whole = [e for e in whole if any(find_engine(model) is e for model in e.own_models)]
+    if len(whole) == 1:
+        return whole[0]
+    if len(having) > 1:
+        got = "parameters of several engines"
+        do = "Call it once for each optimizer: preamp.clip_grad_norm_(optimizer, max_norm)"
+    elif leaves:
+        which = "parameters, some of which" if having else "parameters that"
+        got = f"{which} no optimizer given to preamp.initialize updates"
+        do = "Pass the optimizer, or only parameters that it updates"
+    else:
+        got = "no parameters"
+        do = "Pass the optimizer, or a list: a generator can be read only once"
+    raise bad_state(
+        f"clip_grad_norm_ was given {got}",
+        "A norm is taken of gradients that the optimizers of one preamp.initialize unscale",
+        do,
+    )
+
+
+def _updated_leaves(engine: Engine) -> frozenset[int]:
+    sessions = engine.sessions.values()
+    return frozenset(id(leaf) for session in sessions for leaf in session.model_params())
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """What is clipped together."""
+
+    made: list[Any]  # gradients that lie in memory as they are
+    lazy: list[tuple[WeightTable, list[int]]]  # rows of half gradients, yet to be unscaled
+    halves: list[Any]  # these
+    factors: list[Any]  # what unscales them
+    owners: list[torch.Tensor]  # the model's parameters, of the made ones and then of the others
+    splits: Splits
+
+    def norm(self, engine: Engine, order: float) -> torch.Tensor:
+        """The norm of all, unscaled: a float32 scalar."""
+        made, splits, device = self.made, self.splits, engine.device
+        if order != 2.0:
+            return norm_of_order(made, order, self.owners, splits, device).float()
+        grads, factors = made + self.halves, [None] * len(made) + self.factors
+        if splits.given or has_sharded(self.owners) or torch.float64 in kinds_of(dtype_of, made):
+            return total_norm(engine.ops, grads, factors, self.owners, splits, device).float()
+        return engine.ops.l2norm(grads, factors, device)
+
+    @torch.no_grad()
+    def multiply_(self, ops: Ops, factor: torch.Tensor) -> None:
+        if self.made:
+            ops.scale_add_(self.made, factor, [None] * len(self.made))
+        for table, rows in self.lazy:
+            table.replace_factors(rows, factor)
+            if table.is_showing:
+                table.show()
+
+
+def _gradients_of(
+    sessions: Sequence[OptimizerSession], only: frozenset[int] | None, *, all_made: bool
+) -> _Gradients:
+    """The gradients of all that ``sessions`` update, or of parameters whose ``id`` is in it."""
+    found = _Gradients([], [], [], [], [], sessions[0].gradients.splits)
+    tables: dict[int, WeightTable] = {}
+    for session in sessions:  # before any is asked for what is not made yet
+        made, owners = session.gradients.made_gradients(all_of_them=all_made)
+        if only is not None:  # of a weight in two optimizers both tell the same
+            own = {*map(id, found.owners)}
+            pairs = zip(made, owners, strict=True)
+            pairs = [(g, p) for g, p in pairs if id(p) in only and id(p) not in own]
+            made, owners = [grad for grad, _ in pairs], [param for _, param in pairs]
+        found.made.extend(made)
+        found.owners.extend(owners)
+        tables.update((id(table), table) for table in session.gradients.tables)
+    for table in tables.values():
+        rows, halves, grads, factors = table.pending()
+        if only is not None:
+            places = [place for place, half in enumerate(halves) if id(half) in only]
+            rows, halves = [rows[i] for i in places], [halves[i] for i in places]
+            grads, factors = [grads[i] for i in places], [factors[i] for i in places]
+        found.lazy.append((table, rows))
+        found.halves.extend(grads)
+        found.factors.extend(factors)
+        found.owners.extend(halves)
+    return found

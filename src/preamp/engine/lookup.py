@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which engine a model or an optimizer has, and the state of that engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from preamp.core.errors import PreampStateError, bad_state, with_article
+from preamp.core.link import ATTRIBUTE, Link
+from preamp.engine.engine import Engine
+from preamp.optim import LARC
+
+# DistributedDataParallel and DataParallel; torch.compile; Fabric
+_WRAPPED_IN = ("module", "_orig_mod", "_forward_module")
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer inside a `LARC` or a framework's wrapper; anything else as it is."""
+    inner = _inside(optimizer)
+    return optimizer if inner is None else bare(inner)
+
+
+def _inside(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that ``optimizer`` forwards to, groups and state being the very same objects.
+
+    So do the wrappers of Accelerate, Lightning and Fabric. One with state of its own, as Lookahead
+    has, is an optimizer by itself; one that tells of its ``overflow`` scales by itself.
+    """
+    if isinstance(optimizer, LARC):
+        return optimizer.optim
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "overflow"):
+        return None
+    groups, state = inner.param_groups, inner.state
+    is_same = getattr(optimizer, "param_groups", None) is groups
+    return inner if is_same and getattr(optimizer, "state", state) is state else None
+
+
+def is_optimizer(thing: Any) -> bool:
+    """Whether it is an optimizer, or a wrapper that `bare` looks through."""
+    return isinstance(bare(thing), torch.optim.Optimizer)
+
+
+def find_engine(thing: Any) -> Engine | None:
+    """Return the open engine of a model or optimizer, or ``None``.
+
+    A model wrapped in DistributedDataParallel, DataParallel or ``torch.compile`` is looked into,
+    and so are `LARC` and what frameworks wrap optimizers in.
+    """
+    thing = bare(thing)
+    own: dict[str, Any] = getattr(thing, "__dict__", {})
+    if isinstance(own.get(ATTRIBUTE), Link):
+        target = cast("Link[object]", own[ATTRIBUTE]).target
+        if isinstance(target, Engine):
+            return target
+    modules: dict[str, Any] = own.get("_modules", {})
+    for name in _WRAPPED_IN:
+        if modules.get(name) is not None:
+            return find_engine(modules[name])
+    return None
+
+
+def engine_of(thing: Any) -> Engine:
+    """Return the engine that ``preamp.initialize`` made for a model or an optimizer.
+
+    Args:
+        thing: A model or optimizer given to ``initialize``; wrappers are looked through.
+
+    Raises:
+        PreampStateError: It has none: it never had, or its engine was closed.
+    """
+    engine = find_engine(thing)
+    if engine is None:
+        raise bad_state(
+            f"This {type(thing).__name__} has no engine",
+            "Models and optimizers have one from preamp.initialize until Engine.close",
+            "Pass it to preamp.initialize first, and keep the same object",
+        )
+    return engine
+
+
+def as_optimizers(optimizers: Any, who: str = "scale_loss") -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list, a single one too; wrapped ones are taken out."""
+    single = bare(optimizers)
+    if isinstance(single, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
+        return [single]
+    members = [bare(optimizer) for optimizer in cast("Iterable[Any]", optimizers)]
+    if not members:
+        raise bad_state(
+            f"{who} was given no optimizer",
+            "It needs every optimizer whose parameters get gradient from the loss",
+            "Pass the optimizer that preamp.initialize returned, or a list of them",
+        )
+    return members
+
+
+def common_engine(
+    optimizers: Sequence[Any], who: str = "scale_loss", initialize: str = "preamp.initialize"
+) -> Engine:
+    """Return the one engine that owns all ``optimizers``, which ``who`` was given.
+
+    ``initialize`` is the name by which the script knows it, for the errors.
+    """
+    engines = [find_engine(optimizer) for optimizer in optimizers]
+    first = engines[0]
+    for optimizer, engine in zip(optimizers, engines, strict=True):
+        if engine is None:
+            raise bad_state(
+                f"{who} was given {with_article(type(optimizer).__name__)} that was not "
+                "initialized",
+                f"It takes optimizers that went through {initialize}",
+                f"Call model, optimizer = {initialize}(model, optimizer, opt_level=…) "
+                "before the training loop",
+            )
+        if engine is not first:
+            raise bad_state(
+                f"{who} was given optimizers of different engines",
+                "One backward has one loss scale, so its optimizers must come from one "
+                f"{initialize} call",
+                f"Initialize them together: {initialize}([model_a, model_b], "
+                "[optimizer_a, optimizer_b], …)",
+            )
+    if first is None:  # unreachable: the loop above has raised
+        raise PreampStateError("no engine")
+    return first
+
+
+# -- what resumes a run, addressed by what belongs to the engine ----------------------------------
+
+
+def _owner_of(thing: Any) -> Engine:
+    return thing if isinstance(thing, Engine) else engine_of(thing)
+
+
+def state_dict(of: Engine | torch.optim.Optimizer | torch.nn.Module) -> dict[str, Any]:
+    """Return loss scales and step counters of an engine as plain data.
+
+    Together with the models' and optimizers' own ``state_dict`` this resumes training bitwise;
+    masters are in the models' (float32, exact). Loads with ``torch.load(weights_only=True)``.
+
+    Args:
+        of: The engine, or an optimizer or model given to ``preamp.initialize``.
+
+    Raises:
+        PreampStateError: ``of`` has no engine.
+    """
+    return _owner_of(of).state_dict()
+
+
+def load_state_dict(
+    of: Engine | torch.optim.Optimizer | torch.nn.Module, state: Mapping[str, Any]
+) -> None:
+    """Take over what `state_dict` returned, or what Apex's ``amp.state_dict()`` did.
+
+    Args:
+        of: The engine, or an optimizer or model given to ``preamp.initialize``.
+        state: Plain data.
+
+    Raises:
+        PreampStateError: ``of`` has no engine.
+        ValueError: Scalers are missing, left over or unreadable; nothing was applied.
+    """
+    _owner_of(of).load_state_dict(state)
