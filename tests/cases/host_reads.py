@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp.core import tensors
-from preamp.engine import block, clipping, overflow, session, trace
+from preamp.engine import clipping, overflow, session, trace
 from preamp.kernels import Ops, backend
 from preamp.kernels.reference import Reference
 from preamp.optim.fused import base as on_device
@@ -48,5 +48,5 @@ def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             return reference if device.type == "cpu" else chosen(device)
 
         monkeypatch.setattr(ops, "on", choose)
-    for room in (tensors, block, clipping, on_device, trace, session, overflow, scaler):
+    for room in (tensors, clipping, on_device, trace, session, overflow, scaler):
         monkeypatch.setattr(room, "host_reaches", lambda _: False)
