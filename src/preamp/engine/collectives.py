@@ -7,34 +7,17 @@ Torch counts no write of theirs, so without this the next step would restore the
 from __future__ import annotations
 
 import functools
-import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from preamp.casting.patches import PATCHES, Rank, SharedInstall
 from preamp.core.pytree import tensors_in
 from preamp.core.ranks import collectives, tells_some
-from preamp.core.undo import UndoStack
+from preamp.engine.engine import engines_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from preamp.engine.core import EngineCore
-
-_listening: Final[dict[object, weakref.ref[EngineCore]]] = {}  # weak: engines can be collected
-
-
-def listen_to_collectives(engine: EngineCore, undo: UndoStack) -> None:
-    """Note weights and masters that a collective is about to write to, until ``undo``.
-
-    It costs a collective a few microseconds for each engine, and nothing else anything. All calls
-    from Python are heard of, however a script has imported the function. What torch does in C++, as
-    its `DistributedDataParallel` does, or in compiled code, is not.
-    """
-    key = object()
-    undo.push(partial(_listening.pop, key, None))
-    _listening[key] = weakref.ref(engine)
-    _PATCHES.acquire(undo)
+    from preamp.core.undo import UndoStack
 
 
 def _patch(undo: UndoStack) -> None:
@@ -42,7 +25,13 @@ def _patch(undo: UndoStack) -> None:
         PATCHES.add(owner, name, Rank.PROBE, _heard, undo)
 
 
-_PATCHES: Final = SharedInstall(_patch)
+COLLECTIVES: Final = SharedInstall(_patch)
+"""While it is held, weights and masters that a collective is about to write to are noted.
+
+It costs a collective a few microseconds for each engine, and nothing else anything. All calls from
+Python are heard of, however a script has imported the function. What torch does in C++, as its
+`DistributedDataParallel` does, or in compiled code, is not.
+"""
 
 
 def _heard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,8 +46,7 @@ def _heard(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(written: Any) -> None:
     tensors = list(tensors_in(written))
-    for ref in list(_listening.values()):
-        engine = ref()
-        for session in () if engine is None else engine.sessions.values():
+    for engine in engines_in_use():
+        for session in engine.sessions.values():
             for table in session.gradients.tables:
                 table.expect_collective(tensors)

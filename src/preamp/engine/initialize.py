@@ -31,7 +31,7 @@ from preamp.core.log import say
 from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks, parts
-from preamp.engine.collectives import listen_to_collectives
+from preamp.engine.collectives import COLLECTIVES
 from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
@@ -315,7 +315,7 @@ def _attach(engine: Engine) -> None:
         for kind in map(ForeachType, master_types(engine.sessions.values())):
             engine.process_undo.hold(kind)
             kind.hold()
-        listen_to_collectives(engine, engine.process_undo)
+        COLLECTIVES.acquire(engine.process_undo)
     if policy.master_weights or policy.is_dynamic:  # masters need names; a step with zeros is told
         weak = weakref.ref(engine)
         names = NamedMasters(
