@@ -475,7 +475,7 @@ print(times, sorted(file.name for file in path.parent.iterdir()))
 """
 
 
-@pytest.mark.parametrize("every", [29, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.full)])
 @NAMES
 def test_interrupted_at_any_line_of_a_save(name: str, every: int, tmp_path: Path) -> None:
     """Neither is the process ended, as by torch's writer once in 400, nor a file lost."""

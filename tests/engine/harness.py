@@ -165,9 +165,6 @@ NAMESPACES: dict[str, Any] = {
 }
 
 
-MISSING = object()
-
-
 def _exactly(value: Any) -> Any:
     """An object by identity, a tensor by identity and contents."""
     if isinstance(value, torch.Tensor):
@@ -219,11 +216,9 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names of what two pictures disagree about."""
     found: list[str] = []
     for name in before.keys() | after.keys():
-        one, other = before.get(name, MISSING), after.get(name, MISSING)
-        if name in NAMESPACES:  # thousands of numbers, compared at once where they agree
-            if one != other:
-                changed = {key for key, _ in one.items() ^ other.items()}
-                found += [f"{name}.{key}" for key in changed]
-        elif not same(one, other):
+        if name in NAMESPACES:  # thousands of numbers, compared at once
+            changed = dict(before[name].items() ^ after[name].items())
+            found += [f"{name}.{key}" for key in changed]
+        elif name not in before or name not in after or not same(before[name], after[name]):
             found.append(name)
     return sorted(found)

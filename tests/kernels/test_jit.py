@@ -639,7 +639,7 @@ def test_later_processes_compile_no_update(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.name)
 def test_types_of_kernels_are_the_same_in_every_process(row: Any) -> None:
-    """In its index there is one more for each process of a class that is not found by its name."""
+    """Of a class that is not found by its name numba's index would have one for each process."""
     Case.of(row, BF16, "float32").run(JIT)
     for signature in loops.update.signatures:
         assert pickle.loads(pickle.dumps(signature)) == signature

@@ -24,31 +24,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cases.rules import BF16, F16, F32, FUSED, ROWS
+from cases.stored import Case
 from preamp.kernels import Update
-from preamp.kernels.rules import AdamRule, BiasCorrection, LambRule, Rule, SgdRule
-from preamp.kernels.stored import Format, Stored, scales_shape
+from preamp.kernels.rules import Rule
 from preamp.kernels.triton import Triton, launch
 
-SHAPE = (16, 256)
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-BETAS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-ADAM = AdamRule(lr=0.1, **BETAS, decoupled=True, bias_correction=BiasCorrection.MOMENTS)
-LAMB = LambRule(
-    lr=0.1,
-    **BETAS,
-    decoupled=True,
-    bias_correction=True,
-    grad_averaging=True,
-    uses_trust_ratio=True,
+ADAM = FUSED[0]
+LAMB = next(
+    row for row in ROWS if row.op == "lamb_" and row.rule.decoupled and row.rule.uses_trust_ratio
 )
-SGD = SgdRule(
-    lr=0.1,
-    momentum=0.9,
-    dampening=0.0,
-    weight_decay=0.1,
-    nesterov=False,
-    decays_after_momentum=False,
-)
+SGD = next(row for row in ROWS if row.op == "sgd_" and row.rule.momentum)
 
 
 @dataclass(frozen=True)
@@ -62,30 +48,23 @@ class Compiled:
     moves: int
 
 
-def of(dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.ones(SHAPE, dtype=dtype)]
-
-
 def updates() -> Iterator[tuple[str, Rule, list[list[torch.Tensor]], dict[str, Any]]]:
     """Names, rules, lists, and what the update is told."""
-    yield "adam-O5", ADAM, [of(F32), of(BF16), of(F32), of(F32)], {"halves": of(BF16)}
-    yield "adam-O2", ADAM, [of(F32), of(F16), of(F32), of(F32)], {"halves": of(F16)}
-    yield "sgd-O2", SGD, [of(F32), of(F16), of(F32)], {"halves": of(F16)}
-    yield "lamb-O5", LAMB, [of(F32), of(BF16), of(F32), of(F32)], {"halves": of(BF16)}
-    for half in (BF16, F16):
-        stored = Stored(lows=of(torch.int16))
-        yield f"adam-split-{half}", ADAM, [of(half), of(half), of(F32), of(F32)], {"stored": stored}
-    scales = [torch.ones(scales_shape(torch.Size(SHAPE)))]
-    stored = Stored(
-        lows=of(torch.int16),
-        formats=(Format.SIGNED, Format.UNSIGNED),
-        scales=(scales, scales),
-        seed=1,
-        numbers=[0],
-        starts=[0],
-    )
-    lists = [of(BF16), of(BF16), of(torch.int8), of(torch.uint8)]
-    yield "adam-compact", ADAM, lists, {"stored": stored}
+    for name, row, half in (
+        ("adam-O5", ADAM, BF16),
+        ("adam-O2", ADAM, F16),
+        ("sgd-O2", SGD, F16),
+        ("lamb-O5", LAMB, BF16),
+    ):
+        wide, halves = [torch.ones(16, 256)], [torch.ones(16, 256, dtype=half)]
+        yield name, row.rule, [wide, halves, *[wide] * row.states], {"halves": halves}
+    for name, half, kind in (
+        ("adam-split-bfloat16", BF16, "float32"),
+        ("adam-split-float16", F16, "float32"),
+        ("adam-compact", BF16, "8bit"),
+    ):
+        case = Case.of(ADAM, half, kind)
+        yield name, ADAM.rule, case.lists, {"stored": case.stored}
 
 
 def signature_of(kernel: Any, values: dict[str, Any]) -> dict[str, str]:
@@ -151,7 +130,6 @@ def compiled(kernel: Any, values: dict[str, Any], arch: int, update: str) -> Com
 
 def main(archs: list[int]) -> None:
     vars(launch)["COMPILED_FOR"] = ("cpu",)
-    torch.version.cuda = "13.0"  # as in torch's builds for these GPUs
     launched: list[tuple[Any, dict[str, Any]]] = []
 
     def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:

@@ -27,6 +27,7 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip("earlier compilers take and return what a kernel is in other forms")
     script = Path(__file__).with_name("compiling.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(script.parents[2])  # where the cases are
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     ran = subprocess.run(
         [sys.executable, script, *map(str, ARCHS)],
