@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def _start(rank: int, work: Callable[[int], Any], folder: str, world: int) -> No
     join_ranks(rank, world, Path(folder), _SECONDS)
     try:
         torch.save(work(rank), f"{folder}/{rank}.pt")
+        wait_for_others()
     finally:
         leave_ranks()
 
@@ -79,6 +81,16 @@ def join_ranks(rank: int, world: int, folder: Path, seconds: float) -> None:
         world_size=world,
         timeout=timedelta(seconds=seconds),
     )
+
+
+def wait_for_others() -> None:
+    """Return when all ranks have come here, or one has died.
+
+    A rank whose work is done may not leave while another still connects to it: making a group is
+    over for each rank by itself.
+    """
+    with suppress(RuntimeError):
+        dist.barrier()
 
 
 def leave_ranks() -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from cases.ranks import join_ranks, leave_ranks, start_ranks
+from cases.ranks import join_ranks, leave_ranks, start_ranks, wait_for_others
 
 Check = Callable[[], None]
 
@@ -66,4 +66,5 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
             report.write_text(f"{check.__name__} on rank {rank}:\n{traceback.format_exc()}")
             return
     report.write_text("passed")
+    wait_for_others()
     leave_ranks()
