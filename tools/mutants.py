@@ -33,6 +33,7 @@ TRITON = "kernels/test_rules.py kernels/test_back_end_rules.py kernels/test_back
 TRITON += "kernels/test_ops.py kernels/triton"
 OPTIM = "optim engine/test_fast_path.py"
 ENGINE = "engine checkpoint optim/test_fused_with_amp.py optim/test_larc.py compat"
+MASTERS = "engine optim fp16_utils checkpoint/test_resume.py"
 SCALING = "scaling engine/test_step_semantics.py engine/test_matrix.py"
 STORED = "kernels/test_stored.py optim/test_stored_moments.py checkpoint/test_storage.py "
 STORED += "engine/test_storage.py engine/test_storage_in_trouble.py engine/test_programs.py"
@@ -248,16 +249,18 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("return bool(torch.isfinite(norm))", "return True"),
         ("None if self._norm is None else self.memo(marks())[0]", "self._norm"),
     ),
-    ("optim/table.py", "engine optim fp16_utils checkpoint/test_resume.py"): (
+    ("optim/gradients.py", MASTERS): (
         ("if are_same and versions == self.versions and not looks:", "if are_same and not looks:"),
         ("        self.may_have_bases |= grad is not None\n", ""),
+        ("            self.records = [_SPENT[record.is_plain]] * len(self._weights)\n", ""),
+    ),
+    ("optim/pairs.py", MASTERS): (
         ("        if changed or False in rounded:", "        if False in rounded:"),
-        ("            self.records = [_SPENT[record.is_plain]] * len(self)\n", ""),
         ("torch.where(rounded == half, wide, half.float())", "half.float()"),
         ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
     ),
     ("optim/table.py", "engine/test_shared_weights.py engine/test_doors.py"): (
-        ("        twin.recall(memo)\n        if _is_shown", "        if _is_shown"),
+        ("        twin.recall(memo)\n        if other", "        if other"),
         ("            other.loaded.add(twin.row)\n", "            pass\n"),
         ("        self.settle(twin.row)\n        memo", "        memo"),
     ),
@@ -322,14 +325,14 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("optim/table.py", STORED): (
         ("self.note_written((row,))  # the load replaces", "pass  # the load replaces"),
-        ("if self.packs and not self.compares:", "if self.packs:"),
+        ("if not self.packs or self.compares:", "if not self.packs:"),
+        ("self._written.add(self.twins[row])", "pass"),
         ("self._shares_versions |= max(writes, default=0) > 1", "pass"),
         ("increment_version(master)  # who saved it", "pass  # who saved it"),
         ("                self._make_row(row, held)\n", "                pass\n"),
         ("        twin.stays_wide = True\n        with torch", "        with torch"),
         ("if self.packs else value", "if False else value"),
         ("self._written.update([self.twins[row] for row in changed])", "pass"),
-        ("self._written.add(self.twins[row])", "pass"),
         ("self.twins[row].dtype = half.dtype  # another", "pass  # another"),
     ),
     ("optim/fused/entries.py", "optim engine/test_fast_path.py engine/test_doors.py"): (

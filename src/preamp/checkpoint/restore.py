@@ -412,7 +412,7 @@ def _keeper(tensor: torch.Tensor) -> Callable[[torch.Tensor | None], None]:
     """Return what stores a whole gradient, also where the master has a part of the weight."""
     twin = pair_of(tensor)
     if twin is not None:
-        return partial(twin.table.keep, twin.row)
+        return partial(twin.table.gradients.keep, twin.row)
     return lambda grad: store_grad(tensor, grad)
 
 

@@ -195,9 +195,9 @@ class _Gradients:
         if self.made:
             ops.scale_add_(self.made, factor, [None] * len(self.made))
         for table, rows in self.lazy:
-            table.replace_factors(rows, factor)
-            if table.is_showing:
-                table.show()
+            table.gradients.replace_factors(rows, factor)
+            if table.gradients.is_showing:
+                table.gradients.show()
 
 
 def _gradients_of(
@@ -217,7 +217,7 @@ def _gradients_of(
         found.owners.extend(owners)
         tables.update((id(table), table) for table in session.gradients.tables)
     for table in tables.values():
-        rows, halves, grads, factors = table.pending()
+        rows, halves, grads, factors = table.gradients.pending()
         if only is not None:
             places = [place for place, half in enumerate(halves) if id(half) in only]
             rows, halves = [rows[i] for i in places], [halves[i] for i in places]

@@ -15,7 +15,7 @@ import torch
 from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import Delayed, OptimizerSession, Stage
-from preamp.optim import Record, RowMemo, Twin, is_master, leaf_of
+from preamp.optim import Record, RowMemo, Twin, leaf_of, pair_of
 
 Apply = Callable[[], None]
 
@@ -68,9 +68,8 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
 
 
 def _twins(params: Sequence[torch.Tensor]) -> dict[int, Twin]:
-    pairs = enumerate(params)
-    masters = {i: p.twin for i, p in pairs if is_master(p)}
-    return {index: twin for index, twin in masters.items() if twin is not None}
+    pairs = enumerate(map(pair_of, params))
+    return {index: twin for index, twin in pairs if twin is not None}
 
 
 def _all_of_model(engine: Engine) -> list[torch.Tensor]:

@@ -47,7 +47,7 @@ from preamp.engine.events import Backward
 from preamp.engine.session import OptimizerSession
 from preamp.engine.storage import check_no_ranks, check_releases
 from preamp.kernels.modules import add_hook
-from preamp.optim import is_master, leaves_of
+from preamp.optim import leaves_of, pair_of
 from preamp.optim.fused.base import FusedOptimizer, Group
 from preamp.optim.fused.checks import check_gradients
 from preamp.optim.fused.entries import Entries, Row
@@ -179,8 +179,8 @@ class Release:
             return
         # One that was unfrozen within the block has no hook, and is updated by the step.
         hooked = [leaf for leaf in session.model_params() if id(leaf) in self._hooked]
-        tables = session.gradients.tables
-        if any([leaf.grad is not None for leaf in hooked]) or any([t.has_bases for t in tables]):
+        halves = session.gradients.half_gradients
+        if any([leaf.grad is not None for leaf in hooked]) or any([h.has_bases for h in halves]):
             raise refusals.other_gradient()
 
     def _step_over(self, session: OptimizerSession) -> None:
@@ -228,12 +228,12 @@ class Release:
         place, rows, direct = pairs[0][0], list[Row](), list[torch.Tensor]()
         inverse, optimizer = place.updates.inverse, place.updates.session.optimizer
         for param, grad in [(place.param, grad) for place, grad in pairs]:
-            twin = param.twin if is_master(param) else None
+            twin = pair_of(param)
             if twin is None:
                 rows.append((param, grad, None, None, None, None))
                 direct.append(grad)
                 continue
-            plain = twin.table.plain(grad.device).factor
+            plain = twin.table.gradients.plain(grad.device).factor
             factor = plain if inverse is None else inverse.to(grad.device)
             rows.append((param, grad, twin.half, factor, twin, twin.table.lows[twin.row]))
         if inverse is not None:

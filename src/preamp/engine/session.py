@@ -39,6 +39,7 @@ from preamp.kernels import Census, Ops
 from preamp.kernels.shards import place_gradients
 from preamp.optim import (
     DirectGradients,
+    HalfGradients,
     Masters,
     Weights,
     WeightTable,
@@ -230,6 +231,11 @@ class GradientBooks:
         """Of the half parameters that have masters."""
         return [] if self.masters is None else self.masters.tables
 
+    @property
+    def half_gradients(self) -> list[HalfGradients]:
+        """The gradients of their rows."""
+        return [table.gradients for table in self.tables]
+
     def leaves(self) -> list[torch.Tensor]:
         """The model's parameters that the optimizer updates, half ones in their masters' places."""
         params = self.params()
@@ -252,9 +258,9 @@ class GradientBooks:
             scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
             if plan.may_reduce and self.may_be_local:
                 carry = scale
-            for table in self.tables:
-                if not table.is_open:
-                    table.reconcile()  # all may refuse before anything is moved
+            for halves in self.half_gradients:
+                if not halves.is_open:
+                    halves.reconcile()  # all may refuse before anything is moved
             self.is_open = True  # for `undo`, which takes back as much as was done
             self.direct.set_aside(
                 self._own,
@@ -263,8 +269,8 @@ class GradientBooks:
                 may_be_overwritten=plan.may_reduce,
             )
             self.compare_weights()
-            for table in self.tables:
-                table.begin(carry)
+            for halves in self.half_gradients:
+                halves.begin(carry)
         else:
             self._reconcile_raw()
         self.is_open = True
@@ -278,8 +284,8 @@ class GradientBooks:
     def _reconcile_raw(self) -> None:
         """Take in what the script dropped or zeroed of gradients left scaled."""
         self.direct.reconcile_raw()
-        for table in self.tables:
-            table.reconcile_raw()
+        for halves in self.half_gradients:
+            halves.reconcile_raw()
 
     @property
     def may_be_local(self) -> bool:
@@ -289,7 +295,7 @@ class GradientBooks:
     @property
     def has_aside(self) -> bool:
         """Whether an earlier gradient is away while others were left scaled."""
-        return self.direct.has_aside or any([table.has_aside for table in self.tables])
+        return self.direct.has_aside or any([halves.has_aside for halves in self.half_gradients])
 
     def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
         own = self.direct_params()
@@ -315,16 +321,16 @@ class GradientBooks:
     def end_body(self) -> None:
         """The body of the block has ended: take in what it dropped."""
         self.direct.end_body()
-        for table in self.tables:
-            table.end_body()
+        for halves in self.half_gradients:
+            halves.end_body()
 
     def undo(self) -> None:
         """Restore the gradients from before the block, or from before the first delayed one."""
         self.known_norm.forget()
         if self.is_open:
             self.direct.put_back(self._own)
-            for table in self.tables:
-                table.put_back()
+            for halves in self.half_gradients:
+                halves.put_back()
         if self.delayed is not None:
             self.delayed, self.stage = None, Stage.READY
         self.is_open = False
@@ -335,9 +341,9 @@ class GradientBooks:
         ``generation`` is the scaler's when the block began.
         """
         self.direct.note_raw()
-        for table in self.tables:
-            table.stand_in()
-            table.note_raw()
+        for halves in self.half_gradients:
+            halves.stand_in()
+            halves.note_raw()
         if self.delayed is None:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
             self.delayed = Delayed(scaler, generation, inverse, note)
@@ -386,9 +392,9 @@ class GradientBooks:
 
         Unless it ``is_joint`` what this rank has found, who may be the only one to look.
         """
-        tables = self.tables
+        halves = self.half_gradients
         params = leaves
-        grads: Any = tables[0].arrived_of(leaves) if len(tables) == 1 else None
+        grads: Any = halves[0].arrived_of(leaves) if len(halves) == 1 else None
         if grads is None or any(map(is_, grads, repeat(None))):
             params, grads = with_gradients(leaves)
         census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
@@ -403,9 +409,10 @@ class GradientBooks:
         """Gradients that are made (now, if ``all_of_them``), and the model's parameters."""
         direct, grads = with_gradients(self.direct_params())
         for table in self.tables:
-            (table.bring_up_to_date if all_of_them else table.complete)()
-            if table.may_have_bases:
-                pairs = zip(table.halves, table.bases(), strict=True)
+            halves = table.gradients
+            (halves.bring_up_to_date if all_of_them else halves.complete)()
+            if halves.may_have_bases:
+                pairs = zip(table.halves, halves.bases(), strict=True)
                 made = [(half, base) for half, base in pairs if base is not None]
                 direct += [half for half, _ in made]
                 grads += [base for _, base in made]
@@ -414,12 +421,13 @@ class GradientBooks:
     def marks(self) -> Marks:
         """What differs once gradients are no longer those that the latest backward has left."""
         grads = list(map(grad_of, self._direct_params))
-        return [(id(t), t.changes) for t in self.tables], grads, versions_of(grads)
+        changes = [(id(halves), halves.changes) for halves in self.half_gradients]
+        return changes, grads, versions_of(grads)
 
     def show(self) -> None:
-        """Let half gradients be the unscaled ones, for a script; see `WeightTable.show`."""
-        for table in self.tables:
-            table.show()
+        """Let half gradients be the unscaled ones, for a script; see `HalfGradients.show`."""
+        for halves in self.half_gradients:
+            halves.show()
 
     def release_params(self) -> None:
         """Hold no parameters or masters any more; they are looked up anew where needed."""
@@ -427,22 +435,22 @@ class GradientBooks:
 
     def holds_earlier(self) -> bool:
         """Whether earlier gradients join those of this backward."""
-        return self.direct.has_earlier or any([table.has_bases for table in self.tables])
+        return self.direct.has_earlier or any([halves.has_bases for halves in self.half_gradients])
 
     def merge(self, factor: torch.Tensor | None) -> None:
         """Unscale the new gradients by ``factor``, if any, and add the earlier ones."""
         self.direct.merge(self._own, factor)
-        for table in self.tables:
-            table.stand_in()
+        for halves in self.half_gradients:
+            halves.stand_in()
 
     def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
         """The block ends; ``is_reduced`` is for gradients certainly reduced over ranks."""
         if is_reduced:
             self._reduced_at = self._reductions.unreduced
         self.direct.commit(self._own)
-        for table in self.tables:
-            table.collect(factor)
-            table.make_at_once()
+        for halves in self.half_gradients:
+            halves.collect(factor)
+            halves.make_at_once()
         is_reduced = is_reduced or self.known_norm.is_of_sharded
         self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)
         self.is_open = False
@@ -471,7 +479,7 @@ class GradientBooks:
     def holds_any(self) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""
         return self.direct.holds_gradient(self.direct_params()) or any(
-            [table.holds_gradient for table in self.tables]
+            [halves.holds_gradient for halves in self.half_gradients]
         )
 
     def has_lost_delayed(self) -> bool:
@@ -495,8 +503,8 @@ class GradientBooks:
 
     def arrive(self) -> None:
         """The backward is over: tables read their half gradients, and refuse sparse ones."""
-        for table in self.tables:
-            table.arrive()
+        for halves in self.half_gradients:
+            halves.arrive()
 
     # -- after the step ----------------------------------------------------------------------
 
@@ -504,12 +512,13 @@ class GradientBooks:
         """A step has used the masters' gradients up."""
         self.known_norm.end_step()
         for table in self.tables:
-            table.spend()
+            table.gradients.spend()
+            table.is_stepping = False
 
     def drop(self) -> None:
         """Clear the masters' gradients and their half ones, and what was set aside."""
-        for table in self.tables:
-            table.drop(in_backward=self.is_open)
+        for halves in self.half_gradients:
+            halves.drop(in_backward=self.is_open)
         self.direct.forget()
 
     def zero(self, zero_rest: Callable[[], object]) -> object:
@@ -590,8 +599,8 @@ class OptimizerSession:
             raise refusals.shared_while_scaled()
         if self.sharing is not None:
             raise refusals.shared_in_parts()
-        for table in self.gradients.tables:
-            table.reconcile()
+        for halves in self.gradients.half_gradients:
+            halves.reconcile()
 
     def take_findings(self, other: OptimizerSession) -> None:
         """Take over what was found in gradients that this optimizer now shares with another."""
@@ -740,7 +749,7 @@ class OptimizerSession:
         found_inf = self.found_inf
         if found_inf is None or host_reaches(found_inf):
             return None
-        if any([table.is_showing for table in self.gradients.tables]):
+        if any([halves.is_showing for halves in self.gradients.half_gradients]):
             return None  # the host will read what a script has done to gradients anyway
         return found_inf if self.obeys_on_device else None
 
@@ -806,14 +815,14 @@ class OptimizerSession:
 
     def take_in_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
-        tables = [table for table in self.gradients.tables if table.is_showing]
+        tables = [table for table in self.gradients.tables if table.gradients.is_showing]
         splits, is_lost = self.gradients.splits, bool(tables) and self.overflowed()
         for table in tables:
             if is_lost:
-                table.overlook()
+                table.gradients.overlook()
             else:
                 agree = splits.agree if splits.concern(table.halves) else None
-                table.reconcile(agree, looks=True)
+                table.gradients.reconcile(agree, looks=True)
 
     def write_halves(self) -> None:
         """Round the masters into the half weights."""

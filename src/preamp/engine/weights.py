@@ -122,8 +122,8 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     for twin in twins.values():
         twin.settle()
     for table in tables:
-        if not table.is_open:  # scaled gradients are looked at when they are unscaled
-            table.reconcile()
+        if not table.gradients.is_open:  # scaled gradients are looked at when they are unscaled
+            table.gradients.reconcile()
     models = [model for model in self.models if _leads_to(self, model)]
     rest = [tensor for tensor in _half_tensors(models) if id(tensor) not in twins]
     casts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 
@@ -13,12 +13,37 @@ from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
 from preamp.kernels.shards import before_local, instance_of, set_data
-
-if TYPE_CHECKING:
-    from preamp.optim.table import Twin
-
+from preamp.optim.part import Holding
 
 _DATA: Any = cast("Any", torch.Tensor).data
+
+
+class Pair(Protocol):
+    """What a master asks of its row in a `WeightTable`; a `Twin`."""
+
+    half: torch.nn.Parameter
+    held: Holding
+    table: Any
+    row: int
+
+    def own_gradient(self) -> torch.Tensor | None:
+        """What the optimizer reads as the master's gradient."""
+        ...
+
+    def forget_half_gradient(self) -> None:
+        """The master's gradient was assigned."""
+
+    def settle(self) -> None:
+        """Take over what was written to the half weight."""
+
+    def value(self) -> torch.Tensor:
+        """All of the master."""
+        ...
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """What the master takes memory for."""
+        ...
 
 
 class MasterParameter(torch.nn.Parameter):
@@ -30,7 +55,7 @@ class MasterParameter(torch.nn.Parameter):
     in the same call.
     """
 
-    twin: Twin | None = None
+    twin: Pair | None = None
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -39,12 +64,13 @@ class MasterParameter(torch.nn.Parameter):
         if twin is None:
             return stored_grad(self)
         table, row, now = twin.table, twin.row, stored_grad(twin.half)
+        known = table.gradients
         # Most reads find nothing new, and an optimizer reads this several times for each weight.
-        if now is table.seen[row] and not table.has_parts and type(self) in _LOCAL_KINDS:
+        if now is known.seen[row] and not table.has_parts and type(self) in _LOCAL_KINDS:
             if now is None:
-                return stored_grad(self) if table.may_have_bases else None
-            record = table.records[row]
-            is_same = now._version == table.versions[row]  # noqa: SLF001
+                return stored_grad(self) if known.may_have_bases else None
+            record = known.records[row]
+            is_same = now._version == known.versions[row]  # noqa: SLF001
             if is_same and record is not None and record.factor is None:
                 return stored_grad(self)
         return twin.own_gradient()
@@ -55,7 +81,7 @@ class MasterParameter(torch.nn.Parameter):
     ) -> None:
         if self.twin is not None:
             self.twin.forget_half_gradient()
-            self.twin.table.may_have_bases |= value is not None
+            self.twin.table.gradients.may_have_bases |= value is not None
         store_grad(self, value)
 
     @property
@@ -164,14 +190,14 @@ def make_masters(params: Iterable[torch.Tensor]) -> None:
 
 def kept_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What parameters take memory for, without making masters that are packed."""
-    return [param if (twin := pair_of(param)) is None else twin.kept for param in params]
+    return [param if (pair := _pair_of(param)) is None else pair.kept for param in params]
 
 
 def form_of(param: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape and strides of ``param``: of a packed master its half weight."""
     if type(param) not in PACKED_KINDS:
         return param
-    twin: Twin = cast("Any", param).twin
+    twin: Pair = cast("Any", param).twin
     return twin.held.own(twin.half.detach())
 
 
@@ -182,8 +208,8 @@ def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
     """What gets the gradient of ``param`` in a backward: of a master its half weight."""
-    twin = pair_of(param)
-    return param if twin is None else twin.half
+    pair = _pair_of(param)
+    return param if pair is None else pair.half
 
 
 def leaves_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -199,8 +225,7 @@ def without_masters(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [param for param in params if type(param) not in MASTER_KINDS]
 
 
-def pair_of(param: torch.Tensor) -> Twin | None:
-    """The pair of a master and its half weight; ``None`` for any other parameter."""
+def _pair_of(param: torch.Tensor) -> Pair | None:
     return param.twin if is_master(param) else None
 
 

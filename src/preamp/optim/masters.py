@@ -11,8 +11,9 @@ import torch
 
 from preamp.core.dtypes import is_half
 from preamp.kernels import Ops
+from preamp.optim.gradients import Rewriting
 from preamp.optim.master_parameter import MasterParameter, is_master
-from preamp.optim.table import Rewriting, Twin, WeightTable
+from preamp.optim.table import Twin, WeightTable
 
 Group = dict[str, Any]
 NameOf = Callable[[torch.Tensor], str]
@@ -55,9 +56,9 @@ class Weights:
     def clear(self) -> None:
         """Hold nothing any more, rows and tables not each other."""
         for table in self._tables.values():
-            columns = (table.twins, table.halves, table.masters, table.kept, table.lows)
-            for column in (*columns, table.grads, table.seen):
+            for column in (table.twins, table.halves, table.masters, table.kept, table.lows):
                 column.clear()
+            table.gradients.clear()
         self._twins.clear()
         self._tables.clear()
         self.changes += 1
@@ -159,12 +160,12 @@ class Masters:
     def zero_gradients(self, zero_rest: Callable[[], object], *, in_backward: bool) -> object:
         """Fill with zeros, while half gradients, which ``zero_rest`` would widen, are away."""
         tables = self.tables
-        away = [table.take_away_zeroed(in_backward=in_backward) for table in tables]
+        away = [table.gradients.take_away_zeroed(in_backward=in_backward) for table in tables]
         try:
             return zero_rest()
         finally:
             for table, grads in zip(tables, away, strict=True):
-                table.give_zeros(grads)
+                table.gradients.give_zeros(grads)
 
 
 def _move_state(state: dict[Any, Any], source: Any, target: Any) -> None:

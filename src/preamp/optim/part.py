@@ -104,14 +104,14 @@ class Holding:
     each rank's own.
     """
 
-    __slots__ = ("_half", "_master", "_name", "_whole", "gathered", "part")
+    __slots__ = ("_half", "_master", "_whole", "gathered", "name", "part")
 
     def __init__(self, master: torch.Tensor, half: torch.Tensor, name: str) -> None:
         """Let ``master`` have all of ``half``, which messages call ``name``."""
         self.part: Part | None = None  # the elements that the master has, or ``None`` for all
         self._master = master
         self._half = half
-        self._name = name
+        self.name = name
         self._whole: torch.Tensor | None = None
         self.gathered: torch.Tensor | None = None  # all of the master, while somebody needs it
 
@@ -120,7 +120,7 @@ class Holding:
         if self.part is None or self.gathered is not None:
             return self._master if self.gathered is None else self.gathered
         raise bad_state(
-            f"state_dict() was called on a model whose masters ranks share, {self._name!r} for one",
+            f"state_dict() was called on a model whose masters ranks share, {self.name!r} for one",
             "This rank does not know the float32 values of the others",
             "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
         )
@@ -161,7 +161,7 @@ class Holding:
         is_there = stored_grad(self._master) is not None
         if self.part is None or is_there or (pending is None and self._whole is None):
             return stored_grad(self._master)
-        self.part.check_readable(self._name)
+        self.part.check_readable(self.name)
         if pending is not None and self._whole is None:  # nobody here needs the rest of it
             wide = ops.widen_add([self.own(pending[0])], [pending[1]], [None])[0]
             store_grad(self._master, wide)

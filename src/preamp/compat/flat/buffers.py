@@ -10,7 +10,7 @@ import torch
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state, bad_type
 from preamp.kernels import Ops
-from preamp.optim.table import WeightPairs, take_over
+from preamp.optim.pairs import WeightPairs, take_over
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 

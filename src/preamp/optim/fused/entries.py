@@ -156,13 +156,14 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     masters = table.masters[start:stop]
     if len(masters) != len(params) or table.has_parts or not all(map(is_, params, masters)):
         return None
-    table.complete()
-    records, n = table.records[start:stop], stop - start
+    gradients = table.gradients
+    gradients.complete()
+    records, n = gradients.records[start:stop], stop - start
     record = records[0]
-    if record is None or record.factor is None or table.is_open or records.count(record) != n:
+    if record is None or record.factor is None or gradients.is_open or records.count(record) != n:
         return None
     # None is missing, since every row has a record
-    grads = cast("list[torch.Tensor]", table.grads[start:stop])
+    grads = cast("list[torch.Tensor]", gradients.grads[start:stop])
     lows = table.lows[start:stop]
     factors: list[torch.Tensor | None] = [record.factor] * n
     are_packed = {low is not None for low in lows}
@@ -187,13 +188,13 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
             if grad is not None:
                 yield param, grad, None, None, None, None
             continue
-        table = twin.table
+        table, gradients = twin.table, twin.table.gradients
         if table is not latest:
-            table.complete()
+            gradients.complete()
             latest = table
-        half, record, made = twin.half, table.records[twin.row], stored_grad(param)
-        factor = None if record is None or made is not None or table.is_open else record.factor
-        grad = made if factor is None else table.grads[twin.row]
+        half, record, made = twin.half, gradients.records[twin.row], stored_grad(param)
+        factor = None if record is None or made is not None or gradients.is_open else record.factor
+        grad = made if factor is None else gradients.grads[twin.row]
         if table.has_parts:
             half = twin.held.own(half)
             if factor is None:

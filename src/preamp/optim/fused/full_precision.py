@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from preamp.kernels import backend
-from preamp.optim.table import WeightPairs
+from preamp.optim.pairs import WeightPairs
 
 MASTER = "master_param"
 """State key of the copy; in the state, so that it is in checkpoints too."""
