@@ -48,7 +48,6 @@ ONLY_UNDER = {
 }
 """Modules that may be imported below the named packages only."""
 
-WITHOUT_CIRCLES = ("engine",)
 PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
     "preamp.engine.casts",  # records
@@ -174,9 +173,8 @@ def _room_of(item: Import) -> str:
 
 
 def import_circles(sources: list[Source]) -> list[str]:
-    """Files of a room that import each other in a circle, for the sake of types included."""
-    own = [source for source in sources if source.room in WITHOUT_CIRCLES]
-    names = {source.module for source in own}
+    """Files that import each other in a circle, for the sake of types included."""
+    names = {source.module for source in sources}
     imported = {
         source.module: {
             name
@@ -184,7 +182,7 @@ def import_circles(sources: list[Source]) -> list[str]:
             for name in (item.module, item.target)
             if name in names and name != source.module
         }
-        for source in own
+        for source in sources
         if source.path.name != "__init__.py"
     }
     try:

@@ -5,16 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
 from preamp.core.errors import bad_state, bad_value, worded
 from preamp.engine.params import first_device
+from preamp.scaling import LossScaler
 
-if TYPE_CHECKING:
-    from preamp.compat.handle.handle import AmpHandle, NoOpHandle
+
+class Handle(Protocol):
+    """What a wrapper asks of the handle that made it."""
+
+    def scales_losses(self) -> bool:
+        """Whether losses are scaled."""
+        ...
+
+    def new_scaler(self, device: torch.device) -> LossScaler:
+        """Make a scaler with the handle's rule."""
+        ...
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Forget a cast of ``param``."""
+
+    def clear_cache(self) -> None:
+        """Forget all casts."""
 
 
 class OptimWrapper:
@@ -24,10 +40,7 @@ class OptimWrapper:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        amp_handle: AmpHandle | NoOpHandle,
-        num_loss: int = 1,
+        self, optimizer: torch.optim.Optimizer, amp_handle: Handle, num_loss: int = 1
     ) -> None:
         """Wrap ``optimizer``, which stays as it is.
 

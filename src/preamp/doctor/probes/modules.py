@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,15 +20,13 @@ from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount, ModuleCall
-from preamp.doctor.probes.watch import around
+from preamp.doctor.probes.around import around
 from preamp.doctor.rule import Place, current_place
 from preamp.doctor.rules.speed import kind_of_cast
+from preamp.doctor.watch import Watch
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.observe import ObservedOps
 from preamp.kernels.sparse import stored_bytes
-
-if TYPE_CHECKING:
-    from preamp.doctor.examination import Examination
 
 STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
 
@@ -36,7 +34,7 @@ STEPS = 8  # optimizer steps after which calls of modules are not looked at any 
 class ModuleProbes:
     """Hooks on all modules for the first steps, and wrappers of ``to`` and ``half``."""
 
-    def __init__(self, watch: Examination, undo: UndoStack) -> None:
+    def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
         self._depth = threading.local()
         self._hooks = UndoStack()
@@ -145,8 +143,9 @@ class CastProbes:
     Where no step follows three backwards, at those that read gradients, until one does.
     """
 
-    def __init__(self, watch: Examination, undo: UndoStack) -> None:
+    def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
+        watch.after_step.append(self._step_taken)
         self._mode: ObservedOps | None = None
         self._thread = 0
         self._is_counting = False
@@ -167,7 +166,7 @@ class CastProbes:
         around(torch.autocast, "__init__", self._make_region, self._patches)
         around(torch.autocast, "__enter__", self._autocast, self._patches)
 
-    def step_taken(self) -> None:
+    def _step_taken(self) -> None:
         """Start after the first step, and stop after the second."""
         steps = self._watch.seen.steps
         if steps == 1 and not self._is_over:
@@ -288,7 +287,7 @@ class CompileProbe:
     """Ends what would be compiled into the model, or would keep it from running compiled."""
 
     def __init__(
-        self, watch: Examination, undo: UndoStack, modules: ModuleProbes, casts: CastProbes
+        self, watch: Watch, undo: UndoStack, modules: ModuleProbes, casts: CastProbes
     ) -> None:
         self._watch = watch
         self._probes = (modules, casts)

@@ -7,7 +7,7 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import lr_scheduler
@@ -18,15 +18,13 @@ from torch.optim.optimizer import (
 
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.watch import around
+from preamp.doctor.probes.around import around
 from preamp.doctor.rule import current_place, current_places, frames
 from preamp.doctor.seen import Origin, Source
+from preamp.doctor.watch import Watch
 from preamp.engine.block import Block
 from preamp.kernels.autograd import constant_factor, is_mean, leaves_through
 from preamp.scaling import LossScaler
-
-if TYPE_CHECKING:
-    from preamp.doctor.examination import Examination
 
 Function = Callable[..., Any]
 _CLIPPING = {
@@ -43,7 +41,7 @@ _READ = 64  # backwards whose graph is read; it takes milliseconds for a thousan
 class TrainingProbes:
     """Everything around an optimizer's step."""
 
-    def __init__(self, watch: Examination, undo: UndoStack) -> None:
+    def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
         self._read = 0
         undo.hold(
@@ -249,7 +247,7 @@ def _tensors(given: Any) -> Iterable[torch.Tensor]:
 class ScalerProbes:
     """Everything that multiplies a loss."""
 
-    def __init__(self, watch: Examination, undo: UndoStack) -> None:
+    def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
         around(torch.amp.GradScaler, "scale", self._scale, undo)
         around(torch.amp.GradScaler, "unscale_", self._unscale, undo)
