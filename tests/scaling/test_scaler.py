@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases.selection import examples
 from preamp.amp import LossScaler as ApexScaler
@@ -353,6 +354,90 @@ def test_a_reaction_that_is_due_stays_due() -> None:
     waiting.later(scaler, [session], None, is_due=False)
     waiting.catch_up(session)
     assert scaler.scale.item() == 4.0
+
+
+class Operations(TorchDispatchMode):
+    """Writes down the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+FACTORS = st.floats(0.01, 0.99)
+
+
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=12),
+    growth=FACTORS.map(lambda x: 1 / x),
+    backoff=FACTORS,
+    interval=WINDOWS,
+    floor=st.integers(-20, 0).map(lambda n: 2.0**n),
+    ceiling=st.integers(0, 20).map(lambda n: 2.0**n),
+    start=st.floats(2.0**-24, 2.0**24, width=32),
+)
+def test_one_operation_does_what_the_formula_says(
+    overflows: list[bool],
+    growth: float,
+    backoff: float,
+    interval: int,
+    floor: float,
+    ceiling: float,
+    start: float,
+) -> None:
+    """To the bit, with factors that are no powers of two, and from outside the bounds too."""
+    rule_ = DynamicScale(
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        min_scale=floor,
+        max_scale=ceiling,
+    )
+    scaler = LossScaler(rule_)
+    scaler.set_scale(start)
+    expected = ScaleState(scaler.scale.clone(), scaler.growth_tracker.clone())
+    for overflow in overflows:
+        flag = torch.tensor(float(overflow))
+        expected = rule_.adjust(expected, flag)
+        scaler.record(flag)
+        scaler.react()
+        assert (scaler.scale, scaler.growth_tracker) == expected
+
+
+def test_a_reaction_is_four_operations() -> None:
+    """On a GPU each of them would take the host longer than the device."""
+    scaler = LossScaler(DynamicScale())
+    flag = torch.tensor(1.0)
+    with Operations() as seen:
+        scaler.record(flag)
+        scaler.react()
+    assert seen.names == ["maximum", "_amp_update_scale_", "clamp_", "zero_"]
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_reaction_happens_once(calls: int) -> None:
+    """However often an interrupt lets it be called."""
+    scaler = LossScaler(DynamicScale(growth_interval=2))
+    scaler.update()
+    scaler.record(torch.tensor(1.0))
+    react = scaler.reaction()
+    for _ in range(calls):
+        react()
+    assert scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
+
+
+def test_an_interval_below_the_count_lets_the_scale_grow_next() -> None:
+    scaler = LossScaler(DynamicScale())
+    for _ in range(5):
+        scaler.update()
+    scaler.rule = dataclasses.replace(scaler.rule, growth_interval=3)
+    assert scaler.value() == 2.0**16
+    scaler.update()
+    assert scaler.state_dict() == {"loss_scale": 2.0**17, "unskipped": 0}
 
 
 def test_adjust_is_pure() -> None:

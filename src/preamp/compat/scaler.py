@@ -95,7 +95,7 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self.core.growth_tracker.fill_(int(value))
+        self.core.set_clean_steps(int(value))
 
     @property
     def _scale_seq_len(self) -> int:

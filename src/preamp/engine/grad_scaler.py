@@ -506,7 +506,7 @@ class GradScaler(torch.amp.GradScaler):
         tracker = _number("_growth_tracker", state_dict["_growth_tracker"])
         if self._loss_scaler.is_dynamic:
             self._take({name: state_dict[name] for name in ("scale", *_RULE)})
-        self._loss_scaler.growth_tracker.fill_(tracker)
+        self._loss_scaler.set_clean_steps(tracker)
         self._loss_scaler.found_inf.zero_()
 
     def __getstate__(self) -> NoReturn:

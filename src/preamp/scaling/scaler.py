@@ -9,13 +9,16 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from preamp.core.errors import message
 from preamp.core.tensors import host_reaches
+from preamp.kernels.loss_scale import UPDATES_SCALE_ON, update_scale_
 
 SMALLEST_SCALE = 2.0**-24
 """Where a dynamic scale stops if no floor was given. float16 values below this vanish, so a
@@ -67,12 +70,12 @@ class DynamicScale:
         """The scale that backing off never goes below."""
         return SMALLEST_SCALE if self.min_scale is None else self.min_scale
 
+    def bounds(self, scale: float) -> bool:
+        """Whether ``scale`` is between floor and ceiling."""
+        return self.floor <= scale <= self.max_scale
+
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> ScaleState:
         """Return the state after an update, clean where the float32 scalar ``found_inf`` is 0."""
-        if host_reaches(found_inf) and host_reaches(state.growth_tracker):
-            tracker = state.growth_tracker + 1
-            if not found_inf and int(tracker) < self.growth_interval:
-                return ScaleState(state.scale, tracker)
         overflow = found_inf != 0
         # A scale set by hand below the floor is not raised by an overflow.
         lower = torch.minimum(
@@ -100,8 +103,7 @@ class LossScaler:
 
     def __init__(self, rule: ScaleRule, device: torch.device | str = "cpu") -> None:
         """Start at the rule's initial scale."""
-        # how the scale reacts; replaceable, the record itself is frozen
-        self.rule: ScaleRule = rule
+        self._rule: ScaleRule = rule
         start = rule.init_scale
         if isinstance(rule, DynamicScale):
             start = max(min(start, rule.max_scale), rule.min_scale or 0.0)
@@ -114,6 +116,24 @@ class LossScaler:
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._has_recorded = False  # anything since the latest update
         self.generation = 0  # counts changes of the scale as far as the host knows of them
+        # Whether scale and counter may be where a script has set them, and the rule never does
+        self._has_odd_scale = isinstance(rule, DynamicScale) and not rule.bounds(start)
+        self._has_odd_count = False
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale reacts; replaceable, the record itself is frozen."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: ScaleRule) -> None:
+        old, self._rule = self._rule, rule
+        if not isinstance(old, DynamicScale):
+            self._has_odd_scale = True
+        elif isinstance(rule, DynamicScale):
+            self._has_odd_scale |= rule.floor > old.floor or rule.max_scale < old.max_scale
+            if rule.growth_interval < old.growth_interval:  # then the next clean update grows
+                self.growth_tracker.clamp_(max=rule.growth_interval - 1)
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +171,8 @@ class LossScaler:
         """
         if forgets:
             self.found_inf.zero_()
-        self.found_inf.copy_(larger(self.found_inf, found_inf))
+        own = self.found_inf
+        torch.maximum(own, found_inf.to(own.device, own.dtype), out=own)
         self._has_recorded = True
 
     def update(self) -> torch.Tensor:
@@ -166,8 +187,11 @@ class LossScaler:
 
     def reaction(self) -> Callable[[], None]:
         """What adjusts to what was recorded, once, however often it is called."""
-        state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
-        generation = self.generation + 1
+        rule, generation = self.rule, self.generation + 1
+        is_odd = self._has_odd_scale or self._has_odd_count
+        if isinstance(rule, DynamicScale) and not is_odd and self.device.type in UPDATES_SCALE_ON:
+            return partial(self._adjust_in_place, rule, generation, [])
+        state = rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
 
         def adjust() -> None:
             if state.scale is not self.scale:
@@ -176,24 +200,40 @@ class LossScaler:
                 self.growth_tracker = state.growth_tracker
             else:  # a CUDA graph knows where it lies
                 self.growth_tracker.copy_(state.growth_tracker)
-            if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
-                self.found_inf.zero_()
-            self._has_recorded = False
-            self.generation = generation
+            self._end_reaction(generation)
 
         return adjust
 
+    def _adjust_in_place(
+        self, rule: DynamicScale, generation: int, done: list[torch.Tensor]
+    ) -> None:
+        """Adjust by torch's own operation; ``done`` is empty until that has run."""
+        if not done:
+            numbers = (rule.growth_factor, rule.backoff_factor)
+            growth, backoff = (c_float(number).value for number in numbers)
+            given = (self.scale, self.growth_tracker, self.found_inf, growth, backoff)
+            # By `map`, so that no signal comes between the operation and the note of it.
+            done.extend(map(update_scale_, *zip((*given, rule.growth_interval), strict=True)))
+        self.scale.clamp_(rule.floor, rule.max_scale)
+        self._end_reaction(generation)
+
+    def _end_reaction(self, generation: int) -> None:
+        if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
+            self.found_inf.zero_()
+        self._has_recorded = False
+        self.generation = generation
+
     def coming_scale(self) -> Callable[[], float]:
         """What tells the scale once what is recorded now is acted on; only that synchronises."""
-        rule, state = self.rule, ScaleState(self.scale.clone(), self.growth_tracker.clone())
-        found_inf = self.found_inf.clone() if self._has_recorded else None
+        scale = self.scale.clone()
+        if not self._has_recorded:
+            return partial(float, scale)
+        rule, found_inf = self.rule, self.found_inf.clone()
+        state = ScaleState(scale, self.growth_tracker.clone())
 
         def read() -> float:
-            has_overflowed = found_inf is not None and bool(found_inf != 0)
-            adjusted = (
-                rule.adjust(state, found_inf) if has_overflowed and found_inf is not None else state
-            )
-            return float(adjusted.scale)
+            has_overflowed = bool(found_inf != 0)
+            return float(rule.adjust(state, found_inf).scale if has_overflowed else scale)
 
         return read
 
@@ -203,10 +243,18 @@ class LossScaler:
 
     def set_scale(self, value: float) -> None:
         """Set the scale by hand; a static scaler keeps it, a dynamic one goes on from it."""
+        rule = self.rule
+        self._has_odd_scale = isinstance(rule, DynamicScale) and not rule.bounds(value)
         self.scale.fill_(value)
         self.generation += 1
-        if isinstance(self.rule, StaticScale):
+        if isinstance(rule, StaticScale):
             self.rule = StaticScale(init_scale=value)
+
+    def set_clean_steps(self, number: int) -> None:
+        """Set by hand how many updates since the last overflow or growth were clean."""
+        rule = self.rule
+        self._has_odd_count = isinstance(rule, DynamicScale) and number >= rule.growth_interval
+        self.growth_tracker.fill_(number)
 
     def state_dict(self) -> dict[str, float | int]:
         """Return scale and counter as plain numbers. Synchronises."""
@@ -237,7 +285,7 @@ class LossScaler:
         scale, unskipped = self.read_state(state)
         if self.is_dynamic:
             self.set_scale(scale)
-        self.growth_tracker.fill_(unskipped)
+        self.set_clean_steps(unskipped)
         self.found_inf.zero_()
 
 

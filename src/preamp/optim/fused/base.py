@@ -373,7 +373,7 @@ def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tenso
     if not isinstance(group.get("step"), torch.Tensor):  # a number that a script has put there
         place_on_device(group)
     step: torch.Tensor = group["step"]
-    step += 1 if found_inf is None else (found_inf == 0).to(step.device, step.dtype)
+    step += 1 if found_inf is None else (found_inf == 0).to(step.device)
     return step
 
 
