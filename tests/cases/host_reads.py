@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp.core import tensors
-from preamp.engine import clipping, overflow, session, trace
+from preamp.engine import clipping, ledger, overflow, session, trace
 from preamp.kernels import Ops, backend
 from preamp.kernels.reference import Reference
 from preamp.optim.fused import base as on_device
@@ -35,6 +36,30 @@ class NoHostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READS:
             raise AssertionError(f"{func} reads a value")
+        return func(*args, **(kwargs or {}))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often the host asks for values, other than those of steps that are over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.number = 0
+        inner = torch.Tensor.tolist
+
+        def tolist(tensor: torch.Tensor) -> Any:  # of a tensor on a CPU no dispatch hears
+            self._count()
+            return inner(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+
+    def _count(self) -> None:
+        stack = traceback.extract_stack()
+        self.number += not any(frame.filename == ledger.__file__ for frame in stack)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self._count()
         return func(*args, **(kwargs or {}))
 
 

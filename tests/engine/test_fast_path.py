@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 import preamp
 from cases.fused import FUSED, FusedCase, variant_id
-from cases.host_reads import NoHostReads, far_from_the_host
+from cases.host_reads import HostReads, NoHostReads, far_from_the_host
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Parts, batch
 from cases.tolerances import assert_same
 from preamp.core.errors import LossScaleError
 from preamp.engine import ledger
 from preamp.kernels.by_device import ByDevice
-from preamp.optimizers import FusedAdam
+from preamp.optimizers import FusedAdam, FusedSGD
 
 every_class = pytest.mark.parametrize("case", FUSED, ids=variant_id)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
@@ -333,6 +333,47 @@ def train_with_overflow(training: Training, *, unread: bool) -> None:
         else:
             training.optimizer.step()
         training.optimizer.zero_grad()
+
+
+CLIPS: dict[str, tuple[int, Callable[[Training], object]]] = {
+    # How often the host reads in a step, and what happens after `unscale_`. torch's norm of float32
+    # and half gradients is float32, so its factor is found in a second look.
+    "nothing": (1, lambda _: None),
+    "by torch": (2, lambda t: torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.01)),
+    "by preamp": (2, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.01)),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_after_unscale_the_host_reads_once_or_twice(
+    clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the script did to gradients, and the overflow with it; torch reads the overflow too."""
+    expected, act = CLIPS[clip]
+    near, far = (Training("O2", lambda p: FusedSGD(p, lr=0.5, momentum=0.9)) for _ in range(2))
+    for step in range(5):
+        unscaled_step(near, act, step)
+    far_from_the_host(monkeypatch)
+    reads = HostReads(monkeypatch)
+    for step in range(5):
+        before = reads.number
+        with reads:
+            unscaled_step(far, act, step)
+        assert reads.number - before == expected
+    same_weights(far, near)
+
+
+def unscaled_step(training: Training, act: Callable[[Training], object], step: int = 0) -> None:
+    scaler = preamp.GradScaler(training.optimizer)
+    inputs, target = batch(step)
+    out = training.model(inputs).float()
+    loss = torch.nn.functional.mse_loss(out, target) * (math.inf if step == 2 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.unscale_(training.optimizer)
+    act(training)
+    scaler.step(training.optimizer)
+    scaler.update()
+    training.optimizer.zero_grad()
 
 
 BUILDS = {

@@ -749,8 +749,6 @@ class OptimizerSession:
         found_inf = self.found_inf
         if found_inf is None or host_reaches(found_inf):
             return None
-        if any([halves.is_showing for halves in self.gradients.half_gradients]):
-            return None  # the host will read what a script has done to gradients anyway
         return found_inf if self.obeys_on_device else None
 
     @property
@@ -816,13 +814,16 @@ class OptimizerSession:
     def take_in_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
         tables = [table for table in self.gradients.tables if table.gradients.is_showing]
-        splits, is_lost = self.gradients.splits, bool(tables) and self.overflowed()
-        for table in tables:
+        splits = self.gradients.splits
+        are_split = [splits.concern(table.halves) for table in tables]
+        is_lost = any(are_split) and self.overflowed()
+        for table, is_split in zip(tables, are_split, strict=True):
             if is_lost:
                 table.gradients.overlook()
+            elif is_split:
+                table.gradients.reconcile(splits.agree, looks=True)
             else:
-                agree = splits.agree if splits.concern(table.halves) else None
-                table.gradients.reconcile(agree, looks=True)
+                table.gradients.reconcile(looks=True, lost=self.found_inf)
 
     def write_halves(self) -> None:
         """Round the masters into the half weights."""

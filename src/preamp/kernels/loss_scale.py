@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch's own operation for the reaction of a loss scale."""
+"""torch's own operations for the reaction of a loss scale."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Container
 from typing import Any, cast
 
 import torch
+
+clamp_ = torch.Tensor.clamp_
+"""As it was before any cast was installed: a loss scale is float32 whatever is cast."""
 
 UPDATES_SCALE_ON: Container[str] = frozenset({"cpu", "cuda", "xpu"})
 """The types of devices that have it."""

@@ -203,14 +203,18 @@ class HalfGradients:
         """The record of zeros that are the gradient."""
         return replace(self.plain(grad.device), is_zeroed=True)
 
-    def reconcile(self, agree: Agree | None = None, *, looks: bool = False) -> None:
+    def reconcile(
+        self, agree: Agree | None = None, *, looks: bool = False, lost: torch.Tensor | None = None
+    ) -> None:
         """Take in what the script did to half gradients since they were last looked at.
 
         Raises `PreampStateError` if it rewrote one that has a loss scale on it, or that is only a
         part of what was accumulated. Nothing of that row was taken in then. With ``looks`` the
         values of all that are shown are looked at: writes through ``grad.data``, a collective, and
         torch's foreach functions on a ``DTensor`` leave no trace. ``agree`` is for gradients that
-        ranks have parts of, all of which call this then; see `common_factors`.
+        ranks have parts of, all of which call this then; see `common_factors`. Where the scalar
+        ``lost`` is not zero, no step will use what is shown; without ``agree`` it is read together
+        with all else that has to be.
         """
         now = list(map(grad_of, self._weights.halves))
         are_same = all(map(is_, now, self.seen))
@@ -226,7 +230,7 @@ class HalfGradients:
         shown = [row for row in shown if _is_shown(self.records[row]) and now[row] is not None]
         if shown or (looks and agree is not None):
             changed = [row for row in changed if row not in shown]
-            self._take_in_shown({row: now[row] for row in shown}, agree)
+            self._take_in_shown({row: now[row] for row in shown}, agree, lost)
         # Zeros are a clip's if it left other rows something, else a script's.
         self._is_rewriting = self._rewriting.is_ignored and any(
             self._is_without_effect(self.records[row])
@@ -370,14 +374,19 @@ class HalfGradients:
         self._ops.cast_copy_(wide, [targets[row] for row in made])
 
     @torch.no_grad()
-    def _take_in_shown(self, now: Mapping[int, Any], agree: Agree | None) -> None:
+    def _take_in_shown(
+        self, now: Mapping[int, Any], agree: Agree | None, lost: torch.Tensor | None
+    ) -> None:
         """Take in what the script has made of gradients that it was shown unscaled, by row.
 
         One factor on all of a gradient, as clipping has, is applied to what masters get, so that
         nothing is lost that the half gradient cannot hold. Anything else is taken as written.
         """
         now = {row: grad for row, grad in now.items() if not self._trusts_master(row, grad)}
-        factors = self._multiplied(now) if agree is None else {}
+        factors = self._multiplied(now, lost) if agree is None else {}
+        if factors is None:
+            self.overlook()
+            return
         rest = [row for row in now if row not in factors]
         if rest or agree is not None:
             before = {row: torch.empty_like(now[row]) for row in rest}
@@ -428,28 +437,32 @@ class HalfGradients:
             if _is_shown(self.records[row]):
                 self.seen[row], self.versions[row] = grad, version
 
-    def _multiplied(self, now: Mapping[int, Any]) -> dict[int, float | None]:
+    def _multiplied(
+        self, now: Mapping[int, Any], lost: torch.Tensor | None
+    ) -> dict[int, float | None] | None:
         """The rows that were multiplied by a half number, as a clip by torch does, and that.
 
         A few values suggest which it might be; all are compared, in a few operations on all rows.
+        ``None`` if the flag ``lost`` is set. Synchronises once.
         """
         after = list(now.values())
         if len({(grad.dtype, grad.device) for grad in after}) != 1:
-            return {}
+            return None if lost is not None and bool(lost != 0) else {}
         given = {row: torch.empty_like(grad) for row, grad in now.items()}
         self._round_into(given)
         before, none = list(given.values()), [None] * len(now)
         some = slice(0, None, max(1, len(now) // 4))
         factor = likely_factor(*([*map(_few_of, grads[some])] for grads in (before, after)))
-        if not factor:
-            return {}
         self._ops.scale_add_(before, factor, none)
         self._ops.axpby_(before, 1.0, before, -1.0, after)
         census = self._ops.census(before, before[0].device, with_norm=False)
-        if census.max_abs is None:
-            return {}
-        differ = cast("list[float]", cast("Any", census.max_abs).tolist())
-        return {row: factor for row, by in zip(now, differ, strict=True) if by == 0.0}
+        differ = cast("torch.Tensor", census.max_abs).float()
+        told = [factor, torch.zeros_like(factor) if lost is None else lost.to(factor)]
+        found = torch.cat([torch.stack(told), differ]).tolist()  # pyright: ignore
+        known, is_lost, *by_row = cast("list[float]", found)
+        if is_lost:
+            return None
+        return {row: known for row, by in zip(now, by_row, strict=True) if by == 0.0}
 
     def _multiply(self, rows: Sequence[int], factor: float) -> None:
         """Multiply what masters get."""

@@ -10,9 +10,9 @@ is far more precise than any of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,7 @@ _CACHED = 1 << 16  # on a CPU, whose cache then holds them
 _NOTHING = (-math.inf, -math.inf, -math.inf, -math.inf, 0.0, 0.0, 0.0)
 _HALVES = (torch.bfloat16, torch.float16)
 Interval = tuple[float, float]
+_Grads = Sequence[torch.Tensor]
 
 
 def common_factors(
@@ -39,7 +40,8 @@ def common_factors(
     """Return for each gradient the factor that it was multiplied by, ``None`` if there is none.
 
     One factor for all of them is preferred, then one for each. Gradients that were set to zero
-    have the factor 0; those that were zero before have the common one, else 1. Synchronises once.
+    have the factor 0; those that were zero before have the common one, else 1. Synchronises once,
+    or twice where there is no one factor for all.
 
     Args:
         before: Half gradients; ``None`` for one that only other ranks have.
@@ -47,6 +49,10 @@ def common_factors(
         params: Their parameters, for ``agree``.
         agree: For parameters that ranks have parts of; all ranks then return the same.
     """
+    if agree is None and len(before) > 1:
+        factor = _joint_factor(cast("_Grads", before), cast("_Grads", after))
+        if factor is not None:
+            return [factor] * len(before)
     pairs = zip(before, after, params, strict=True)
     found = [_bounds(old, new, param.device) for old, new, param in pairs]
     if agree is not None:
@@ -62,12 +68,53 @@ def common_factors(
     return [row.factor(common) for row in rows]
 
 
-def likely_factor(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> float | None:
-    """A half number that a few values were all multiplied by, if there is one. Synchronises."""
-    joined = [torch.cat(list(few)) for few in (before, after)]
-    (factor,) = common_factors(joined[:1], joined[1:], joined[:1])
-    is_half = factor in [torch.tensor(factor or 0.0, dtype=dtype).item() for dtype in _HALVES]
-    return factor if is_half else None
+def _joint_factor(before: _Grads, after: _Grads) -> float | None:
+    """The one factor of all, if there is one and none was set to zero. Synchronises.
+
+    A few operations for as many gradients as fit in a block, and not for each.
+    """
+    alike: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for old, new in zip(map(local_of, before), map(local_of, after), strict=True):
+        alike.setdefault((old.dtype, old.device), []).append((old, new))
+    found: list[torch.Tensor] = []
+    for pairs in alike.values():
+        for few in _runs(pairs):
+            olds, news = (torch.cat([one.detach().reshape(-1) for one in side]) for side in few)
+            found.append(_bounds(olds, news, olds.device))
+    largest = torch.stack([one.to(found[0].device) for one in found]).amax(0)
+    row = _Row(*cast("list[float]", largest.tolist()))  # pyright: ignore
+    return None if row.is_emptied else row.factor(None)
+
+
+def _runs(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+    """Pairs that together have no more elements than a block, as two columns; or a large one."""
+    few: list[tuple[torch.Tensor, torch.Tensor]] = []
+    elements = 0
+    for pair in pairs:
+        elements += pair[0].numel()
+        if few and elements > _block(pair[0]):
+            yield cast("Any", tuple(zip(*few, strict=True)))
+            few, elements = [], pair[0].numel()
+        few.append(pair)
+    yield cast("Any", tuple(zip(*few, strict=True)))
+
+
+def likely_factor(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number of their dtype that a few values were all multiplied by; nan without one.
+
+    A float32 scalar. Zero is none either. Does not synchronise.
+    """
+    old, new = (torch.cat(list(few)) for few in (before, after))
+    found = _bounds(old, new, old.device)
+    (low, lower), (high, higher) = found[0:4:2], -found[1:4:2]
+    was_once = low <= high  # else rounded twice
+    low, high = torch.where(was_once, low, lower), torch.where(was_once, high, higher)
+    half = ((low + high) / 2).to(old.dtype).float()
+    is_one = (low <= half) & (half <= high) & (half != 0)
+    is_same = (found[6] == 0) & (low <= high)
+    return torch.where(is_same, 1.0, torch.where(is_one, half, math.nan))
 
 
 class _Row:
@@ -127,7 +174,7 @@ def _bounds(
     kind = torch.finfo(before.dtype)
     spacing = kind.smallest_normal * kind.eps
     flat = [tensor.detach().reshape(-1) for tensor in (before, after)]
-    size = _CACHED if before.device.type == "cpu" else _BLOCK
+    size = _block(before)
     for start in range(0, before.numel(), size):
         # Comparisons and choices cost a CPU ten times what arithmetic does, so what tells nothing
         # becomes nan: 0 / 0, and infinities minus themselves.
@@ -143,6 +190,11 @@ def _bounds(
         here = torch.stack([*ends, *(flag.float() for flag in flags)])
         found = torch.maximum(found, here)
     return found
+
+
+def _block(tensor: torch.Tensor) -> int:
+    """How many elements are looked at together."""
+    return _CACHED if tensor.device.type == "cpu" else _BLOCK
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from preamp.core.errors import message
 from preamp.core.tensors import host_reaches
-from preamp.kernels.loss_scale import UPDATES_SCALE_ON, update_scale_
+from preamp.kernels.loss_scale import UPDATES_SCALE_ON, clamp_, update_scale_
 
 SMALLEST_SCALE = 2.0**-24
 """Where a dynamic scale stops if no floor was given. float16 values below this vanish, so a
@@ -214,7 +214,7 @@ class LossScaler:
             given = (self.scale, self.growth_tracker, self.found_inf, growth, backoff)
             # By `map`, so that no signal comes between the operation and the note of it.
             done.extend(map(update_scale_, *zip((*given, rule.growth_interval), strict=True)))
-        self.scale.clamp_(rule.floor, rule.max_scale)
+        clamp_(self.scale, rule.floor, rule.max_scale)
         self._end_reaction(generation)
 
     def _end_reaction(self, generation: int) -> None:
