@@ -200,8 +200,16 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("grows = tracker >= self.growth_interval", "grows = tracker > self.growth_interval"),
         ("torch.where(grows, 0, tracker)", "tracker"),
         ("late.is_due |= is_due", "late.is_due = is_due"),
-        ("copy_(larger(self.found_inf, found_inf))", "copy_(found_inf)"),
-        ("generation = self.generation + 1", "generation = self.generation"),
+        (
+            "torch.maximum(own, found_inf.to(own.device, own.dtype), out=own)",
+            "own.copy_(found_inf)",
+        ),
+        ("generation = self.rule, self.generation + 1", "generation = self.rule, self.generation"),
+        ("        clamp_(self.scale, rule.floor, rule.max_scale)\n", ""),
+        ("        if not done:\n", "        if True:\n"),
+        ("isinstance(rule, DynamicScale) and not rule.bounds(value)", "False"),
+        ("isinstance(rule, DynamicScale) and number >= rule.growth_interval", "False"),
+        ("self.growth_tracker.clamp_(max=rule.growth_interval - 1)", "pass"),
         ("wide = loss if loss.dtype is torch.float64 else loss.float()", "wide = loss.float()"),
     ),
     ("casting/wrappers.py", CASTING): (
@@ -266,6 +274,8 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("optim/rewritten.py", "optim/test_rewritten.py engine/test_grad_scaler.py"): (
         (" | (old.isnan() != new.isnan()).any()", ""),
+        ("return None if row.is_emptied else row.factor(None)", "return row.factor(None)"),
+        ("largest = torch.stack", "largest = 0 * torch.stack"),
     ),
     ("engine/optimizer_hooks.py", ENGINE): (
         ("self._stepping = self._withheld = False", "self._stepping = False"),

@@ -104,7 +104,7 @@ def _runs(
 def likely_factor(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number of their dtype that a few values were all multiplied by; nan without one.
 
-    A float32 scalar. Zero is none either. Does not synchronise.
+    A float32 scalar. Does not synchronise.
     """
     old, new = (torch.cat(list(few)) for few in (before, after))
     found = _bounds(old, new, old.device)
@@ -112,7 +112,7 @@ def likely_factor(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor])
     was_once = low <= high  # else rounded twice
     low, high = torch.where(was_once, low, lower), torch.where(was_once, high, higher)
     half = ((low + high) / 2).to(old.dtype).float()
-    is_one = (low <= half) & (half <= high) & (half != 0)
+    is_one = (low <= half) & (half <= high)
     is_same = (found[6] == 0) & (low <= high)
     return torch.where(is_same, 1.0, torch.where(is_one, half, math.nan))
 

@@ -369,7 +369,7 @@ def _norm(norms: np.ndarray) -> float:
 
 def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
     """What each of the distinct ``factors`` says, by its ``id``; 1 for ``None``."""
-    distinct = {id(factor): factor for factor in factors}
+    distinct = dict(zip(map(id, factors), factors, strict=True))
     return {key: 1.0 if by is None else _plain(by) for key, by in distinct.items()}
 
 

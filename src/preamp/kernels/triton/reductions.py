@@ -198,7 +198,7 @@ class Reductions(Ops):
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
         norms = self.l2norms(tensors, None, device)
-        distinct = {id(factor): factor for factor in factors}
+        distinct = dict(zip(map(id, factors), factors, strict=True))
         numbers = {
             key: torch.ones((), dtype=torch.float32, device=device)
             if by is None
