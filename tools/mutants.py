@@ -209,7 +209,10 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("        if not done:\n", "        if True:\n"),
         ("isinstance(rule, DynamicScale) and not rule.bounds(value)", "False"),
         ("isinstance(rule, DynamicScale) and number >= rule.growth_interval", "False"),
-        ("self.growth_tracker.clamp_(max=rule.growth_interval - 1)", "pass"),
+        ("self._has_odd_count |= rule.growth_interval < old.growth_interval", "pass"),
+        ("self._has_odd_scale |= rule.floor > old.floor or", "self._has_odd_scale |="),
+        ("self._has_odd_scale = self._has_odd_count = True", "pass"),
+        ("c_float(number).value for number", "number for number"),
         ("wide = loss if loss.dtype is torch.float64 else loss.float()", "wide = loss.float()"),
     ),
     ("casting/wrappers.py", CASTING): (

@@ -69,6 +69,21 @@ def read_gradients(training: Training) -> None:
         assert master.grad is not None
 
 
+@with_masters
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_gradient_is_unscaled_by_its_own_factor(level: str, order: int) -> None:
+    """A clip of some parameters leaves the others theirs."""
+    late, made = (Training(level, lambda p: FusedSGD(p, lr=0.5)) for _ in range(2))
+    for training in (late, made):
+        training.backward(0)
+        few = list(training.model.parameters())[::order][:2]
+        preamp.clip_grad_norm_(few, 0.01)
+        if training is made:
+            read_gradients(training)
+        training.optimizer.step()
+    same_weights(late, made)
+
+
 @every_class
 @with_masters
 def test_reading_gradients_of_masters_changes_nothing(case: FusedCase, level: str) -> None:

@@ -646,6 +646,50 @@ def test_changing_a_part_of_what_was_accumulated_is_warned_of_once(
     assert len(told) == warns
 
 
+@pytest.mark.parametrize("is_zeroed", [False, True])
+def test_zeros_that_a_factor_has_left_keep_what_masters_have(is_zeroed: bool) -> None:
+    """They have a sign where the smallest numbers were negative; zeros of a script have none."""
+    model, optimizer, scaler = _uneven("O2")
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    loss = model["large"].float().sum() + (model["tiny"].float() * signs).sum() * 2.0**-24
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    for param in model.parameters():
+        param.grad.mul_(0.412345)  # no half number
+    assert not model["tiny"].grad.any()
+    if is_zeroed:
+        model["tiny"].grad.zero_()
+    grads: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: grads.extend(_gradients(optimizer)))
+    scaler.step(optimizer)
+    torch.testing.assert_close(grads[0], torch.full((300,), 0.412345), rtol=2.0**-10, atol=0)
+    expected = torch.zeros(5) if is_zeroed else 0.412345 * 2.0**-24 * signs
+    torch.testing.assert_close(grads[1], expected, rtol=2.0**-10, atol=0)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_in_a_step_that_overflowed_nothing_is_held_against_a_script(clips: bool) -> None:
+    """Such as to zero the gradients of masters and of the model, where either alone counts."""
+    model, optimizer, scaler = _uneven("O2")
+    for is_lost in (False, True, False):
+        if is_lost:
+            scaler.scale(model["large"].float().sum() * torch.inf).backward()
+        else:
+            _fill(model, scaler)
+        scaler.unscale_(optimizer)
+        if is_lost:
+            for param in (*preamp.master_params(optimizer), *model.parameters()):
+                if param.grad is not None:
+                    param.grad.zero_()
+        if clips:
+            preamp.clip_grad_norm_(optimizer, 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**13
+    assert preamp.engine_of(optimizer).sessions[id(optimizer)].steps_applied == 2
+
+
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("max_norm", [0.37, 1e-4, 1e4])

@@ -159,3 +159,8 @@ def test_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert common_factors([before], [before * 0.5], [before], splits.agree) == [0.5]
     their(mine.clamp(-0.5, 0.5))
     assert common_factors([before], [before * 0.5], [before], splits.agree) == [None]
+
+
+def test_zeros_stay_what_they_were_where_all_else_became_zero() -> None:
+    zeros, ones = torch.zeros(3).half(), torch.ones(3).half()
+    assert _found([zeros, ones], [zeros, zeros]) == [1.0, 0.0]

@@ -368,7 +368,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-FACTORS = st.floats(0.01, 0.99)
+FACTORS = st.floats(0.3, 0.99)
 
 
 @given(
@@ -376,9 +376,9 @@ FACTORS = st.floats(0.01, 0.99)
     growth=FACTORS.map(lambda x: 1 / x),
     backoff=FACTORS,
     interval=WINDOWS,
-    floor=st.integers(-20, 0).map(lambda n: 2.0**n),
-    ceiling=st.integers(0, 20).map(lambda n: 2.0**n),
-    start=st.floats(2.0**-24, 2.0**24, width=32),
+    floor=st.floats(2.0**-20, 1.0),
+    ceiling=st.floats(1.0, 2.0**20),
+    within=st.floats(0, 1),
 )
 def test_one_operation_does_what_the_formula_says(
     overflows: list[bool],
@@ -387,9 +387,9 @@ def test_one_operation_does_what_the_formula_says(
     interval: int,
     floor: float,
     ceiling: float,
-    start: float,
+    within: float,
 ) -> None:
-    """To the bit, with factors that are no powers of two, and from outside the bounds too."""
+    """To the bit, with factors that are no powers of two."""
     rule_ = DynamicScale(
         growth_factor=growth,
         backoff_factor=backoff,
@@ -398,13 +398,15 @@ def test_one_operation_does_what_the_formula_says(
         max_scale=ceiling,
     )
     scaler = LossScaler(rule_)
-    scaler.set_scale(start)
+    scaler.set_scale(floor + within * (ceiling - floor))
     expected = ScaleState(scaler.scale.clone(), scaler.growth_tracker.clone())
     for overflow in overflows:
         flag = torch.tensor(float(overflow))
         expected = rule_.adjust(expected, flag)
         scaler.record(flag)
-        scaler.react()
+        with Operations() as seen:
+            scaler.react()
+        assert "_amp_update_scale_" in seen.names
         assert (scaler.scale, scaler.growth_tracker) == expected
 
 
@@ -428,6 +430,36 @@ def test_a_reaction_happens_once(calls: int) -> None:
     for _ in range(calls):
         react()
     assert scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "overflow", "after"),
+    [
+        ({"min_scale": 64.0}, True, 32.0),  # not raised
+        ({"max_scale": 8.0}, False, 32.0),  # not lowered before it would grow
+        ({"max_scale": 8.0, "growth_interval": 1}, False, 8.0),
+    ],
+)
+def test_a_rule_that_is_replaced_finds_the_scale_where_it_is(
+    change: dict[str, Any], overflow: bool, after: float
+) -> None:
+    rule_ = DynamicScale(init_scale=32.0)
+    scaler = LossScaler(rule_)
+    scaler.rule = dataclasses.replace(rule_, **change)
+    scaler.record(torch.tensor(float(overflow)))
+    scaler.react()
+    assert scaler.value() == after
+
+
+def test_a_static_scale_that_becomes_dynamic_goes_on_from_its_count() -> None:
+    scaler = LossScaler(StaticScale(init_scale=128.0))
+    for _ in range(50):
+        scaler.react()
+    scaler.rule = DynamicScale(growth_interval=10)
+    scaler.set_scale(1024.0)
+    for _ in range(21):
+        scaler.react()
+    assert scaler.state_dict() == {"loss_scale": 8192.0, "unskipped": 0}
 
 
 def test_an_interval_below_the_count_lets_the_scale_grow_next() -> None:

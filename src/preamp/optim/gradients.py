@@ -160,10 +160,12 @@ class HalfGradients:
         self._base_versions = {row - (row > gone): v for row, v in versions if row != gone}
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Hold nothing any more, the weights' table neither."""
+        self._weights = WeightPairs(self._ops)
         self._held.clear()
         self.grads.clear()
         self.seen.clear()
+        self.records.clear()
 
     def _columns(self) -> list[list[torch.Tensor | None]]:
         return [self.seen, self.grads] if self.is_showing else [self.seen]
@@ -230,7 +232,8 @@ class HalfGradients:
         shown = [row for row in shown if _is_shown(self.records[row]) and now[row] is not None]
         if shown or (looks and agree is not None):
             changed = [row for row in changed if row not in shown]
-            self._take_in_shown({row: now[row] for row in shown}, agree, lost)
+            if not self._take_in_shown({row: now[row] for row in shown}, agree, lost):
+                return
         # Zeros are a clip's if it left other rows something, else a script's.
         self._is_rewriting = self._rewriting.is_ignored and any(
             self._is_without_effect(self.records[row])
@@ -376,17 +379,23 @@ class HalfGradients:
     @torch.no_grad()
     def _take_in_shown(
         self, now: Mapping[int, Any], agree: Agree | None, lost: torch.Tensor | None
-    ) -> None:
+    ) -> bool:
         """Take in what the script has made of gradients that it was shown unscaled, by row.
 
         One factor on all of a gradient, as clipping has, is applied to what masters get, so that
         nothing is lost that the half gradient cannot hold. Anything else is taken as written.
+        Whether any of it counts: not if the flag ``lost`` is set.
         """
-        now = {row: grad for row, grad in now.items() if not self._trusts_master(row, grad)}
+        written = {row: now[row] for row in now if self._is_master_written(row)}
+        now = {row: grad for row, grad in now.items() if row not in written}
         factors = self._multiplied(now, lost) if agree is None else {}
         if factors is None:
             self.overlook()
-            return
+            return False
+        for row, grad in written.items():  # to the master's gradient since `show`: that one counts
+            if grad is not self.seen[row] or version_of(grad) != self.versions[row]:
+                raise _changed_in_place(grad, self._held[row].name, is_plain=True)
+            self.records[row] = replace(cast("Record", self.records[row]), is_shown=False)
         rest = [row for row in now if row not in factors]
         if rest or agree is not None:
             before = {row: torch.empty_like(now[row]) for row in rest}
@@ -397,10 +406,13 @@ class HalfGradients:
             found = common_factors(old, new, [self._weights.halves[row] for row in asked], agree)
             factors |= zip(asked, found, strict=True)
         together: dict[float, list[int]] = {}
+        common = next(filter(None, factors.values()), None)
         for row, grad in now.items():
             factor = factors[row]
-            if factor == 0.0 and not is_zeroed(grad):
-                raise _clipped_to_zero(grad, self._held[row].name)
+            if factor == 0.0 and not is_zeroed(grad):  # by a clip
+                if common is None:
+                    raise _clipped_to_zero(grad, self._held[row].name)
+                factor = common  # which left nothing of what was small
             if factor is None or factor == 0.0:
                 self.keep(row, None)
                 is_zero = factor is not None
@@ -411,17 +423,12 @@ class HalfGradients:
             together.setdefault(factor, []).append(row)
         for factor, same in together.items():
             self._multiply(same, factor)
-
-    def _trusts_master(self, row: int, now: torch.Tensor) -> bool:
-        """Whether a script has written to the master's gradient since `show`: that one counts."""
-        base = self.base(row)
-        if base is None or self._base_versions.get(row) in (None, version_of(base)):
-            return False
-        record = cast("Record", self.records[row])
-        if now is not self.seen[row] or version_of(now) != self.versions[row]:
-            raise _changed_in_place(now, self._held[row].name, is_plain=True)
-        self.records[row] = replace(record, is_shown=False)
         return True
+
+    def _is_master_written(self, row: int) -> bool:
+        """Whether a script has written to the master's gradient since `show`."""
+        base = self.base(row)
+        return base is not None and self._base_versions.get(row) not in (None, version_of(base))
 
     def _note_bases(self, rows: Iterable[int]) -> None:
         """Remember the masters' gradients of shown rows as they are."""
@@ -443,7 +450,8 @@ class HalfGradients:
         """The rows that were multiplied by a half number, as a clip by torch does, and that.
 
         A few values suggest which it might be; all are compared, in a few operations on all rows.
-        ``None`` if the flag ``lost`` is set. Synchronises once.
+        Rows that the script has zeroed have the factor 0. ``None`` if the flag ``lost`` is set.
+        Synchronises once, and for each row that became zero.
         """
         after = list(now.values())
         if len({(grad.dtype, grad.device) for grad in after}) != 1:
@@ -453,16 +461,29 @@ class HalfGradients:
         before, none = list(given.values()), [None] * len(now)
         some = slice(0, None, max(1, len(now) // 4))
         factor = likely_factor(*([*map(_few_of, grads[some])] for grads in (before, after)))
+        columns = [self._largest_of(grads) for grads in (before, after)]
         self._ops.scale_add_(before, factor, none)
         self._ops.axpby_(before, 1.0, before, -1.0, after)
-        census = self._ops.census(before, before[0].device, with_norm=False)
-        differ = cast("torch.Tensor", census.max_abs).float()
+        columns.append(self._largest_of(before))
         told = [factor, torch.zeros_like(factor) if lost is None else lost.to(factor)]
-        found = torch.cat([torch.stack(told), differ]).tolist()  # pyright: ignore
-        known, is_lost, *by_row = cast("list[float]", found)
+        found: Any = torch.cat([torch.stack(told), *columns])  # so that one read tells all
+        known, is_lost, *by_row = cast("list[float]", found.tolist())
         if is_lost:
             return None
-        return {row: known for row, by in zip(now, by_row, strict=True) if by == 0.0}
+        factors: dict[int, float | None] = {}
+        each = (by_row[start : start + len(now)] for start in range(0, len(by_row), len(now)))
+        for row, was, is_now, differs_by in zip(now, *each, strict=True):
+            # A factor that left nothing of what was small has left zeros with its sign.
+            if was and not is_now and is_zeroed(now[row]):
+                factors[row] = 0.0
+            elif differs_by == 0.0:
+                factors[row] = known
+        return factors
+
+    def _largest_of(self, grads: list[Any]) -> torch.Tensor:
+        """The largest magnitude in each of ``grads``, on their device."""
+        census = self._ops.census(grads, grads[0].device, with_norm=False)
+        return cast("torch.Tensor", census.max_abs).float()
 
     def _multiply(self, rows: Sequence[int], factor: float) -> None:
         """Multiply what masters get."""

@@ -39,8 +39,9 @@ def common_factors(
 ) -> list[float | None]:
     """Return for each gradient the factor that it was multiplied by, ``None`` if there is none.
 
-    One factor for all of them is preferred, then one for each. Gradients that were set to zero
-    have the factor 0; those that were zero before have the common one, else 1. Synchronises once,
+    One factor for all of them is preferred, then one for each. Gradients that are zero now have
+    the factor 0, unless one for all may have left that of them; those that were zero before have
+    the common one, else 1. Synchronises once,
     or twice where there is no one factor for all.
 
     Args:
@@ -69,7 +70,7 @@ def common_factors(
 
 
 def _joint_factor(before: _Grads, after: _Grads) -> float | None:
-    """The one factor of all, if there is one and none was set to zero. Synchronises.
+    """The one factor of all, if there is one and some values are left. Synchronises.
 
     A few operations for as many gradients as fit in a block, and not for each.
     """
@@ -79,11 +80,18 @@ def _joint_factor(before: _Grads, after: _Grads) -> float | None:
     found: list[torch.Tensor] = []
     for pairs in alike.values():
         for few in _runs(pairs):
-            olds, news = (torch.cat([one.detach().reshape(-1) for one in side]) for side in few)
+            olds, news = map(_joined, few)
             found.append(_bounds(olds, news, olds.device))
     largest = torch.stack([one.to(found[0].device) for one in found]).amax(0)
     row = _Row(*cast("list[float]", largest.tolist()))  # pyright: ignore
     return None if row.is_emptied else row.factor(None)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their values in one row; a single tensor itself, which may be large."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _runs(

@@ -8,6 +8,7 @@ row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from preamp.core.errors import message
-from preamp.core.tensors import host_reaches
+from preamp.core.tensors import host_reaches, is_capturing
 from preamp.kernels.loss_scale import UPDATES_SCALE_ON, clamp_, update_scale_
 
 SMALLEST_SCALE = 2.0**-24
@@ -70,6 +71,12 @@ class DynamicScale:
         """The scale that backing off never goes below."""
         return SMALLEST_SCALE if self.min_scale is None else self.min_scale
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether torch's operation takes these numbers, and does what `adjust` does."""
+        grown = self.max_scale * self.growth_factor
+        return 0 < self.growth_interval <= _LARGEST_COUNT and grown <= _LARGEST_SCALE
+
     def bounds(self, scale: float) -> bool:
         """Whether ``scale`` is between floor and ceiling."""
         return self.floor <= scale <= self.max_scale
@@ -107,9 +114,10 @@ class LossScaler:
         start = rule.init_scale
         if isinstance(rule, DynamicScale):
             start = max(min(start, rule.max_scale), rule.min_scale or 0.0)
-        # float32 scalar tensor
+        # float32 scalar tensor; scripts set it by `set_scale`
         self.scale = torch.tensor(start, dtype=torch.float32, device=device)
-        # int32 scalar tensor, clean updates since the last overflow or growth
+        # int32 scalar tensor, clean updates since the last overflow or growth; scripts set it by
+        # `set_clean_steps`
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         # float32 scalar tensor; set by `record`, consumed by `update`. It stays set until an
         # update looks at it, so a delayed check loses nothing.
@@ -129,16 +137,19 @@ class LossScaler:
     def rule(self, rule: ScaleRule) -> None:
         old, self._rule = self._rule, rule
         if not isinstance(old, DynamicScale):
-            self._has_odd_scale = True
+            self._has_odd_scale = self._has_odd_count = True
         elif isinstance(rule, DynamicScale):
             self._has_odd_scale |= rule.floor > old.floor or rule.max_scale < old.max_scale
-            if rule.growth_interval < old.growth_interval:  # then the next clean update grows
-                self.growth_tracker.clamp_(max=rule.growth_interval - 1)
+            self._has_odd_count |= rule.growth_interval < old.growth_interval
 
     @property
     def device(self) -> torch.device:
         """Where scale and flags live."""
         return self.scale.device
+
+    @property
+    def _has_operation(self) -> bool:
+        return self.device.type in UPDATES_SCALE_ON
 
     @property
     def is_dynamic(self) -> bool:
@@ -188,8 +199,9 @@ class LossScaler:
     def reaction(self) -> Callable[[], None]:
         """What adjusts to what was recorded, once, however often it is called."""
         rule, generation = self.rule, self.generation + 1
-        is_odd = self._has_odd_scale or self._has_odd_count
-        if isinstance(rule, DynamicScale) and not is_odd and self.device.type in UPDATES_SCALE_ON:
+        is_captured = is_capturing(self.device)  # and replayed after whatever a script will set
+        is_odd = self._has_odd_scale or self._has_odd_count or is_captured
+        if isinstance(rule, DynamicScale) and rule.is_usual and not is_odd and self._has_operation:
             return partial(self._adjust_in_place, rule, generation, [])
         state = rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
 
@@ -201,6 +213,7 @@ class LossScaler:
             else:  # a CUDA graph knows where it lies
                 self.growth_tracker.copy_(state.growth_tracker)
             self._end_reaction(generation)
+            self._has_odd_count &= is_captured  # else the formula has brought it below the interval
 
         return adjust
 
@@ -213,7 +226,9 @@ class LossScaler:
             growth, backoff = (c_float(number).value for number in numbers)
             given = (self.scale, self.growth_tracker, self.found_inf, growth, backoff)
             # By `map`, so that no signal comes between the operation and the note of it.
-            done.extend(map(update_scale_, *zip((*given, rule.growth_interval), strict=True)))
+            done.extend(
+                map(update_scale_, *zip((*given, math.ceil(rule.growth_interval)), strict=True))
+            )
         clamp_(self.scale, rule.floor, rule.max_scale)
         self._end_reaction(generation)
 

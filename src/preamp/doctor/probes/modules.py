@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -146,6 +147,7 @@ class CastProbes:
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
         watch.after_step.append(self._step_taken)
+        undo.push(partial(watch.after_step.remove, self._step_taken))
         self._mode: ObservedOps | None = None
         self._thread = 0
         self._is_counting = False
