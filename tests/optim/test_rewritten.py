@@ -164,3 +164,18 @@ def test_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_zeros_stay_what_they_were_where_all_else_became_zero() -> None:
     zeros, ones = torch.zeros(3).half(), torch.ones(3).half()
     assert _found([zeros, ones], [zeros, zeros]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("block", [1, 50, 1000])
+def test_a_factor_is_the_same_however_gradients_are_joined(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [3, 120, 0, 7, 40, 9, 30]
+    before = [*_gradients(0, torch.float16, sizes), *_gradients(1, torch.bfloat16, sizes)]
+    after = [grad * 0.3141592 for grad in before]
+    expected = _found(before, after)
+    monkeypatch.setattr("preamp.optim.rewritten._CACHED", block)
+    assert _found(before, after) == expected
+    assert len(set(expected)) == 1
+    after[5][8] += 1.0
+    assert None in _found(before, after)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -50,6 +50,18 @@ def with_gradients(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         return params, grads
     pairs = [pair for pair in zip(params, grads, strict=True) if pair[1] is not None]
     return [param for param, _ in pairs], [grad for _, grad in pairs]
+
+
+def runs_of(tensors: Sequence[torch.Tensor], most: int) -> Iterator[slice]:
+    """Cut a list into runs of no more than ``most`` elements; a larger tensor is one by itself."""
+    start, elements = 0, 0
+    for place, tensor in enumerate(tensors):
+        elements += tensor.numel()
+        if place > start and elements > most:
+            yield slice(start, place)
+            start, elements = place, tensor.numel()
+    if tensors:
+        yield slice(start, len(tensors))
 
 
 def devices_of(tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
@@ -132,12 +144,10 @@ def host_reaches(tensor: torch.Tensor) -> bool:
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
     """Whether all values are finite: a bool scalar beside them. Does not synchronise."""
-    if type(tensor) is torch.Tensor and host_reaches(tensor) and not tensor.dim():
+    is_plain = type(tensor) is torch.Tensor  # else the sum of its parts may overflow, and no part
+    if is_plain and host_reaches(tensor) and not tensor.dim():
         return _FLAGS[math.isfinite(tensor.item())]  # torch takes four operations for it
-    if type(tensor) is torch.Tensor:
-        is_finite = tensor * 0 == 0  # half of the operations that torch.isfinite takes
-    else:  # the sum of parts on ranks may overflow where no part does
-        is_finite = torch.isfinite(tensor)
+    is_finite = tensor * 0 == 0 if is_plain else torch.isfinite(tensor)
     return is_finite.all() if tensor.dim() else is_finite
 
 

@@ -40,7 +40,7 @@ from preamp.core.tensors import (
 )
 from preamp.core.undo import run_to_end
 from preamp.optim.direct import Placeholders, is_zeroed
-from preamp.optim.pairs import WeightPairs
+from preamp.optim.pairs import WeightPairs, without
 from preamp.optim.part import Holding
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
@@ -152,10 +152,8 @@ class HalfGradients:
             del column[gone]
         self._arrived = None
         self.changes += 1
-        for rows in (self.carried, self.zeros_aside):
-            kept = {row - (row > gone) for row in rows if row != gone}
-            rows.clear()
-            rows.update(kept)
+        self.carried = without(self.carried, gone)
+        self.zeros_aside = without(self.zeros_aside, gone)
         versions = self._base_versions.items()
         self._base_versions = {row - (row > gone): v for row, v in versions if row != gone}
 

@@ -10,14 +10,14 @@ is far more precise than any of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from preamp.core.errors import message
-from preamp.core.tensors import local_of
+from preamp.core.tensors import local_of, runs_of
 
 Agree = Callable[[list[torch.Tensor], Sequence[torch.Tensor]], None]
 """Takes the largest value of each place over all ranks that hold parts: of vectors, in place, each
@@ -41,8 +41,7 @@ def common_factors(
 
     One factor for all of them is preferred, then one for each. Gradients that are zero now have
     the factor 0, unless one for all may have left that of them; those that were zero before have
-    the common one, else 1. Synchronises once,
-    or twice where there is no one factor for all.
+    the common one, else 1. Synchronises once, or twice where there is no one factor for all.
 
     Args:
         before: Half gradients; ``None`` for one that only other ranks have.
@@ -74,14 +73,16 @@ def _joint_factor(before: _Grads, after: _Grads) -> float | None:
 
     A few operations for as many gradients as fit in a block, and not for each.
     """
-    alike: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for old, new in zip(map(local_of, before), map(local_of, after), strict=True):
-        alike.setdefault((old.dtype, old.device), []).append((old, new))
-    found: list[torch.Tensor] = []
-    for pairs in alike.values():
-        for few in _runs(pairs):
-            olds, news = map(_joined, few)
-            found.append(_bounds(olds, news, olds.device))
+        olds, news = alike.setdefault((old.dtype, old.device), ([], []))
+        olds.append(old)
+        news.append(new)
+    found = [
+        _bounds(_joined(olds[run]), _joined(news[run]), olds[0].device)
+        for olds, news in alike.values()
+        for run in runs_of(olds, _block(olds[0]))
+    ]
     largest = torch.stack([one.to(found[0].device) for one in found]).amax(0)
     row = _Row(*cast("list[float]", largest.tolist()))  # pyright: ignore
     return None if row.is_emptied else row.factor(None)
@@ -92,21 +93,6 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def _runs(
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-    """Pairs that together have no more elements than a block, as two columns; or a large one."""
-    few: list[tuple[torch.Tensor, torch.Tensor]] = []
-    elements = 0
-    for pair in pairs:
-        elements += pair[0].numel()
-        if few and elements > _block(pair[0]):
-            yield cast("Any", tuple(zip(*few, strict=True)))
-            few, elements = [], pair[0].numel()
-        few.append(pair)
-    yield cast("Any", tuple(zip(*few, strict=True)))
 
 
 def likely_factor(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> torch.Tensor:

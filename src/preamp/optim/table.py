@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state, message
-from preamp.core.tensors import find_again, local_of, storage_key, versions_of
+from preamp.core.tensors import find_again, local_of, runs_of, storage_key, versions_of
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.kernels.stored import are_beyond_float16
@@ -31,7 +31,7 @@ from preamp.optim.master_parameter import (
     master_parameter,
     packed_kind,
 )
-from preamp.optim.pairs import WeightPairs
+from preamp.optim.pairs import WeightPairs, without
 from preamp.optim.part import Holding, Part
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class WeightTable(WeightPairs):
         del self.twins[gone], self.lows[gone]
         self.gradients.remove_row(gone)
         self._written.discard(twin)
-        self.loaded = {row - (row > gone) for row in self.loaded if row != gone}
+        self.loaded = without(self.loaded, gone)
         for row, other in enumerate(self.twins):
             other.row = row
 
@@ -505,18 +505,10 @@ class WeightTable(WeightPairs):
                 self.twins[row].stays_wide = True
                 warnings.warn(_beyond_float16(self.twins[row].name), stacklevel=2)
 
-    def _runs(self, rows: Sequence[int]) -> Iterator[list[int]]:
+    def _runs(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         """Rows of so few elements that both forms of these together are little memory."""
-        few: list[int] = []
-        elements = 0
-        for row in rows:
-            elements += self.halves[row].numel()
-            if few and elements > _BOTH_FORMS:
-                yield few
-                few, elements = [], self.halves[row].numel()
-            few.append(row)
-        if few:
-            yield few
+        for run in runs_of([self.halves[row] for row in rows], _BOTH_FORMS):
+            yield rows[run]
 
     def make(self) -> None:
         """Let all masters be float32 tensors until they are packed again; the values are kept."""

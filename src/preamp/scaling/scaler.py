@@ -148,10 +148,6 @@ class LossScaler:
         return self.scale.device
 
     @property
-    def _has_operation(self) -> bool:
-        return self.device.type in UPDATES_SCALE_ON
-
-    @property
     def is_dynamic(self) -> bool:
         """Whether overflows are looked for and acted on."""
         return self.rule.is_dynamic
@@ -200,8 +196,9 @@ class LossScaler:
         """What adjusts to what was recorded, once, however often it is called."""
         rule, generation = self.rule, self.generation + 1
         is_captured = is_capturing(self.device)  # and replayed after whatever a script will set
-        is_odd = self._has_odd_scale or self._has_odd_count or is_captured
-        if isinstance(rule, DynamicScale) and rule.is_usual and not is_odd and self._has_operation:
+        is_odd = self._has_odd_scale or self._has_odd_count
+        takes_operation = not (is_captured or is_odd) and self.device.type in UPDATES_SCALE_ON
+        if takes_operation and isinstance(rule, DynamicScale) and rule.is_usual:
             return partial(self._adjust_in_place, rule, generation, [])
         state = rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
 
