@@ -378,7 +378,7 @@ def test_after_unscale_the_host_reads_once_or_twice(
     same_weights(far, near)
 
 
-def unscaled_step(training: Training, act: Callable[[Training], object], step: int = 0) -> None:
+def unscaled_step(training: Training, act: Callable[[Training], object], step: int) -> None:
     scaler = preamp.GradScaler(training.optimizer)
     inputs, target = batch(step)
     out = training.model(inputs).float()

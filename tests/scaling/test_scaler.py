@@ -398,7 +398,7 @@ def test_one_operation_does_what_the_formula_says(
         max_scale=ceiling,
     )
     scaler = LossScaler(rule_)
-    scaler.set_scale(floor + within * (ceiling - floor))
+    scaler.set_scale(min(floor + within * (ceiling - floor), ceiling))
     expected = ScaleState(scaler.scale.clone(), scaler.growth_tracker.clone())
     for overflow in overflows:
         flag = torch.tensor(float(overflow))

@@ -190,7 +190,10 @@ def make_masters(params: Iterable[torch.Tensor]) -> None:
 
 def kept_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What parameters take memory for, without making masters that are packed."""
-    return [param if (pair := _pair_of(param)) is None else pair.kept for param in params]
+    return [
+        param.twin.kept if is_master(param) and param.twin is not None else param
+        for param in params
+    ]
 
 
 def form_of(param: torch.Tensor) -> torch.Tensor:
@@ -208,8 +211,7 @@ def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
     """What gets the gradient of ``param`` in a backward: of a master its half weight."""
-    pair = _pair_of(param)
-    return param if pair is None else pair.half
+    return leaves_of((param,))[0]
 
 
 def leaves_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -223,10 +225,6 @@ def leaves_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def without_masters(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of several parameters that are no masters."""
     return [param for param in params if type(param) not in MASTER_KINDS]
-
-
-def _pair_of(param: torch.Tensor) -> Pair | None:
-    return param.twin if is_master(param) else None
 
 
 def master_parameter(data: torch.Tensor, *, requires_grad: bool) -> MasterParameter:
