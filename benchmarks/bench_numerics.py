@@ -23,9 +23,9 @@ from typing import Any, get_args
 import torch
 
 import preamp
-from preamp.engine.recorder import Recorder
 from preamp.engine.recording import Recording
 from preamp.numerics.records import OfModules
+from preamp.watch.recorder import Recorder
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, compare, stopwatch, time_rounds
 from preamp_bench.loops import fused_adam

@@ -30,9 +30,7 @@ from preamp.core.version import __version__ as __version__
 from preamp.engine import Engine as Engine
 from preamp.engine import GradScaler as GradScaler
 from preamp.engine import OverflowCause as OverflowCause
-from preamp.engine import audit_casts as audit_casts
 from preamp.engine import clip_grad_norm_ as clip_grad_norm_
-from preamp.engine import count_memory as count_memory
 from preamp.engine import detect_overflow as detect_overflow
 from preamp.engine import engine_of as engine_of
 from preamp.engine import initialize as initialize
@@ -44,6 +42,8 @@ from preamp.engine import step_scheduler as step_scheduler
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
 from preamp.policy import Storage as Storage
+from preamp.watch import audit_casts as audit_casts
+from preamp.watch import count_memory as count_memory
 
 if TYPE_CHECKING:
     from preamp import amp as amp

@@ -17,6 +17,7 @@ LAYERS = (
     ("cli", "compat", "integrations"),
     ("demo",),
     ("checkpoint", "distributed", "doctor", "planning"),
+    ("watch",),
     ("engine",),
     ("report",),
     ("numerics",),
@@ -50,8 +51,8 @@ ONLY_UNDER = {
 
 PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
-    "preamp.engine.casts",  # records
-    "preamp.engine.inventory",  # records
+    "preamp.watch.casts",  # records
+    "preamp.watch.inventory",  # records
     "preamp.engine.overflow",  # records
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp

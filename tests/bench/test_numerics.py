@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bench_numerics
-from preamp.engine.recorder import Recorder
+from preamp.watch.recorder import Recorder
 from preamp_bench import records
 
 

@@ -11,11 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp.core import tensors
-from preamp.engine import clipping, ledger, overflow, session, trace
+from preamp.engine import clipping, ledger, overflow, session
 from preamp.kernels import Ops, backend
 from preamp.kernels.reference import Reference
 from preamp.optim.fused import base as on_device
 from preamp.scaling import scaler
+from preamp.watch import trace
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 

@@ -15,9 +15,9 @@ from torch import nn
 import preamp
 from cases.records import overflow
 from cases.tolerances import assert_same
-from preamp.engine import float32, trace
 from preamp.numerics import TraceRecord
 from preamp.numerics.records import from_json, to_json
+from preamp.watch import float32, trace
 
 
 @pytest.fixture(autouse=True, scope="module")

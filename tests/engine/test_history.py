@@ -30,7 +30,6 @@ from engine.harness import (
 )
 from engine.harness import engines_closed as engines_closed
 from preamp.core.version import __version__
-from preamp.engine import host_copies
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.kernels.reference import tally
 from preamp.numerics import (
@@ -47,6 +46,7 @@ from preamp.numerics import (
     read_history,
 )
 from preamp.optimizers import FusedAdam
+from preamp.watch import host_copies
 
 every_level = pytest.mark.parametrize("level", LEVEL_NAMES)
 both = pytest.mark.parametrize("numerics", ["light", "full"])
@@ -658,7 +658,7 @@ def test_refusals(arguments: dict[str, Any], kind: type[Exception], message: str
 def test_of_several_processes_the_first_one_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preamp.engine.recorder.is_first_rank", lambda: False)
+    monkeypatch.setattr("preamp.watch.recorder.is_first_rank", lambda: False)
     model, optimizer = started("O2", history=tmp_path / "run.jsonl")
     train_step(model, optimizer, 0)
     assert len(history_of(model).of(StepRecord)) == 1

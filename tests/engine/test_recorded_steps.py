@@ -17,8 +17,7 @@ from cases.host_reads import far_from_the_host
 from cases.levels import WITH_MASTERS
 from engine.harness import Net, loss_of, make, started, train_step
 from engine.harness import engines_closed as engines_closed
-from preamp.engine import host_copies, ledger, recorder
-from preamp.engine.meter import Meter
+from preamp.engine import ledger
 from preamp.kernels.reference import tally
 from preamp.numerics import (
     CastsRecord,
@@ -32,6 +31,8 @@ from preamp.numerics import (
     read_history,
 )
 from preamp.optimizers import FusedAdam
+from preamp.watch import host_copies, recorder
+from preamp.watch.meter import Meter
 
 
 def history_of(thing: Any) -> History:

@@ -2,7 +2,6 @@
 """The room that wires the others: initialize, the engine, scale_loss, step."""
 
 from preamp.engine.block import scale_loss as scale_loss
-from preamp.engine.casts import audit_casts as audit_casts
 from preamp.engine.clipping import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine.engine import Engine as Engine
 from preamp.engine.engine import detect_overflow as detect_overflow
@@ -12,7 +11,6 @@ from preamp.engine.imitations import serve_imitations as serve_imitations
 from preamp.engine.initialize import create_engine as create_engine
 from preamp.engine.initialize import initialize as initialize
 from preamp.engine.initialize import start as start
-from preamp.engine.inventory import count_memory as count_memory
 from preamp.engine.lookup import as_optimizers as as_optimizers
 from preamp.engine.lookup import common_engine as common_engine
 from preamp.engine.lookup import engine_of as engine_of

@@ -15,8 +15,8 @@ from preamp.engine.order import Graph, followed, released, sort
 from preamp.kernels import Census
 
 if TYPE_CHECKING:
-    from preamp.engine.origin import Finding
     from preamp.numerics import OverflowRecord, TraceRecord
+    from preamp.watch.origin import Finding
 
 Kind = Literal["inf", "nan"]
 _BLOCK = 1 << 20  # elements: temporaries of a large gradient stay small

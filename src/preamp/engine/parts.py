@@ -8,17 +8,17 @@ from preamp.core.late import names
 if TYPE_CHECKING:
     from preamp.engine.agreement import RankComparison as RankComparison
     from preamp.engine.explain import explain_engine as explain_engine
-    from preamp.engine.recorder import make_recorder as make_recorder
-    from preamp.engine.recorder import run_record as run_record
-    from preamp.engine.trace import Tracer as Tracer
     from preamp.report import write as write
+    from preamp.watch.recorder import make_recorder as make_recorder
+    from preamp.watch.recorder import run_record as run_record
+    from preamp.watch.trace import Tracer as Tracer
 
 __getattr__, __dir__ = names(
     "preamp.engine.parts",
     RankComparison=".agreement",
-    Tracer=".trace",
+    Tracer="..watch.trace",
     explain_engine=".explain",
-    make_recorder=".recorder",
-    run_record=".recorder",
+    make_recorder="..watch.recorder",
+    run_record="..watch.recorder",
     write="..report",
 )

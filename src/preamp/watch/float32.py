@@ -17,10 +17,10 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
 from preamp.core.ranks import has_other_ranks
-from preamp.engine.observation import Values, tensors_of
 from preamp.kernels.modules import remove_hooks
 from preamp.kernels.operations import unheard
 from preamp.numerics import Float32Record
+from preamp.watch.observation import Values, tensors_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 _SHOWN = 120  # characters of an error

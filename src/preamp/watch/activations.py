@@ -20,13 +20,13 @@ from preamp.core.errors import bad_type, bad_value
 from preamp.core.link import Link
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
-from preamp.engine.meter import Meter
-from preamp.engine.observation import tensors_of
-from preamp.engine.steps import Statistics
-from preamp.engine.trace import places_of
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.modules import add_hook
 from preamp.numerics.records import OfModules
+from preamp.watch.meter import Meter
+from preamp.watch.observation import tensors_of
+from preamp.watch.steps import Statistics
+from preamp.watch.trace import places_of
 
 _Seen = MutableMapping[torch.Tensor, set[tuple[str, OfModules]]]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from preamp.engine.host_copies import HostCopies
-from preamp.engine.meter import Reading
 from preamp.engine.session import OptimizerSession
 from preamp.numerics import MemoryRecord, NumericsRecord, Record, StepRecord, TensorStatistics
 from preamp.numerics.statistics import add_up
 from preamp.scaling import LossScaler
+from preamp.watch.host_copies import HostCopies
+from preamp.watch.meter import Reading
 
 
 @dataclass(frozen=True, slots=True, eq=False)

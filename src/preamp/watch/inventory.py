@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from preamp.casting import CastAudit
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
-from preamp.engine.casts import cast_records
 from preamp.kernels.sparse import stored_parts
 from preamp.optim import is_master, kept_of
+from preamp.watch.casts import cast_records
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore

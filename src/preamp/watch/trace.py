@@ -31,19 +31,6 @@ from preamp.core.program import line_of_program
 from preamp.core.tensors import host_reaches, is_capturing
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
-from preamp.engine.float32 import MasterOf, compute, note_random, uses_halves
-from preamp.engine.observation import (
-    OUTSIDE,
-    Observation,
-    Operation,
-    Pass,
-    Place,
-    Reading,
-    Values,
-    counted_version,
-    tensors_of,
-)
-from preamp.engine.origin import Finding, find
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.modules import add_hook
@@ -56,6 +43,19 @@ from preamp.kernels.operations import (
 )
 from preamp.kernels.wide_half import leaves
 from preamp.numerics import Float32Record
+from preamp.watch.float32 import MasterOf, compute, note_random, uses_halves
+from preamp.watch.observation import (
+    OUTSIDE,
+    Observation,
+    Operation,
+    Pass,
+    Place,
+    Reading,
+    Values,
+    counted_version,
+    tensors_of,
+)
+from preamp.watch.origin import Finding, find
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 

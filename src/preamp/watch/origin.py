@@ -11,9 +11,9 @@ import torch
 
 from preamp.core.dtypes import dtype_name
 from preamp.core.program import shown
-from preamp.engine.observation import EARLIER, OUTSIDE, Observation, Operation, Pass, Place, Reading
 from preamp.numerics import FrameRecord, TraceRecord
 from preamp.numerics.records import Phase
+from preamp.watch.observation import EARLIER, OUTSIDE, Observation, Operation, Pass, Place, Reading
 
 _SOFTMAX = ("softmax", "log_softmax", "scaled_dot_product_attention")
 _FRAMES = 8  # passes that are told before the one that went wrong

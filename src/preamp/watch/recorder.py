@@ -26,18 +26,18 @@ from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
 from preamp.core.undo import UndoStack, run_all
 from preamp.core.version import __version__
-from preamp.engine.activations import Activations, check_kinds, check_steps, choose
 from preamp.engine.events import Backward, Events
-from preamp.engine.host_copies import HostCopies
-from preamp.engine.inventory import Inventory
 from preamp.engine.ledger import Ledger
-from preamp.engine.meter import Meter
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.recording import Recording
 from preamp.engine.session import OptimizerSession
-from preamp.engine.steps import FinishedCall, PendingStep, Statistics, Steps
 from preamp.numerics import History, ResumeRecord, RunRecord
 from preamp.scaling import LossScaler
+from preamp.watch.activations import Activations, check_kinds, check_steps, choose
+from preamp.watch.host_copies import HostCopies
+from preamp.watch.inventory import Inventory
+from preamp.watch.meter import Meter
+from preamp.watch.steps import FinishedCall, PendingStep, Statistics, Steps
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore

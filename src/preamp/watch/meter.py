@@ -11,7 +11,6 @@ import torch
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import local_of
-from preamp.engine.host_copies import HostCopies
 from preamp.engine.names import ParameterNames
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.ops import Tally
@@ -19,6 +18,7 @@ from preamp.kernels.reference.tally import blocks_of
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.records import What
 from preamp.optim.fused.entries import entries_of
+from preamp.watch.host_copies import HostCopies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
