@@ -51,12 +51,14 @@ ONLY_UNDER = {
 
 PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
-    "preamp.watch.casts",  # records
-    "preamp.watch.inventory",  # records
+    "preamp.engine.engine",  # the report
     "preamp.engine.overflow",  # records
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
     "preamp.report.page",  # jinja2, which the library is imported without
+    "preamp.watch.casts",  # records
+    "preamp.watch.inventory",  # records
+    "preamp.watch.makers",  # watchers load with the first engine
 )
 
 

@@ -48,6 +48,12 @@ PLANTED = [
     (rules.dependency_violations, "engine/x.py", "from preamp import amp", "a facade"),
     (rules.dependency_violations, "engine/x.py", "from preamp import initialize", "sees its rooms"),
     (rules.dependency_violations, "engine/x.py", "from . import step", "absolute"),
+    (
+        rules.dependency_violations,
+        "engine/x.py",
+        "def f():\n    from preamp.watch.trace import Tracer",
+        "point down",
+    ),
     (rules.dependency_violations, "attic/x.py", "import preamp.core", "no row"),
     (rules.dependency_violations, "cli/x.py", "import preamp.attic", "no row"),
     (

@@ -61,6 +61,7 @@ modules = {"amp", "checkpoint", "fp16_utils", "integrations", "multi_tensor_appl
            "normalization", "numerics", "optimizers", "parallel", "planning", "report"}
 assert shown == {*preamp.__all__, *modules} - {"__version__"}, shown
 assert not any("preamp." + name in sys.modules for name in modules)
+assert not any("preamp.watch." + name in sys.modules for name in ("trace", "recorder"))
 for package in (preamp, preamp.checkpoint, preamp.planning):
     names = [name for name in dir(package) if not name.startswith("__")]
     assert {*package.__all__} - {"__version__"} <= {*names}

@@ -54,3 +54,4 @@ def test_a_step_enters_few_files(
     paths = {path for path, _ in entered}
     assert ("kernels/wide_half.py" in paths) is lacks
     assert len(paths) <= files + lacks
+    assert not any(path.startswith("watch/") for path in paths)

@@ -10,16 +10,16 @@ from typing import Any
 
 
 def names(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make ``__getattr__`` and ``__dir__`` (PEP 562) of a package or module from names' modules.
+    """Make ``__getattr__`` and ``__dir__`` (PEP 562) of a package from its names' own modules.
 
-    Each is a relative import without its first dot; an empty one says that the name is a module.
+    Each is a path below the package; an empty one says that the name is a module.
     ``dir`` shows these names and those in ``__all__``, whether they have been loaded or not.
     """
 
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        module = importlib.import_module(f".{modules[name] or name}", package)
+        module = importlib.import_module(f"{package}.{modules[name] or name}")
         value = getattr(module, name) if modules[name] else module
         setattr(sys.modules[package], name, value)
         return value

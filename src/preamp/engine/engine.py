@@ -18,10 +18,11 @@ from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
-from preamp.engine import parts, refusals
+from preamp.engine import refusals, watchers
 from preamp.engine.copies import Copies
 from preamp.engine.core import EngineCore
 from preamp.engine.entrance import OWN, Entrance
+from preamp.engine.explain import explain_engine
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import twin_of
 from preamp.engine.recording import Recording
@@ -81,7 +82,7 @@ def detect_overflow(tensor: torch.Tensor, name: str) -> torch.Tensor:
             )
     if not may_not_be_read():
         armed = [engine.tracer for engine in engines_in_use() if engine.tracer.is_armed]
-        inside = [tracer for tracer in armed if tracer.stack.calls]
+        inside = [tracer for tracer in armed if tracer.is_inside]
         for tracer in inside or armed:
             tracer.see(tensor, name)
     return tensor
@@ -133,18 +134,7 @@ class Engine(EngineCore):
         self.link: Link[Engine] = Link(self)
         self.copies = Copies(self)
         self._on_close: list[Callable[[], None]] = []
-        looks = not policy.is_dynamic
-        own = weakref.ref(self)  # the tracer must not keep the engine
-
-        def master_of(half: torch.Tensor) -> torch.Tensor | None:
-            engine = own()
-            return None if engine is None else engine.master_of(half)
-
-        self.tracer = parts.Tracer(self.models, self.events, master_of, looks=looks)
-        self.ledger.on_overflow.append(self.tracer.told)
-        self.recorder = parts.make_recorder(self, recording)
-        if recording.takes_steps and looks:
-            self.recorder.history.listen(self.ledger.read_record)
+        self.tracer, self.recorder = watchers.make_watchers(self, recording)
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -240,7 +230,7 @@ class Engine(EngineCore):
 
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""
-        return parts.explain_engine(self)
+        return explain_engine(self)
 
     @property
     def verbosity(self) -> int:
@@ -303,7 +293,9 @@ class Engine(EngineCore):
             PreampUnavailableError: jinja2 is missing; it comes with ``preamp[report]``.
             OSError: The page cannot be written.
         """
-        parts.write(Path(path), self.history, title=title)
+        from preamp.report import write
+
+        write(Path(path), self.history, title=title)
 
     def undo_of(self, model: nn.Module) -> UndoStack:
         """The steps that take back what was done to ``model`` alone."""

@@ -30,7 +30,8 @@ from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.log import say
 from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import UndoStack, run_all, set_attribute
-from preamp.engine import checks, parts
+from preamp.engine import checks
+from preamp.engine.agreement import RankComparison
 from preamp.engine.collectives import COLLECTIVES
 from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.engine import Engine
@@ -235,7 +236,7 @@ def create_engine(
         if policy.enabled:
             for session in engine.sessions.values():
                 session.recast_state(exact_state)
-            engine.recorder.start(parts.run_record(engine))
+            engine.recorder.start(engine)
         is_attached = True
         _take_over(engine, earlier)
     except BaseException:
@@ -325,7 +326,7 @@ def _attach(engine: Engine) -> None:
         names.hold()
     for model in engine.models:
         _hook_model(engine, model)
-    engine.reductions.comparison = parts.RankComparison(engine)
+    engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
         take_in = functools.partial(cast_new_layers, engine, session.optimizer)

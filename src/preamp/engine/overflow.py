@@ -16,7 +16,6 @@ from preamp.kernels import Census
 
 if TYPE_CHECKING:
     from preamp.numerics import OverflowRecord, TraceRecord
-    from preamp.watch.origin import Finding
 
 Kind = Literal["inf", "nan"]
 _BLOCK = 1 << 20  # elements: temporaries of a large gradient stay small
@@ -101,6 +100,16 @@ class OverflowCause:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """What the watching of one step has come to."""
+
+    was_watched: bool  # whether the whole step was watched, or the forward of any module
+    # Whether no module's forward could be seen, as where the whole model is compiled
+    is_blind: bool = False
+    trace: TraceRecord | None = None  # the first to go wrong, if it was found
+
+
+@dataclass(frozen=True, slots=True)
 class Overflowing:
     """One parameter with an infinite or nan gradient; see `OverflowCause`."""
 
@@ -120,7 +129,7 @@ class GradientNote:
     scale: torch.Tensor  # float32 scalar tensor, the scale it was multiplied by
     # Of the backwards that made the gradients; they tell which was made first
     graphs: list[Graph] = field(default_factory=list[Graph])
-    # See `find`; given whether the loss was finite. ``None`` if nobody watched
+    # Told whether the loss was finite. ``None`` if nobody watched
     watched: Callable[[bool], Finding] | None = None
     # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank
     found_inf: list[torch.Tensor] = field(default_factory=list[torch.Tensor])

@@ -3,3 +3,4 @@
 
 from preamp.watch.casts import audit_casts as audit_casts
 from preamp.watch.inventory import count_memory as count_memory
+from preamp.watch.makers import make_watchers as make_watchers

@@ -21,16 +21,6 @@ _FRAMES = 8  # passes that are told before the one that went wrong
 WeightsOf = Callable[[Place], list[Reading]]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What the watching of one step has come to."""
-
-    was_watched: bool  # whether the whole step was watched, or the forward of any module
-    # Whether no module's forward could be seen, as where the whole model is compiled
-    is_blind: bool = False
-    trace: TraceRecord | None = None  # the first to go wrong, if it was found
-
-
 class _NotKnownError(Exception):
     """What a value was made from was not seen."""
 

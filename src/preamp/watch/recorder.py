@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
 from preamp.core.undo import UndoStack, run_all
 from preamp.core.version import __version__
+from preamp.engine.core import EngineCore
 from preamp.engine.events import Backward, Events
 from preamp.engine.ledger import Ledger
 from preamp.engine.overflow import GradientNote, OverflowCause
@@ -38,9 +39,6 @@ from preamp.watch.host_copies import HostCopies
 from preamp.watch.inventory import Inventory
 from preamp.watch.meter import Meter
 from preamp.watch.steps import FinishedCall, PendingStep, Statistics, Steps
-
-if TYPE_CHECKING:
-    from preamp.engine.core import EngineCore
 
 
 class Recorder:
@@ -103,12 +101,12 @@ class Recorder:
 
     # -- what the engine reports -------------------------------------------------------------
 
-    def start(self, record: RunRecord) -> None:
-        """A run begins, or goes on with the file of an earlier one."""
+    def start(self, engine: EngineCore) -> None:
+        """The run of ``engine`` begins, or goes on with the file of an earlier one."""
         self._follows_a_run = len(self.history) > 0
         if self.inventory is not None:
             self.inventory.start()
-        self.history.add(record)
+        self.history.add(run_record(engine))
 
     def resumed(self) -> None:
         """Make records on their way: the counters were set to a checkpoint's. Synchronises."""
@@ -316,7 +314,7 @@ class Recorder:
 
 
 def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
-    """Open the history and listen to the engine's ledger.
+    """Open the history and listen to the engine; with a static scale its ledger reads along.
 
     Of several processes the first one writes the file; the others keep their records in memory.
     `History` raises where that cannot be, somebody else writes to it, or it holds something else.
@@ -337,6 +335,8 @@ def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
     if recording.numerics != "off":
         recorder.inventory = Inventory(engine, audit)
     recorder.listen(engine.events, engine.ledger)
+    if recording.takes_steps and not engine.policy.is_dynamic:
+        recorder.history.listen(engine.ledger.read_record)
     return recorder
 
 

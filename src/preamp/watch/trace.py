@@ -30,9 +30,11 @@ from preamp.core.link import Link
 from preamp.core.program import line_of_program
 from preamp.core.tensors import host_reaches, is_capturing
 from preamp.core.undo import UndoStack
+from preamp.engine.core import EngineCore
 from preamp.engine.events import Backward, Events
-from preamp.engine.overflow import GradientNote, OverflowCause
+from preamp.engine.overflow import Finding, GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
+from preamp.engine.weights import master_of
 from preamp.kernels.modules import add_hook
 from preamp.kernels.operations import (
     OperationMode,
@@ -55,7 +57,7 @@ from preamp.watch.observation import (
     counted_version,
     tensors_of,
 )
-from preamp.watch.origin import Finding, find
+from preamp.watch.origin import find
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 
@@ -129,6 +131,11 @@ class Tracer:
     def is_armed(self) -> bool:
         """Whether anything is watched."""
         return bool(self._hooks)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a forward of a module is under way on this thread."""
+        return bool(self.stack.calls)
 
     def arm(self, *, stays: bool = False, is_first: bool = False) -> None:
         """Put hooks on all modules, if there are none; they may stay after an overflow too.
@@ -459,6 +466,15 @@ class Tracer:
         del session
         if cause.was_watched and not self._stays:
             self.disarm()
+
+
+def make_tracer(engine: EngineCore) -> Tracer:
+    """Return a tracer that hears of the engine's overflows, and does not keep the engine alive."""
+    its_master_of = partial(master_of, weakref.ref(engine))
+    looks = not engine.policy.is_dynamic
+    tracer = Tracer(engine.models, engine.events, its_master_of, looks=looks)
+    engine.ledger.on_overflow.append(tracer.told)
+    return tracer
 
 
 def _watchable(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
