@@ -189,6 +189,7 @@ def plan(
             called with a model and a batch.
         PreampPolicyError: A level is not known.
         PreampStateError: The model is initialized already.
+        PreampUnavailableError: There is no memory for a float32 copy of the model.
     """
     policies = dict(levels) if isinstance(levels, Mapping) else policies_of(levels)
     for policy in policies.values():

@@ -16,7 +16,7 @@ from preamp.numerics import FORMATS, NumberFormat, is_eps_zero
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning.forecast import MARGIN, Range, TensorForecast, forecast, starting_scale
 from preamp.planning.ranges import Places
-from preamp.planning.report import LevelPlan, PlanProblem, ProblemKind, problem_lines
+from preamp.planning.report import LevelPlan, PlanProblem, ProblemKind
 from preamp.planning.verify import FOLLOWED, STALLING, Trained, Verification
 from preamp.policy import OPT_LEVELS, Policy
 
@@ -256,7 +256,6 @@ def reasons_for(
     if best.verification is not None:
         skipped = best.verification.skipped
         found.append(f"{_distance(best.verification)} {skipped} of the steps were skipped.")
-    found += [_other(plan) for plan in levels.values() if plan.level != recommended]
     return tuple(found)
 
 
@@ -297,15 +296,3 @@ def _scaling(plan: LevelPlan) -> str:
         f"The largest gradient is {largest:.2g}. Without a loss scale {without:.1%} of the "
         f"gradients' elements would vanish; at {plan.loss_scale:,.0f} {lost:.1%} do."
     )
-
-
-def _other(plan: LevelPlan) -> str:
-    if not plan.fits:
-        return f"{plan.level} does not fit: {problem_lines(plan.problems)[0]}"
-    if plan.level not in OPT_LEVELS:
-        updates = [t for t in plan.tensors if t.what == "update"]
-        lost = sum(t.stalled or 0 for t in updates) / max(sum(t.nonzero for t in updates), 1)
-        return f"{plan.level} loses only {lost:.0%} of the updates to rounding in these steps."
-    if not _has_float32_weights(plan):
-        return f"{plan.level} fits in these steps, but has no float32 weights to fall back on."
-    return f"{plan.level} fits with little room." if plan.is_tight else f"{plan.level} fits too."
