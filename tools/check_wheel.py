@@ -19,6 +19,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/from-torch-amp.md")  # their Python blocks are run
 DEMO = ("--steps", "4", "--levels", "O0,O2,O5", "--layers", "1", "--width", "32", "--heads", "2")
+PLANNED = """
+import torch
+
+
+def loss_fn(model, batch):
+    return model(batch).float().square().mean()
+
+
+def make():
+    return torch.nn.Linear(8, 8), loss_fn, torch.randn(16, 8)
+"""  # a script for ``preamp plan``
 
 
 def main() -> int:
@@ -67,7 +78,8 @@ def use(python: Path, folder: Path) -> None:
     call([preamp, "--version"], folder)
     call([preamp, "estimate", "--params", "7e9"], folder)
     call([preamp, "demo", *DEMO, "--threads", "1", "--quiet", "--out", "demo"], folder)
-    call([preamp, "plan", "--case", "stable", "--levels", "O5"], folder)
+    (folder / "train.py").write_text(PLANNED, encoding="utf-8")
+    call([preamp, "plan", "train.py", "--levels", "O5"], folder)
     for page in PAGES:
         copy = folder / Path(page).name
         shutil.copy(ROOT / page, copy)

@@ -644,6 +644,104 @@ LATER = {
 }
 """Kinds that were added when the others came right."""
 
+
+class Cancelling(nn.Module):
+    """A norm whose variance is the difference of two means, which half formats cannot tell."""
+
+    def __init__(self, floor: float) -> None:
+        super().__init__()
+        self.floor = floor
+        self.weight = nn.Parameter(torch.ones(2 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - mean * mean
+        return self.weight * (x - mean) * torch.rsqrt(variance.clamp(min=self.floor))
+
+
+def shifted(by: float, floor: float = 1e-5) -> nn.Module:
+    """Features that lie ``by`` away from zero, and a norm whose variance cancels."""
+    model = mlp(partial(Cancelling, floor))
+    with torch.no_grad():
+        cast("nn.Linear", cast("nn.Sequential", model)[0]).bias.add_(by)
+    return model
+
+
+class Adversaries(nn.Module):
+    """A generator, and a critic that sees its gradient reversed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = mlp()
+        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.generator(x)
+        reversed_ = 2 * made.detach() - made  # the same values, and minus the gradient
+        return self.critic(reversed_), self.critic(y)
+
+
+def adversarial(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+    fake, real = (out.float() for out in model(*batch))
+    return F.softplus(fake).mean(), F.softplus(-real).mean()
+
+
+def noisy(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+    """A regression on rows drawn anew at every step."""
+    rows = torch.randint(ROWS, (8,))
+    return (F.mse_loss(model(batch[0][rows]).float(), batch[1][rows]),)
+
+
+def shaken(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+    out = model(batch[0] + 0.3 * torch.randn(batch[0].shape))
+    return (F.mse_loss(out.float(), batch[1]),)
+
+
+STAYING = {
+    **{
+        f"cancelling variance, {by:g} away": Training(
+            partial(shifted, by), square, pairs, partial(adamw, lr=lr)
+        )
+        for by, lr in ((3.0, 3e-3), (10.0, 3e-3), (10.0, 1e-2), (30.0, 1e-3), (100.0, 3e-3))
+    },
+    "cancelling variance, SGD": Training(partial(shifted, 20.0), square, pairs, sgd),
+    "cancelling variance, wide floor": Training(
+        partial(shifted, 20.0, 1e-2), square, pairs, safe_adam
+    ),
+    **{
+        f"softmax by hand, {gain:g}": Training(partial(Softmax, gain), square, folded(pairs), adamw)
+        for gain in (2.0, 2.5, 4.0)
+    },
+    "bfloat16 weights stand still": Training(mlp, square, pairs, partial(adamw, lr=3e-5)),
+    "activations of 1e5": Training(partial(mlp, RmsNorm, gain=1e5), square, pairs, safe_adam),
+    "rows drawn anew": Training(mlp, noisy, pairs, adamw),
+    "shaken inputs": Training(mlp, shaken, pairs, partial(sgd, lr=0.3)),
+    "exactly zero": Training(mlp, hinge, one_hot, partial(adamw, lr=1e-2)),
+    "nearly zero": Training(
+        lambda: nn.Linear(WIDTH, WIDTH),
+        lambda model, batch: (F.mse_loss(model(batch[0]).float(), batch[0]),),
+        pairs,
+        partial(torch.optim.SGD, lr=5.0),
+    ),
+    "recurrent, slow": Training(partial(Tokens, "RNN"), classes, tokens, partial(adamw, lr=1e-4)),
+    "transformer, slow": Training(
+        partial(Tokens, "attention"), classes, tokens, partial(adamw, lr=1e-4)
+    ),
+}
+"""Kinds whose losses fall in half as well, but do not come near float32's; and healthy ones."""
+
+GAMES = {
+    "slow": Training(Adversaries, adversarial, pairs, adamw, (1.0, 1.0)),
+    "fast": Training(
+        Adversaries,
+        adversarial,
+        pairs,
+        partial(torch.optim.Adam, lr=1e-2, betas=(0.5, 0.9)),
+        (1.0, 1.0),
+    ),
+}
+"""Trainings whose losses do not fall, so that no progress tells whether a level trains."""
+
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "batch norm": partial(mlp, partial(nn.BatchNorm1d, 2 * WIDTH)),
@@ -699,4 +797,4 @@ def drawn(count: int, seed: int) -> dict[str, Training]:
 
 DRAWN = drawn(40, seed=17)
 
-CASES = {**DESCRIBED, **NEW, **LATER, **DRAWN}
+CASES = {**DESCRIBED, **NEW, **LATER, **STAYING, **DRAWN}

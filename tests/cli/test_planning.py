@@ -216,13 +216,6 @@ def test_plan_trains_every_level_as_long_as_asked_and_writes_a_page(
     assert "Error: " in done.stderr
 
 
-def test_plan_of_a_case() -> None:
-    done = invoke("plan", "--case", "attention-logits", "--levels", "O2,O5", "--verify-steps", "1")
-    assert done.exit_code == 0, done.output
-    assert "Recommended: O5" in done.output
-    assert "O2 does not fit" in done.output
-
-
 BUGS = {
     "an import": ("import no_such_module", "", ["<module>"]),
     "the module": ("1 / 0", "", ["<module>"]),
@@ -281,10 +274,7 @@ def test_errors_of_the_script_keep_their_traceback(script: str) -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ((), "Got neither a script nor --case"),
-        (("--case", "stabel"), "There is no case 'stabel'"),
         (("missing.py",), "There is no file 'missing.py'"),
-        (("{script}", "--case", "stable"), "Got both a script and --case"),
         (("{script}", "--names", "build"), "defines no 'build'"),
         (("{script}", "--names", "nothing"), "nothing() in {script} returned something else than"),
         (("{script}", "--names", "two"), "two() in {script} returned something else than three"),

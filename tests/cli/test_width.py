@@ -25,7 +25,7 @@ COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
 COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
     "levels": ("levels",),
-    "plan": ("plan", "--case", "attention-logits", "--steps", "1", "--verify-steps", "1"),
+    "plan": ("plan", "train.py", "--steps", "1", "--verify-steps", "1"),
     "checkpoint": ("checkpoint", "show", "run.pt"),
     "help": ("--help",),
     "help of demo": ("demo", "--help"),
@@ -42,6 +42,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     preamp.save_checkpoint("run.pt", model, optimizer)
+    script = "from cases.trainings import CASES\nmake = CASES['attention-logits'].make\n"
+    Path("train.py").write_text(script, encoding="utf-8")
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) -> str:

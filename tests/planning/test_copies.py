@@ -248,6 +248,7 @@ def test_a_lack_of_memory_is_not_laid_to_the_level(kind: Callable[[str], Excepti
     assert (problem.kind, report.levels["O5"].rests_on) == ("memory", "an error")
     assert problem.text.startswith("It could not be tried: with the caller's own model")
     assert "no memory for 9 GiB" in problem.text
+    assert " with storage=" in problem.text
     assert report.levels["O1"].fits
 
 
@@ -269,5 +270,7 @@ def test_a_lack_of_memory_for_a_copy_is_not_told_as_something_uncopyable() -> No
             raise torch.OutOfMemoryError("out of memory")
 
     given = task(lambda model, batch: model(batch[0]).float().mean(), (torch.ones(4, 8), Full()))
-    with pytest.raises(torch.OutOfMemoryError, match=r"^out of memory$"):
+    with pytest.raises(preamp.PreampUnavailableError, match="no memory for a float32 copy") as told:
         report_of(given)
+    assert ": out of memory. At O0 " in str(told.value)
+    assert ' with storage="split". ' in str(told.value)

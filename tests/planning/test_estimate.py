@@ -395,3 +395,18 @@ def test_counting_makes_nothing() -> None:
     (master,) = preamp.master_params(optimizer)
     assert master.grad is not None  # now it exists, and is counted
     assert preamp.count_memory(engine)["gradients"] == 6 * 128
+
+
+def test_storages_that_take_less_are_named() -> None:
+    found = preamp.estimate(3e9, "O5", "FusedAdam")
+    released = "preamp.Storage(masters='split', moments='8bit', release_gradients=True)"
+    assert list(found.smaller) == ['"split"', '"compact"', released]
+    assert [round(size / 2**30, 1) for size in found.smaller.values()] == [39.1, 22.5, 16.9]
+    storage = preamp.Storage(masters="split", moments="8bit", release_gradients=True)
+    policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
+    assert preamp.estimate(3e9, policy, "FusedAdam").total == found.smaller[released]
+    # What level, optimizer or ranks cannot have is not named.
+    assert list(preamp.estimate(3e9, "O2", "FusedAdam").smaller) == ['"split"', '"compact"']
+    assert list(preamp.estimate(3e9, "O5", "AdamW").smaller) == ['"split"']
+    assert not preamp.estimate(3e9, "O1", "AdamW").smaller
+    assert released not in preamp.estimate(3e9, "O5", "FusedAdam", world_size=2).smaller

@@ -19,7 +19,7 @@ from preamp.demo.measure import loss_of
 from preamp.demo.model import GPT
 from preamp.demo.train import make_optimizer
 from preamp.kernels.wide_half import native_products
-from preamp.planning.peak import Traffic
+from preamp.planning.peak import Held
 
 DEMO = ModelConfig(layers=2, width=64, heads=4, context=32)
 
@@ -72,12 +72,12 @@ def test_the_demos_peak_is_within_five_percent(level: str) -> None:
 def test_what_is_traced_equals_what_runs() -> None:
     model, batch = demo_model()
     estimate = preamp.estimate(model, "O0", None, loss_fn=loss_of, batch=batch)
-    with Traffic() as traffic:
+    with Held() as held:
         loss = loss_of(model, batch)
         loss.backward()
         del loss
-    assert traffic.peak == estimate.activations
-    assert traffic.live == sum(4 * param.numel() for param in model.parameters())
+    assert held.peak == estimate.activations
+    assert held.live == sum(4 * param.numel() for param in model.parameters())
 
 
 def test_the_caller_keeps_everything() -> None:
@@ -119,16 +119,14 @@ def test_no_peak_of_a_shared_out_model() -> None:
         )
 
 
-def test_views_move_nothing() -> None:
+def test_views_hold_nothing() -> None:
     x = torch.ones(4, 8)
-    with Traffic() as traffic:
+    with Held() as held:
         x.t().t().view(2, 16)
-    assert (traffic.moved, traffic.live) == (0, 0)
-    with Traffic() as traffic:
+    assert held.live == 0
+    with Held() as held:
         y = x + 1
         y.add_(x)
-    assert traffic.live == traffic.peak == 128
-    # Read 128 and write 128; then read 128 twice and write 128.
-    assert traffic.moved == 256 + 384
+    assert held.live == held.peak == 128
     del y
-    assert traffic.live == 0
+    assert held.live == 0

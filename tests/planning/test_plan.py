@@ -16,10 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
+from cases.trainings import CASES, Case
 from preamp.optimizers import FusedAdam
-from preamp.planning.cases import CASES, Case
-from preamp.planning.layout import slots_of
-from preamp.planning.memory import optimizer_traffic
 from preamp.planning.planner import policies_of
 from preamp.planning.records import PlanReport
 
@@ -39,7 +37,7 @@ def report_of(case: Case, reports: dict[str, PlanReport]) -> PlanReport:
 def test_the_verdict_is_right(name: str, reports: dict[str, PlanReport]) -> None:
     case = CASES[name]
     report = report_of(case, reports)
-    assert report.recommended in case.recommended, str(report)
+    assert report.recommended == case.recommended, str(report)
     for level in case.fits:
         assert report.levels[level].fits, str(report)
     for level, (kind, part) in case.fails.items():
@@ -76,8 +74,10 @@ def test_tiny_gradients_need_a_scale_and_get_it(reports: dict[str, PlanReport]) 
     nonzero = sum(t.nonzero for t in gradients)
     assert sum(t.lost_unscaled for t in gradients) > 0.5 * nonzero
     assert sum(t.lost for t in gradients) < 0.001 * nonzero
-    assert report.loss_scale >= 2.0**20
-    assert any("would vanish" in reason for reason in report.reasons)
+    assert report.levels["O2"].loss_scale >= 2.0**20
+    chosen = preamp.plan(*CASES["tiny-gradients"].make(), levels=["O2"])
+    assert chosen.loss_scale == report.levels["O2"].loss_scale
+    assert any("would vanish" in reason for reason in chosen.reasons)
 
 
 def test_bfloat16_needs_no_scale(reports: dict[str, PlanReport]) -> None:
@@ -266,7 +266,6 @@ def test_a_forward_that_looks_at_values_can_be_planned() -> None:
 
     report = preamp.plan(nn.Linear(4, 4), loss_fn, torch.randn(8, 4), levels=["O2"], verify_steps=2)
     plan = report.levels["O2"]
-    assert plan.moved_by_passes is None
     assert plan.memory.peak is None
     assert report.recommended == "O2"
 
@@ -384,28 +383,6 @@ def test_steps_that_were_all_skipped_verify_nothing() -> None:
     assert plan.verification is not None
     assert plan.verification.skipped == 3
     assert plan.problems[0].text.startswith("All 3 steps tried were skipped, from a loss scale of ")
-
-
-def test_an_optimizers_class_decides_about_traffic() -> None:
-    slots = slots_of(10**6)
-    states = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 * 4 / 128}  # and scales
-    per_parameter = {  # as in the table of budgets in docs/design.md
-        ("O0", "full", True): 28,  # its scale is static: nothing is looked for
-        ("O1", "full", True): 40,
-        ("O2", "full", True): 30,
-        ("O5", "full", True): 28,
-        ("O5", "full", False): 40,
-        ("O2", "split", True): 28,
-        ("O5", "split", False): 50,
-        ("O2", preamp.Storage(masters="split", moments="bfloat16"), True): 20,
-        ("O2", "compact", True): 16.125,
-        ("O1", preamp.Storage(moments="8bit"), True): 28.125,
-    }
-    for (level, storage, is_fused), expected in per_parameter.items():
-        policy = preamp.OPT_LEVELS[level].replace(storage=storage)
-        state = round(states[policy.storage.moments] * 10**6)
-        moved = optimizer_traffic(slots, policy, state, is_fused=is_fused)
-        assert moved == expected * 10**6, level
 
 
 def test_a_fused_optimizer_can_be_planned() -> None:

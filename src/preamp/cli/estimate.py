@@ -19,13 +19,14 @@ from preamp.cli.console import (
     make_console,
     only_answer_on_stdout,
     print_table,
+    print_wrapped,
     refused,
 )
 from preamp.core.errors import PreampError, bad_value
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, Sharding
 from preamp.planning.optimizers import parse_call
-from preamp.planning.report import bytes_text
+from preamp.planning.report import bytes_text, storages_text
 from preamp.policy import resolve
 from preamp.policy.storage import parse_storage
 
@@ -126,4 +127,6 @@ def _print(rows: list[MemoryEstimate], console: Console) -> None:
     names = [row.opt_level for row in rows]
     cells = zip(names, *(map(bytes_text, sizes) for sizes in filled.values()), strict=True)
     print_table(console, ["level", *headings], cells)
-    console.print(_CAPTION, highlight=False)
+    print_wrapped(
+        console, [_CAPTION, *(storages_text(row) for row in rows if row.masters and row.smaller)]
+    )

@@ -28,7 +28,6 @@ from preamp.cli.console import (
 from preamp.cli.run import refuse_nul_bytes
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
-from preamp.planning.cases import CASES, case_named
 from preamp.planning.page import write
 from preamp.planning.planner import POLICIES, policies_of, why_not_called
 from preamp.planning.report import COLUMNS, advice_lines, cells_of, misfit_lines
@@ -38,13 +37,10 @@ T = TypeVar("T")
 
 
 def plan(
-    script: Annotated[Path | None, typer.Argument(help="Python file that makes the model.")] = None,
+    script: Annotated[Path, typer.Argument(help="Python file that makes the model.")],
     names: Annotated[
         str, typer.Option(help="A function that makes all, or model,loss_fn,batch[,optimizer].")
     ] = "make",
-    case: Annotated[
-        str | None, typer.Option(help=f"A built-in example instead: {', '.join(CASES)}.")
-    ] = None,
     levels: Annotated[str | None, typer.Option(help="Opt levels to look at.")] = None,
     storage: StorageName = "full",
     steps: Annotated[int, typer.Option(help="Float32 steps to watch.")] = 4,
@@ -67,7 +63,7 @@ def plan(
     try:
         with only_answer_on_stdout(is_wanted=as_json):
             wanted = policies_of(None if levels is None else _levels(levels), storage)
-            parts = _parts(script, names, case)  # last, since a script may take its time
+            parts = _parts(script, names)  # last, since a script may take its time
             report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
     except (ValueError, TypeError, PreampError) as error:
         if _is_of_script(error):  # its traceback tells more
@@ -108,15 +104,7 @@ def _levels(text: str) -> list[str]:
     return [name for part in parts for name in ([part] if part in POLICIES else part.split())]
 
 
-def _parts(script: Path | None, names: str, case: str | None) -> Sequence[Any]:
-    if (script is None) == (case is None):
-        raise bad_value(
-            "Got both a script and --case" if case else "Got neither a script nor --case",
-            "One of them says what is planned",
-            "Call preamp plan script.py, or preamp plan --case stable",
-        )
-    if script is None:
-        return case_named(case or "").make()
+def _parts(script: Path, names: str) -> Sequence[Any]:
     wanted = [name.strip() for name in names.split(",")]
     if len(wanted) not in (1, 3, 4) or not all(wanted):
         raise bad_value(

@@ -65,7 +65,6 @@ class TensorForecast:
         acting: Of a gradient: elements that do something. Those of a parameter have an update, as
             its optimizer makes it, of at least a tenth of the tensor's root mean square.
         acting_lost: Those of them that are lost.
-        below_normal: Below the smallest normal value with the scale on: digits are lost.
         stalled: Of updates that no master takes: elements that leave a half weight as it was.
     """
 
@@ -77,7 +76,6 @@ class TensorForecast:
     headroom: float | None
     lost: int
     lost_unscaled: int
-    below_normal: int
     acting: int = 0
     acting_lost: int = 0
     stalled: int | None = None
@@ -91,11 +89,6 @@ class TensorForecast:
     def lost_share(self) -> float:
         """``acting_lost`` as a share of ``acting``."""
         return self.acting_lost / self.acting if self.acting else 0.0
-
-    @property
-    def stalled_share(self) -> float:
-        """``stalled`` as a share of ``nonzero``."""
-        return (self.stalled or 0) / self.nonzero if self.nonzero else 0.0
 
 
 def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
@@ -111,7 +104,6 @@ def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
         headroom=form.headroom(math.ldexp(values.max_abs, shift)),
         lost=values.below(form.subnormal_exponent - shift),
         lost_unscaled=values.below(form.subnormal_exponent),
-        below_normal=values.below(form.min_exponent - shift),
         acting=sum(values.acting[BELOW:]),
         acting_lost=below(values.acting, form.subnormal_exponent - shift) if values.acting else 0,
         stalled=stalled if values.what == "update" else None,

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from preamp.core.errors import bad_value
+from preamp.core.errors import PreampPolicyError, bad_value
 from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
 from preamp.engine.lookup import bare
 from preamp.planning.isolation import LossFn
@@ -31,7 +30,7 @@ from preamp.planning.optimizers import (
 from preamp.planning.peak import trace_pass
 from preamp.policy import Policy, resolve
 from preamp.policy.resolve import check_storage
-from preamp.policy.storage import Storage, storage_name
+from preamp.policy.storage import STORAGES, Storage, storage_code, storage_name
 
 Sharding = Literal["none", "zero1", "fsdp"]
 _SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
@@ -65,6 +64,8 @@ class MemoryEstimate:
             activations, temporary tensors of single operations, half copies of weights; with
             those new gradients that exist at that moment. ``None`` without ``loss_fn``.
         peak: The worst moment of a training step; ``None`` without ``loss_fn``.
+        smaller: With ``storage="full"``, the total with each storage that takes less, as far as
+            level and optimizer can have it, by what `initialize` is given for it.
     """
 
     opt_level: str
@@ -82,6 +83,7 @@ class MemoryEstimate:
     master_gradients: int
     activations: int | None = None
     peak: int | None = None
+    smaller: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def categories(self) -> dict[str, int]:
@@ -100,9 +102,15 @@ class MemoryEstimate:
         """The sum of `categories`."""
         return sum(self.categories.values())
 
+    def with_activations(self, activations: int) -> MemoryEstimate:
+        """The same, with the most bytes that live in a forward and its backward."""
+        in_passes = self.total - self.gradients + activations
+        at_step = self.total + self.master_gradients
+        return replace(self, activations=activations, peak=max(in_passes, at_step))
+
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data."""
-        return {**dataclasses.asdict(self), "total": self.total}
+        return {**asdict(self), "total": self.total}
 
 
 def estimate(
@@ -157,7 +165,7 @@ def estimate(
     optimizer = bare(optimizer)
     releases = policy.storage.release_gradients
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None, releases=releases)
-    if loss_fn is not None:
+    if not isinstance(model, (int, float)) or loss_fn is not None:
         model = made(model)
     slots = slots_of(model, policy.keep_fp32, in_rows=policy.storage.moments == "8bit")
     part = _part_of(sharding, world_size, policy.storage)
@@ -180,12 +188,44 @@ def estimate(
         * (4 if policy.storage.masters == "float32" else 8)
         * state.reads_master_gradients,
     )
+    if storage_name(policy.storage) == "full":
+        ranks: Any = {"world_size": world_size, "sharding": sharding}
+        found.smaller.update(_smaller(found.total, model, policy, optimizer, **ranks))
     if loss_fn is None or not isinstance(model, nn.Module):
         return found
-    traced = trace_pass(model, policy, loss_fn, batch).peak
-    without = found.total - found.gradients
-    at_step = found.total + found.master_gradients
-    return dataclasses.replace(found, activations=traced, peak=max(without + traced, at_step))
+    return found.with_activations(trace_pass(model, policy, loss_fn, batch))
+
+
+_FEWER_BYTES = (
+    STORAGES["split"],
+    STORAGES["compact"],
+    replace(STORAGES["compact"], release_gradients=True),
+)
+
+
+def at_level(policy: Policy, storage: Storage) -> Storage:
+    """What of ``storage`` a policy can have."""
+    return replace(
+        storage,
+        masters=storage.masters if policy.master_weights else "float32",
+        release_gradients=storage.release_gradients and not policy.is_dynamic,
+    )
+
+
+def _smaller(
+    total: int, model: Any, policy: Policy, *optimizer: Any, **ranks: Any
+) -> Iterator[tuple[str, int]]:
+    """Yield what other storages are written as, and the totals with them, each less than before."""
+    for storage in dict.fromkeys(at_level(policy, storage) for storage in _FEWER_BYTES):
+        if storage == policy.storage:
+            continue
+        try:
+            found = estimate(model, policy.replace(storage=storage), *optimizer, **ranks)
+        except (ValueError, PreampPolicyError):  # the optimizer or the ranks cannot have it
+            continue
+        if found.total < total:
+            total = found.total
+            yield storage_code(found.storage), total
 
 
 def _check_ranks(world_size: int, sharding: str, *, has_loss: bool, releases: bool) -> None:
@@ -264,7 +304,7 @@ def _state_of(
     return state_bytes(make, tensors, options, part, policy.storage)
 
 
-def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, int]:
+def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, Any]:
     """Weights, buffers and gradients; a storage that several tensors view counts once."""
     found = {"weights": 0, "buffers": 0, "gradients": 0}
     seen: set[int] = set()
@@ -297,34 +337,4 @@ def _master_bytes(
         elif slot.storage not in taken:
             taken.add(slot.storage)
             total += slot.storage_bytes
-    return total
-
-
-def optimizer_traffic(slots: Sequence[Slot], policy: Policy, state: int, *, is_fused: bool) -> int:
-    """Count what finding overflows, unscaling, updating and rounding move at a level.
-
-    Every tensor counts once for each time that a pass reads or writes it, and so do the ``state``
-    bytes of the optimizer. One of preamp's (``is_fused``) takes half gradients as they are and
-    rounds the masters while it has them at hand.
-    """
-    total = 2 * state
-    is_scaled, is_split = policy.loss_scale != 1.0, policy.storage.masters == "split"
-    for slot in slots:
-        if not (slot.is_parameter and slot.is_trainable):
-            continue
-        weight = slot.elements * slot.dtype_at(policy).itemsize
-        wide = slot.elements * 4
-        total += weight * policy.is_dynamic  # the census reads gradients
-        if slot.has_master_at(policy):
-            # The gradient, and the master; of a split one the half weight is a part
-            total += weight + (2 * (weight + 2 * slot.elements) if is_split else 2 * wide + weight)
-            if is_split and not is_fused:
-                total += 4 * wide  # the master is written, read, written and read to be split
-            if not is_fused:
-                total += 2 * wide  # the master's gradient is written and read
-                total += wide * (not is_split)  # and the master once more to be rounded
-        else:
-            total += 3 * weight
-            if is_scaled and slot.dtype_at(policy) is torch.float32:
-                total += 2 * weight  # gradients are unscaled in place
     return total

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a forward and backward hold and move, from a run on tensors without memory."""
+"""What a forward and backward hold at their worst moment, from a run on tensors without memory."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,19 +20,16 @@ from preamp.planning.isolation import LossFn, copies_of
 from preamp.policy import Policy
 
 
-class Traffic:
-    """While entered, counts memory of new tensors and bytes touched, but not inside kernels."""
+class Held:
+    """While entered, counts memory of new tensors, but not inside kernels."""
 
     def __init__(self) -> None:
         self.live = 0  # bytes of the storages that were made since the start and still exist
         self.peak = 0  # the largest value of ``live`` so far
-        # Bytes of all inputs and outputs of operations that are not mere views, as if each were
-        # read or written once.
-        self.moved = 0
         self._known: dict[int, weakref.ref[Any]] = {}
         self._ops = ObservedOps(self._see)
 
-    def __enter__(self) -> Traffic:
+    def __enter__(self) -> Held:
         """Begin to count."""
         self._ops.__enter__()
         return self
@@ -45,18 +41,10 @@ class Traffic:
     def _see(
         self, op: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        ours = {id(tensor) for tensor in inputs}
         held = {id(tensor.untyped_storage()) for tensor in inputs if _has_storage(tensor)}
-        is_view = bool(outputs)
-        for tensor in outputs:
-            if not _has_storage(tensor):
-                continue
-            storage = tensor.untyped_storage()
-            is_view = is_view and id(storage) in held and id(tensor) not in ours
-            if id(storage) not in held:
-                self._hold(storage)
-        if not is_view:
-            self.moved += sum(map(touched_bytes, (*inputs, *outputs)))
+        for tensor in filter(_has_storage, outputs):
+            if id(tensor.untyped_storage()) not in held:
+                self._hold(tensor.untyped_storage())
 
     def _hold(self, storage: Any) -> None:
         key, size = id(storage), int(storage.nbytes())
@@ -73,26 +61,14 @@ class Traffic:
         self.peak = max(self.peak, self.live)
 
 
-def touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading or writing all of ``tensor`` touches; repeated ones once."""
-    size = tensor.numel() * tensor.element_size()
-    return min(size, tensor.untyped_storage().nbytes()) if _has_storage(tensor) else size
-
-
 def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One forward and backward."""
-
-    peak: int  # bytes of all tensors made in it at its worst moment, new gradients included
-    moved: int  # bytes that its operations read and write; see `Traffic`
-
-
-def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
+def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> int:
     """Trace ``loss_fn`` and backward at a policy on copies without memory; meta counts as CPU.
+
+    Returns the bytes of all tensors made in them at the worst moment, new gradients included.
 
     Products are those of a device with units for them, whatever this machine's CPU has: where it
     computes them in float32, it makes copies of weights that no GPU needs.
@@ -115,7 +91,7 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
         try:
-            with Traffic() as traffic:
+            with Held() as held:
                 copies["loss_fn"](twin, copies["batch"]).float().backward()
         except Exception as error:
             raise bad_value(
@@ -126,7 +102,7 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
             ) from error
         finally:
             engine.close()
-    return Pass(peak=traffic.peak, moved=traffic.moved)
+    return held.peak
 
 
 def _drop(param: torch.Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,31 +12,37 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampError, bad_state, bad_type, bad_value, with_article
+from preamp.core.errors import (
+    PreampError,
+    PreampUnavailableError,
+    bad_state,
+    bad_type,
+    bad_value,
+    with_article,
+    worded,
+)
 from preamp.core.program import line_of_error, shown
 from preamp.core.randomness import untouched_random
 from preamp.engine.lookup import bare, find_engine
 from preamp.kernels.wide_half import native_products
 from preamp.numerics import FORMATS
-from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import recommend
+from preamp.planning.forecast import Range
 from preamp.planning.isolation import LossFn, Task, is_out_of_memory
 from preamp.planning.layout import slots_of
-from preamp.planning.memory import estimate, optimizer_traffic
-from preamp.planning.peak import Pass, first_line, trace_pass
+from preamp.planning.memory import MemoryEstimate, at_level, estimate
+from preamp.planning.peak import first_line, trace_pass
 from preamp.planning.ranges import (
     NOWHERE,
     Places,
-    Recording,
-    check_finite,
     find_noise,
     find_places,
     in_bfloat16,
     record_ranges,
 )
-from preamp.planning.recommend import candidates, reasons_for
-from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
-from preamp.planning.verify import Trained, compare, train_at
+from preamp.planning.recommend import candidates, is_slow_in_bfloat16, reasons_for
+from preamp.planning.report import LevelPlan, PlanProblem, PlanReport, storages_text
+from preamp.planning.verify import Expected, compare, train_at, train_expected
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
 from preamp.policy.resolve import check_storage
 from preamp.policy.storage import FULL, Storage, parse_storage
@@ -154,8 +159,10 @@ def plan(
     of modules compute, of gradients, weights, buffers and updates. From these follows what would
     overflow, vanish or stall at each level, since one forward at the level shows what is half
     there. Each level is then trained on further copies, and its losses and weights compared with
-    float32's; what was tried decides over what was forecast. Nothing of the caller's changes:
-    model, optimizer, loss function, batch and random states are as before, also if the call raises.
+    float32's; what was tried decides over what was forecast. Of the levels that fit O5 is
+    recommended, then O2, which is first where products in bfloat16 are slow on the model's device.
+    Nothing of the caller's changes: model, optimizer, loss function, batch and random states are as
+    before, also if the call raises.
 
     Args:
         model: A float32 module as it is before `initialize`, in training mode, on its device.
@@ -182,6 +189,7 @@ def plan(
             called with a model and a batch.
         PreampPolicyError: A level is not known.
         PreampStateError: The model is initialized already.
+        PreampUnavailableError: There is no memory for a float32 copy of the model.
     """
     policies = dict(levels) if isinstance(levels, Mapping) else policies_of(levels)
     for policy in policies.values():
@@ -195,28 +203,44 @@ def plan(
     check_optimizer(optimizer, model)
     task = Task(model, optimizer, loss_fn, batch)
     with torch.enable_grad():
-        with untouched_random():
-            ranges = record_ranges(task.copy(), steps)
-        recording = Recording(ranges, find_noise(task))
-        found = {name: _look_at(task, name, p, recording) for name, p in policies.items()}
+        ranges, noise = _watch(task, steps)
+        found = {n: _look_at(task, n, policy, ranges, noise) for n, policy in policies.items()}
         losses: tuple[float, ...] = ()
         if verify_steps:
-            expected = _expected(task, verify_steps)
-            losses = expected.losses
+            expected = train_expected(task, verify_steps, noise)
+            losses = expected.trained.losses
             for name, level in found.items():
                 if level.rests_on != "an error":
-                    found[name] = _try(task, policies[name], level, expected, recording.noise)
-    order = candidates(found)
+                    found[name] = _try(task, policies[name], level, expected)
+    is_slow = is_slow_in_bfloat16(next(model.parameters()).device)
+    order = candidates(found, is_slow=is_slow)
     recommended = order[0] if order else "O0"
     return PlanReport(
         recommended=recommended,
         loss_scale=found[recommended].loss_scale if order else 1.0,
-        reasons=reasons_for(recommended, found, order),
+        reasons=reasons_for(recommended, found, is_slow=is_slow),
         levels=found,
         runner_up=order[1] if len(order) > 1 else None,
         fp32_losses=losses,
         steps=steps,
     )
+
+
+def _watch(task: Task, steps: int) -> tuple[tuple[Range, ...], frozenset[str]]:
+    """What float32 steps on a copy show, and which parameters' gradients are rounding error."""
+    try:
+        with untouched_random():
+            return record_ranges(task.copy(), steps), find_noise(task)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        kept = [estimate(task.model, level, task.optimizer) for level in ("O0", "O5")]
+        raise worded(
+            PreampUnavailableError,
+            f"There is no memory for a float32 copy beside the model: {first_line(error)}",
+            " ".join(map(storages_text, kept)),
+            "Take a level and a storage by these numbers, or plan a smaller model of the kind",
+        ) from error
 
 
 def policies_of(
@@ -232,7 +256,8 @@ def policies_of(
     found = {name: POLICIES.get(name) or level_defaults(name) for name in names}
     if found and "O0" not in found:
         return {
-            name: policy.replace(storage=_at(policy, storage)) for name, policy in found.items()
+            name: policy.replace(storage=at_level(policy, storage))
+            for name, policy in found.items()
         }
     raise bad_value(
         f"levels={levels!r} leaves nothing to plan",
@@ -241,51 +266,40 @@ def policies_of(
     )
 
 
-def _at(policy: Policy, storage: Storage) -> Storage:
-    """What of ``storage`` a policy can have."""
-    return dataclasses.replace(
-        storage,
-        masters=storage.masters if policy.master_weights else "float32",
-        release_gradients=storage.release_gradients and not policy.is_dynamic,
-    )
-
-
-def _look_at(task: Task, name: str, policy: Policy, recording: Recording) -> LevelPlan:
+def _look_at(
+    task: Task, name: str, policy: Policy, ranges: tuple[Range, ...], noise: frozenset[str]
+) -> LevelPlan:
     form = FORMATS[dtype_name(policy.half_dtype)]
-    places, refused = _places(task, policy)
-    held = recommend.held_ranges(recording.ranges, places, policy)
+    memory = estimate(task.model, policy, task.optimizer)
+    places, refused = _places(task, policy, memory)
+    held = recommend.held_ranges(ranges, places, policy)
     scale = 1.0 if refused else recommend.scale_for(held, form)
     tensors = recommend.forecasts(held, form, scale)
-    memory = estimate(task.model, policy, task.optimizer)
-    traced = None if refused else _traced(task, policy)
-    if traced is not None:
-        kept = memory.total - memory.gradients + traced.peak
-        peak = max(kept, memory.total + memory.master_gradients)
-        memory = dataclasses.replace(memory, activations=traced.peak, peak=peak)
-    moved = optimizer_traffic(
-        slots_of(task.model, policy.keep_fp32),
-        policy,
-        memory.optimizer_state,
-        is_fused=isinstance(task.optimizer, FusedOptimizer),
-    )
+    if not refused:
+        try:
+            traced = trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
+        except ValueError:  # the forward looks at values: what only a real step could tell is open
+            pass
+        else:
+            memory = memory.with_activations(traced)
     return LevelPlan(
         level=name,
         half=form.name,
         loss_scale=scale,
         problems=refused
         or (
-            *recommend.problems_of(tensors, form, scale, recording.noise),
+            *recommend.problems_of(tensors, form, scale, noise),
             *recommend.eps_problem(task.optimizer, policy),
         ),
-        is_tight=recommend.is_tight(tensors, form, recording.noise),
+        is_tight=recommend.is_tight(tensors, form, noise),
         tensors=tensors,
         memory=memory,
-        moved_by_passes=None if traced is None else traced.moved,
-        moved_by_step=moved,
     )
 
 
-def _places(task: Task, policy: Policy) -> tuple[Places, tuple[PlanProblem, ...]]:
+def _places(
+    task: Task, policy: Policy, memory: MemoryEstimate
+) -> tuple[Places, tuple[PlanProblem, ...]]:
     """Where a level is half; nowhere if its forward raises, though float32's does not."""
     failure: Exception | None = None
     # An operation may take float16 only.
@@ -296,14 +310,14 @@ def _places(task: Task, policy: Policy) -> tuple[Places, tuple[PlanProblem, ...]
         except Exception as error:  # whatever an operation of anyone's raises
             failure = error
     assert failure is not None
-    return NOWHERE, (_refused(failure),)
+    return NOWHERE, (_refused(failure, memory),)
 
 
-def _refused(error: Exception) -> PlanProblem:
+def _refused(error: Exception, memory: MemoryEstimate) -> PlanProblem:
     if is_out_of_memory(error):
         text = (
             "It could not be tried: with the caller's own model and this copy there is no memory "
-            f"left. {first_line(error)}"
+            f"left. {storages_text(memory)} {first_line(error)}"
         )
         return PlanProblem(kind="memory", name="", text=text)
     line = line_of_error(error)
@@ -313,27 +327,11 @@ def _refused(error: Exception) -> PlanProblem:
     return PlanProblem(kind="refused", name="", text=text)
 
 
-def _traced(task: Task, policy: Policy) -> Pass | None:
-    """A level's memory and traffic."""
-    try:
-        return trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
-    except ValueError:  # the forward looks at values: what only a real step could tell stays open
-        return None
-
-
-def _expected(task: Task, steps: int) -> Trained:
-    trained = train_at(task.copy(), OPT_LEVELS["O0"], steps=steps)
-    for loss in trained.losses if trained.is_finite else (math.nan,):
-        check_finite(loss)
-    return trained
-
-
-def _try(
-    task: Task, policy: Policy, plan: LevelPlan, expected: Trained, noise: frozenset[str]
-) -> LevelPlan:
+def _try(task: Task, policy: Policy, plan: LevelPlan, expected: Expected) -> LevelPlan:
     """Train at a level, and judge it by that."""
+    steps = len(expected.trained.losses)
     try:
-        trained = train_at(task.copy(), policy, steps=len(expected.losses), scale=plan.loss_scale)
+        trained = train_at(task.copy(), policy, steps=steps, scale=plan.loss_scale)
     except Exception as error:  # float32 took these steps, from the same state, without one
-        return dataclasses.replace(plan, problems=(_refused(error),))
-    return recommend.settle(plan, trained, compare(trained, expected, noise))
+        return dataclasses.replace(plan, problems=(_refused(error, plan.memory),))
+    return recommend.settle(plan, trained, compare(trained, expected))

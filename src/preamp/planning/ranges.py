@@ -168,14 +168,6 @@ class _Tally:
     acting: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """What the float32 steps showed."""
-
-    ranges: tuple[Range, ...]  # of every tensor
-    noise: frozenset[str]  # parameters whose gradients are rounding error
-
-
 ACTING = 0.1  # share of the root mean square from which an element counts as doing something
 
 
@@ -316,6 +308,12 @@ _NUDGE = 2.0**-20  # some units of the last digit of float32
 _SAME = 1e-3  # relative difference of losses that such a nudge does not make
 
 
+def nudge(model: nn.Module, share: float) -> None:
+    """Change every weight by about this share of itself, drawn from the default generators."""
+    for param in filter(is_measurable, model.parameters()):
+        param.data.mul_(1 + share * torch.randn_like(param))
+
+
 def find_noise(task: Task) -> frozenset[str]:
     """Name the parameters whose gradients are rounding error, as of a bias before a batch norm.
 
@@ -323,12 +321,11 @@ def find_noise(task: Task) -> frozenset[str]:
     is mutated; the random state is put back.
     """
     found, losses = list[dict[str, torch.Tensor]](), list[float]()
-    for nudge in (0.0, _NUDGE):
+    for share in (0.0, _NUDGE):
         twin = task.copy()
         model = twin.model
         with untouched_random():
-            for param in filter(is_measurable, model.parameters()):
-                param.data.mul_(1 + nudge * torch.randn_like(param))
+            nudge(model, share)
             loss = twin.loss_fn(model, twin.batch)
             losses.append(float(loss.item()))
             cast("Any", loss).backward()

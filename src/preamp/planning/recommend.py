@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from preamp.core.dtypes import dtype_name
+from preamp.kernels.wide_half import cpu_lacks_matmul
 from preamp.numerics import FORMATS, NumberFormat, is_eps_zero
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning.forecast import MARGIN, Range, TensorForecast, forecast, starting_scale
 from preamp.planning.ranges import Places
-from preamp.planning.report import LevelPlan, PlanProblem, ProblemKind, bytes_text, problem_lines
-from preamp.planning.verify import FOLLOWED, NEAR, STALLING, SUNK, TOLERANCE, Trained, Verification
+from preamp.planning.report import LevelPlan, PlanProblem, ProblemKind
+from preamp.planning.verify import FOLLOWED, STALLING, Trained, Verification
 from preamp.policy import OPT_LEVELS, Policy
 
 LOST_LIMIT = 0.1  # share of what does something in a gradient that may vanish
@@ -143,7 +144,7 @@ def settle(plan: LevelPlan, trained: Trained, result: Verification) -> LevelPlan
         for problem in plan.problems
         if problem not in lasting
     ]
-    if result.is_near:
+    if result.distance > result.allowed / 2:
         notes.append(f"Near the limit: {_distance(result)}")
     if not FOLLOWED <= result.followed <= TOO_FAR:
         notes.append(_way(result))
@@ -157,7 +158,7 @@ def departures(result: Verification, plan: LevelPlan, *, shrinks: bool) -> PlanP
     ``shrinks`` says that updates become smaller as gradients do.
     """
     steps = len(result.losses)
-    if not all(map(math.isfinite, result.losses)) or not math.isfinite(result.deviation):
+    if not math.isfinite(result.reached):
         return _measured("losses", f"In {steps} steps the loss or a weight became infinite or nan.")
     if result.skipped == steps:
         return _measured(
@@ -192,13 +193,11 @@ def _measured(kind: ProblemKind, text: str, name: str = "") -> PlanProblem:
 
 
 def _distance(result: Verification) -> str:
-    text = (
-        f"In {len(result.losses)} steps the loss came {result.deviation:.1%} of its largest value "
-        "away from float32's; "
+    return (
+        f"In {len(result.losses)} steps the loss, averaged over a quarter of them, came to "
+        f"{result.reached:.4g} where float32's came to {result.expected:.4g}; up to "
+        f"{result.allowed:.2g} away is near."
     )
-    if result.sunk is None:
-        return text + f"{TOLERANCE:.0%} is expected, {NEAR * TOLERANCE:.0%} allowed."
-    return text + f"it fell {result.sunk:.0%} as far, and has to fall {SUNK:.0%}."
 
 
 def _underflow(tensor: TensorForecast, form: NumberFormat, scale: float) -> PlanProblem:
@@ -213,24 +212,30 @@ def _underflow(tensor: TensorForecast, form: NumberFormat, scale: float) -> Plan
     )
 
 
-CLOSE = 1.1  # levels whose bytes moved differ by less than this factor count as equally fast
+ORDER = ("O5", "O2", "O4", "O1", "O3")
+SLOW_BFLOAT16 = ("O2", "O5", "O1", "O4", "O3")
 
 
-def candidates(levels: Mapping[str, LevelPlan]) -> list[str]:
+def candidates(levels: Mapping[str, LevelPlan], *, is_slow: bool = False) -> list[str]:
     """The opt levels that fit, best first.
 
-    Those that update float32 weights come before those that do not, roomy ones before tight ones,
-    and then those that move clearly fewer bytes. Of those within `CLOSE` of the fewest, float16
-    wins, which has 11 significant bits where bfloat16 has 8.
+    O5, which needs no loss scale and has float32's range; O2 where O5 does not fit, or where
+    products in bfloat16 are slow (``is_slow``). Then those whose weights stay float32, and last
+    those without any float32 weights.
     """
-    rest = [plan for name, plan in levels.items() if plan.fits and name in OPT_LEVELS]
-    found: list[str] = []
-    while rest:
-        first = min(map(_rank, rest))
-        best = _cheapest([plan for plan in rest if _rank(plan) == first])
-        rest.remove(best)
-        found.append(best.level)
-    return found
+    order = SLOW_BFLOAT16 if is_slow else ORDER
+    return [name for name in order if name in levels and levels[name].fits]
+
+
+def is_slow_in_bfloat16(device: torch.device) -> bool:
+    """Whether a device has units that multiply matrices in float16, and none for bfloat16."""
+    if device.type == "cuda" and torch.version.hip is None:
+        return (7, 0) <= torch.cuda.get_device_capability(device) < (8, 0)
+    return (
+        device.type == "cpu"
+        and cpu_lacks_matmul(torch.bfloat16)
+        and not cpu_lacks_matmul(torch.float16)
+    )
 
 
 def _has_float32_weights(plan: LevelPlan) -> bool:
@@ -238,37 +243,33 @@ def _has_float32_weights(plan: LevelPlan) -> bool:
     return policy is not None and (policy.master_weights or policy.cast_model_type is None)
 
 
-def _rank(plan: LevelPlan) -> tuple[bool, bool]:
-    return not _has_float32_weights(plan), plan.is_tight
-
-
-def _cheapest(plans: Sequence[LevelPlan]) -> LevelPlan:
-    # Compared with the cheapest one, not by classes of costs: two that hardly differ could lie on
-    # both sides of the border between two classes.
-    least = min(plan.moved for plan in plans)
-    close = (plan for plan in plans if plan.moved <= least * CLOSE)
-    return min(close, key=lambda plan: (plan.half != "float16", plan.moved))
-
-
 def reasons_for(
-    recommended: str, levels: Mapping[str, LevelPlan], order: Sequence[str]
+    recommended: str, levels: Mapping[str, LevelPlan], *, is_slow: bool = False
 ) -> tuple[str, ...]:
     """Say why, with the numbers."""
-    if not order:
+    if recommended not in levels:
         return ("No level fits, so O0 (float32) is what is left; the problems are listed below.",)
     best = levels[recommended]
-    found = [_fits(best)]
+    found = [_choice(recommended, levels, is_slow=is_slow), _fits(best)]
     if best.half == "float16":
         found.append(_scaling(best))
-    verification = best.verification
-    if verification is not None:
-        found.append(
-            f"{len(verification.losses)} steps at {recommended} stayed within "
-            f"{verification.deviation:.2%} of float32's losses, relative to the largest one; "
-            f"{verification.skipped} were skipped."
-        )
-    found += [_instead(plan, best) for plan in levels.values() if plan.level != recommended]
+    if best.verification is not None:
+        skipped = best.verification.skipped
+        found.append(f"{_distance(best.verification)} {skipped} of the steps were skipped.")
     return tuple(found)
+
+
+def _choice(best: str, levels: Mapping[str, LevelPlan], *, is_slow: bool) -> str:
+    """Which case of `candidates` it is."""
+    order = SLOW_BFLOAT16 if is_slow else ORDER
+    before = order[: order.index(best)]
+    slow = "products in bfloat16 are slow on this device"
+    if not before:
+        return f"O2, since {slow}." if is_slow else "O5 is where to start, and it fits."
+    misfits = [name for name in before if name in levels]
+    if not misfits:
+        return f"{best} is the first level in the order {', '.join(order)} that was looked at."
+    return f"{best}, since {' and '.join(misfits)} {'do' if misfits[1:] else 'does'} not fit."
 
 
 def _fits(plan: LevelPlan) -> str:
@@ -294,26 +295,4 @@ def _scaling(plan: LevelPlan) -> str:
     return (
         f"The largest gradient is {largest:.2g}. Without a loss scale {without:.1%} of the "
         f"gradients' elements would vanish; at {plan.loss_scale:,.0f} {lost:.1%} do."
-    )
-
-
-def _instead(plan: LevelPlan, best: LevelPlan) -> str:
-    if not plan.fits:
-        return f"{plan.level} does not fit: {problem_lines(plan.problems)[0]}"
-    if plan.level not in OPT_LEVELS:
-        updates = [t for t in plan.tensors if t.what == "update"]
-        lost = sum(t.stalled or 0 for t in updates) / max(sum(t.nonzero for t in updates), 1)
-        return f"{plan.level} loses only {lost:.0%} of the updates to rounding in these steps."
-    policy = OPT_LEVELS[plan.level]
-    if policy.cast_model_type is not None and not policy.master_weights:
-        return f"{plan.level} fits in these steps, but has no float32 weights to fall back on."
-    if plan.is_tight and not best.is_tight:
-        return f"{plan.level} fits with little room."
-    if plan.moved < best.moved * CLOSE:
-        if best.half == "float16" != plan.half:
-            return f"{plan.level} fits too; {best.level} has more digits."
-        fewer = "fewer" if best.moved < plan.moved else "no more"
-        return f"{plan.level} fits too; {best.level} moves {fewer} bytes."
-    return f"{plan.level} fits too, but moves {bytes_text(plan.moved)} instead of " + (
-        f"{bytes_text(best.moved)} in a step."
     )

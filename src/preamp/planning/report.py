@@ -66,9 +66,6 @@ class LevelPlan:
             the steps tried were near the limit, or did not show a trouble that was forecast.
         tensors: What the level has in half, as it would be there.
         memory: By category.
-        moved_by_passes: Bytes that operations of a forward and backward read and write; ``None``
-            where these could not be traced without running them.
-        moved_by_step: Bytes that the optimizer's side of a step moves.
         verification: The steps taken at it, if any were.
         notes: What makes it tight, as far as the steps tried showed it; a sentence each.
     """
@@ -80,8 +77,6 @@ class LevelPlan:
     is_tight: bool
     tensors: tuple[TensorForecast, ...]
     memory: MemoryEstimate
-    moved_by_passes: int | None
-    moved_by_step: int
     verification: Verification | None = None
     notes: tuple[str, ...] = ()
 
@@ -99,11 +94,6 @@ class LevelPlan:
     def fits(self) -> bool:
         """Whether no problem was found."""
         return not self.problems
-
-    @property
-    def moved(self) -> int:
-        """Bytes moved by a whole step, as far as they are known."""
-        return (self.moved_by_passes or 0) + self.moved_by_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +200,14 @@ def bytes_text(count: int | None) -> str:
     return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
-COLUMNS = ("level", "fits", "rests on", "kept", "peak", "moved/step", "loss to fp32")
+def storages_text(memory: MemoryEstimate) -> str:
+    """What is kept from step to step, and with which storages it is less."""
+    sizes = [f"{bytes_text(memory.total)} are kept"]
+    sizes += [f"{bytes_text(size)} with storage={code}" for code, size in memory.smaller.items()]
+    return f"At {memory.opt_level} {'; '.join(sizes)}."
+
+
+COLUMNS = ("level", "fits", "rests on", "kept", "peak", "loss / fp32's")
 """Of the table of levels."""
 
 
@@ -218,14 +215,12 @@ def cells_of(plan: LevelPlan) -> tuple[str, ...]:
     """One level's row of the table."""
     fits = "no" if plan.problems else "tight" if plan.is_tight else "yes"
     verified = plan.verification
-    deviation = "not run"
+    losses = "not run"
     if verified is not None:
-        is_number = math.isfinite(verified.deviation)
-        deviation = f"{verified.deviation:.2%} off" if is_number else "not finite"
-    moved = bytes_text(plan.moved) if plan.moved_by_passes is not None else "–"
-    memory = plan.memory
-    sizes = bytes_text(memory.total), bytes_text(memory.peak), moved
-    return plan.level, fits, plan.rests_on, *sizes, deviation
+        is_number = math.isfinite(verified.reached)
+        losses = f"{verified.reached:.4g} / {verified.expected:.4g}" if is_number else "not finite"
+    sizes = bytes_text(plan.memory.total), bytes_text(plan.memory.peak)
+    return plan.level, fits, plan.rests_on, *sizes, losses
 
 
 def _table(levels: Mapping[str, LevelPlan]) -> list[str]:

@@ -1,11 +1,33 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Some steps at a level on copies, and how far losses and weights are from float32's."""
+"""Some steps at a level on copies, and whether its losses stay near float32's.
+
+The steps are cut into quarters, and in each of them the mean of the losses may differ from the mean
+of float32's by at most
+
+    SHARE * reach + min(TWINS * spread, 2 * SHARE * largest)
+
+- Every quarter, since the first one begins at the same weights: a loss that is another one there is
+  computed wrongly. Means, since single losses scatter.
+- ``reach`` is how far float32's losses went, from the lowest to the highest. How far a level's own
+  loss fell says nothing: one that begins at a hundred times float32's falls further than that one
+  ever can, and still ends far above it.
+- ``spread`` is how far float32 is from itself: the largest distance, at any step, from a second
+  float32 training whose first weights differ by a rounding to bfloat16, and that draws other random
+  numbers. It covers steps too small to be seen in the loss, losses that scatter from batch to
+  batch, and trainings that any rounding sends elsewhere, as those of adversaries. It is at least
+  what rounding the largest loss to bfloat16 takes from it.
+- ``largest`` is float32's largest loss. Where float32 is further from itself than a part of that,
+  losses speak for nothing, and least for a level.
+
+So what is near is never further away than a fifth of the largest loss.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -17,16 +39,16 @@ from preamp.engine import scale_loss
 from preamp.engine.initialize import create_engine
 from preamp.kernels.vectors import norm
 from preamp.planning.isolation import Task
-from preamp.planning.ranges import is_measurable
-from preamp.policy import Policy
+from preamp.planning.ranges import check_finite, is_measurable, nudge
+from preamp.policy import OPT_LEVELS, Policy
 
-TOLERANCE = 0.05  # how far a loss may be from float32's, as a share of the largest of those
-NEAR = 2.0  # up to so many times the tolerance a level is near the limit, not beyond it
-SUNK = 0.75  # of float32's fall of the loss, the part that a level has to reach
+SHARE = 0.05  # of the way that float32's losses went, the part that a level's may be away from them
+TWINS = 2.0  # how many times as far from float32 as a rounded float32 training a level may be
+_PARTS = 4  # into which the steps are cut
+_ROUNDING = 2.0**-9  # of a number to bfloat16, relative to it
 FOLLOWED = 2 / 3  # of float32's way, the part that the weights have to go
 STALLING = 0.9  # the same where updates round to nothing as it was forecast, and shrink
 _MOVED = 0.5  # of float32's way, the part below which a parameter counts as frozen
-_VISIBLE = 0.1  # share of its largest value that a loss has to fall to be compared by that
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")  # torch's names for averages of squares
 
 
@@ -36,35 +58,32 @@ class Verification:
 
     Attributes:
         losses: Before each step.
-        deviation: The largest distance from float32's losses, as a share of the largest of those;
-            infinite if a loss or a weight is not finite. Skipped steps are left out.
         skipped: Steps skipped because of overflow.
-        sunk: How far the loss fell, as a share of float32's fall in as many steps; ``None`` where
-            both are too small to be compared.
+        reached: The mean loss in the quarter of the steps that is furthest from float32's; nan if a
+            loss or a weight is not finite. Skipped steps are left out.
+        expected: The same of float32.
+        allowed: How far from ``expected`` is near.
         frozen: Parameters that moved less than half as far as in float32.
         followed: Movement along float32's, as a share of it, over all parameters.
     """
 
     losses: tuple[float, ...]
-    deviation: float
     skipped: int
-    sunk: float | None = None
+    reached: float = math.nan
+    expected: float = math.nan
+    allowed: float = 0.0
     frozen: tuple[str, ...] = ()
     followed: float = 1.0
 
     @property
-    def is_near(self) -> bool:
-        """Whether the losses are further away than they should be, and yet good enough."""
-        return self.deviation > TOLERANCE and self.holds
+    def distance(self) -> float:
+        """How far losses are from float32's."""
+        return abs(self.reached - self.expected)
 
     @property
     def holds(self) -> bool:
-        """Whether the losses follow float32's, and not because every step was skipped."""
-        if self.skipped == len(self.losses) or not math.isfinite(self.deviation):
-            return False
-        if self.sunk is not None:
-            return self.sunk >= SUNK
-        return self.deviation <= NEAR * TOLERANCE
+        """Whether the losses stay near float32's, and not because every step was skipped."""
+        return self.skipped < len(self.losses) and self.distance <= self.allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,27 +143,59 @@ def train_at(task: Task, policy: Policy, *, steps: int, scale: float = 1.0) -> T
     )
 
 
-def compare(level: Trained, expected: Trained, noise: Collection[str] = ()) -> Verification:
-    """Measure a training at a level against float32's from the same start.
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What float32 does, and how far it is from itself."""
 
-    ``noise`` names parameters whose gradients are rounding error, which no level has to follow.
+    trained: Trained
+    spread: float  # the largest distance of two trainings that differ by a rounding to bfloat16
+    noise: frozenset[str] = frozenset()  # parameters whose gradients are rounding error
+
+
+def train_expected(task: Task, steps: int, noise: frozenset[str]) -> Expected:
+    """Train two copies in float32, one of them from weights that differ by a rounding.
+
+    Nothing is mutated, and the random state is put back. Raises ``ValueError`` if a loss or a
+    weight is not finite. Synchronises.
     """
-    skipped, losses = len(level.skipped), level.losses
+    policy = OPT_LEVELS["O0"]
+    trained, twin = train_at(task.copy(), policy, steps=steps), task.copy()
+    for loss in trained.losses if trained.is_finite else (math.nan,):
+        check_finite(loss)
+    with untouched_random():
+        nudge(twin.model, _ROUNDING)  # the random numbers of its steps are other ones by this
+        losses = train_at(twin, policy, steps=steps).losses
+    apart = [abs(a - b) for a, b in zip(trained.losses, losses, strict=True)]
+    spread = max(apart) if all(map(math.isfinite, apart)) else math.inf
+    return Expected(trained, spread, noise)
+
+
+def compare(level: Trained, float32: Expected) -> Verification:
+    """Measure a training at a level against float32's from the same start."""
+    skipped, losses, expected = len(level.skipped), level.losses, float32.trained
     is_whole = len(losses) == len(expected.losses) and all(map(math.isfinite, losses))
     if not (is_whole and level.is_finite):
-        return Verification(losses=losses, deviation=math.inf, skipped=skipped)
+        return Verification(losses=losses, skipped=skipped)
     # A skipped step is a delay, which a longer training does not feel.
     taken = [loss for step, loss in enumerate(losses) if step not in level.skipped] or losses
     wanted = expected.losses[: len(taken)]
-    unit = max(map(abs, expected.losses)) or 1.0
-    fall, own = wanted[0] - wanted[-1], taken[0] - taken[-1]
+    size = -(-len(taken) // _PARTS)
+    means = [
+        (fmean(taken[at : at + size]), fmean(wanted[at : at + size]))
+        for at in range(0, len(taken), size)
+    ]
+    reached, at_float32 = max(means, key=lambda pair: abs(pair[0] - pair[1]))
+    largest = max(map(abs, wanted))
+    spread = max(float32.spread, _ROUNDING * largest)
+    allowed = SHARE * (max(wanted) - min(wanted)) + min(TWINS * spread, 2 * SHARE * largest)
     share = len(taken) / len(losses)
-    moves = [(n, level.moved[n], way) for n, way in expected.moved.items() if n not in noise]
+    moves = [(n, level.moved[n], w) for n, w in expected.moved.items() if n not in float32.noise]
     return Verification(
         losses=losses,
-        deviation=max(abs(a - b) / unit for a, b in zip(taken, wanted, strict=True)),
         skipped=skipped,
-        sunk=own / max(fall, _VISIBLE * unit) if max(fall, own) > _VISIBLE * unit else None,
+        reached=reached,
+        expected=at_float32,
+        allowed=allowed,
         frozen=tuple(n for n, a, b in moves if bool(norm(a) < _MOVED * share * norm(b))),
         followed=_followed([(a, b) for _, a, b in moves]) / share,
     )
