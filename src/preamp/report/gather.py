@@ -19,6 +19,7 @@ from preamp.numerics import (
     ResumeRecord,
     RunRecord,
     StepRecord,
+    TensorStatistics,
 )
 from preamp.numerics.records import OfModules
 
@@ -149,6 +150,21 @@ def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
         step == other and (loss == found or (math.isnan(loss) and math.isnan(found)))
         for (step, loss), (other, found) in zip(a, b, strict=True)
     )
+
+
+def gradients_of(records: Iterable[NumericsRecord]) -> list[TensorStatistics]:
+    """Return the statistics of gradients."""
+    return [t for record in records for t in record.tensors if t.what == "gradient"]
+
+
+def latest(run: Run) -> list[TensorStatistics]:
+    """Return the latest statistics of each tensor, in the order of the last record that has it."""
+    found: dict[tuple[str, str], TensorStatistics] = {}
+    for record in run.numerics:
+        for tensor in record.tensors:
+            found.pop((tensor.what, tensor.name), None)
+            found[tensor.what, tensor.name] = tensor
+    return list(found.values())
 
 
 def gather(records: History | Iterable[Record], name: str = "") -> Run:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from preamp.numerics import NumericsRecord, TensorStatistics
+from preamp.numerics import TensorStatistics
 from preamp.report import words
-from preamp.report.gather import Run
+from preamp.report.gather import Run, gradients_of, latest
 from preamp.report.svg import Html, legend_of, picture, stretched, tag
 
 ROWS = 24  # modules that are shown; the others are summed up
@@ -138,21 +138,6 @@ def worst_of(layers: Sequence[Layer]) -> Layer:
 def _rank(share: float) -> float:
     """A number to sort shares by; nan comes below all others."""
     return -1.0 if math.isnan(share) else share
-
-
-def gradients_of(records: Iterable[NumericsRecord]) -> list[TensorStatistics]:
-    """Return the statistics of gradients."""
-    return [t for record in records for t in record.tensors if t.what == "gradient"]
-
-
-def latest(run: Run) -> list[TensorStatistics]:
-    """Return the latest statistics of each tensor, in the order of the last record that has it."""
-    found: dict[tuple[str, str], TensorStatistics] = {}
-    for record in run.numerics:
-        for tensor in record.tensors:
-            found.pop((tensor.what, tensor.name), None)
-            found[tensor.what, tensor.name] = tensor
-    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
