@@ -45,9 +45,64 @@ class Scene:
         self.lr = LR
         self.factor = 1.0  # on the loss
         self.keep: slice = slice(None)  # rows of the batch
+        self.kept = self.x  # inputs to go back to
+
+    def rewrite(self, size: float, *names: str) -> None:
+        """Draw the weights anew, those named or all."""
+        random = torch.Generator().manual_seed(5)
+        for name, param in self.model.named_parameters():
+            if not names or name in names:
+                param.copy_(size * torch.randn(param.shape, generator=random))
+
+
+class OwnBatchNorm(nn.Module):
+    """A batch norm that somebody wrote; torch's own refuses a batch of one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` of shape (batch, width), normed over the batch."""
+        return (x - x.mean(0)) / torch.sqrt(x.var(0, unbiased=False) + 1e-5)
 
 
 Change = Callable[[Scene], None]
+
+
+def setting(**values: Any) -> Change:
+    """Return what sets the attributes of a scene."""
+
+    def change(scene: Scene) -> None:
+        for name, value in values.items():
+            setattr(scene, name, value)
+
+    return change
+
+
+def larger(factor: float) -> Change:
+    """Return what multiplies the inputs; by zero, they are gone."""
+
+    def change(scene: Scene) -> None:
+        scene.x = scene.x * factor
+
+    return change
+
+
+def permuted(scene: Scene) -> None:
+    """Give each class the label of another one."""
+    scene.labels = (scene.labels + 1) % 4
+
+
+def dead(scene: Scene) -> None:
+    """Push what goes into the last relu far below zero."""
+    scene.model.get_parameter("body.bias").sub_(1e3)
+
+
+def rate_of_warm_up(step: int) -> float:
+    """Grow by an eighth in each step, to 100 times what is good."""
+    return 1e-4 * 1.12 ** min(step, 100)
+
+
+def rate_after_resuming(step: int) -> float:
+    """Fall to nothing, and begin again at far too much."""
+    return 0.05 * (1 - step / 61) if step <= 60 else 20.0
 
 
 def trained(

@@ -77,8 +77,8 @@ RULES: Final = (
         id="eps-is-zero",
         severity=Severity.WARNING,
         title="The eps of {class} {fate}",
-        number="eps is {eps}, which float16 rounds to zero, so weights with a gradient of zero are"
-        " divided by zero.{what}",
+        number="Its eps is {eps}, which float16 rounds to zero, so weights with a gradient of zero"
+        " are divided by zero.{what}",
         do="Pass eps=1e-4 to {class}, or update float32 masters (O2), which keep small updates.",
         picture="loss",
         hides=("weights-not-finite",),
@@ -282,7 +282,7 @@ RULES: Final = (
         severity=Severity.NOTE,
         measure=evidence.gradients_always_zero,
         title="A gradient is always zero",
-        number="{name} had no value other than zero in {looks}{more}.",
+        number="The gradient of {name} had no value other than zero in {looks}{more}.",
         do="Check that it is used, and that what comes before it is not saturated.",
         picture="tensor",
     ),
@@ -291,7 +291,7 @@ RULES: Final = (
         severity=Severity.NOTE,
         measure=evidence.casts_of_one_line,
         title="One line of source does most of the casting",
-        number="{where} has {bytes} cast: {share} of all.",
+        number="At {where}, {bytes} are cast: {share} of all.",
         do="Cast its input once, outside a loop, or run the module at the precision of its input.",
         picture="casts",
         when="",

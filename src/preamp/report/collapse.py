@@ -13,9 +13,9 @@ from typing import Final
 from preamp.numerics import FORMATS, OverflowRecord, TraceRecord, is_eps_zero
 from preamp.report import words
 from preamp.report.course import (
-    LOOK_AT_ZERO,
     ask_for_trace,
     in_float32,
+    look_at_zero,
     overflows_at_any_scale,
     place_of,
 )
@@ -291,12 +291,12 @@ Told = tuple[int, str, str, str, str]  # step, place, title, numbers, what to do
 _FORWARD: Final = {  # what became infinite or nan, and what to do, by the phase of a trace
     "forward": ("The forward of {module} makes {found}", "Bound what it computes{cure}."),
     "data": (
-        "{module} is given {found}",
+        "What {module} is given holds {found}",
         "Look at the data of step {step} first, and mask or drop such values. If it holds none,"
         " look at what numpy or lists lead to it.",
     ),
     "given": (
-        "{module} is given {found}",
+        "What {module} is given holds {found}",
         "Look at the data of step {step} first, then at what is computed outside of the models or"
         " kept from one step to the next.",
     ),
@@ -334,13 +334,18 @@ def _by_module(run: Run, found: Collapse) -> Told:
         + ("." if most is None else f", from an input up to {words.magnitude(most)}.")
         + what_if
     )
+    if found.before and not found.after and run.is_dynamic and trace.phase == "forward":
+        do += (
+            f" It was well up to step {found.before[-1][0]:,}, so look at what changed then: the"
+            " data, or weights that the script wrote to."
+        )
     return step, place, title, number, f"No loss scale changes that. {do}"
 
 
 def _by_gradient(run: Run, found: Collapse) -> Told:
     scale = words.scale(run.static_scale or 1.0)
     title = "The backward of a finite loss makes inf or nan"
-    do = f"{LOOK_AT_ZERO}. A dynamic loss scale skips such steps.{ask_for_trace(run)}"
+    do = f"{look_at_zero(None)} A dynamic loss scale skips such steps.{ask_for_trace(run)}"
     if found.cause is Cause.SCALE:
         title = f"A static loss scale of {scale} is too large"
         do = (
@@ -350,7 +355,7 @@ def _by_gradient(run: Run, found: Collapse) -> Told:
     where = f"gradient of {named(found.gradients)}" if found.gradients else "the first update"
     what = f"{words.counted(len(found.gradients), 'gradient')} held infinite or nan values"
     if not found.gradients:
-        what = "float16 ends at 65,504, below the scale itself: gradients overflow"
+        what = "The largest float16, 65,504, is below the scale itself: gradients overflow"
     number = f"{what} at step {found.step:,}, and the step was taken all the same.{_then(found)}"
     return found.step, where, title, number, do
 

@@ -25,9 +25,9 @@ SMALL: Final = 2.0**-8  # part of the largest number that gradients are small be
 CEILING_SHARE: Final = 0.25
 FLOOR: Final = 1.0
 
-LOOK_AT_ZERO: Final = (
-    "Look there for a root, norm, division or logarithm at zero or close to it, whose derivative is"
-    " infinite or huge: add a small number inside of it, or mask its argument before it"
+_LOOK_AT_ZERO: Final = (
+    "Look there for a root, norm, division or logarithm at zero or close to it, where its"
+    " derivative is infinite or huge."
 )
 
 _PHASES: Final = {  # of a trace, in words
@@ -156,8 +156,18 @@ def _input(found: Sequence[OverflowRecord]) -> str:
 
 def _mend(run: Run, found: Sequence[OverflowRecord], kind: str) -> str:
     trace = next((o.trace for o in found if o.trace), None)
-    cure = in_float32(run, trace) if kind == "infinite" else ""
-    return f"{LOOK_AT_ZERO}{cure}.{'' if trace else ask_for_trace(run)}"
+    return look_at_zero(trace, in_float32(run, trace) if kind == "infinite" else "") + (
+        "" if trace else ask_for_trace(run)
+    )
+
+
+def look_at_zero(trace: TraceRecord | None, cure: str = "") -> str:
+    """Say what makes bad gradients of good ones; torch's norms have a number inside already."""
+    if trace is not None and "norm" in f"{trace.type} {trace.operation}".lower():
+        do = "Its eps keeps it from dividing by zero, so look at what goes in: it may be too large"
+        return f"{do}, or nearly constant{cure}."
+    do = "Unless there is one, add a small number inside of it, or mask its argument before it"
+    return f"{_LOOK_AT_ZERO} {do}{cure}."
 
 
 def in_float32(run: Run, trace: TraceRecord | None) -> str:
@@ -174,6 +184,8 @@ def in_float32(run: Run, trace: TraceRecord | None) -> str:
         how = "compute it in float32: in its forward, with preamp.disable_casts(), on x.float()"
     else:
         name = words.shown(trace.module)
+        if trace.module in run.kept:  # it was tried
+            return f", and train in bfloat16 (O5): keep_fp32 of {name} did not help"
         how = f'compute it in float32, by keep_fp32="{name}" in preamp.initialize'
     return f", and {how}; or train in bfloat16 ({'O4' if level == 'O1' else 'O5'})"
 

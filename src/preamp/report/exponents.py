@@ -85,7 +85,7 @@ def draw(chosen: Chosen, name: str) -> Html:
 def caption(chosen: Chosen) -> str:
     """Say what kind of tensor it is and how it lies in its format."""
     tensor = chosen.tensor
-    parts = [f"{tensor.what}, {tensor.dtype}, step {chosen.step:,}; {chosen.reason}"]
+    parts = [f"{tensor.what.capitalize()}, {tensor.dtype}, step {chosen.step:,}; {chosen.reason}"]
     parts.append(f"largest {words.magnitude(tensor.max_abs)}")
     if tensor.headroom is not None:
         parts.append(f"headroom in {_short(tensor.form)} {tensor.headroom:.1f} powers of two")

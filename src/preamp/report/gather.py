@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ class Run:
     memory: MemoryRecord | None = None  # the latest count of bytes
     # The steps of the checkpoints that it went on from.
     resumed: list[int] = field(default_factory=list[int])
+    # Modules that keep_fp32 named, in this run or in one before it on the page.
+    kept: frozenset[str] = frozenset()
 
     @property
     def skipped(self) -> list[StepRecord]:
@@ -167,8 +170,13 @@ def latest(run: Run) -> list[TensorStatistics]:
     return list(found.values())
 
 
-def gather(records: History | Iterable[Record], name: str = "") -> Run:
-    """Sort the records of a run as written, without those that a checkpoint took back."""
+def gather(
+    records: History | Iterable[Record], name: str = "", kept: frozenset[str] = frozenset()
+) -> Run:
+    """Sort the records of a run as written, without those that a checkpoint took back.
+
+    ``kept`` are the modules that runs before it kept in float32.
+    """
     records = records if isinstance(records, History) else list(records)
     history = records if isinstance(records, History) else _replay(records)
     starts = history.of(RunRecord)
@@ -184,6 +192,7 @@ def gather(records: History | Iterable[Record], name: str = "") -> Run:
         casts=casts[-1] if casts else None,
         memory=memory[-1] if memory else None,
         resumed=_resumed(records),
+        kept=kept.union(*(re.findall("'([^']*)'", s.policy.get("keep_fp32", "")) for s in starts)),
     )
 
 

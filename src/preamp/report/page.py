@@ -129,7 +129,10 @@ def _runs(records: Runs) -> list[Run]:
             "A report is on one run or on several",
             "Pass a history, or a mapping from names to histories",
         )
-    return [gather(one, name) for name, one in named.items()]
+    runs = list[Run]()
+    for name, one in named.items():
+        runs.append(gather(one, name, runs[-1].kept if runs else frozenset()))
+    return runs
 
 
 def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Section]:
