@@ -12,7 +12,6 @@ from typing import Final
 from preamp.numerics import TensorStatistics
 from preamp.report import words
 from preamp.report.gather import Run, gradients_of, latest
-from preamp.report.layers import stalls, total_stall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,3 +350,39 @@ def _room(headroom: float, run: Run) -> str:
         f"The largest gradient has only {headroom:.1f} powers of two of headroom, so a larger scale"
         " would overflow; bfloat16 (O4, O5) has the range for both."
     )
+
+
+def module_of(name: str) -> str:
+    """Return the module that a parameter belongs to."""
+    return name.rpartition(".")[0] or name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Weights of one module whose latest update rounded to nothing."""
+
+    name: str  # qualified name of the module
+    stalled: int  # elements that a step left as they were although they have a gradient
+    elements: int  # all elements that were looked at
+
+    @property
+    def share(self) -> float:
+        """Part of the elements."""
+        return self.stalled / self.elements if self.elements else 0.0
+
+
+def stalls(run: Run) -> list[Stall]:
+    """Sum up the stall meter by module, the largest share first; empty if it was not on."""
+    rows: dict[str, tuple[int, int]] = {}
+    for tensor in latest(run):
+        if tensor.stalled is not None:
+            stalled, elements = rows.get(module_of(tensor.name), (0, 0))
+            rows[module_of(tensor.name)] = (stalled + tensor.stalled, elements + tensor.elements)
+    found = [Stall(name=name, stalled=s, elements=n) for name, (s, n) in rows.items()]
+    return sorted(found, key=lambda stall: -stall.share)
+
+
+def total_stall(rows: Sequence[Stall]) -> Stall:
+    """Add modules up."""
+    stalled, elements = sum(row.stalled for row in rows), sum(row.elements for row in rows)
+    return Stall(name="", stalled=stalled, elements=elements)
