@@ -588,3 +588,35 @@ def test_a_run_that_overflows_at_its_floor_is_told_so() -> None:
     (finding,) = found(list(engine.history), "overflow-at-any-scale")
     assert "down to 2¹⁴" in finding.number.replace("\u00a0", " ")
     engine.close()
+
+
+@pytest.mark.parametrize("rate", [0.1, 50.0])
+def test_what_changed_before_a_break_is_told_of_in_its_place(rate: float) -> None:
+    """The loss goes up at step 101; gradients are nan at any scale from step 110 on."""
+    late = [made.step(n, 90.0, lr=rate, skipped=n > 109) for n in range(101, 116)]
+    nan = [made.overflow(n, old_scale=2.0 ** (113 - n), kinds=["nan"]) for n in range(110, 116)]
+    records = [of_sgd(), *RATED[:-1], made.step(100, 1.0, lr=rate), *late, *nan]
+    (finding,) = advise(gather(records))
+    said = "Training diverges, since step 101" if rate > 1 else "The loss jumps to 90, at step 101"
+    assert (finding.line, finding.severity.word) == (said, "Critical")
+    assert "gradients are nan at any scale from step 110 on" in finding.number
+    assert ("Step 100 raised the learning rate from 0.1 to 50." in finding.number) == (rate > 1)
+    assert "small number" not in finding.do
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "Attention"])
+def test_a_number_to_add_is_not_advised_where_there_is_an_eps(kind: str) -> None:
+    trace = replace(made.trace("norm"), type=kind, phase="backward", operation="", where="")
+    nan = [made.overflow(n, old_scale=1.0, trace=trace) for n in (10, 20, 30)]
+    (finding,) = found([*CALM, *nan], "overflow-at-any-scale")
+    assert ("add a small number" in finding.do) == (kind == "Attention")
+
+
+def test_keep_fp32_is_not_advised_where_it_did_not_help() -> None:
+    seen = made.overflow(7, loss_was_finite=False, trace=made.trace("body.2"))
+    kept = made.start(policy={"loss_scale": "dynamic", "keep_fp32": "'body.2'"})
+    assert "keep_fp32=" in found([*CALM, seen], "loss-not-finite")[0].do
+    assert "keep_fp32 of body.2 did not" in found([kept, *STEPS, seen], "loss-not-finite")[0].do
+    page = render({"first": [kept, *STEPS], "second": [*CALM, seen]})
+    assert "keep_fp32=" not in page
+    assert "keep_fp32 of body.2 did not" in page
