@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
+from insight import report_changes as changes
 from insight import report_scripts as scripts
 from insight.score import Score
 from preamp.numerics import Record, read_history
@@ -583,7 +584,7 @@ UNSEEN = (
         lr=1e-4,
         loss=times(200),
         at=since(50),
-        truth=Truth(first="Training diverges, since step 50", do=LEARNING_RATE),
+        truth=Truth(first="The loss jumps to 2[0-9]*, at step 50", do="on purpose"),
     ),
     Case(
         name="o5-without-masters-stalls",
@@ -915,7 +916,189 @@ FURTHER = (
 )
 """Runs whose course is their own: schedules, kinds of losses, several parts or losses."""
 
-CASES = (*FAULTY, *HEALTHY, *UNSEEN, *LATER, *FURTHER)
+
+def changed(name: str, truth: Truth, **options: Any) -> Case:
+    """A case of `report_changes`."""
+    return Case(name=name, truth=truth, script=partial(changes.trained, **options))
+
+
+REWRITTEN = Truth(
+    first="Weights change by more than updates can, since step 71", do="writes", never="keep_fp32"
+)
+RAISED = Truth(
+    first="Training diverges, since step 61",
+    where="Step 60 raised the learning rate",
+    do="back towards 0.05",
+    never=f"keep_fp32|small number|{A_SCALE}",
+)
+QUICK = {"kind": ADAM, "lr": 1e-2}
+
+CHANGED = (
+    changed("raised-500-fold", RAISED, changes={60: changes.setting(lr=25.0)}),
+    changed("raised-500-fold-traced", RAISED, changes={60: changes.setting(lr=25.0)}, **TRACED),
+    changed("raised-500-fold-o5", RAISED, level="O5", changes={60: changes.setting(lr=25.0)}),
+    changed("raised-5000-fold-o1", RAISED, level="O1", changes={60: changes.setting(lr=250.0)}),
+    changed("raised-5000-fold-o0", RAISED, level="O0", changes={60: changes.setting(lr=250.0)}),
+    changed(
+        "raised-500-fold-and-recovered",
+        Truth(
+            first="The loss jumps to 7[0-9.]*, at step 61",
+            where="Step 60 raised the learning rate from 0.001 to 0.5",
+            do=LEARNING_RATE,
+        ),
+        kind=ADAM,
+        lr=1e-3,
+        changes={60: changes.setting(lr=0.5)},
+    ),
+    changed(
+        "warm-up-ends-too-high",
+        Truth(
+            first="The loss jumps to 1.03e.03, at step 106",
+            where="The learning rate grew from 0.000112 to 8.35",
+            do="end its warm-up at 0",
+        ),
+        kind=ADAM,
+        rate=changes.rate_of_warm_up,
+    ),
+    changed(
+        "rate-jumps-at-a-resume",
+        Truth(
+            first="Training diverges, since step 62",
+            where="Step 61 raised.*went on from a checkpoint at step 60",
+            do="schedule",
+        ),
+        rate=changes.rate_after_resuming,
+        resumed_at=60,
+    ),
+    changed(
+        "weights-replaced",
+        REWRITTEN,
+        numerics="full",
+        changes={71: lambda scene: scene.rewrite(10.0)},
+    ),
+    changed(
+        "weights-replaced-o5-traced",
+        REWRITTEN,
+        level="O5",
+        numerics="full",
+        changes={71: lambda scene: scene.rewrite(3e4)},
+        **TRACED,
+    ),
+    changed(
+        "weights-replaced-not-looked-at",
+        Truth(
+            first="The loss is infinite or nan, since step 71", do="the script wrote", never=A_SCALE
+        ),
+        changes={71: lambda scene: scene.rewrite(100.0)},
+    ),
+    changed(
+        "weights-replaced-traced",
+        Truth(
+            first="The loss jumps to 7.59e.03, at step 71",
+            do="the script wrote",
+            never=f"keep_fp32|small number|{A_SCALE}",
+        ),
+        changes={71: lambda scene: scene.rewrite(10.0)},
+        **TRACED,
+    ),
+    changed(
+        "layer-made-anew",
+        Truth(first="The loss jumps to 14[0-9.]*, at step 80", do="weights that the script wrote"),
+        changes={80: lambda scene: scene.rewrite(1.0, "head.weight")},
+        **QUICK,
+    ),
+    changed(
+        "decay-of-60",
+        Truth(first="The weight decay of SGD is too large, since step 1", do="0.02 or less"),
+        more={"weight_decay": 60.0},
+    ),
+    changed(
+        "decay-of-30-adamw",
+        Truth(first="The weight decay of AdamW is too large, since step 1", do="0.1 or less"),
+        kind=torch.optim.AdamW,
+        lr=1e-2,
+        more={"weight_decay": 30.0},
+    ),
+    changed(
+        "decay-of-10-adam",
+        Truth(first="The loss stays where it began, since step 1", do="weight decay is 10"),
+        more={"weight_decay": 10.0},
+        **QUICK,
+    ),
+    changed(
+        "momentum-of-1",
+        Truth(first="The momentum of SGD is 1, since step 1", do="0.9"),
+        lr=1.0,
+        more={"momentum": 1.0},
+    ),
+    changed(
+        "batch-of-zeros",
+        Truth(first="The loss jumps to 3[0-9.]*, at step 80", do="the batch of step 80"),
+        changes={
+            80: lambda scene: changes.setting(kept=scene.x, x=scene.x * 0)(scene),
+            81: lambda scene: changes.setting(x=scene.kept)(scene),
+        },
+        **QUICK,
+    ),
+    changed(
+        "zeros-from-80-on",
+        Truth(first="The loss jumps to 3[0-9.]*, at step 80", do="the data", never="batch"),
+        changes={80: changes.larger(0.0)},
+        **QUICK,
+    ),
+    changed(
+        "labels-permuted",
+        Truth(first="The loss jumps to 1[0-9.]*, at step 80", do="the labels", never="batch"),
+        changes={80: changes.permuted},
+        **QUICK,
+    ),
+    changed(
+        "inputs-1000-times-larger",
+        Truth(
+            first="The loss jumps to 57[0-9.]*, at step 80",
+            where="weight of stem is [0-9]+ times",
+            do="the scale of the data",
+            never="^Lower the learning rate",
+        ),
+        norm=nn.Identity(),
+        changes={80: changes.larger(1e3)},
+    ),
+    changed(
+        "batch-norm-over-one",
+        Truth(first="No gradient reaches stem.weight, since step 1", do="norm over a single value"),
+        norm=changes.OwnBatchNorm(),
+        changes={1: changes.setting(keep=slice(0, 1))},
+    ),
+    changed(
+        "clip-far-too-small",
+        Truth(first="The loss stays where it began, since step 1", do="clipped to"),
+        clip=1e-6,
+    ),
+    changed(
+        "dead-relu",
+        Truth(first="No gradient reaches stem.weight, since step 1", do="relu"),
+        norm=nn.Identity(),
+        changes={1: changes.dead},
+    ),
+    changed(
+        "relu-that-dies",
+        Truth(first="No gradient reaches stem.weight, since step 51", do="relu"),
+        changes={50: changes.dead},
+    ),
+    changed(
+        "loss-not-divided-by-16",
+        Truth(first="The loss jumps to 14.9, at step 80", do="divided by", never="batch of"),
+        changes={80: changes.setting(factor=16.0)},
+    ),
+    changed(
+        "loss-divided-by-64-twice",
+        Truth(first="The loss stays where it began, since step 1", do="divided by"),
+        changes={1: changes.setting(factor=1 / 64)},
+    ),
+)
+"""Runs that something is changed in at some step, and settings that are wrong from the first."""
+
+CASES = (*CHANGED, *FAULTY, *HEALTHY, *UNSEEN, *LATER, *FURTHER)
 
 
 def judge_case(case: Case) -> str:
@@ -951,6 +1134,7 @@ def scores(every: int, offset: int) -> list[Score]:
         ("report, unseen", UNSEEN),
         ("report, later", LATER),
         ("report, further", FURTHER),
+        ("report, changed", CHANGED),
     ):
         score = Score(kind)
         for case in cases[offset::every]:

@@ -20,13 +20,33 @@ from preamp.report.gather import Run, gather
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
 CALM: list[Record] = [made.start(), *STEPS]
-LATE = [made.step(n, 9.0) for n in range(101, 110)]
+SLOW = [made.step(n, 0.01 * 1.6 ** (n - 100)) for n in range(101, 115)]
+LATE = [*SLOW, *(made.step(n, 9.0) for n in range(115, 124))]
 ADAM = {"optimizers": [{"class": "Adam", "lr": "0.001", "eps": "1e-08", "fused": "None"}]}
 
 
 def skipping(steps: range, **changes: Any) -> list[Record]:
     skipped = [made.step(n, skipped=n in steps, **changes) for n in range(1, 101)]
     return [made.start(), *skipped]
+
+
+RATED = [made.step(n, 1.0, lr=0.1) for n in range(1, 101)]
+
+
+def of_sgd(**options: str) -> Record:
+    return made.start(optimizers=[{"class": "SGD", **options}])
+
+
+def weights(step: int, size: float) -> Record:
+    return made.look(step, made.tensor(), made.tensor(what="weight", rms=size))
+
+
+def reached(*zeros: int) -> list[Record]:
+    parts = ({"zeros": count} for count in zeros)
+    looks = (
+        made.look(n, made.tensor("a", **part), made.tensor("b")) for n, part in enumerate(parts, 1)
+    )
+    return [made.start(parameters={"a": 100, "b": 100}), *STEPS, *looks]
 
 
 CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
@@ -66,8 +86,8 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
     ),
     "eps-is-zero": (
         [made.start(**ADAM, policy={"loss_scale": "1.0"}), made.step(1), made.step(2, math.nan)],
-        "eps is 1e−08, which float16 rounds to zero, so weights with a gradient of zero are divided"
-        " by zero. The loss is not finite from step 2 on.",
+        "Its eps is 1e−08, which float16 rounds to zero, so weights with a gradient of zero are"
+        " divided by zero. The loss is not finite from step 2 on.",
         [
             made.start(**ADAM, policy={"master_weights": "True"}),
             made.step(1),
@@ -93,14 +113,14 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         [*CALM, made.step(101, 0.09), made.step(102, 0.02)],
     ),
     "diverges": (
-        [*CALM, *(made.step(n, loss) for n, loss in enumerate((5.0, 4.2, 4.4, 3.0, 9.0), 101))],
+        [*CALM, *SLOW, *(made.step(115 + n, y) for n, y in enumerate((5.0, 4.2, 4.4, 3.0, 9.0)))],
         "Loss 0 went from 0.333 to 4.4.",
-        [*CALM, *(made.step(n, loss) for n, loss in enumerate((5.0, 3.3, 3.2, 3.0, 9.0), 101))],
+        [*CALM, *SLOW, *(made.step(115 + n, y) for n, y in enumerate((5.0, 3.3, 3.2, 3.0, 9.0)))],
     ),
     "loss-rises": (
-        [*CALM, *LATE, made.look(9, made.tensor()), made.look(109, made.tensor(rms=1.4))],
+        [*CALM, *LATE, made.look(9, made.tensor()), made.look(123, made.tensor(rms=1.4))],
         "Loss 0 went from 0.333 to 9; the gradient that grew most is 2.8 times what it was.",
-        [*CALM, *LATE, made.look(9, made.tensor()), made.look(109, made.tensor(rms=1.6))],
+        [*CALM, *LATE, made.look(9, made.tensor()), made.look(123, made.tensor(rms=1.6))],
     ),
     "gradients-lost": (
         [*CALM, made.look(9, made.tensor(below_subnormal=11, headroom=4.5))],
@@ -130,9 +150,34 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         "fc.weight had no value other than zero in 2 looks.",
         [*CALM, *(made.look(n, made.tensor(zeros=100 - n), made.tensor("b")) for n in (0, 1))],
     ),
+    "decay-too-large": (
+        [of_sgd(weight_decay="2.0"), *RATED],
+        "2 times a learning rate of 0.1 takes 20 % off each weight at each step.",
+        [of_sgd(weight_decay="0.1"), *RATED],
+    ),
+    "momentum-is-one": (
+        [of_sgd(momentum="1.0"), *RATED],
+        "none is ever forgotten, so the loss swings or grows. The loss went from 1 to 1.",
+        [of_sgd(momentum="0.99"), *RATED],
+    ),
+    "weights-rewritten": (
+        [of_sgd(), *RATED, weights(5, 1.0), weights(10, 90.0)],
+        "1 weight of 1 did between the looks at steps 5 and 10; the size of fc.weight went from 1",
+        [of_sgd(), *RATED, weights(5, 1.0), weights(10, 3.9)],
+    ),
+    "loss-stays": (
+        [of_sgd(), *RATED],
+        "Loss 0 lies between 1 and 1 in all of 100 steps.",
+        [of_sgd(), *RATED[:-1], made.step(100, 0.9)],
+    ),
+    "no-gradient-arrives": (
+        reached(0, 100, 100, 100),
+        "It had no value other than zero in 3 looks; the first after it that had one is b.",
+        reached(0, 100, 100),
+    ),
     "casts-of-one-line": (
         [*CALM, CastsRecord(step=1, casts=[made.cast("a.py:1", 2**21), made.cast("b.py:1")])],
-        "a.py:1 has 2.0 MiB cast",
+        "At a.py:1, 2.0 MiB are cast",
         [*CALM, CastsRecord(step=1, casts=[made.cast("a.py:1"), made.cast("b.py:1", 9)])],
     ),
 }
@@ -288,10 +333,10 @@ def test_gradients_are_blamed_only_where_their_loss_was_finite(loss: float, titl
         ("forward", "The forward of body.2 makes inf", "forward of body.2 (body.2), in sqrt at mo"),
         (
             "data",
-            "body.2 is given inf",
+            "What body.2 is given holds inf",
             "data that came into body.2 (body.2), in sqrt at model.py:12",
         ),
-        ("given", "body.2 is given inf", "what was given to body.2 (body.2)"),
+        ("given", "What body.2 is given holds inf", "what was given to body.2 (body.2)"),
         ("weight", "A weight that body.2 uses holds inf", "weight that was given to body.2"),
         ("input cast", "The data become inf in float16", "cast of what came into body.2 (body.2)"),
         (
@@ -418,7 +463,10 @@ def test_a_jump_is_measured_by_how_much_losses_vary(rare: float, is_told: bool) 
 
 @pytest.mark.parametrize(
     ("later", "words"),
-    [([0.01], "Look at the batch of step 101: outliers"), ([1e6] * 6, "what is another from step")],
+    [
+        ([0.01], "Look at the batch of step 101: outliers"),
+        ([1e6] * 6, "what is different from step"),
+    ],
 )
 def test_advice_on_a_jump_depends_on_whether_it_lasts(later: list[float], words: str) -> None:
     jump = [made.step(n, loss) for n, loss in enumerate([1e6, *later, *[0.01] * 9], 101)]
@@ -540,3 +588,35 @@ def test_a_run_that_overflows_at_its_floor_is_told_so() -> None:
     (finding,) = found(list(engine.history), "overflow-at-any-scale")
     assert "down to 2¹⁴" in finding.number.replace("\u00a0", " ")
     engine.close()
+
+
+@pytest.mark.parametrize("rate", [0.1, 50.0])
+def test_what_changed_before_a_break_is_told_of_in_its_place(rate: float) -> None:
+    """The loss goes up at step 101; gradients are nan at any scale from step 110 on."""
+    late = [made.step(n, 90.0, lr=rate, skipped=n > 109) for n in range(101, 116)]
+    nan = [made.overflow(n, old_scale=2.0 ** (113 - n), kinds=["nan"]) for n in range(110, 116)]
+    records = [of_sgd(), *RATED[:-1], made.step(100, 1.0, lr=rate), *late, *nan]
+    (finding,) = advise(gather(records))
+    said = "Training diverges, since step 101" if rate > 1 else "The loss jumps to 90, at step 101"
+    assert (finding.line, finding.severity.word) == (said, "Critical")
+    assert "gradients are nan at any scale from step 110 on" in finding.number
+    assert ("Step 100 raised the learning rate from 0.1 to 50." in finding.number) == (rate > 1)
+    assert "small number" not in finding.do
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "Attention"])
+def test_a_number_to_add_is_not_advised_where_there_is_an_eps(kind: str) -> None:
+    trace = replace(made.trace("norm"), type=kind, phase="backward", operation="", where="")
+    nan = [made.overflow(n, old_scale=1.0, trace=trace) for n in (10, 20, 30)]
+    (finding,) = found([*CALM, *nan], "overflow-at-any-scale")
+    assert ("add a small number" in finding.do) == (kind == "Attention")
+
+
+def test_keep_fp32_is_not_advised_where_it_did_not_help() -> None:
+    seen = made.overflow(7, loss_was_finite=False, trace=made.trace("body.2"))
+    kept = made.start(policy={"loss_scale": "dynamic", "keep_fp32": "'body.2'"})
+    assert "keep_fp32=" in found([*CALM, seen], "loss-not-finite")[0].do
+    assert "keep_fp32 of body.2 did not" in found([kept, *STEPS, seen], "loss-not-finite")[0].do
+    page = render({"first": [kept, *STEPS], "second": [*CALM, seen]})
+    assert "keep_fp32=" not in page
+    assert "keep_fp32 of body.2 did not" in page

@@ -63,6 +63,7 @@ def test_shares_are_0_and_100_only_for_nothing_and_all(value: float, text: str) 
         (1000.0, "1,000"),
         (0.0, "0"),
         (math.inf, "infinite"),
+        (-math.inf, "−inf"),
         (math.nan, "not a number"),
     ],
 )

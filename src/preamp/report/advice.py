@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Literal
 
-from preamp.report import collapse, course, evidence, words
+from preamp.report import collapse, course, evidence, losses, settings, words
 from preamp.report.evidence import Evidence
 from preamp.report.gather import Run
 
@@ -69,18 +69,51 @@ class Finding:
         return f"{self.title}, {self.when}" if self.when else self.title
 
 
-_SKIPS = ("many-skips", "skips-in-a-row", "no-step-taken")
+_LOSSES = ("diverges", "loss-not-finite", "loss-jumps", "loss-rises", "loss-stays")
+_SKIPS = ("many-skips", "skips-in-a-row", "no-step-taken", "overflow-in-one-place")
 
 RULES: Final = (
     Rule(
         id="eps-is-zero",
         severity=Severity.WARNING,
         title="The eps of {class} {fate}",
-        number="eps is {eps}, which float16 rounds to zero, so weights with a gradient of zero are"
-        " divided by zero.{what}",
+        number="Its eps is {eps}, which float16 rounds to zero, so weights with a gradient of zero"
+        " are divided by zero.{what}",
         do="Pass eps=1e-4 to {class}, or update float32 masters (O2), which keep small updates.",
         picture="loss",
         hides=("weights-not-finite",),
+    ),
+    Rule(
+        id="decay-too-large",
+        severity=Severity.WARNING,
+        measure=settings.decay_too_large,
+        title="The weight decay of {class} is too large",
+        number="{decay} times a learning rate of {rate} {takes} at each step.{loss}",
+        do="Lower it: {usual} or less takes a thousandth of a weight per step at this rate.",
+        picture="loss",
+        hides=("weights-rewritten", "weights-not-finite", *_LOSSES, *_SKIPS),
+    ),
+    Rule(
+        id="momentum-is-one",
+        severity=Severity.WARNING,
+        measure=settings.momentum_is_one,
+        title="The momentum of {class} is {momentum}",
+        number="Every gradient stays in the sum that weights move by, and none is ever forgotten,"
+        " so the loss swings or grows.{loss}",
+        do="Pass 0.9 or 0.99; the learning rate may have to change with it.",
+        picture="loss",
+        hides=("loss-stays", "diverges", "loss-rises", "loss-jumps"),
+    ),
+    Rule(
+        id="weights-rewritten",
+        severity=Severity.WARNING,
+        title="Weights change by more than updates can",
+        number="{count} of {of} did between the looks at steps {last} and {look}; the size of"
+        " {name} went from {old} to {new}.",
+        do="Look at what writes to weights there: a layer that is made anew, a file that is loaded,"
+        " an average that is copied back.",
+        picture="loss",
+        hides=("weights-not-finite", *_LOSSES, *_SKIPS),
     ),
     Rule(
         id="diverges",
@@ -115,16 +148,15 @@ RULES: Final = (
         number="{gradients} had no value other than zero in {looks}, the latest at step {last}, at"
         " a loss scale of {scale}.",
         picture="tensor",
-        hides=("gradients-always-zero", "scale-at-ceiling"),
+        hides=("gradients-always-zero", "scale-at-ceiling", "loss-stays"),
     ),
     Rule(
         id="overflow-at-any-scale",
         severity=Severity.CRITICAL,
-        measure=course.overflows_at_any_scale,
         title="Gradients become {kind} at any scale",
         number="In {count}, at {scales}.{input}",
         picture="scale",
-        hides=("overflow-in-one-place", *_SKIPS),
+        hides=_SKIPS,
     ),
     Rule(
         id="no-step-taken",
@@ -140,9 +172,9 @@ RULES: Final = (
     Rule(
         id="loss-jumps",
         severity=Severity.WARNING,
-        measure=course.losses_jump,
         title="The loss jumps to {value}",
-        number="That is {times} the largest of the steps before{back}{more}.{rate}",
+        hides=("weights-not-finite", *_SKIPS),
+        number="That is {times} the largest of the steps before{back}{more}{end}.{rate}",
         picture="loss",
         when="at step {step}",
     ),
@@ -205,9 +237,29 @@ RULES: Final = (
         picture="tensor",
     ),
     Rule(
+        id="loss-stays",
+        severity=Severity.WARNING,
+        measure=settings.loss_stays,
+        title="The loss stays where it began",
+        number="Loss {loss} lies between {low} and {high} in all of {steps}.{norm}",
+        picture="loss",
+    ),
+    Rule(
+        id="no-gradient-arrives",
+        severity=Severity.WARNING,
+        measure=evidence.no_gradient_arrives,
+        title="No gradient reaches {name}",
+        number="It had no value other than zero in {looks}{more}; the first after it that"
+        " had one is {next}.",
+        do="Look at what lies between: a relu or another function that is saturated, a detach, a"
+        " norm over a single value.",
+        picture="tensor",
+        hides=("gradients-always-zero", "loss-stays"),
+    ),
+    Rule(
         id="loss-rises",
         severity=Severity.NOTE,
-        measure=collapse.losses_rise,
+        measure=losses.losses_rise,
         title="A loss rises",
         number="Loss {loss} went from {first} to {last}; the gradient that grew most is {times}"
         " times what it was.",
@@ -230,7 +282,7 @@ RULES: Final = (
         severity=Severity.NOTE,
         measure=evidence.gradients_always_zero,
         title="A gradient is always zero",
-        number="{name} had no value other than zero in {looks}{more}.",
+        number="The gradient of {name} had no value other than zero in {looks}{more}.",
         do="Check that it is used, and that what comes before it is not saturated.",
         picture="tensor",
     ),
@@ -239,7 +291,7 @@ RULES: Final = (
         severity=Severity.NOTE,
         measure=evidence.casts_of_one_line,
         title="One line of source does most of the casting",
-        number="{where} has {bytes} cast: {share} of all.",
+        number="At {where}, {bytes} are cast: {share} of all.",
         do="Cast its input once, outside a loop, or run the module at the precision of its input.",
         picture="casts",
         when="",
@@ -353,7 +405,7 @@ def _skips(run: Run) -> str:
 
 def _loss(run: Run) -> str:
     points = run.first_losses
-    finite = course.finite_of(points)
+    finite = losses.finite_of(points)
     if len(finite) < 2:
         return ""
     (_, start), (last, end) = finite[0], finite[-1]

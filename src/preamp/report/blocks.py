@@ -10,6 +10,8 @@ from typing import ClassVar
 from preamp.report.advice import Finding, Verdict
 from preamp.report.svg import Html
 
+WITH_NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the next run'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:

@@ -6,31 +6,34 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import pairwise
 from typing import Final
 
 from preamp.numerics import FORMATS, OverflowRecord, TraceRecord, is_eps_zero
 from preamp.report import words
 from preamp.report.course import (
-    LOOK_AT_ZERO,
+    ask_for_trace,
+    in_float32,
+    look_at_zero,
+    overflows_at_any_scale,
+    place_of,
+)
+from preamp.report.evidence import Evidence, has_masters, named
+from preamp.report.gather import Run, gradients_of
+from preamp.report.losses import (
     RISE,
     Point,
-    ask_for_trace,
+    Turn,
+    diverges,
     finite_of,
-    in_float32,
-    place_of,
-    rate_before,
+    first_turn,
+    losses_jump,
+    rewritten,
     rise_of,
     went_on,
 )
-from preamp.report.evidence import Evidence, has_masters, named
-from preamp.report.gather import Run
-from preamp.report.layers import gradients_of
 
-RAISED: Final = 10.0  # times the learning rate before, from which a collapse is laid to it
-RAISED_STEPS: Final = 5  # steps before a collapse in which the learning rate is looked at
 LARGE_UPDATE: Final = 10.0  # a weight that one update moves by so much is thrown away
 BEYOND: Final = 16.0  # times the largest float16, from which a scale is too large for any gradient
 NEAR: Final = 2.0**-5  # part of the largest float16 that others reach where a scale is too large
@@ -45,6 +48,7 @@ class Cause(Enum):
     SCALE = auto()  # a static loss scale let gradients overflow into the weights
     GRADIENT = auto()  # gradients of a finite loss were infinite or nan, and the step was taken
     RATE = auto()  # the training diverged
+    CHANGE = auto()  # the loss had jumped before
     MODULE = auto()  # the forward of a module, which a trace names
     UNKNOWN = auto()  # data, model or loss function
 
@@ -62,6 +66,7 @@ class Collapse:
     overflows: Sequence[OverflowRecord]  # what is known of its steps
     gradients: Sequence[str]  # names of those that were infinite or nan before it
     step: int  # at which it began
+    broken: Turn | None = None  # where the loss turned for the worse before
 
 
 def collapse(run: Run) -> Collapse | None:
@@ -80,7 +85,10 @@ def collapse(run: Run) -> Collapse | None:
     before = [point for point in finite_of(row) if point[0] < end]
     after = sum(step > end for step, _ in finite_of(row))
     overflown = _overflown(run, end) if run.static_scale else None
-    if overflown is not None:
+    broken = first_turn(run, overflown[0] if overflown else end)
+    if broken is not None and (overflown or (steps and (broken.cause or not after))):
+        cause, step = Cause.RATE if broken.cause else Cause.CHANGE, broken.step
+    elif overflown is not None:
         cause, step = _cause_of_overflow(run, overflown[0]), overflown[0]
     elif steps:
         cause, step = _cause(run, steps[0], before, early, comes_back=after > 0)
@@ -89,6 +97,7 @@ def collapse(run: Run) -> Collapse | None:
     return Collapse(
         cause=cause,
         step=step,
+        broken=broken if cause in (Cause.RATE, Cause.CHANGE) else None,
         gradients=() if overflown is None else overflown[1],
         loss=name,
         loss_id=int(name.partition(" ")[0]),
@@ -125,7 +134,7 @@ def _cause(
     rise = rise_of(before) or _fall_of(before)
     if rise is not None and not comes_back:
         return Cause.RATE, rise[2]
-    if last and (_raised(run, bad) or _throws_away(run, last)):
+    if last and _throws_away(run, last):
         return Cause.RATE, bad
     if last and zero_eps(run) and (bad <= EARLY or _weights_broke(run, bad)):
         return Cause.EPS, last
@@ -166,20 +175,6 @@ def _overflown(run: Run, end: float) -> tuple[int, list[str]] | None:
     return min(found, key=lambda pair: pair[0], default=None)
 
 
-def _raised(run: Run, first: int) -> tuple[float, float, int] | None:
-    """The learning rate before and after it was raised shortly before a step, and when.
-
-    A restart to what it was before does not count: that rate has done no harm.
-    """
-    for steps, _ in run.by_optimizer():
-        rates = [(s.step, s.lr) for s in steps if s.lr is not None and s.step < first]
-        usual = max((rate for _, rate in rates[: -RAISED_STEPS - 1]), default=0.0)
-        for (_, old), (step, new) in pairwise(rates[-RAISED_STEPS - 1 :]):
-            if old > 0 and new >= RAISED * old and new > usual:
-                return old, new, step
-    return None
-
-
 def _throws_away(run: Run, last: int) -> bool:
     """Whether the update before the first bad loss moved a weight far beyond what weights are."""
     rate = next((s.lr for s in run.steps if s.step == last and s.lr is not None), 0.0)
@@ -218,15 +213,43 @@ def _weights_broke(run: Run, first: int) -> bool:
 
 
 def explain(run: Run) -> dict[str, Iterable[Evidence]]:
-    """Return what broke a run, or may yet, by the id of the rule that words it."""
-    found = collapse(run)
+    """Return what broke a run, or may yet, by the id of the rule that words it.
+
+    What changed before a break explains it, so the break itself is told of beside it, not instead.
+    """
+    found, stuck = collapse(run), next(overflows_at_any_scale(run), None)
     cause = None if found is None else found.cause
-    is_by_rule = cause in (Cause.EPS, Cause.RATE)
+    broken = None if found is None else found.broken
+    ends = [(found.step, f"the loss {_lost(found)}")] if found is not None and found.bad else []
+    fallen = found and cause is Cause.RATE and (found.loss, found.before, found.step)
+    if stuck is not None:
+        kind = stuck.values["kind"]
+        ends.append((stuck.step, f"gradients are {kind} at any scale from step {stuck.step:,} on"))
+        turned = first_turn(run, stuck.step)
+        if turned is not None or cause is None:
+            broken, fallen = turned, fallen or _climb(run, stuck.step)
+    end = f", and {min(ends)[1]}" if ends else ""
+    written = rewritten(run)
+    if written is not None and broken is not None and broken.step < written.step:
+        written = None
+    is_by_rule = bool(broken or fallen or written) or cause is Cause.EPS
     return {
+        "weights-rewritten": [] if written is None else [replace(written, is_grave=bool(ends))],
         "eps-is-zero": _eps_is_zero(run, found if cause is Cause.EPS else None),
-        "diverges": _diverges(run, found if cause is Cause.RATE else None),
+        "diverges": diverges(run, broken, fallen or None, end),
         "loss-not-finite": [] if found is None or is_by_rule else [_not_finite(run, found)],
+        "overflow-at-any-scale": [] if stuck is None or is_by_rule else [stuck],
+        "loss-jumps": losses_jump(run, broken, end),
     }
+
+
+def _climb(run: Run, end: int) -> tuple[str, Sequence[Point], int] | None:
+    """The name, finite losses and first step of a loss that rose by and by to a step."""
+    for name, row in run.losses().items():
+        before = [point for point in finite_of(row) if point[0] < end]
+        if rise := rise_of(before):
+            return name, before, rise[2]
+    return None
 
 
 def _eps_is_zero(run: Run, found: Collapse | None) -> Iterator[Evidence]:
@@ -256,97 +279,6 @@ def _not_finite_at(run: Run, step: int) -> str:
     return f"{count:,} of {sum(t.elements for t in tensors):,} weights" if count else ""
 
 
-def _diverges(run: Run, found: Collapse | None) -> Iterator[Evidence]:
-    """Yield losses that rise far above where they began, to the end or until they are infinite."""
-    if found is not None:
-        yield _rising(
-            run, found.loss, found.before, found.step, f" and {_lost(found)}", is_grave=True
-        )
-        return
-    for name, finite, step in _rises(run):
-        growth = _growth(run, step)
-        if growth is None or growth[0] > RISE:
-            yield _rising(run, name, finite, step, "", is_grave=False)
-
-
-def losses_rise(run: Run) -> Iterator[Evidence]:
-    """Yield losses that rise far, though gradients do not: the task grew harder."""
-    for name, finite, step in _rises(run):
-        growth, rise = _growth(run, step), rise_of(finite)
-        if growth is not None and growth[0] <= RISE and rise is not None:
-            first, last = map(words.magnitude, rise[:2])
-            values = {"loss": name, "first": first, "last": last}
-            values["times"] = words.magnitude(growth[0])
-            yield Evidence(values=values, step=step, where=f"loss {name}")
-
-
-def _rises(run: Run) -> Iterator[tuple[str, Sequence[Point], int]]:
-    """Yield losses that end far above where they began: name, finite losses, first step."""
-    for name, points in run.losses().items():
-        finite = finite_of(points)
-        rise = rise_of(finite)
-        if rise is not None:
-            yield name, finite, rise[2]
-
-
-def _rising(
-    run: Run, loss: str, points: Sequence[Point], step: int, end: str, *, is_grave: bool
-) -> Evidence:
-    start, last, _ = rise_of(points) or (points[0][1], points[-1][1], step)
-    raised = _raised(run, step)
-    if raised:
-        old, new, when = raised
-        step = when + 1  # the first loss that the rate could change
-        rate = (
-            f" Step {when:,} raised the learning rate from {words.magnitude(old)} to"
-            f" {words.magnitude(new)}."
-        )
-        do = f"Lower the learning rate first: back towards {words.magnitude(old)}."
-    else:
-        rate = rate_before(run, step)
-        do = "Lower the learning rate first, by a factor of 10."
-    if not is_grave:
-        do = f"Unless the loss is meant to rise: {do[:1].lower()}{do[1:]}"
-    return Evidence(
-        values={
-            "loss": loss,
-            "first": words.magnitude(start),
-            "last": words.magnitude(last),
-            "end": end,
-            "rate": rate + went_on(run, step),
-            "do": do,
-        },
-        step=step,
-        where=_grown(run, step) or f"loss {loss}",
-        is_grave=is_grave,
-    )
-
-
-def _grown(run: Run, step: int) -> str:
-    times, name = _growth(run, step) or (0.0, "")
-    if times <= 1:
-        return ""
-    grew = f"grew most, {words.magnitude(times)} times"
-    return f"all of the model; the gradient of {words.shown(name)} {grew}"
-
-
-def _growth(run: Run, step: int) -> tuple[float, str] | None:
-    """How much the gradient that grew most did between the looks before and after a step.
-
-    ``None`` where none was looked at on either side.
-    """
-    first: dict[str, float] = {}
-    grown: list[tuple[float, str]] = []
-    for record in run.numerics:
-        for t in gradients_of([record]):
-            size = t.rms / t.scale
-            if record.step <= step:
-                first[t.name] = size
-            elif first.get(t.name):
-                grown.append((size / first[t.name], t.name))
-    return max(grown, default=None)
-
-
 def _not_finite(run: Run, found: Collapse) -> Evidence:
     """Tell what broke the loss or the weights, if it was neither the learning rate nor an eps."""
     tell = {Cause.MODULE: _by_module, Cause.UNKNOWN: _by_elimination}.get(found.cause, _by_gradient)
@@ -359,12 +291,12 @@ Told = tuple[int, str, str, str, str]  # step, place, title, numbers, what to do
 _FORWARD: Final = {  # what became infinite or nan, and what to do, by the phase of a trace
     "forward": ("The forward of {module} makes {found}", "Bound what it computes{cure}."),
     "data": (
-        "{module} is given {found}",
+        "What {module} is given holds {found}",
         "Look at the data of step {step} first, and mask or drop such values. If it holds none,"
         " look at what numpy or lists lead to it.",
     ),
     "given": (
-        "{module} is given {found}",
+        "What {module} is given holds {found}",
         "Look at the data of step {step} first, then at what is computed outside of the models or"
         " kept from one step to the next.",
     ),
@@ -402,13 +334,18 @@ def _by_module(run: Run, found: Collapse) -> Told:
         + ("." if most is None else f", from an input up to {words.magnitude(most)}.")
         + what_if
     )
+    if found.before and not found.after and run.is_dynamic and trace.phase == "forward":
+        do += (
+            f" It was well up to step {found.before[-1][0]:,}, so look at what changed then: the"
+            " data, or weights that the script wrote to."
+        )
     return step, place, title, number, f"No loss scale changes that. {do}"
 
 
 def _by_gradient(run: Run, found: Collapse) -> Told:
     scale = words.scale(run.static_scale or 1.0)
     title = "The backward of a finite loss makes inf or nan"
-    do = f"{LOOK_AT_ZERO}. A dynamic loss scale skips such steps.{ask_for_trace(run)}"
+    do = f"{look_at_zero(None)} A dynamic loss scale skips such steps.{ask_for_trace(run)}"
     if found.cause is Cause.SCALE:
         title = f"A static loss scale of {scale} is too large"
         do = (
@@ -418,7 +355,7 @@ def _by_gradient(run: Run, found: Collapse) -> Told:
     where = f"gradient of {named(found.gradients)}" if found.gradients else "the first update"
     what = f"{words.counted(len(found.gradients), 'gradient')} held infinite or nan values"
     if not found.gradients:
-        what = "float16 ends at 65,504, below the scale itself: gradients overflow"
+        what = "The largest float16, 65,504, is below the scale itself: gradients overflow"
     number = f"{what} at step {found.step:,}, and the step was taken all the same.{_then(found)}"
     return found.step, where, title, number, do
 
@@ -471,8 +408,9 @@ def _untraced(run: Run, found: Collapse) -> tuple[str, str]:
     elif run.is_dynamic:
         where = "the forward, the data or the loss function"
         do = (
-            f"The weights are as they were before step {first:,}, and each forward fails since."
-            f" Look at what changed there: the data, the loss function{half}."
+            f"No update has changed the weights since step {first:,}, and each forward fails."
+            f" Look at what changed there: the data, the loss function{half}, or weights that the"
+            " script wrote to."
         )
     elif found.before and not any(r.step == found.before[-1][0] for r in run.numerics):
         last = found.before[-1][0]

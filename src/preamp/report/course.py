@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from statistics import median_low
 from typing import Final
 
 from preamp.numerics import FORMATS, OverflowRecord, StepRecord, TraceRecord
@@ -15,13 +14,6 @@ from preamp.report import words
 from preamp.report.evidence import Evidence
 from preamp.report.gather import Run
 
-RISE: Final = 3.0  # how far a loss may end above where it began, in units of what it began with
-RISE_WINDOW: Final = 5  # losses at either end whose median is taken, where there are enough
-JUMP: Final = 10.0  # times the largest loss of some steps before
-JUMP_WINDOW: Final = 20  # as many steps
-BACK_WINDOW: Final = 5  # as many later a jump of a single batch is over
-JUMP_FLOOR: Final = 0.1  # part of the first losses that a jump has to reach
-RESUMED_STEPS: Final = 5  # after a checkpoint, in which a jump may come of it
 SAME_PLACE: Final = 3  # skipped steps that begin in one place before it is told of
 SKIPS_IN_ROW: Final = 12  # the default scale of 2**16 comes down to 16 in as many
 SKIPPED_SHARE: Final = 0.02  # part of the steps that may be skipped once a scale is found
@@ -33,13 +25,10 @@ SMALL: Final = 2.0**-8  # part of the largest number that gradients are small be
 CEILING_SHARE: Final = 0.25
 FLOOR: Final = 1.0
 
-LOOK_AT_ZERO: Final = (
-    "Look there for a root, norm, division or logarithm at zero or close to it, whose derivative is"
-    " infinite or huge: add a small number inside of it, or mask its argument before it"
+_LOOK_AT_ZERO: Final = (
+    "Look there for a root, norm, division or logarithm at zero or close to it, where its"
+    " derivative is infinite or huge."
 )
-
-Point = tuple[int, float]
-
 
 _PHASES: Final = {  # of a trace, in words
     "data": "data that came into",
@@ -167,8 +156,18 @@ def _input(found: Sequence[OverflowRecord]) -> str:
 
 def _mend(run: Run, found: Sequence[OverflowRecord], kind: str) -> str:
     trace = next((o.trace for o in found if o.trace), None)
-    cure = in_float32(run, trace) if kind == "infinite" else ""
-    return f"{LOOK_AT_ZERO}{cure}.{'' if trace else ask_for_trace(run)}"
+    return look_at_zero(trace, in_float32(run, trace) if kind == "infinite" else "") + (
+        "" if trace else ask_for_trace(run)
+    )
+
+
+def look_at_zero(trace: TraceRecord | None, cure: str = "") -> str:
+    """Say what makes bad gradients of good ones; torch's norms have a number inside already."""
+    if trace is not None and "norm" in f"{trace.type} {trace.operation}".lower():
+        do = "Its eps keeps it from dividing by zero, so look at what goes in: it may be too large"
+        return f"{do}, or nearly constant{cure}."
+    do = "Unless there is one, add a small number inside of it, or mask its argument before it"
+    return f"{_LOOK_AT_ZERO} {do}{cure}."
 
 
 def in_float32(run: Run, trace: TraceRecord | None) -> str:
@@ -185,6 +184,8 @@ def in_float32(run: Run, trace: TraceRecord | None) -> str:
         how = "compute it in float32: in its forward, with preamp.disable_casts(), on x.float()"
     else:
         name = words.shown(trace.module)
+        if trace.module in run.kept:  # it was tried
+            return f", and train in bfloat16 (O5): keep_fp32 of {name} did not help"
         how = f'compute it in float32, by keep_fp32="{name}" in preamp.initialize'
     return f", and {how}; or train in bfloat16 ({'O4' if level == 'O1' else 'O5'})"
 
@@ -320,123 +321,6 @@ def _end_search(steps: Sequence[StepRecord], longest: Sequence[StepRecord]) -> s
         f"The loss scale began too high. Begin at {words.scale(end)}, by"
         " preamp.engine_of(optimizer).scaler(0).set_scale(...)."
     )
-
-
-def finite_of(points: Sequence[Point]) -> list[Point]:
-    """The losses that are finite, with their steps."""
-    return [(step, loss) for step, loss in points if math.isfinite(loss)]
-
-
-def rise_of(points: Sequence[Point]) -> tuple[float, float, int] | None:
-    """What finite losses began with, what they end with, and since when they lie far above that.
-
-    ``None`` unless the last few, or half of the last quarter, lie more than `RISE` times what they
-    began with above it.
-    """
-    width = max(1, min(RISE_WINDOW, len(points) // 4))
-    first, last = [y for _, y in points[:width]], [y for _, y in points[-width:]]
-    unit = max(map(abs, first), default=0.0)
-    if not unit:
-        return None
-    limit = median_low(first) + RISE * unit
-    if median_low(last) > limit:
-        began = points[-1][0]
-        for step, loss in reversed(points):
-            if loss <= limit and step < points[-width][0]:
-                break
-            began = step
-        return median_low(first), median_low(last), began
-    quarter = [y for _, y in points[-max(1, len(points) // 4) :]]
-    if median_low(quarter) > limit:  # it goes up and down, and ends with a good batch
-        return median_low(first), median_low(quarter), next(x for x, y in points if y > limit)
-    return None
-
-
-def losses_jump(run: Run) -> Iterator[Evidence]:
-    """Yield the largest jump of each loss that comes down again."""
-    for loss_id, points in run.losses().items():
-        finite = finite_of(points)
-        jumps = [] if rise_of(finite) else list(_jumps(finite))
-        if jumps:
-            at, before, after = max(jumps, key=lambda jump: abs(finite[jump[0]][1] / jump[1]))
-            step, loss = finite[at]
-            back = f"; back at {words.magnitude(after[1])} at step {after[0]:,}" if after else ""
-            is_back = after is not None and after in finite[at : at + BACK_WINDOW + 1]
-            more = len(jumps) - 1
-            resumed = went_on(run, step)
-            yield Evidence(
-                values={
-                    "loss": loss_id,
-                    "value": words.magnitude(loss),
-                    "times": f"{words.magnitude(loss / before)} times",
-                    "back": back,
-                    "more": f", and jumps {words.counted(more, 'more time')}" if more else "",
-                    "rate": rate_before(run, step) + resumed,
-                    "do": _after_jump(step, is_back=is_back, is_resumed=bool(resumed)),
-                },
-                step=step,
-                where=f"loss {loss_id}",
-            )
-
-
-def _after_jump(step: int, *, is_back: bool, is_resumed: bool) -> str:
-    """Say what to do about a jump: of one batch, of all later ones, or of a run that went on."""
-    if is_resumed:
-        return (
-            "Look at what the checkpoint did not bring back: weights, buffers, the state of the"
-            " optimizer, the learning rate, the place in the data."
-        )
-    if is_back:
-        return (
-            f"Look at the batch of step {step:,}: outliers, wrong labels, a sum in place of a mean."
-            " If it is right, clip gradients or lower the learning rate."
-        )
-    return (
-        f"Unless the task changes there on purpose: look at what is another from step {step:,} on,"
-        " the data, the labels, the loss or the learning rate."
-    )
-
-
-def _jumps(points: Sequence[Point]) -> Iterator[tuple[int, float, Point | None]]:
-    """Yield where losses jump, what they did not exceed before, and where they are back.
-
-    Where the largest of some losses is many times their median, as of small batches when nearly
-    everything is learnt, a jump has to be larger: the logarithm of the loss has to lie three times
-    as far above that of the median as the largest does. Few losses say little.
-    """
-    floor = JUMP_FLOOR * median_low([abs(y) for _, y in points[:RISE_WINDOW]]) if points else 0.0
-    at = 2
-    while at < len(points):
-        window = [abs(y) for _, y in points[max(0, at - JUMP_WINDOW) : at]]
-        before, usual = max(window), median_low([y for y in window if y] or [1.0])
-        spread = before / usual  # times itself, not squared: a power raises where it is too large
-        limit = before * max(JUMP if at >= RISE_WINDOW else JUMP**2, spread * spread)
-        if not (before and points[at][1] > max(limit, floor)):
-            at += 1
-            continue
-        back = next((i for i in range(at, len(points)) if points[i][1] <= limit), None)
-        yield at, before, None if back is None else points[back]
-        if back is None:
-            return
-        at = max(back, at + JUMP_WINDOW // 2)
-
-
-def rate_before(run: Run, step: int) -> str:
-    """Say what the learning rate was on the way to a step; nothing where it is not known."""
-    told = ""
-    for steps, whose in run.by_optimizer():
-        rates = [(s.step, s.lr) for s in steps if s.lr is not None and s.step <= step]
-        changes = [b for a, b in pairwise(rates) if a[1] != b[1]]
-        since = f" since step {changes[-1][0]:,}" if changes else ""
-        if rates:
-            told += f" The learning rate{whose} is {words.magnitude(rates[-1][1])}{since}."
-    return told
-
-
-def went_on(run: Run, step: int) -> str:
-    """Say that a run went on from a checkpoint shortly before a step; nothing if it did not."""
-    resumed = [at for at in run.resumed if 0 < at < step <= at + RESUMED_STEPS]
-    return f" The run went on from a checkpoint at step {resumed[-1]:,}." if resumed else ""
 
 
 def scale_at_ceiling(run: Run) -> Iterator[Evidence]:

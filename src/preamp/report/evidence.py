@@ -11,8 +11,7 @@ from typing import Final
 
 from preamp.numerics import TensorStatistics
 from preamp.report import words
-from preamp.report.gather import Run
-from preamp.report.layers import gradients_of, latest, stalls, total_stall
+from preamp.report.gather import Run, gradients_of, latest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,7 @@ HEADROOM: Final = 2.0  # powers of two below the largest value of the format
 
 LEARNT: Final = 0.1  # part of the first loss that the last before a loss of zero comes down to
 
+DEAD_LOOKS: Final = 3  # in a row without a gradient, of parameters that nothing reaches any more
 LINE_SHARE: Final = 0.5
 LINE_BYTES: Final = 2**20
 
@@ -214,6 +214,45 @@ def gradients_always_zero(run: Run) -> Iterator[Evidence]:
         yield Evidence(values=values, step=run.numerics[0].step, where=named(dead), curve=curve)
 
 
+def no_gradient_arrives(run: Run) -> Iterator[Evidence]:
+    """Yield that the first parameters of the model get no gradient any more, and later ones do.
+
+    One whose last values were close to the smallest number has faded, which is another matter.
+    """
+    looks = [r for r in run.numerics if gradients_of([r])]
+    rows: dict[str, list[tuple[int, TensorStatistics]]] = {}
+    for record in looks:
+        for t in gradients_of([record]):
+            if t.elements:
+                rows.setdefault(t.name, []).append((record.step, t))
+    order = [name for name in (run.start.parameters if run.start else rows) if name in rows]
+    since = dict[str, int]()
+    for name in order:
+        row = rows[name]
+        alive = next(
+            (i for i in range(len(row), 0, -1) if row[i - 1][1].zeros < row[i - 1][1].elements), 0
+        )
+        if len(row) - alive < DEAD_LOOKS or (alive and _is_subnormal(row[alive - 1][1])):
+            break
+        since[name] = row[alive][0]
+    if not since or len(since) == len(order):
+        return
+    names, step = list(since), max(since.values())
+    dead = [record.step for record in looks if record.step >= step]
+    points = [(float(x), t.zeros / t.elements) for x, t in rows[names[0]]]
+    yield Evidence(
+        values={
+            "name": words.shown(names[0]),
+            "looks": words.counted(len(dead), "look"),
+            "more": _more(len(names) - 1),
+            "next": words.shown(order[len(names)]),
+        },
+        step=step,
+        where=named(names),
+        curve=Curve(name="Part of the gradient that is zero", points=points),
+    )
+
+
 def casts_of_one_line(run: Run) -> Iterator[Evidence]:
     """Yield the line of source that most bytes are cast for."""
     by_line: Counter[str] = Counter()
@@ -311,3 +350,39 @@ def _room(headroom: float, run: Run) -> str:
         f"The largest gradient has only {headroom:.1f} powers of two of headroom, so a larger scale"
         " would overflow; bfloat16 (O4, O5) has the range for both."
     )
+
+
+def module_of(name: str) -> str:
+    """Return the module that a parameter belongs to."""
+    return name.rpartition(".")[0] or name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Weights of one module whose latest update rounded to nothing."""
+
+    name: str  # qualified name of the module
+    stalled: int  # elements that a step left as they were although they have a gradient
+    elements: int  # all elements that were looked at
+
+    @property
+    def share(self) -> float:
+        """Part of the elements."""
+        return self.stalled / self.elements if self.elements else 0.0
+
+
+def stalls(run: Run) -> list[Stall]:
+    """Sum up the stall meter by module, the largest share first; empty if it was not on."""
+    rows: dict[str, tuple[int, int]] = {}
+    for tensor in latest(run):
+        if tensor.stalled is not None:
+            stalled, elements = rows.get(module_of(tensor.name), (0, 0))
+            rows[module_of(tensor.name)] = (stalled + tensor.stalled, elements + tensor.elements)
+    found = [Stall(name=name, stalled=s, elements=n) for name, (s, n) in rows.items()]
+    return sorted(found, key=lambda stall: -stall.share)
+
+
+def total_stall(rows: Sequence[Stall]) -> Stall:
+    """Add modules up."""
+    stalled, elements = sum(row.stalled for row in rows), sum(row.elements for row in rows)
+    return Stall(name="", stalled=stalled, elements=elements)

@@ -8,6 +8,7 @@ from math import floor, inf, log2
 
 from preamp.numerics import FORMATS, NumberFormat, TensorStatistics
 from preamp.report import words
+from preamp.report.blocks import WITH_NUMERICS, Figure, Gallery, Missing, Section
 from preamp.report.chart import Scale
 from preamp.report.gather import Run
 from preamp.report.svg import Html, coordinate, legend_of, percent, picture, sample, stretched, tag
@@ -85,7 +86,7 @@ def draw(chosen: Chosen, name: str) -> Html:
 def caption(chosen: Chosen) -> str:
     """Say what kind of tensor it is and how it lies in its format."""
     tensor = chosen.tensor
-    parts = [f"{tensor.what}, {tensor.dtype}, step {chosen.step:,}; {chosen.reason}"]
+    parts = [f"{tensor.what.capitalize()}, {tensor.dtype}, step {chosen.step:,}; {chosen.reason}"]
     parts.append(f"largest {words.magnitude(tensor.max_abs)}")
     if tensor.headroom is not None:
         parts.append(f"headroom in {_short(tensor.form)} {tensor.headroom:.1f} powers of two")
@@ -182,4 +183,29 @@ def legend(*, with_outline: bool) -> Html:
         entries.insert(1, ("outline", "the same without the loss scale"))
     return legend_of(
         (sample(tag("rect", x=1, y=1, width=18, height=8, class_=c)), name) for c, name in entries
+    )
+
+
+def exponents_section(run: Run, prefix: str) -> Section:
+    """Make the part about exponents; ``prefix`` is of all ids."""
+    chosen = choose(run)
+    title = "Exponents of tensors"
+    if not chosen:
+        missing = Missing(what="No histogram was recorded", do=WITH_NUMERICS)
+        return Section(name=prefix, title=title, blocks=[missing])
+    lead = (
+        "How many values have which power of two, above the ranges of number formats. What lies"
+        " left of a format's range becomes zero in it, what lies right of it infinite."
+    )
+    figures = [
+        Figure(
+            title=words.shown(item.tensor.name, 48),
+            body=draw(item, f"{prefix}-{index}"),
+            caption=caption(item),
+        )
+        for index, item in enumerate(chosen)
+    ]
+    from_legend = legend(with_outline=any(item.tensor.scale != 1 for item in chosen))
+    return Section(
+        name=prefix, title=title, lead=lead, blocks=[Gallery(figures=figures, legend=from_legend)]
     )

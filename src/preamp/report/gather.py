@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from preamp.numerics import (
     ResumeRecord,
     RunRecord,
     StepRecord,
+    TensorStatistics,
 )
 from preamp.numerics.records import OfModules
 
@@ -45,6 +47,8 @@ class Run:
     memory: MemoryRecord | None = None  # the latest count of bytes
     # The steps of the checkpoints that it went on from.
     resumed: list[int] = field(default_factory=list[int])
+    # Modules that keep_fp32 named, in this run or in one before it on the page.
+    kept: frozenset[str] = frozenset()
 
     @property
     def skipped(self) -> list[StepRecord]:
@@ -151,8 +155,28 @@ def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
     )
 
 
-def gather(records: History | Iterable[Record], name: str = "") -> Run:
-    """Sort the records of a run as written, without those that a checkpoint took back."""
+def gradients_of(records: Iterable[NumericsRecord]) -> list[TensorStatistics]:
+    """Return the statistics of gradients."""
+    return [t for record in records for t in record.tensors if t.what == "gradient"]
+
+
+def latest(run: Run) -> list[TensorStatistics]:
+    """Return the latest statistics of each tensor, in the order of the last record that has it."""
+    found: dict[tuple[str, str], TensorStatistics] = {}
+    for record in run.numerics:
+        for tensor in record.tensors:
+            found.pop((tensor.what, tensor.name), None)
+            found[tensor.what, tensor.name] = tensor
+    return list(found.values())
+
+
+def gather(
+    records: History | Iterable[Record], name: str = "", kept: frozenset[str] = frozenset()
+) -> Run:
+    """Sort the records of a run as written, without those that a checkpoint took back.
+
+    ``kept`` are the modules that runs before it kept in float32.
+    """
     records = records if isinstance(records, History) else list(records)
     history = records if isinstance(records, History) else _replay(records)
     starts = history.of(RunRecord)
@@ -168,6 +192,7 @@ def gather(records: History | Iterable[Record], name: str = "") -> Run:
         casts=casts[-1] if casts else None,
         memory=memory[-1] if memory else None,
         resumed=_resumed(records),
+        kept=kept.union(*(re.findall("'([^']*)'", s.policy.get("keep_fp32", "")) for s in starts)),
     )
 
 

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from preamp.numerics import NumericsRecord, TensorStatistics
+from preamp.numerics import TensorStatistics
 from preamp.report import words
-from preamp.report.gather import Run
-from preamp.report.svg import Html, legend_of, picture, stretched, tag
+from preamp.report.blocks import WITH_NUMERICS, Block, Missing, Section, Table, Text, columns
+from preamp.report.evidence import has_masters, module_of, stalls, total_stall
+from preamp.report.gather import Run, gradients_of
+from preamp.report.svg import Html, legend_of, name, picture, stretched, tag
 
 ROWS = 24  # modules that are shown; the others are summed up
 DETAILS = 300  # modules in the full list
+STALL_ROWS = 12  # modules whose updates stalled that are listed
 TIMES = 96  # columns of a heat map
 
 
@@ -80,11 +83,6 @@ class HeatMap:
     form: str  # format that the shares are taken against
 
 
-def module_of(name: str) -> str:
-    """Return the module that a parameter belongs to."""
-    return name.rpartition(".")[0] or name
-
-
 def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
     """Sum up the underflow of gradients by module; ``None`` if no gradient was looked at."""
     looks = [record for record in run.numerics if gradients_of([record])]
@@ -138,52 +136,6 @@ def worst_of(layers: Sequence[Layer]) -> Layer:
 def _rank(share: float) -> float:
     """A number to sort shares by; nan comes below all others."""
     return -1.0 if math.isnan(share) else share
-
-
-def gradients_of(records: Iterable[NumericsRecord]) -> list[TensorStatistics]:
-    """Return the statistics of gradients."""
-    return [t for record in records for t in record.tensors if t.what == "gradient"]
-
-
-def latest(run: Run) -> list[TensorStatistics]:
-    """Return the latest statistics of each tensor, in the order of the last record that has it."""
-    found: dict[tuple[str, str], TensorStatistics] = {}
-    for record in run.numerics:
-        for tensor in record.tensors:
-            found.pop((tensor.what, tensor.name), None)
-            found[tensor.what, tensor.name] = tensor
-    return list(found.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stall:
-    """Weights of one module whose latest update rounded to nothing."""
-
-    name: str  # qualified name of the module
-    stalled: int  # elements that a step left as they were although they have a gradient
-    elements: int  # all elements that were looked at
-
-    @property
-    def share(self) -> float:
-        """Part of the elements."""
-        return self.stalled / self.elements if self.elements else 0.0
-
-
-def stalls(run: Run) -> list[Stall]:
-    """Sum up the stall meter by module, the largest share first; empty if it was not on."""
-    rows: dict[str, tuple[int, int]] = {}
-    for tensor in latest(run):
-        if tensor.stalled is not None:
-            stalled, elements = rows.get(module_of(tensor.name), (0, 0))
-            rows[module_of(tensor.name)] = (stalled + tensor.stalled, elements + tensor.elements)
-    found = [Stall(name=name, stalled=s, elements=n) for name, (s, n) in rows.items()]
-    return sorted(found, key=lambda stall: -stall.share)
-
-
-def total_stall(rows: Sequence[Stall]) -> Stall:
-    """Add modules up."""
-    stalled, elements = sum(row.stalled for row in rows), sum(row.elements for row in rows)
-    return Stall(name="", stalled=stalled, elements=elements)
 
 
 SHADES: tuple[tuple[float, str], ...] = (
@@ -246,12 +198,111 @@ def axis(heat: HeatMap) -> str:
     return f"step {heat.first:,} → {heat.last:,}"
 
 
-def numbers(layer: Layer) -> tuple[str, ...]:
-    """Write a row's numbers: worst share, its step, latest share, lost altogether, zeros."""
-    return (
-        words.share(layer.worst),
-        f"{layer.worst_step:,}",
-        words.share(layer.latest.share),
-        words.share(layer.latest.lost),
-        words.share(layer.latest.zeros),
+def underflow_section(run: Run, prefix: str) -> Section:
+    """Make the part about underflow by layer; ``prefix`` is of all ids."""
+    found = heat_map(run)
+    title = "Underflow by layer"
+    if found is None:
+        missing = Missing(what="Gradients were not looked at", do=WITH_NUMERICS)
+        return Section(name=prefix, title=title, blocks=[missing])
+    lead = (
+        f"Part of a layer's gradient, with the loss scale on, that is below the smallest normal"
+        f" {found.form} number and so loses digits, or all of them. Worst layers first; time runs"
+        f" from left to right, {axis(found)}. Where a gradient is zero altogether, or"
+        " nothing of it finite, there is no share."
+    )
+    if not run.half:
+        lead += f" This run is in float32: the shares say what {found.form} would lose."
+    blocks: list[Block] = [_heat_table(found, prefix)]
+    if len(found.layers) > 1:
+        blocks.append(_heat_details(found, prefix))
+    return Section(name=prefix, title=title, lead=lead, blocks=blocks)
+
+
+def _heat_table(found: HeatMap, prefix: str) -> Table:
+    rows = [
+        [
+            name(layer.name, 48),
+            words.share(layer.worst),
+            words.share(layer.latest.share),
+            strip(layer, found, f"{prefix}-{index}"),
+        ]
+        for index, layer in enumerate(found.layers[:ROWS])
+    ]
+    rest = found.layers[ROWS:]
+    if rest:
+        summed = worst_of(rest)
+        drawn = strip(summed, found, f"{prefix}-rest")
+        label = f"the worst of {len(rest):,} others"
+        rows.append([label, words.share(summed.worst), words.share(summed.latest.share), drawn])
+    numbers, last = ("worst", "latest"), "over time"
+    return Table(
+        name=f"{prefix}-map",
+        caption=f"Share of underflow by layer, {axis(found)}",
+        columns=columns("layer", *numbers, last, numbers=numbers, wide=(last,)),
+        rows=rows,
+        is_fluid=True,
+        after=legend(),
+    )
+
+
+def _heat_details(found: HeatMap, prefix: str) -> Table:
+    numbers = ("worst", "at step", "latest", "lost", "zeros")
+    shown = found.layers[:DETAILS]
+    more = f", the worst {DETAILS} of them" if len(found.layers) > DETAILS else ""
+    return Table(
+        name=f"{prefix}-all",
+        summary=f"The numbers of all {len(found.layers):,} layers{more}",
+        caption="Worst and latest: below the smallest normal number. Lost: below the smallest"
+        " number of all. Zeros: exactly zero. The last three are of the latest look",
+        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
+        rows=[
+            [
+                name(layer.name),
+                words.share(layer.worst),
+                f"{layer.worst_step:,}",
+                *map(words.share, (layer.latest.share, layer.latest.lost, layer.latest.zeros)),
+            ]
+            for layer in shown
+        ],
+    )
+
+
+def stall_section(run: Run, prefix: str) -> Section:
+    """Make the part about updates that rounded to nothing; ``prefix`` is of all ids."""
+    rows = stalls(run)
+    title = "Stalled updates"
+    if not rows:
+        return Section(name=prefix, title=title, blocks=[_no_stall(run)])
+    total = total_stall(rows)
+    lead = (
+        f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed"
+        " as they were although they have a gradient: the update was below their last digit."
+    )
+    if has_masters(run):
+        lead += " That is harmless here: float32 masters keep the updates until they add up."
+    numbers = ("stalled", "share")
+    table = Table(
+        name=f"{prefix}-list",
+        caption="Half weights whose update rounded to nothing, by layer",
+        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
+        rows=[
+            [name(row.name), f"{row.stalled:,}", words.share(row.share)]
+            for row in rows[:STALL_ROWS]
+        ],
+        is_fluid=True,
+    )
+    return Section(name=prefix, title=title, lead=lead, blocks=[table])
+
+
+def _no_stall(run: Run) -> Block:
+    """Say why no update was compared; weights are looked at with ``numerics="full"`` only."""
+    dtypes = {t.dtype for record in run.numerics for t in record.tensors if t.what == "weight"}
+    if not dtypes:
+        return Missing(what="Updates of half weights were not looked at", do=WITH_NUMERICS)
+    if dtypes.isdisjoint(("float16", "bfloat16")):
+        return Text(text="There are no half weights.")
+    return Missing(
+        what="None of the steps that were looked at was taken",
+        do="Pass a smaller `numerics_every` to `preamp.initialize` to have more of them",
     )

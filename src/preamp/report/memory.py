@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from preamp.report import words
+from preamp.report.blocks import Figure, Missing, Section, Table, columns
 from preamp.report.gather import Run
 from preamp.report.svg import Html, joined, legend_of, percent, picture, sample, tag
 
@@ -109,3 +110,33 @@ def _pattern(name: str, path: str, style: str) -> Html:
         height=8,
         patternUnits="userSpaceOnUse",
     )
+
+
+def memory_section(runs: list[Run], prefix: str) -> Section:
+    """Make the part about memory, of one run or of several; ``prefix`` is of all ids."""
+    drawn = bars(runs, f"{prefix}-bars")
+    if drawn is None:
+        missing = Missing(
+            what="Bytes were not counted",
+            do='Pass `numerics="light"` to `preamp.initialize`, and take two steps or more',
+        )
+        return Section(name=prefix, title="Memory", blocks=[missing])
+    categories = categories_of(runs)
+    numbers = (*(words.shown(category, 32) for category in categories), "all")
+    table = Table(
+        name=f"{prefix}-table",
+        caption="Bytes by category",
+        summary="The same as a table",
+        columns=columns("run" if len(runs) > 1 else "", *numbers, numbers=numbers),
+        rows=[
+            [words.shown(run.name) or "bytes", *_bytes(run.memory.categories, categories)]
+            for run in runs
+            if run.memory
+        ],
+    )
+    figure = Figure(title="Bytes held, by category", body=drawn)
+    return Section(name=prefix, title="Memory", blocks=[figure, table])
+
+
+def _bytes(counts: dict[str, int], categories: list[str]) -> list[str]:
+    return [*(f"{counts.get(c, 0):,}" for c in categories), f"{sum(counts.values()):,}"]

@@ -14,7 +14,7 @@ from preamp.report import memory, timeline, words
 from preamp.report.advice import Finding, advise, judge
 from preamp.report.blocks import Block, Chapter, Figure, Page, Section
 from preamp.report.gather import Run, gather
-from preamp.report.sections import comparison, memory_section, sections_of
+from preamp.report.sections import comparison, sections_of
 from preamp.report.svg import Html
 from preamp.report.words import visible
 
@@ -129,7 +129,10 @@ def _runs(records: Runs) -> list[Run]:
             "A report is on one run or on several",
             "Pass a history, or a mapping from names to histories",
         )
-    return [gather(one, name) for name, one in named.items()]
+    runs = list[Run]()
+    for name, one in named.items():
+        runs.append(gather(one, name, runs[-1].kept if runs else frozenset()))
+    return runs
 
 
 def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Section]:
@@ -145,7 +148,7 @@ def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> l
         blocks.append(Figure(title="Loss scale by step", body=scale, caption=text))
     return [
         Section(name="compare", title="Side by side", blocks=blocks),
-        memory_section(list(runs), "memory"),
+        memory.memory_section(list(runs), "memory"),
     ]
 
 

@@ -10,23 +10,10 @@ from collections.abc import Sequence
 from preamp.numerics import OverflowRecord, TensorStatistics, TraceRecord
 from preamp.report import exponents, layers, memory, pictures, timeline, words
 from preamp.report.advice import Finding, judge
-from preamp.report.blocks import (
-    Advice,
-    Block,
-    Facts,
-    Figure,
-    Gallery,
-    Missing,
-    Section,
-    Table,
-    Text,
-    columns,
-)
+from preamp.report.blocks import Advice, Block, Facts, Missing, Section, Table, Text, columns
 from preamp.report.course import first_parameters, place_of
-from preamp.report.evidence import has_masters
 from preamp.report.gather import Run
-from preamp.report.layers import DETAILS, ROWS, HeatMap, heat_map, stalls, total_stall, worst_of
-from preamp.report.svg import Html, breakable, joined, tag
+from preamp.report.svg import joined, name, tag
 from preamp.report.timeline import is_smoothed, smoothed
 
 FIRST, LAST = 20, 30
@@ -37,11 +24,6 @@ PLACE_LIMIT = 240  # characters of a module, its class, operation and line
 OTHERS = 20  # parameters of one overflow that are named
 MODULES = 60  # rows of what went through modules
 CASTS = 40  # lines of the cast audit; the rest is summed up
-
-
-def name(text: str, limit: int = words.NAME_LIMIT) -> Html:
-    """Write a name from outside: in the font of code, isolated from the text around it."""
-    return tag("code", tag("bdi", breakable(words.shown(text, limit))))
 
 
 def skips(run: Run, prefix: str) -> list[Table]:
@@ -219,24 +201,19 @@ def _compared(run: Run, index: int, findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-STALL_ROWS = 12
-
-_NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the next run'
-
-
 def sections_of(
     run: Run, prefix: str, findings: Sequence[Finding], *, with_memory: bool = True
 ) -> list[Section]:
     """Make all parts of a run's report, also of what is missing; ``prefix`` is of all ids."""
     parts = [
         _advice(run, prefix, findings),
-        _timeline(run, f"{prefix}timeline"),
+        timeline.timeline_section(run, f"{prefix}timeline"),
         _skips(run, f"{prefix}skips"),
-        _underflow(run, f"{prefix}underflow"),
-        _exponents(run, f"{prefix}exponents"),
-        _stall(run, f"{prefix}stall"),
+        layers.underflow_section(run, f"{prefix}underflow"),
+        exponents.exponents_section(run, f"{prefix}exponents"),
+        layers.stall_section(run, f"{prefix}stall"),
         _of_modules(run, f"{prefix}modules"),
-        *([memory_section([run], f"{prefix}memory")] if with_memory else []),
+        *([memory.memory_section([run], f"{prefix}memory")] if with_memory else []),
         _casts(run, f"{prefix}casts"),
         _setup(run, f"{prefix}setup"),
     ]
@@ -248,27 +225,6 @@ def _advice(run: Run, prefix: str, findings: Sequence[Finding]) -> Section:
     if findings:
         block = Advice(items=pictures.beside(run, findings, prefix))
     return Section(name=f"{prefix}advice", title="What to do", blocks=[block])
-
-
-def _timeline(run: Run, prefix: str) -> Section:
-    loss = timeline.loss_chart(run, f"{prefix}-loss")
-    scale = timeline.scale_chart(run, f"{prefix}-scale")
-    blocks: list[Block] = []
-    if loss is not None:
-        median = "The strong line is a running median." if timeline.is_smoothed(run) else ""
-        marks = "Marks at the top are steps that were skipped." if run.skipped else ""
-        text = f"{median} {marks}".strip()
-        blocks.append(Figure(title="Loss by step", body=loss, caption=text))
-    elif run.first_losses:
-        blocks.append(Text(text="No loss was finite."))
-    else:
-        do = "Pass a `history` to `preamp.initialize`, and call `backward` in `preamp.scale_loss`"
-        blocks.append(Missing(what="No loss was recorded", do=do))
-    if scale is not None:
-        text = "It halves at each overflow and doubles after a row of steps without one."
-        caption = text if run.is_dynamic else "It is constant."
-        blocks.append(Figure(title="Loss scale by step", body=scale, caption=caption))
-    return Section(name=prefix, title="Loss and loss scale", blocks=blocks)
 
 
 def _skips(run: Run, prefix: str) -> Section:
@@ -285,130 +241,6 @@ def _skips(run: Run, prefix: str) -> Section:
         "Named is the parameter whose gradient was the first, in the order of the backward pass."
     )
     return Section(name=prefix, title=title, lead=f"{lead} {named}", blocks=listed)
-
-
-def _underflow(run: Run, prefix: str) -> Section:
-    found = heat_map(run)
-    title = "Underflow by layer"
-    if found is None:
-        missing = Missing(what="Gradients were not looked at", do=_NUMERICS)
-        return Section(name=prefix, title=title, blocks=[missing])
-    lead = (
-        f"Part of a layer's gradient, with the loss scale on, that is below the smallest normal"
-        f" {found.form} number and so loses digits, or all of them. Worst layers first; time runs"
-        f" from left to right, {layers.axis(found)}. Where a gradient is zero altogether, or"
-        " nothing of it finite, there is no share."
-    )
-    if not run.half:
-        lead += f" This run is in float32: the shares say what {found.form} would lose."
-    blocks: list[Block] = [_heat_table(found, prefix)]
-    if len(found.layers) > 1:
-        blocks.append(_heat_details(found, prefix))
-    return Section(name=prefix, title=title, lead=lead, blocks=blocks)
-
-
-def _heat_table(found: HeatMap, prefix: str) -> Table:
-    rows = [
-        [
-            name(layer.name, 48),
-            words.share(layer.worst),
-            words.share(layer.latest.share),
-            layers.strip(layer, found, f"{prefix}-{index}"),
-        ]
-        for index, layer in enumerate(found.layers[:ROWS])
-    ]
-    rest = found.layers[ROWS:]
-    if rest:
-        summed = worst_of(rest)
-        strip = layers.strip(summed, found, f"{prefix}-rest")
-        label = f"the worst of {len(rest):,} others"
-        rows.append([label, words.share(summed.worst), words.share(summed.latest.share), strip])
-    numbers, last = ("worst", "latest"), "over time"
-    return Table(
-        name=f"{prefix}-map",
-        caption=f"Share of underflow by layer, {layers.axis(found)}",
-        columns=columns("layer", *numbers, last, numbers=numbers, wide=(last,)),
-        rows=rows,
-        is_fluid=True,
-        after=layers.legend(),
-    )
-
-
-def _heat_details(found: HeatMap, prefix: str) -> Table:
-    numbers = ("worst", "at step", "latest", "lost", "zeros")
-    shown = found.layers[:DETAILS]
-    more = f", the worst {DETAILS} of them" if len(found.layers) > DETAILS else ""
-    return Table(
-        name=f"{prefix}-all",
-        summary=f"The numbers of all {len(found.layers):,} layers{more}",
-        caption="Worst and latest: below the smallest normal number. Lost: below the smallest"
-        " number of all. Zeros: exactly zero. The last three are of the latest look",
-        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
-        rows=[[name(layer.name), *layers.numbers(layer)] for layer in shown],
-    )
-
-
-def _exponents(run: Run, prefix: str) -> Section:
-    chosen = exponents.choose(run)
-    title = "Exponents of tensors"
-    if not chosen:
-        missing = Missing(what="No histogram was recorded", do=_NUMERICS)
-        return Section(name=prefix, title=title, blocks=[missing])
-    lead = (
-        "How many values have which power of two, above the ranges of number formats. What lies"
-        " left of a format's range becomes zero in it, what lies right of it infinite."
-    )
-    figures = [
-        Figure(
-            title=words.shown(item.tensor.name, 48),
-            body=exponents.draw(item, f"{prefix}-{index}"),
-            caption=exponents.caption(item),
-        )
-        for index, item in enumerate(chosen)
-    ]
-    from_legend = exponents.legend(with_outline=any(item.tensor.scale != 1 for item in chosen))
-    return Section(
-        name=prefix, title=title, lead=lead, blocks=[Gallery(figures=figures, legend=from_legend)]
-    )
-
-
-def _stall(run: Run, prefix: str) -> Section:
-    rows = stalls(run)
-    title = "Stalled updates"
-    if not rows:
-        return Section(name=prefix, title=title, blocks=[_no_stall(run)])
-    total = total_stall(rows)
-    lead = (
-        f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed"
-        " as they were although they have a gradient: the update was below their last digit."
-    )
-    if has_masters(run):
-        lead += " That is harmless here: float32 masters keep the updates until they add up."
-    numbers = ("stalled", "share")
-    table = Table(
-        name=f"{prefix}-list",
-        caption="Half weights whose update rounded to nothing, by layer",
-        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
-        rows=[
-            [name(row.name), f"{row.stalled:,}", words.share(row.share)]
-            for row in rows[:STALL_ROWS]
-        ],
-        is_fluid=True,
-    )
-    return Section(name=prefix, title=title, lead=lead, blocks=[table])
-
-
-def _no_stall(run: Run) -> Block:
-    """Say why no update was compared; weights are looked at with ``numerics="full"`` only."""
-    dtypes = {t.dtype for record in run.numerics for t in record.tensors if t.what == "weight"}
-    if not dtypes:
-        return Missing(what="Updates of half weights were not looked at", do=_NUMERICS)
-    if dtypes.isdisjoint(("float16", "bfloat16")):
-        return Text(text="There are no half weights.")
-    return Missing(
-        what="None of the steps that were looked at was taken",
-        do="Pass a smaller `numerics_every` to `preamp.initialize` to have more of them",
-    )
 
 
 def _of_modules(run: Run, prefix: str) -> Section | None:
@@ -452,36 +284,6 @@ def _of_module(looks: Sequence[tuple[int, TensorStatistics]]) -> tuple[float, li
         words.share(under),
         words.share(worst.zeros / max(1, worst.elements)),
     ]
-
-
-def memory_section(runs: list[Run], prefix: str) -> Section:
-    """Make the part about memory, of one run or of several; ``prefix`` is of all ids."""
-    drawn = memory.bars(runs, f"{prefix}-bars")
-    if drawn is None:
-        missing = Missing(
-            what="Bytes were not counted",
-            do='Pass `numerics="light"` to `preamp.initialize`, and take two steps or more',
-        )
-        return Section(name=prefix, title="Memory", blocks=[missing])
-    categories = memory.categories_of(runs)
-    numbers = (*(words.shown(category, 32) for category in categories), "all")
-    table = Table(
-        name=f"{prefix}-table",
-        caption="Bytes by category",
-        summary="The same as a table",
-        columns=columns("run" if len(runs) > 1 else "", *numbers, numbers=numbers),
-        rows=[
-            [words.shown(run.name) or "bytes", *_bytes(run.memory.categories, categories)]
-            for run in runs
-            if run.memory
-        ],
-    )
-    figure = Figure(title="Bytes held, by category", body=drawn)
-    return Section(name=prefix, title="Memory", blocks=[figure, table])
-
-
-def _bytes(counts: dict[str, int], categories: list[str]) -> list[str]:
-    return [*(f"{counts.get(c, 0):,}" for c in categories), f"{sum(counts.values()):,}"]
 
 
 def _casts(run: Run, prefix: str) -> Section:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from preamp.report.words import visible
+from preamp.report.words import NAME_LIMIT, shown, visible
 
 
 class Html(str):
@@ -107,3 +107,8 @@ def legend_of(entries: Iterable[tuple[Html, str]]) -> Html:
 
 def _value(value: str | float) -> str:
     return escape(visible(value) if isinstance(value, str) else coordinate(value), quote=True)
+
+
+def name(text: str, limit: int = NAME_LIMIT) -> Html:
+    """Write a name from outside: in the font of code, isolated from the text around it."""
+    return tag("code", tag("bdi", breakable(shown(text, limit))))

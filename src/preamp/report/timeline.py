@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from preamp.report import words
+from preamp.report.blocks import Block, Figure, Missing, Section, Text
 from preamp.report.chart import (
     Chart,
     Line,
@@ -216,3 +217,25 @@ def _describe_scale(loss_id: str, points: Sequence[Point]) -> str:
         f" {words.scale(values[-1])}, and lies between {words.scale(min(values))} and"
         f" {words.scale(max(values))}."
     )
+
+
+def timeline_section(run: Run, prefix: str) -> Section:
+    """Make the part about losses and their scale; ``prefix`` is of all ids."""
+    loss = loss_chart(run, f"{prefix}-loss")
+    scale = scale_chart(run, f"{prefix}-scale")
+    blocks: list[Block] = []
+    if loss is not None:
+        median = "The strong line is a running median." if is_smoothed(run) else ""
+        marks = "Marks at the top are steps that were skipped." if run.skipped else ""
+        text = f"{median} {marks}".strip()
+        blocks.append(Figure(title="Loss by step", body=loss, caption=text))
+    elif run.first_losses:
+        blocks.append(Text(text="No loss was finite."))
+    else:
+        do = "Pass a `history` to `preamp.initialize`, and call `backward` in `preamp.scale_loss`"
+        blocks.append(Missing(what="No loss was recorded", do=do))
+    if scale is not None:
+        text = "It halves at each overflow and doubles after a row of steps without one."
+        caption = text if run.is_dynamic else "It is constant."
+        blocks.append(Figure(title="Loss scale by step", body=scale, caption=caption))
+    return Section(name=prefix, title="Loss and loss scale", blocks=blocks)

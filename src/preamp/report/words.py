@@ -68,7 +68,7 @@ def magnitude(value: float | None) -> str:
     if math.isnan(value):
         return "not a number"
     if math.isinf(value):
-        return "infinite" if value > 0 else "−infinite"
+        return "infinite" if value > 0 else "−inf"
     return f"{value:.3g}".replace("-", "−")
 
 

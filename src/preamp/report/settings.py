@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measurements that advice rests on: options of an optimizer, and steps that change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from preamp.numerics import StepRecord
+from preamp.report import words
+from preamp.report.evidence import Evidence
+from preamp.report.gather import Run, gradients_of
+from preamp.report.losses import finite_of
+
+DECAY: Final = 0.05  # part of each weight that a step may take off
+USUAL_DECAY: Final = 1e-3  # part that is still usual, far above most settings
+STAYS: Final = 0.01  # part of a loss that it moves by where nothing is learnt
+STAYS_STEPS: Final = 100  # losses from which that is told of
+SLOWER: Final = 10.0  # times less than gradients promise that a loss falls
+
+_DECAYED: Final = frozenset({"SGD", "AdamW", "FusedSGD", "FusedLion", "Lion"})
+"""Classes that take ``lr * weight_decay`` off each weight."""
+
+
+def _by_optimizer(run: Run) -> Iterator[tuple[dict[str, str], list[StepRecord]]]:
+    """The options of each optimizer, and its steps that say their learning rate."""
+    options = run.start.optimizers if run.start else []
+    for steps, _ in run.by_optimizer():
+        if steps[0].optimizer < len(options):
+            yield options[steps[0].optimizer], [step for step in steps if step.lr is not None]
+
+
+def _number(options: dict[str, str], name: str) -> float:
+    try:
+        return float(options.get(name, 0))
+    except ValueError:
+        return math.nan
+
+
+def _went(run: Run) -> str:
+    finite = finite_of(run.first_losses)
+    if not finite:
+        return ""
+    first, last = (words.magnitude(y) for _, y in (finite[0], finite[-1]))
+    return f" The loss went from {first} to {last}."
+
+
+def decay_too_large(run: Run) -> Iterator[Evidence]:
+    """Yield optimizers whose decay takes so much of all weights that they cannot learn."""
+    for options, steps in _by_optimizer(run):
+        decay, name = _number(options, "weight_decay"), options.get("class", "")
+        is_off = name in _DECAYED or options.get("decoupled_weight_decay") == "True"
+        large = [s for s in steps if is_off and (s.lr or 0.0) * decay >= DECAY]
+        if large:
+            most = max(large, key=lambda step: step.lr or 0.0)
+            part, rate = (most.lr or 0.0) * decay, most.lr or 0.0
+            takes = f"takes {words.share(part)} off each weight"
+            if part > 1:
+                takes = f"multiplies each weight by {words.magnitude(1 - part)}"
+            yield Evidence(
+                values={
+                    "class": words.shown(name, 40),
+                    "decay": words.magnitude(decay),
+                    "rate": words.magnitude(rate),
+                    "takes": takes,
+                    "usual": words.magnitude(USUAL_DECAY / rate),
+                    "loss": _went(run),
+                },
+                step=large[0].step,
+                where=f"weight_decay of {words.shown(name, 40)}",
+                is_grave=part >= 1,
+            )
+
+
+def momentum_is_one(run: Run) -> Iterator[Evidence]:
+    """Yield optimizers that never forget a gradient."""
+    for options, steps in _by_optimizer(run):
+        momentum = _number(options, "momentum")
+        if steps and momentum >= 1:
+            name = words.shown(options.get("class", "the optimizer"), 40)
+            values = {"class": name, "momentum": words.magnitude(momentum), "loss": _went(run)}
+            yield Evidence(values=values, step=steps[0].step, where=f"momentum of {name}")
+
+
+def loss_stays(run: Run) -> Iterator[Evidence]:
+    """Yield a loss that all steps leave where it began: to a hundredth, so on the same data."""
+    for name, row in run.losses().items():
+        values = [y for _, y in finite_of(row)]
+        low, high = (min(values), max(values)) if values else (0.0, 0.0)
+        size = max(abs(low), abs(high))
+        if len(values) < STAYS_STEPS or len(values) < len(row) or not 0 < size:
+            continue
+        if high - low < STAYS * size and any(not step.skipped for step in run.steps):
+            norm, do = _push(run, values[0] - low)
+            yield Evidence(
+                values={
+                    "loss": name,
+                    "low": words.magnitude(low),
+                    "high": words.magnitude(high),
+                    "steps": words.counted(len(values), "step"),
+                    "norm": norm,
+                    "do": do,
+                },
+                step=int(row[0][0]),
+                where=f"loss {name}",
+            )
+
+
+def _push(run: Run, fell: float) -> tuple[str, str]:
+    """What the gradients promise, which plain steps would have kept, and what to do."""
+    norms = {step.step: step.norm for step in run.steps if step.norm}
+    for record in run.numerics:
+        if record.step not in norms:
+            squares = (t.elements * (t.rms / t.scale) ** 2 for t in gradients_of([record]))
+            norms[record.step] = math.sqrt(sum(squares))
+    decayed = [o for o, _ in _by_optimizer(run) if _number(o, "weight_decay") > DECAY]
+    other = f"the weight decay is {decayed[0]['weight_decay']}, so lower it" if decayed else ""
+    if not norms:
+        return "", f"Look at the learning rate, at clipping, and at what is trained{other}."
+    norm = sum(norms.values()) / len(norms)
+    rates = [step.lr or 0.0 for step in run.steps if not step.skipped]
+    promised = sum(rates) * norm * norm  # of a descent along the gradient, to first order
+    told = f" The norm of the gradients is {words.magnitude(norm)}."
+    is_plain = all(o.get("class", "").endswith("SGD") for o, _ in _by_optimizer(run))
+    is_clipped = any(step.norm for step in run.steps)
+    if other:
+        return told, f"First, {other}. Then look at the learning rate."
+    if is_plain and promised > SLOWER * fell and promised > STAYS * norm:
+        told += (
+            f" Steps along them would have lowered the loss by about {words.magnitude(promised)}."
+        )
+        if is_clipped:
+            return told, "Raise the norm that gradients are clipped to: it is far too small."
+        return told, (
+            "Look at whether the optimizer has the parameters of this model, and at what else"
+            " changes them or their gradients."
+        )
+    clip = ", raise the norm that gradients are clipped to" if is_clipped else ""
+    return told, f"Raise the learning rate{clip}, or look at what the loss is divided by."
