@@ -30,7 +30,7 @@ def main() -> None:
 
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    model, optimizer = preamp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+    model, optimizer = preamp.initialize(model, optimizer, opt_level=args.opt_level)
 
     losses: list[float] = []
     clipped = 0

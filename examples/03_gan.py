@@ -43,7 +43,7 @@ def main() -> None:
     opt_gen = torch.optim.Adam(gen.parameters(), lr=1e-3, betas=(0.5, 0.99))
     opt_dis = torch.optim.Adam(dis.parameters(), lr=1e-3, betas=(0.5, 0.99))
     (gen, dis), (opt_gen, opt_dis) = preamp.initialize(
-        [gen, dis], [opt_gen, opt_dis], opt_level=args.opt_level, num_losses=3, verbosity=0
+        [gen, dis], [opt_gen, opt_dis], opt_level=args.opt_level, num_losses=3
     )
 
     def distance() -> float:

@@ -40,7 +40,7 @@ def main() -> None:
 
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model, optimizer = preamp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+    model, optimizer = preamp.initialize(model, optimizer, opt_level=args.opt_level)
     model = DistributedDataParallel(model)
     shard_optimizer(optimizer)
 

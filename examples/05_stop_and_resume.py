@@ -25,7 +25,7 @@ def train(folder: str, steps: int, until: int, opt_level: str) -> tuple[int, lis
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    model, optimizer = preamp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    model, optimizer = preamp.initialize(model, optimizer, opt_level=opt_level)
 
     start, losses = 0, []
     path = latest_checkpoint(folder)

@@ -13,6 +13,8 @@ import report
 from preamp_bench import records
 from preamp_bench.records import Record
 
+LONGEST = 150  # lines of the page
+
 MACHINE = {
     **{"device": "CPU 9000", "cpu": "CPU 9000", "cores": 4, "threads": 1, "python": "3.12.1"},
     **{"torch": "2.9.0", "preamp": "1.0", "commit": "abc", "date": "2026-01-01T00:00:00"},
@@ -49,31 +51,54 @@ TRAINS = [
 
 
 def test_page_says_what_the_rows_say() -> None:
-    page = report.render(STEPS, TRAINS)
-    assert "| float16 | preamp O2, FusedAdam | 2.00 ms · 0.25× · 25.0% | 6.00 ms · 0.75×" in page
-    assert "| preamp O2, FusedAdam |  | 0.25–0.75× |  |  |" in page
-    assert "| preamp O5, FusedAdam | 9.00 ms | 0.90× | 0.40–0.60 | 0.88× | 5 MB | 16.0 |" in page
-    assert "CPU 9000, 4 cores, torch 2.9.0, Python 3.12.1, commit `abc`" in page
-    assert "- Any GPU." in page
+    scaler = step_row("GradScaler + fused AdamW", 3.0, 1.0, group="float32")
+    split = step_row("preamp O2 split, FusedAdam", 1234.5, 0.5)
+    page = report.render([*STEPS, scaler, split], TRAINS)
+    times = "3.00 | 8.00 | – | – | – | 2.00 | 1,234 | –"
+    assert f"| 1,000 | 10 | float16 | {times} | 1.50× (1.6×) | 25% |" in page
+    assert "| 1,000 | 100 | float16 | – | 8.00 | – | – | – | 6.00 | – | – | – | 25% |" in page
+    assert "| O5 | preamp, FusedAdam | 9.00 ms | 0.90× | 0.88× | 16.0 | 5 MB |" in page
+    assert "CPU 9000, 4 cores, torch 2.9.0, Python 3.12.1, commits `abc`." in page
+    assert "Not measured: any GPU." in page
 
 
-def test_only_the_latest_run_counts() -> None:
+def test_what_was_reached_is_counted() -> None:
+    scaler = step_row("GradScaler + fused AdamW", 3.2, 1.0, group="float32")
+    fast = {"share_of_copy": 0.9}
+    steps = [scaler, step_row("preamp O2, FusedAdam", 2.0, 0.25, **fast), *STEPS[2:]]
+    slow = train_row("preamp O4, torch AdamW", 9.0, 1.03, level="O4", to_autocast=0.5)
+    page = " ".join(report.render(steps, [*TRAINS, slow]).split())
+    assert "its aim over GradScaler in 1 of 1 cases" in page  # with 100 tensors it has no aim
+    assert "of a copy's speed in 1 of 2" in page
+    assert "and 1 of 2 loops did" in page
+    assert "and 1 of 1 loops were" in page
+
+
+def test_only_the_latest_run_of_the_newest_machine_counts() -> None:
     later = {"date": "2026-02-01T00:00:00", "commit": "def"}
     newer = [step_row("torch, naive", 4.0, 1.0, **later)]
-    page = report.render([*newer, *STEPS], [])
-    assert "4.00 ms" in page
-    assert "2.00 ms" not in page  # the earlier run of that case, its other variants included
-    assert "6.00 ms" in page  # of another case
-    assert "commit `def`" in page
+    elsewhere = step_row("torch, naive", 7.0, 1.0, tensors=3, device="CPU 1")
+    page = report.render([*newer, *STEPS, elsewhere], [])
+    assert "| 4.00 |" in page
+    assert "2.00" not in page  # the earlier run of that case, its other variants included
+    assert "| 6.00 |" in page  # of another case
+    assert "7.00" not in page
+    assert "commits `def`, `abc`" in page
+
+
+@pytest.mark.parametrize("changes", [{"clip": False}, {"threads": 2}], ids=str)
+def test_the_update_is_shown_with_clipping_on_one_thread(changes: dict[str, object]) -> None:
+    other = step_row("torch, naive", 5.0, 1.0, date="2026-02-01T00:00:00", **changes)
+    assert "5.00" not in report.render([*STEPS, other], [])
 
 
 def test_what_was_not_measured_is_said() -> None:
-    failed = records.not_measured("flashoptim", "float16", "needs a GPU")
+    failed = records.not_measured("torch.compile", "float16", "needs a compiler.")
+    peer = records.not_measured("flashoptim", "bfloat16 only", "needs a GPU")
     base = {key: STEPS[0][key] for key in (*MACHINE, "parameters", "tensors", "half", "clip")}
-    page = report.render([*STEPS[2:], {**base, **failed}], [])
-    assert "| float16 | flashoptim | not measured | not measured |" in page
-    assert "- flashoptim (1,000 in 10): needs a GPU" in page
-    assert page.count("Not measured.") == 7  # all sections but the first
+    page = report.render([*STEPS, {**base, **failed}, {**base, **peer}], [])
+    assert "Not measured: torch.compile (needs a compiler); any GPU." in page
+    assert page.count("Not measured.") == 2  # all tables but the first
 
 
 def test_a_failed_loop_has_a_line() -> None:
@@ -81,9 +106,46 @@ def test_a_failed_loop_has_a_line() -> None:
     base = {key: TRAINS[0][key] for key in (*MACHINE, "model", "width", "batch", "level")}
     unknown = train_row("preamp O5, FusedAdam", 9.0, 1.0, peak_bytes=None)
     page = report.render([], [unknown, {**base, **failed}])
-    assert "| O5 by hand | not measured |" in page
-    assert "- O5 by hand: no kernel" in page
-    assert "| not measured | 16.0 |" in page
+    assert "| O5 | by hand | not measured |" in page
+    assert "O5 by hand (no kernel)" in page
+    assert "| 16.0 | not measured |" in page
+
+
+def storage_row(name: str, scores: list[float], held: float, **changes: object) -> Record:
+    case = {"task": "gpt", "steps": 400, "seeds": 2, "group": "gpt", "status": "measured"}
+    values = {"scores": {"bits": scores, "bytes per parameter": [held, held]}}
+    return {**MACHINE, **case, **values, "name": name, **changes}
+
+
+def test_scores_stand_beside_the_memory_they_take() -> None:
+    failed = {**storage_row("peer", [], 0.0), "status": "not measured", "reason": "none"}
+    rows = [
+        storage_row("O5 compact", [2.5, 4.5], 8.0),
+        storage_row("O5", [2.0, 4.0], 16.0),
+        failed,
+        storage_row("float32", [2.0, 4.0], 16.0),
+    ]
+    lines = report.render([], [], rows).splitlines()
+    start = lines.index("| trained as | gpt: bits | to float32 | B/param |")
+    assert lines[start + 2 : start + 6] == [
+        "| float32 | 3.0000 | ± 1.4142 | 16.00 |",
+        "| O5 | 3.0000 | +0.0000 ± 0.0000 | 16.00 |",
+        "| O5 compact | 3.5000 | +0.5000 ± 0.0000 | 8.00 |",
+        "| peer | not measured |  |  |",
+    ]
+
+
+def test_the_page_in_the_repository_is_that_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = (report.DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    report.main()
+    assert (tmp_path / "benchmarks.md").read_text(encoding="utf-8") == committed
+    assert len(committed.splitlines()) <= LONGEST
+    for table in ("## The update", "## Whole steps", "## Memory and accuracy"):
+        assert f"{table}\n" in committed
+    assert "Not measured.\n" not in committed  # rows that a table needs are not lost
 
 
 @pytest.mark.parametrize("draw", ["step", "train"])
@@ -112,77 +174,3 @@ def test_page_and_figures_are_written(tmp_path: Path, monkeypatch: pytest.Monkey
     for figure in ("benchmarks-step.svg", "benchmarks-train.svg"):
         assert f"]({figure})" in page
         assert (tmp_path / figure).exists()
-
-
-def test_page_has_the_latest_import_times() -> None:
-    row: Record = {**MACHINE, "benchmark": "import", "best": 61.4, "p50": 70.0, "worst": 99.6}
-    older = {**row, "rounds": 15, "best": 400.0, "date": "2025-01-01T00:00:00"}
-    page = report.render([], [], [older, {**row, "rounds": 15}])
-    assert "commit `abc` | 61 ms | 70 ms | 100 ms | 15 |" in page
-    assert "400" not in page
-
-
-def numerics_row(name: str, **changes: object) -> Record:
-    case = {"model": "gpt", "width": 8, "batch": 2, "level": "O5", "group": "numerics"}
-    size = {"parameters": 12345, "tensors": 53, "interval": 100}
-    return {**MACHINE, **TIMES, **case, **size, "name": name, "best": 50.0, **changes}
-
-
-def test_page_has_the_latest_cost_of_statistics() -> None:
-    measured = {"overhead": 0.0031, "overhead_of_whole_steps": -0.004}
-    rows = [
-        numerics_row("off", inside=0.02),
-        numerics_row("light, between", inside=0.25),
-        numerics_row("light, measuring", inside=12.5, **measured),
-        numerics_row("full, between", inside=0.25),
-        numerics_row("full, measuring", inside=40.0, **{**measured, "overhead": 0.0123}),
-    ]
-    older = numerics_row("off", inside=9.0, date="2025-01-01T00:00:00")
-    page = report.render([], [], [], [older, *rows])
-    head = "| O5 | 2 | 53, 12,345"
-    assert f"{head} | off | 50.00 ms | 0.02 ms | | |" in page
-    assert f"{head} | light | 50.00 ms | 0.25 ms | 12.50 ms | 0.31% (-0.4%) |" in page
-    assert f"{head} | full | 50.00 ms | 0.25 ms | 40.00 ms | 1.23% (-0.4%) |" in page
-    assert "9.00 ms" not in page
-
-
-def test_page_compares_the_fused_half_step_with_its_aims() -> None:
-    scaler = step_row("GradScaler + fused AdamW", 3.0, 1.0, group="float32")
-    page = report.render([*STEPS[:2], scaler], [])
-    assert (
-        "| float16 | 1,000 | 10 | yes | 4.00× | 1.50× (1.6×) | 25% | 2000.00 | CPU 9000 |" in page
-    )
-
-
-def test_page_has_steps_on_ranks_and_what_is_derived() -> None:
-    case = {"width": 8, "ranks": 2, "parameters": 288, "group": "DDP"}
-    rows: list[Record] = [
-        {**MACHINE, **TIMES, **case, "name": name, "best": best, "best_ratio": ratio}
-        for name, best, ratio in (
-            ("plain DDP", 4.0, 1.0),
-            ("preamp O5", 3.0, 0.75),
-            ("all-reduce, 16 bytes", 0.5, 1.0),
-        )
-    ]
-    page = report.render([], [], [], [], rows)
-    assert "| preamp O5 | 3.00 ms | 2.50 ms | 0.75× | 0.40–0.60 |" in page
-    assert "| 16 bytes | 0.50 ms | 1.50 ms | 3.00 ms | 5.00 ms |" in page
-
-
-def test_page_says_what_each_back_end_takes_and_the_books() -> None:
-    case = {"parameters": 12345, "tensors": 10, "half": "bfloat16", "clip": False}
-    rows: list[Record] = [
-        {**MACHINE, **TIMES, **case, "part": "kernels", "group": "LAMB", "copied": 500_000} | more
-        for more in (
-            {"name": "reference", "best": 9.0, "best_ratio": 1.0},
-            {"name": "jit", "best": 3.0, "best_ratio": 0.333},
-            {"name": "copy", "best": 0.2, "best_ratio": 0.02},
-        )
-    ]
-    rows += [
-        {**MACHINE, **TIMES, **case, "part": "bookkeeping", "name": name, "each": each}
-        for name, each in (("grad", 80.0), ("versions", 70.0), ("O5, FusedAdam", 2500.0))
-    ]
-    page = report.render([], [], part_rows=rows)
-    assert "| LAMB | 9.00 ms · 1.00× | 3.00 ms · 0.33× | 20.0 GB/s |" in page
-    assert "| O5, FusedAdam | 10 | 2.50 µs | 0.08 µs | 0.07 µs |" in page
