@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from preamp.core.program import Line
 from preamp.core.pytree import map_leaves
-from preamp.core.tensors import version_of
-from preamp.kernels.extremes import extremes
+from preamp.core.tensors import node_of, version_of
+from preamp.kernels.extremes import extremes, without_modes
 from preamp.kernels.operations import Memory, memory_of
 from preamp.kernels.vectors import stack
 from preamp.numerics import Float32Record
@@ -61,7 +61,7 @@ class Reading:
         """Keep ``parts`` of ``tensor``, not the tensor."""
         self.dtype = tensor.dtype
         self.numel = tensor.numel()
-        self.is_leaf = tensor.is_leaf and tensor.requires_grad  # such as a parameter
+        self.is_leaf = tensor.requires_grad and node_of(tensor) is None  # such as a parameter
         self.is_parameter = isinstance(tensor, torch.nn.Parameter)  # frozen or not
         # The two numbers, as 0-dim tensors, until `store` has collected them
         self.parts: tuple[torch.Tensor, torch.Tensor] | None = parts
@@ -81,7 +81,8 @@ class Reading:
     def values(self) -> tuple[float, float]:
         """Return the numbers. Synchronises."""
         if self.parts is not None:
-            return float(self.parts[0]), float(self.parts[1])
+            with without_modes():
+                return float(self.parts[0]), float(self.parts[1])
         if self._table is None:
             return 0.0, 0.0
         low, high = self._table.numbers[self._row]
@@ -112,7 +113,8 @@ class _Table:
 
     @cached_property
     def numbers(self) -> list[list[float]]:
-        return cast("Any", self._rows).tolist()
+        with without_modes():
+            return cast("Any", self._rows).tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -334,7 +336,9 @@ class Values:
                 low = reading.parts[0]
                 groups.setdefault((low.device, low.dtype), []).append(reading)
         for readings in groups.values():
-            table = _Table(stack([n for one in readings for n in one.parts or ()]).reshape(-1, 2))
+            with without_modes():
+                rows = stack([n for one in readings for n in one.parts or ()]).reshape(-1, 2)
+            table = _Table(rows)
             for row, reading in enumerate(readings):
                 reading.store(table, row)
 

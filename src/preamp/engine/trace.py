@@ -28,7 +28,7 @@ from torch.autograd.graph import Node
 
 from preamp.core.link import Link
 from preamp.core.program import line_of_program
-from preamp.core.tensors import host_reaches, is_capturing
+from preamp.core.tensors import host_reaches, is_capturing, node_of
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
 from preamp.engine.float32 import MasterOf, compute, note_random, uses_halves
@@ -196,7 +196,8 @@ class Tracer:
     def _watch_loss(self, loss: torch.Tensor) -> None:
         """Watch the backward of what lies between the modules and ``loss``."""
         self._resume()
-        _watch_nodes([loss], _Call(self, self.observation, Pass(OUTSIDE, "forward")))
+        with unheard():
+            _watch_nodes([loss], _Call(self, self.observation, Pass(OUTSIDE, "forward")))
 
     def saw_backward(
         self, seen: Pass, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
@@ -231,7 +232,7 @@ class Tracer:
             place, "forward", self.values.read(tensors, outer), call=outer, has_grad=has_grad
         )
         seen.began, seen.backward = self.values.tick(), self._backward
-        nodes = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
+        nodes = _nodes_of(tensors)
         begin = note_random(tensors[0].device) if self._may_read(place, tensors) else None
         stack.calls.append(_Call(self, step, seen, tuple(map(id, tensors)), nodes, begin=begin))
 
@@ -290,10 +291,12 @@ class Tracer:
         place = Place(inside + name, "a tensor")
         seen = Pass(place, "forward", call=outer, has_grad=has_grad, is_tensor=True)
         seen.began, seen.backward = self.values.tick(), self._backward
-        seen.outputs = self.values.read([tensor], outer)
+        with unheard():
+            seen.outputs = self.values.read([tensor], outer)
+            node = node_of(tensor)
         self._add(self.observation, seen)
-        if tensor.grad_fn is not None:
-            _watch_node(tensor.grad_fn, _Call(self, self.observation, seen), None)
+        if node is not None:
+            _watch_node(node, _Call(self, self.observation, seen), None)
 
     # -- functions -----------------------------------------------------------------------------
 
@@ -344,10 +347,9 @@ class Tracer:
 
         with unheard():  # by another engine as well
             operation = self.values.hear(arguments, results, call, describe, moves=name in _MOVES)
-        if operation is not None:
-            for tensor in results:
-                if tensor.grad_fn is not None and not _is_own(tensor.grad_fn):
-                    cast("Any", tensor.grad_fn).metadata.setdefault(_TAG, operation)
+            for node in () if operation is None else _nodes_of(results):
+                if not _is_own(node):
+                    cast("Any", node).metadata.setdefault(_TAG, operation)
 
     # -- what the engine reports ---------------------------------------------------------------
 
@@ -356,7 +358,8 @@ class Tracer:
         self._pause()
         if not self.observation.trained:  # else it may be of a forward from before the latest step
             self._renew()
-        losses = self.values.read([backward.loss])
+        with unheard():
+            losses = self.values.read([backward.loss])
         self.observation.losses += [(self._backward, loss) for loss in losses]
         backward.note.watched = self._finder()
 
@@ -510,12 +513,12 @@ class _Ready(_Hook):
         call, tensors = tracer.stack.calls[-1], tensors_of((args, kwargs))
         if call.seen.place != self._place:
             return
-        if call.begin is not None:
-            call.versions = tuple(map(counted_version, tensors))
-            call.has_casts = torch.is_autocast_enabled(tensors[0].device.type)
-        if call.arguments != tuple(map(id, tensors)):
-            call.seen.given = call.seen.inputs
-            with unheard():
+        with unheard():
+            if call.begin is not None:
+                call.versions = tuple(map(counted_version, tensors))
+                call.has_casts = torch.is_autocast_enabled(tensors[0].device.type)
+            if call.arguments != tuple(map(id, tensors)):
+                call.seen.given = call.seen.inputs
                 call.seen.inputs = tracer.values.read(tensors, call.seen)
 
 
@@ -531,7 +534,7 @@ class _BeforeCasts(_Hook):
         if call.seen.place == self._place:
             with unheard():
                 call.seen.made = tracer.values.read(tensors, call.seen, is_made=True)
-            call.before_casts = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
+                call.before_casts = _nodes_of(tensors)
 
 
 class _After(_Hook):
@@ -564,7 +567,7 @@ def places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[P
 def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:
     """Hook the nodes between a forward's arguments and ``outputs`` that no inner module has."""
     pending: list[tuple[Node, Operation | None, bool]] = [
-        (tensor.grad_fn, None, bool(call.before_casts)) for tensor in outputs if tensor.grad_fn
+        (node, None, bool(call.before_casts)) for node in map(node_of, outputs) if node is not None
     ]
     is_outside = call.seen.place is OUTSIDE
     seen: set[Node] = set()
@@ -628,6 +631,11 @@ class _NodeHook:
             seen = Pass(self._call.place, "backward", call=call, is_cast=self._is_cast)
             seen.operation, seen.name = self._operation, self._name
             tracer.saw_backward(seen, grad_outputs, grad_inputs)
+
+
+def _nodes_of(tensors: Iterable[torch.Tensor]) -> frozenset[Node]:
+    """The nodes that have made them."""
+    return frozenset(node for node in map(node_of, tensors) if node is not None)
 
 
 def _is_own(node: Node) -> bool:
