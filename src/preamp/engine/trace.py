@@ -119,6 +119,7 @@ class Tracer:
         self._stays = False
         self._backward = 1
         self._is_over = False  # whether a step was taken or not since the latest forward
+        self._is_between = False  # whether a forward with gradients has ended, and no loss is there
         self._has_seen = False  # a forward with gradients
         self._thread = 0  # of the first forward
         self._started: Reading | None = None  # the latest tensor that ``backward`` was called on
@@ -139,7 +140,7 @@ class Tracer:
         if self.is_armed:
             return
         self.values, self.observation = Values(), Observation(follows=is_first)
-        self._is_over = self._has_seen = False
+        self._is_over = self._has_seen = self._is_between = False
         self._thread = 0
         self._hooks = {id(model): UndoStack() for model in self._models}
         for listeners, listener in self._subscriptions if self._models else ():
@@ -209,8 +210,38 @@ class Tracer:
                     self.values.read(grad for grad in grads if isinstance(grad, torch.Tensor))
                     for grads in (grad_outputs, grad_inputs)
                 )
+                if self._is_between or torch.is_grad_enabled():
+                    self._note_derivative(seen, grad_outputs, grad_inputs)
             seen.backward = self._backward
             self._add(self.observation, seen)
+
+    def _note_derivative(
+        self, seen: Pass, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
+    ) -> None:
+        """Gradients that a loss may be computed from were made: remember from what."""
+        operation = seen.operation
+        name, line, inputs = seen.name, None, tuple(seen.inputs)
+        if operation is not None:
+            name, line, inputs = operation.name, operation.line, (*inputs, *operation.inputs)
+        by = Operation(name, line, inputs, seen.call, backward=seen)
+        for reading in seen.outputs:
+            if reading not in inputs and not reading.is_made:
+                reading.by, reading.is_made = by, True
+        made, given = (
+            _nodes_of(grad for grad in grads if isinstance(grad, torch.Tensor))
+            for grads in (grad_inputs, grad_outputs)
+        )
+        call = _Call(self, self.observation, seen.call or Pass(OUTSIDE, "forward"))
+        _watch_derivative(made, given, call, operation)
+
+    def begins_backward(self, args: Sequence[Any]) -> None:
+        """Gradients are asked for that a loss may be made from: watch what has no hooks yet."""
+        if not (self._is_between or self.stack.calls):
+            return  # it is another engine's
+        outside = _Call(self, self.observation, Pass(OUTSIDE, "forward"))
+        call = self.stack.calls[-1] if self.stack.calls else outside
+        with unheard():
+            _watch_nodes(leaves(args[:1]), call)
 
     def begin_call(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
         """A module's forward begins with ``tensors`` among its arguments."""
@@ -254,6 +285,7 @@ class Tracer:
         call = calls.pop()
         if not calls:
             self._listen(threading.get_ident() == self._thread)
+            self._is_between |= call.seen.has_grad
         if call.step is self.observation:
             call.seen.outputs = self.values.read(tensors, call.seen, is_made=True)
             if call.begin is not None:
@@ -311,7 +343,10 @@ class Tracer:
         mode = self.stack.mode
         if hears and not is_compiled:
             if mode is None:
-                mode = self.stack.mode = OperationMode(partial(_tell, weakref.ref(self)))
+                own_ref: weakref.ref[Tracer] = weakref.ref(self)
+                mode = self.stack.mode = OperationMode(
+                    partial(_tell, own_ref), partial(_tell_before, own_ref)
+                )
                 if own == self._thread:  # elsewhere it ends with the forward
                     weakref.finalize(self, mode.leave).atexit = False
             mode.enter()
@@ -335,6 +370,7 @@ class Tracer:
         arguments, results = leaves(args), leaves((result,))
         if name == "backward" and arguments:
             self._started = next(iter(self.values.read(arguments[:1])), None)
+            self._is_between = False
         if name == "__setitem__":
             results = arguments[:1]
 
@@ -346,7 +382,14 @@ class Tracer:
             return Operation(asked_for(name), line, inputs, call, has_constant)
 
         with unheard():  # by another engine as well
-            operation = self.values.hear(arguments, results, call, describe, moves=name in _MOVES)
+            operation = self.values.hear(
+                arguments,
+                results,
+                call,
+                describe,
+                moves=name in _MOVES,
+                is_between=self._is_between,
+            )
             for node in () if operation is None else _nodes_of(results):
                 if not _is_own(node):
                     cast("Any", node).metadata.setdefault(_TAG, operation)
@@ -356,6 +399,7 @@ class Tracer:
     def _note_watching(self, backward: Backward) -> None:
         """The note of the coming backward keeps what is seen."""
         self._pause()
+        self._is_between = False
         if not self.observation.trained:  # else it may be of a forward from before the latest step
             self._renew()
         with unheard():
@@ -375,11 +419,12 @@ class Tracer:
         step, backward = self.observation, self._backward
 
         def found(loss_was_finite: bool) -> Finding:
-            self.values.collect()
             is_blind = not self._has_seen and (step.is_whole or step.has_compiled)
             trace = None
-            if not is_blind or loss_was_finite:  # a backward shows what a forward has led to
-                trace = find(step, backward, loss_was_finite, self._weights_of)
+            with unheard():
+                self.values.collect()
+                if not is_blind or loss_was_finite:  # a backward shows what a forward led to
+                    trace = find(step, backward, loss_was_finite, self._weights_of)
             if trace is not None and trace.phase == "forward":
                 self._named.add(trace.module)
             trained = any(call.backward <= backward for call in step.trained)
@@ -455,7 +500,7 @@ class Tracer:
         """A step has been taken or not; the next forward begins another one."""
         del session
         self._resume()  # between steps too: a hidden state may be cloned or copied there
-        self._is_over, self._started = True, None
+        self._is_over, self._is_between, self._started = True, False, None
 
     def told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
@@ -552,6 +597,12 @@ def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: A
         own.heard(name, args, result)
 
 
+def _tell_before(tracer: weakref.ref[Tracer], args: Sequence[Any]) -> None:
+    own = tracer()
+    if own is not None and own.is_armed:
+        own.begins_backward(args)
+
+
 def _found(finding: Finding, loss_was_finite: bool) -> Finding:
     del loss_was_finite
     return finding
@@ -603,6 +654,20 @@ def _watch_node(
         node.register_hook(
             _NodeHook(weakref.ref(call.tracer), call.seen, own, _named(node), is_cast)
         )
+
+
+def _watch_derivative(
+    made: frozenset[Node], given: frozenset[Node], call: _Call, operation: Operation | None
+) -> None:
+    """Hook the nodes that the backward of ``operation`` has made, on the way to one more."""
+    mark = f"preamp.trace.{id(call.tracer)}"
+    pending = [*made]
+    while pending:
+        node = pending.pop()
+        following = [after for after, _ in node.next_functions if after is not None]
+        if node not in given and following and mark not in cast("Any", node).metadata:
+            _watch_node(node, call, operation)
+            pending += following
 
 
 class _NodeHook:
