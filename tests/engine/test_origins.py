@@ -189,7 +189,8 @@ def test_a_validation_has_nothing_to_do_with_it(bad: float) -> None:
 def test_targets_may_be_data_or_made_by_another_model() -> None:
     model = Function(torch.tanh)
     runs = Runs(model)
-    runs.step(F.mse_loss(model(torch.ones(2, 4)), torch.full((2, 4), math.nan)))
+    target = torch.full((2, 4), math.nan)
+    runs.step(F.mse_loss(model(torch.ones(2, 4)), target))
     assert runs.told == ("", "given", "")
 
 

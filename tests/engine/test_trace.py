@@ -13,6 +13,7 @@ import re
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
 from cases.levels import LEVEL_NAMES
 from cases.tolerances import assert_same
-from preamp.engine import Engine
+from preamp.engine import Engine, observation
+from preamp.kernels import extremes
 from preamp.numerics import Float32Record, TraceRecord
 from preamp.optimizers import FusedAdam
 
@@ -688,6 +690,8 @@ def test_numbers_are_the_same_to_the_bit(level: str) -> None:
 
 def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     far_from_the_host(monkeypatch)
+    for room in (observation, extremes):  # so that the mode below hears of the watcher's own
+        monkeypatch.setattr(room, "without_modes", nullcontext)
     model = Model()
     optimizer = FusedAdam(model.parameters(), lr=0.01)
     preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, overflow="trace")

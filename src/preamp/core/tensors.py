@@ -11,6 +11,7 @@ from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # The descriptor itself, reached through Any because torch's type stubs show only its value.
@@ -135,6 +136,21 @@ def plain_versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
         return list(map(_own_version, tensors))
     except AttributeError:  # there is a None
         return [-1 if tensor is None else tensor._version for tensor in tensors]  # noqa: SLF001
+
+
+_MADE_BY: Callable[[torch.Tensor], Node | None] = cast("Any", torch.Tensor).grad_fn.__get__
+
+
+def node_of(tensor: torch.Tensor) -> Node | None:
+    """The node of autograd's graph that has made ``tensor``, or ``None``.
+
+    Also where torch refuses to tell: of a view made under ``no_grad`` or by `unbind` and its like,
+    once its base was written to. The script need not ask that, and may use such a view.
+    """
+    try:
+        return _MADE_BY(tensor)
+    except RuntimeError:
+        return None
 
 
 def host_reaches(tensor: torch.Tensor) -> bool:

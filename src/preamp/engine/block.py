@@ -266,6 +266,8 @@ class Block:
             if answers == REDUCED:  # forwards inside the block were not known when it began
                 answers = self._engine.reductions.begin_block()
             self._is_unscaling = True
+            if not self._engine.policy.storage.release_gradients:  # else they are gone
+                self.note.is_suspect = self._engine.ledger.asks_about(self.note.loss_finite)
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
             )
@@ -279,9 +281,7 @@ class Block:
             raise
 
     def _look(self) -> None:
-        if not self.scaler.is_dynamic:
-            finite = self.note.loss_finite
-            self._engine.ledger.look("the loss", self.loss.device, lambda: finite)
+        self._engine.ledger.look_at_loss(self.note, is_dynamic=self.scaler.is_dynamic)
 
     def _hear(
         self,
@@ -336,6 +336,7 @@ def unscale(
         if own.watched is not None and not scaler.is_dynamic:
             own.graphs = released(own.graphs)
             steps.append(partial(session.remember_watched, own))
+            note.found_inf = [flag for each in notes for flag in each.found_inf]
     pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
     flags = [session.unheard(flag) for session, flag in pairs]
     for _, found_inf in pairs:

@@ -77,7 +77,7 @@ def clip_grad_norm_(
     if norm is None:
         norm = found.norm(engine, norm_type)
     if not any([scaler.is_dynamic for scaler in engine.scalers]):
-        engine.ledger.look("the norm of the gradients", norm.device, partial(all_finite, norm))
+        engine.ledger.look("the norm of the gradients", norm, partial(all_finite, norm))
     if is_euclidean and only is None:
         for tell in engine.events.norm_taken:
             tell(sessions[0], norm)

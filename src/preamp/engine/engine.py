@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -165,13 +164,13 @@ class Engine(EngineCore):
         return self.ledger.last_skipped
 
     @property
-    def overflow_causes(self) -> deque[OverflowCause]:
-        """The latest skipped steps with their causes, oldest first; bounded. May synchronise.
+    def overflow_causes(self) -> list[OverflowCause]:
+        """The causes of the latest 256 skipped steps, oldest first; a new list. May synchronise.
 
         With a static loss scale these are steps that were taken, while the modules were watched.
         """
         self.ledger.settle(wait=True)
-        return self.ledger.causes.copy()
+        return list(self.ledger.causes)
 
     @property
     def history(self) -> History:
@@ -234,7 +233,7 @@ class Engine(EngineCore):
 
     @property
     def verbosity(self) -> int:
-        """0 prints nothing, 1 also each skipped step, 2 also each cast."""
+        """As given to ``preamp.initialize``; can be set."""
         return self.ledger.verbosity
 
     @verbosity.setter

@@ -109,8 +109,9 @@ def initialize(
         cast_model_outputs: dtype of the models' floating outputs. Left out, it is float32, but for
             ``scope="thread"`` at O1 and O4, where outputs are as the model makes them.
         num_losses: How many losses have a loss scale of their own.
-        verbosity: 0 prints nothing, 1 the decisions, in one line, and each skipped step, 2 also
-            each cast of a function's argument (O1, O4).
+        verbosity: 0 prints only what watched modules were asked for (``overflow="trace"``,
+            `Engine.trace_overflow`), 1 also the decisions, in one line, each skipped step and,
+            once, a loss that is not finite, 2 also each cast of a function's argument (O1, O4).
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.
         max_loss_scale: Ceiling of a dynamic scale.
@@ -132,8 +133,8 @@ def initialize(
             (CPUs, with numba), ``"blocks"``, ``"reference"``, or ``"auto"`` for the fastest one
             on each device.
         overflow: ``"skip"`` (default), or ``"trace"``: every forward and backward is watched
-            by module hooks, and a skipped step tells which module was the first to go wrong. See
-            `Engine.trace_overflow`, which does so once.
+            by module hooks, and a skipped step tells which module was the first to go wrong, at
+            any ``verbosity``. See `Engine.trace_overflow`, which does so once.
         numerics: Statistics in `Engine.history`: ``"off"``; ``"light"`` of gradients; ``"full"``
             also histograms, of weights too, and how many weights a step left unchanged.
         numerics_every: They are taken at the first optimizer step and every so many after it.

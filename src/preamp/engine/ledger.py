@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,13 @@ import torch
 from preamp.core.errors import LossScaleError
 from preamp.core.log import say
 from preamp.core.tensors import host_reaches, is_capturing
-from preamp.engine.overflow import GradientNote, OverflowCause, find_cause
-from preamp.engine.overflow_messages import check_limits, overflow_message, unnoticed_message
+from preamp.engine.overflow import Finding, GradientNote, OverflowCause, find_cause
+from preamp.engine.overflow_messages import (
+    check_limits,
+    harmless_message,
+    overflow_message,
+    unnoticed_message,
+)
 from preamp.engine.session import OptimizerSession
 from preamp.scaling import LossScaler
 
@@ -95,7 +101,8 @@ class Ledger:
         self._scalers = scalers
         self._name_of = name_of
         self._limit = limit
-        self.verbosity = verbosity  # 0 tells nothing
+        # 0 tells nothing but what the modules were watched for
+        self.verbosity = verbosity
         # Called with the session and the cause of each overflow, also of steps that were taken
         self.on_overflow: list[OnSkip] = []
         # Called with the session of each step that is over, its outcome perhaps not known
@@ -108,8 +115,9 @@ class Ledger:
         self._open: deque[_Open] = deque()
         self._has_told = False  # of any overflow
         self._has_looked = False  # and seen something that is not finite
+        self._has_told_loss = False  # of one whose gradients are finite
         self._looks = Counter[str]()  # by what was looked at
-        self._coming: dict[str, _Flag] = {}
+        self._coming: dict[str, tuple[_Flag, Callable[[], None]]] = {}
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights, or will in a CUDA graph's replays."""
@@ -231,36 +239,77 @@ class Ledger:
         step = session.steps_applied + session.steps_skipped + 1
         cause = find_cause(notes, step, scales, self._name_of, was_skipped=was_skipped)
         self.causes.append(cause)
-        if self.verbosity > 0 and (was_skipped or not self._has_told):
+        if self._speaks(cause.was_watched) and (was_skipped or not self._has_told):
             say(overflow_message(cause))
         self._has_told = self._has_looked = True
         for tell in (*self.on_overflow, *(self.on_skip if was_skipped else ())):
             tell(session, cause)
         return cause
 
+    def _speaks(self, was_asked: bool) -> bool:
+        """Whether a line is printed: what a program has asked for by name is, always."""
+        return self.verbosity > 0 or was_asked
+
     # -- where nobody acts on an overflow -----------------------------------------------------
 
-    def look(self, what: str, device: torch.device, is_finite: Callable[[], torch.Tensor]) -> None:
+    def asks_about(self, loss_finite: torch.Tensor) -> bool:
+        """Whether the host knows that a loss is not finite, and nobody was told of such a one."""
+        has_told = self._has_told_loss or self._has_looked
+        return not has_told and host_reaches(loss_finite) and not bool(loss_finite)
+
+    def look_at_loss(self, note: GradientNote, *, is_dynamic: bool) -> None:
+        """Tell, once, that a loss is not finite, unless an overflow of its gradients tells."""
+        finite, flags, watched = note.loss_finite, note.found_inf, note.watched
+        if self._has_told_loss or (host_reaches(finite) and bool(finite)):
+            return
+        if flags:
+            tell = partial(self._tell_harmless, watched)
+            self._look("a harmless loss", finite, partial(_is_harmless, finite, flags), tell)
+        if not is_dynamic and not self._has_told_loss and watched is None:
+            self.look("the loss", finite, lambda: finite)
+
+    def _tell_harmless(self, watched: Callable[[bool], Finding] | None) -> None:
+        self._has_told_loss = True
+        finding = None if watched is None else watched(False)
+        if self._speaks(finding is not None):
+            say(harmless_message(finding))
+
+    def look(self, what: str, beside: torch.Tensor, is_finite: Callable[[], torch.Tensor]) -> None:
         """Tell, once, that a loss or norm is not finite though no loss scale reacts to that.
 
-        On devices that the host would have to wait for, of every hundredth only.
+        The answer lies on the device of ``beside``. Where the host would have to wait for that, it
+        looks at every hundredth only.
         """
-        if self._has_looked:
+        if not self._has_looked:
+            tell = partial(self._tell_once, what, is_finite=False)
+            self._look(what, beside, lambda: torch.logical_not(is_finite()), tell)
+
+    def _look(
+        self,
+        what: str,
+        beside: torch.Tensor,
+        is_bad: Callable[[], torch.Tensor],
+        tell: Callable[[], None],
+    ) -> None:
+        if host_reaches(beside):
+            if bool(is_bad()):
+                tell()
             return
-        if device.type == "cpu":
-            self._tell_once(what, bool(is_finite()))
-            return
-        if what in self._coming and self._coming[what].has_come():
-            self._tell_once(what, not self._coming.pop(what).read())
+        if what in self._coming and self._coming[what][0].has_come():
+            flag, tell_earlier = self._coming.pop(what)
+            if flag.read():
+                tell_earlier()
         self._looks[what] += 1
-        if self._looks[what] % _LOOKS == 1 and not is_capturing(device):
-            self._coming[what] = _Flag(1.0 - is_finite().float())
+        if self._looks[what] % _LOOKS == 1 and not is_capturing(beside.device):
+            self._coming[what] = _Flag(is_bad().float()), tell
 
     def read_record(self, record: Record) -> None:
         """Look at what is recorded anyway. A listener of the history."""
         kind = record.kind
         if kind == "step":
-            values = [*getattr(record, "losses", {}).values(), getattr(record, "norm", None) or 0.0]
+            values = [getattr(record, "norm", None) or 0.0]
+            if not self._has_told_loss:
+                values += getattr(record, "losses", {}).values()
             self._tell_once(
                 "the loss or the norm of the gradients", all(map(math.isfinite, values))
             )
@@ -283,3 +332,9 @@ class Ledger:
         self.last_skipped = skipped
         for tell in tuple(self.on_step):
             tell(session, session.steps_applied + session.steps_skipped, skipped)
+
+
+def _is_harmless(finite: torch.Tensor, flags: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether a loss is not finite, and all gradients are; on the device of ``flags``."""
+    found = functools.reduce(torch.maximum, flags)
+    return torch.logical_and(torch.logical_not(finite.to(found.device)), found == 0)

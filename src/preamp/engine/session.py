@@ -361,7 +361,7 @@ class GradientBooks:
         """Look for overflow; note what is found.
 
         Returns a float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
-        for static scales, which do not look.
+        for static scales: these look only where modules are watched or the loss is not finite.
         """
         leaves = self._leaves
         if self._has_claimed:
@@ -370,7 +370,7 @@ class GradientBooks:
         if has_sharded(leaves):
             place_gradients(leaves)
         if not scaler.is_dynamic:
-            if note.watched is not None:
+            if note.watched is not None or note.is_suspect:
                 self.look(leaves, scaler.device, note, is_joint=False)
             return None
         wants_norm = self.known_norm.is_wanted

@@ -76,12 +76,20 @@ def unheard() -> AbstractContextManager[None]:
 
 
 class OperationMode(TorchFunctionMode):
-    """Tells of each function that was called on this thread, its arguments and its result."""
+    """Tells of each function that was called on this thread, its arguments and its result.
 
-    def __init__(self, tell: Callable[[str, Sequence[Any], Any], None]) -> None:
+    Of ``torch.autograd.grad`` also before it runs.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[str, Sequence[Any], Any], None],
+        tell_before: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
         """Tell nothing before `enter`."""
         super().__init__()
         self._tell = tell
+        self._tell_before = tell_before
         self.is_on = False
 
     def __torch_function__(
@@ -92,8 +100,11 @@ class OperationMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call ``func`` and tell of it; of attributes that are read only if they are tensors."""
-        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        before = self._tell_before if name == "grad" else None
+        if before is not None and not may_not_be_read():
+            before(args)
+        result = func(*args, **(kwargs or {}))
         is_number = name == _READ and not isinstance(result, torch.Tensor)
         if not is_number and not may_not_be_read():
             self._tell(name, (*args, *kwargs.values()) if kwargs else args, result)

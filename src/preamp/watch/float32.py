@@ -17,6 +17,7 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
 from preamp.core.ranks import has_other_ranks
+from preamp.kernels.extremes import without_modes
 from preamp.kernels.modules import remove_hooks
 from preamp.kernels.operations import unheard
 from preamp.numerics import Float32Record
@@ -57,7 +58,7 @@ def compute(
     if has_other_ranks() and not _is_torch_layer(module):
         return Float32Record(found="failed", why="it may talk to other ranks")
     try:
-        with untouched_random(), torch.no_grad(), disable_casts(), unheard():
+        with untouched_random(), torch.no_grad(), disable_casts(), unheard(), without_modes():
             with torch.autocast(device.type, enabled=False):
                 twin = _copy_of(module, master_of)
                 args, kwargs = map_leaves(_widened, given)

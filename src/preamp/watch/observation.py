@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from preamp.core.program import Line
 from preamp.core.pytree import map_leaves
-from preamp.core.tensors import version_of
-from preamp.kernels.extremes import extremes
+from preamp.core.tensors import node_of, version_of
+from preamp.kernels.extremes import extremes, without_modes
 from preamp.kernels.operations import Memory, memory_of
 from preamp.kernels.vectors import stack
 from preamp.numerics import Float32Record
@@ -61,7 +61,7 @@ class Reading:
         """Keep ``parts`` of ``tensor``, not the tensor."""
         self.dtype = tensor.dtype
         self.numel = tensor.numel()
-        self.is_leaf = tensor.is_leaf and tensor.requires_grad  # such as a parameter
+        self.is_leaf = tensor.requires_grad and node_of(tensor) is None  # such as a parameter
         self.is_parameter = isinstance(tensor, torch.nn.Parameter)  # frozen or not
         # The two numbers, as 0-dim tensors, until `store` has collected them
         self.parts: tuple[torch.Tensor, torch.Tensor] | None = parts
@@ -81,7 +81,8 @@ class Reading:
     def values(self) -> tuple[float, float]:
         """Return the numbers. Synchronises."""
         if self.parts is not None:
-            return float(self.parts[0]), float(self.parts[1])
+            with without_modes():
+                return float(self.parts[0]), float(self.parts[1])
         if self._table is None:
             return 0.0, 0.0
         low, high = self._table.numbers[self._row]
@@ -112,7 +113,8 @@ class _Table:
 
     @cached_property
     def numbers(self) -> list[list[float]]:
-        return cast("Any", self._rows).tolist()
+        with without_modes():
+            return cast("Any", self._rows).tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +127,7 @@ class Operation:
     call: Pass | None  # the module's forward that has called it
     # Whether a number that is not finite was among the arguments, or no tensor was
     has_constant: bool = False
+    backward: Pass | None = None  # whose it is, if it computes a derivative
 
 
 EARLIER = Operation("", None, (), None)
@@ -226,24 +229,24 @@ class Values:
         found = None if memory is None else self._memory.get(memory.cdata)
         return None if found is None else found[1]
 
-    def _new(self, tensor: torch.Tensor) -> Reading | None:
+    def _new(self, tensor: torch.Tensor, *, shares: bool = True) -> Reading | None:
         parts = extremes(tensor)
         if parts is None:
             return None
         reading = Reading(tensor, parts, self.tick())
         reading.is_computed = self._is_computed(tensor)
-        self._keep(tensor, reading)
+        self._keep(tensor, reading, shares=shares)
         self.keep((reading,))
         self._count += 1
         if self._count > _KEPT:
             self.begin_step()
         return reading
 
-    def _keep(self, tensor: torch.Tensor, reading: Reading) -> None:
+    def _keep(self, tensor: torch.Tensor, reading: Reading, *, shares: bool = True) -> None:
         key = id(tensor)
         alive = weakref.ref(tensor, partial(_drop, self._known, key))
         self._known[key] = alive, counted_version(tensor), reading
-        memory = memory_of(tensor)
+        memory = memory_of(tensor) if shares else None
         if memory is not None:
             self._memory[memory.cdata] = memory, reading
 
@@ -255,12 +258,13 @@ class Values:
         describe: Callable[[Sequence[Reading]], Operation],
         *,
         moves: bool = False,
+        is_between: bool = False,
     ) -> Operation | None:
         """A function has been called, perhaps in a module's forward; return it if it is kept.
 
         Of what is done to data, outside of all modules, no more is kept than whether it ``moves``
-        them only. ``results`` have the arguments that it has written to as well; ``describe`` gets
-        what went in.
+        them only, unless it ``is_between`` a forward and its loss. ``results`` have the arguments
+        that it has written to as well; ``describe`` gets what went in.
         """
         old = [self._before(tensor) for tensor in arguments]
         written = set(map(id, results))
@@ -268,11 +272,13 @@ class Values:
             is_written = id(tensor) in written and self._current(tensor) is None
             if one is not None and is_written:
                 one.is_stale = True  # torch counts no write to `tensor.data` for the tensor
-        if call is None and not any(one is not None and one.is_made for one in old):
-            dtypes = {tensor.dtype for tensor in (*arguments, *results)}
-            if not (moves and len(dtypes) == 1) or any(map(self._is_computed, arguments)):
+        is_of_data = call is None and not any(one is not None and one.is_made for one in old)
+        if is_of_data:
+            moves = moves and len({tensor.dtype for tensor in (*arguments, *results)}) == 1
+            if not moves or any(map(self._is_computed, arguments)):
                 self._note_computed(results if arguments else ())
-            return None
+            if moves or not is_between:
+                return None
         inputs: list[Reading] = []
         for tensor, one in zip(arguments, old, strict=True):
             if id(tensor) in written:
@@ -282,7 +288,8 @@ class Values:
         operation = describe(inputs)
         for tensor in results:
             if self._current(tensor) is None and not self._is_view(tensor, arguments):
-                reading = self._new(tensor)
+                # All batches of a data set may be of one memory, of which one has made nothing.
+                reading = self._new(tensor, shares=not is_of_data)
                 if reading is not None:
                     reading.by, reading.inside, reading.is_made = operation, call, True
         return operation
@@ -334,7 +341,9 @@ class Values:
                 low = reading.parts[0]
                 groups.setdefault((low.device, low.dtype), []).append(reading)
         for readings in groups.values():
-            table = _Table(stack([n for one in readings for n in one.parts or ()]).reshape(-1, 2))
+            with without_modes():
+                rows = stack([n for one in readings for n in one.parts or ()]).reshape(-1, 2)
+            table = _Table(rows)
             for row, reading in enumerate(readings):
                 reading.store(table, row)
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import Node
 
 from preamp.core.link import Link
 from preamp.core.program import line_of_program
-from preamp.core.tensors import host_reaches, is_capturing
+from preamp.core.tensors import host_reaches, is_capturing, node_of
 from preamp.core.undo import UndoStack
 from preamp.engine.core import EngineCore
 from preamp.engine.events import Backward, Events
@@ -121,6 +121,7 @@ class Tracer:
         self._stays = False
         self._backward = 1
         self._is_over = False  # whether a step was taken or not since the latest forward
+        self._is_between = False  # whether a forward with gradients has ended, and no loss is there
         self._has_seen = False  # a forward with gradients
         self._thread = 0  # of the first forward
         self._started: Reading | None = None  # the latest tensor that ``backward`` was called on
@@ -146,7 +147,7 @@ class Tracer:
         if self.is_armed:
             return
         self.values, self.observation = Values(), Observation(follows=is_first)
-        self._is_over = self._has_seen = False
+        self._is_over = self._has_seen = self._is_between = False
         self._thread = 0
         self._hooks = {id(model): UndoStack() for model in self._models}
         for listeners, listener in self._subscriptions if self._models else ():
@@ -203,7 +204,8 @@ class Tracer:
     def _watch_loss(self, loss: torch.Tensor) -> None:
         """Watch the backward of what lies between the modules and ``loss``."""
         self._resume()
-        _watch_nodes([loss], _Call(self, self.observation, Pass(OUTSIDE, "forward")))
+        with unheard():
+            _watch_nodes([loss], _Call(self, self.observation, Pass(OUTSIDE, "forward")))
 
     def saw_backward(
         self, seen: Pass, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
@@ -215,8 +217,38 @@ class Tracer:
                     self.values.read(grad for grad in grads if isinstance(grad, torch.Tensor))
                     for grads in (grad_outputs, grad_inputs)
                 )
+                if self._is_between or torch.is_grad_enabled():
+                    self._note_derivative(seen, grad_outputs, grad_inputs)
             seen.backward = self._backward
             self._add(self.observation, seen)
+
+    def _note_derivative(
+        self, seen: Pass, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
+    ) -> None:
+        """Gradients that a loss may be computed from were made: remember from what."""
+        operation = seen.operation
+        name, line, inputs = seen.name, None, tuple(seen.inputs)
+        if operation is not None:
+            name, line, inputs = operation.name, operation.line, (*inputs, *operation.inputs)
+        by = Operation(name, line, inputs, seen.call, backward=seen)
+        for reading in seen.outputs:
+            if reading not in inputs and not reading.is_made:
+                reading.by, reading.is_made = by, True
+        made, given = (
+            _nodes_of(grad for grad in grads if isinstance(grad, torch.Tensor))
+            for grads in (grad_inputs, grad_outputs)
+        )
+        call = _Call(self, self.observation, seen.call or Pass(OUTSIDE, "forward"))
+        _watch_derivative(made, given, call, operation)
+
+    def begins_backward(self, args: Sequence[Any]) -> None:
+        """Gradients are asked for that a loss may be made from: watch what has no hooks yet."""
+        if not (self._is_between or self.stack.calls):
+            return  # it is another engine's
+        outside = _Call(self, self.observation, Pass(OUTSIDE, "forward"))
+        call = self.stack.calls[-1] if self.stack.calls else outside
+        with unheard():
+            _watch_nodes(leaves(args[:1]), call)
 
     def begin_call(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
         """A module's forward begins with ``tensors`` among its arguments."""
@@ -238,7 +270,7 @@ class Tracer:
             place, "forward", self.values.read(tensors, outer), call=outer, has_grad=has_grad
         )
         seen.began, seen.backward = self.values.tick(), self._backward
-        nodes = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
+        nodes = _nodes_of(tensors)
         begin = note_random(tensors[0].device) if self._may_read(place, tensors) else None
         stack.calls.append(_Call(self, step, seen, tuple(map(id, tensors)), nodes, begin=begin))
 
@@ -260,6 +292,7 @@ class Tracer:
         call = calls.pop()
         if not calls:
             self._listen(threading.get_ident() == self._thread)
+            self._is_between |= call.seen.has_grad
         if call.step is self.observation:
             call.seen.outputs = self.values.read(tensors, call.seen, is_made=True)
             if call.begin is not None:
@@ -297,10 +330,12 @@ class Tracer:
         place = Place(inside + name, "a tensor")
         seen = Pass(place, "forward", call=outer, has_grad=has_grad, is_tensor=True)
         seen.began, seen.backward = self.values.tick(), self._backward
-        seen.outputs = self.values.read([tensor], outer)
+        with unheard():
+            seen.outputs = self.values.read([tensor], outer)
+            node = node_of(tensor)
         self._add(self.observation, seen)
-        if tensor.grad_fn is not None:
-            _watch_node(tensor.grad_fn, _Call(self, self.observation, seen), None)
+        if node is not None:
+            _watch_node(node, _Call(self, self.observation, seen), None)
 
     # -- functions -----------------------------------------------------------------------------
 
@@ -315,7 +350,10 @@ class Tracer:
         mode = self.stack.mode
         if hears and not is_compiled:
             if mode is None:
-                mode = self.stack.mode = OperationMode(partial(_tell, weakref.ref(self)))
+                own_ref: weakref.ref[Tracer] = weakref.ref(self)
+                mode = self.stack.mode = OperationMode(
+                    partial(_tell, own_ref), partial(_tell_before, own_ref)
+                )
                 if own == self._thread:  # elsewhere it ends with the forward
                     weakref.finalize(self, mode.leave).atexit = False
             mode.enter()
@@ -339,6 +377,7 @@ class Tracer:
         arguments, results = leaves(args), leaves((result,))
         if name == "backward" and arguments:
             self._started = next(iter(self.values.read(arguments[:1])), None)
+            self._is_between = False
         if name == "__setitem__":
             results = arguments[:1]
 
@@ -350,20 +389,28 @@ class Tracer:
             return Operation(asked_for(name), line, inputs, call, has_constant)
 
         with unheard():  # by another engine as well
-            operation = self.values.hear(arguments, results, call, describe, moves=name in _MOVES)
-        if operation is not None:
-            for tensor in results:
-                if tensor.grad_fn is not None and not _is_own(tensor.grad_fn):
-                    cast("Any", tensor.grad_fn).metadata.setdefault(_TAG, operation)
+            operation = self.values.hear(
+                arguments,
+                results,
+                call,
+                describe,
+                moves=name in _MOVES,
+                is_between=self._is_between,
+            )
+            for node in () if operation is None else _nodes_of(results):
+                if not _is_own(node):
+                    cast("Any", node).metadata.setdefault(_TAG, operation)
 
     # -- what the engine reports ---------------------------------------------------------------
 
     def _note_watching(self, backward: Backward) -> None:
         """The note of the coming backward keeps what is seen."""
         self._pause()
+        self._is_between = False
         if not self.observation.trained:  # else it may be of a forward from before the latest step
             self._renew()
-        losses = self.values.read([backward.loss])
+        with unheard():
+            losses = self.values.read([backward.loss])
         self.observation.losses += [(self._backward, loss) for loss in losses]
         backward.note.watched = self._finder()
 
@@ -379,11 +426,12 @@ class Tracer:
         step, backward = self.observation, self._backward
 
         def found(loss_was_finite: bool) -> Finding:
-            self.values.collect()
             is_blind = not self._has_seen and (step.is_whole or step.has_compiled)
             trace = None
-            if not is_blind or loss_was_finite:  # a backward shows what a forward has led to
-                trace = find(step, backward, loss_was_finite, self._weights_of)
+            with unheard():
+                self.values.collect()
+                if not is_blind or loss_was_finite:  # a backward shows what a forward led to
+                    trace = find(step, backward, loss_was_finite, self._weights_of)
             if trace is not None and trace.phase == "forward":
                 self._named.add(trace.module)
             trained = any(call.backward <= backward for call in step.trained)
@@ -459,7 +507,7 @@ class Tracer:
         """A step has been taken or not; the next forward begins another one."""
         del session
         self._resume()  # between steps too: a hidden state may be cloned or copied there
-        self._is_over, self._started = True, None
+        self._is_over, self._is_between, self._started = True, False, None
 
     def told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
@@ -526,12 +574,12 @@ class _Ready(_Hook):
         call, tensors = tracer.stack.calls[-1], tensors_of((args, kwargs))
         if call.seen.place != self._place:
             return
-        if call.begin is not None:
-            call.versions = tuple(map(counted_version, tensors))
-            call.has_casts = torch.is_autocast_enabled(tensors[0].device.type)
-        if call.arguments != tuple(map(id, tensors)):
-            call.seen.given = call.seen.inputs
-            with unheard():
+        with unheard():
+            if call.begin is not None:
+                call.versions = tuple(map(counted_version, tensors))
+                call.has_casts = torch.is_autocast_enabled(tensors[0].device.type)
+            if call.arguments != tuple(map(id, tensors)):
+                call.seen.given = call.seen.inputs
                 call.seen.inputs = tracer.values.read(tensors, call.seen)
 
 
@@ -547,7 +595,7 @@ class _BeforeCasts(_Hook):
         if call.seen.place == self._place:
             with unheard():
                 call.seen.made = tracer.values.read(tensors, call.seen, is_made=True)
-            call.before_casts = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
+                call.before_casts = _nodes_of(tensors)
 
 
 class _After(_Hook):
@@ -565,6 +613,12 @@ def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: A
         own.heard(name, args, result)
 
 
+def _tell_before(tracer: weakref.ref[Tracer], args: Sequence[Any]) -> None:
+    own = tracer()
+    if own is not None and own.is_armed:
+        own.begins_backward(args)
+
+
 def _found(finding: Finding, loss_was_finite: bool) -> Finding:
     del loss_was_finite
     return finding
@@ -580,7 +634,7 @@ def places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[P
 def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:
     """Hook the nodes between a forward's arguments and ``outputs`` that no inner module has."""
     pending: list[tuple[Node, Operation | None, bool]] = [
-        (tensor.grad_fn, None, bool(call.before_casts)) for tensor in outputs if tensor.grad_fn
+        (node, None, bool(call.before_casts)) for node in map(node_of, outputs) if node is not None
     ]
     is_outside = call.seen.place is OUTSIDE
     seen: set[Node] = set()
@@ -618,6 +672,20 @@ def _watch_node(
         )
 
 
+def _watch_derivative(
+    made: frozenset[Node], given: frozenset[Node], call: _Call, operation: Operation | None
+) -> None:
+    """Hook the nodes that the backward of ``operation`` has made, on the way to one more."""
+    mark = f"preamp.trace.{id(call.tracer)}"
+    pending = [*made]
+    while pending:
+        node = pending.pop()
+        following = [after for after, _ in node.next_functions if after is not None]
+        if node not in given and following and mark not in cast("Any", node).metadata:
+            _watch_node(node, call, operation)
+            pending += following
+
+
 class _NodeHook:
     """Reads the gradients that go in and out of a node of the graph."""
 
@@ -644,6 +712,11 @@ class _NodeHook:
             seen = Pass(self._call.place, "backward", call=call, is_cast=self._is_cast)
             seen.operation, seen.name = self._operation, self._name
             tracer.saw_backward(seen, grad_outputs, grad_inputs)
+
+
+def _nodes_of(tensors: Iterable[torch.Tensor]) -> frozenset[Node]:
+    """The nodes that have made them."""
+    return frozenset(node for node in map(node_of, tensors) if node is not None)
 
 
 def _is_own(node: Node) -> bool:
