@@ -173,6 +173,40 @@ OWN_CLIP = (
 UNDO = "for p in model.parameters():\n    p.grad.div_(128.0)"
 RELOAD = "snapshot = copy.deepcopy(model.state_dict())"
 
+HEAD_TOO = "head = nn.Linear(16, 4)\noptimizer.add_param_group({'params': head.parameters()})"
+FIRST_SCALED = "scaler.scale(torch.ones(()))"  # which makes the scale's tensor
+HEAD_LOSS = "F.cross_entropy(head(x), y).backward()"
+SECOND_STEP = EVERY_SECOND.format("scaler.step(optimizer); scaler.update()")
+DECAY = "torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)"
+IN_PLACE = "optimizer.zero_grad(set_to_none=False)"
+BY_SCALE = "for p in model.parameters():\n    p.grad.div_(scaler.get_scale())"
+SCHEDULE = "schedule = torch.optim.lr_scheduler.{}"
+RESUMED = """
+import os, tempfile
+folder = tempfile.TemporaryDirectory()
+path = os.path.join(folder.name, "last.pt")
+def save(path, **more):
+    states = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+    torch.save({{**states, "scaler": scaler.state_dict(), **more}}, path)
+save(path, epoch=1)
+model = copy.deepcopy(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu")
+state = torch.load(path)
+model.load_state_dict(state["model"])
+{}
+for x, y in data:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer); scaler.update()
+save({})
+"""
+OPTIMIZER_BACK = "optimizer.load_state_dict(state['optimizer'])"
+SCALER_BACK = "scaler.load_state_dict(state['scaler'])"
+RESUME = {"optimizer": adam()}
+
 
 RIGHT_TORCH: dict[str, dict[str, str]] = {
     "bfloat16 with a disabled scaler": {
@@ -272,6 +306,116 @@ RIGHT_TORCH: dict[str, dict[str, str]] = {
         "        scaler.scale(loss).backward()\n"
         "        scaler.step(optimizer); scaler.update()",
     },
+    "scaled by hand by the scaler's scale": {
+        "setup": FIRST_SCALED,
+        "backward": "(loss * scaler.get_scale()).backward()",
+    },
+    "scaled by hand by the scaler's scale, divided": {
+        "setup": FIRST_SCALED,
+        "backward": "(loss * scaler.get_scale() / 4).backward()",
+    },
+    "two losses, one scaled by hand": {
+        "loss": "other = output.float().square().mean()",
+        "backward": "scaler.scale(loss).backward(retain_graph=True)\n"
+        "(other * scaler.get_scale()).backward()",
+    },
+    "a weighted loss": {"loss": "loss = 0.5 * loss"},
+    "gradients handed on from a scaled loss": {
+        "loss": "features = output.detach().requires_grad_()\n"
+        "loss = F.cross_entropy(features.float(), y)",
+        "backward": "scaler.scale(loss).backward()\noutput.backward(features.grad)",
+    },
+    "a plain term after unscaling": {
+        "between": "scaler.unscale_(optimizer)\n(0.01 * model[0].weight.square().sum()).backward()"
+    },
+    "a plain loss of a head after unscaling": {
+        "setup": HEAD_TOO,
+        "between": f"scaler.unscale_(optimizer)\n{HEAD_LOSS}",
+    },
+    "a batch in five that overflows": {
+        "steps": "60",
+        "loss": "if step % 5 == 1:\n    loss = loss * 1e35",
+    },
+    "a long search for the scale": {
+        "steps": "60",
+        "scaler": DEFAULTS["scaler"].replace("1024.0", "2.0**62"),
+    },
+    "a scale that tries its limit": {
+        "steps": "60",
+        "scaler": "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**15, growth_interval=1)",
+    },
+    "a warm-up from zero": {
+        "setup": SCHEDULE.format("LambdaLR(optimizer, lambda s: s / 20)"),
+        "after": "schedule.step()",
+    },
+    "a rate of zero for a part": {
+        "optimizer": "torch.optim.SGD([{'params': model[0].parameters(), 'lr': 0.0},\n"
+        "    {'params': model[2].parameters()}], lr=0.1)"
+    },
+    "a rate that ends at zero": {
+        "setup": SCHEDULE.format("LinearLR(optimizer, 1.0, 0.0, 4)"),
+        "after": "schedule.step()",
+    },
+    "a second look at the same batch": {
+        "zero": "for turn in range(2):\n    optimizer.zero_grad()\n"
+        "    with torch.autocast('cpu', torch.float16):\n"
+        "        loss = F.cross_entropy(model(x), y)\n"
+        "    scaler.scale(loss).backward()\n"
+        "    if turn == 0:\n        scaler.unscale_(optimizer)\n"
+        "        old = [p.detach().clone() for p in model.parameters()]\n"
+        "        with torch.no_grad():\n"
+        "            for p in model.parameters(): p.add_(p.grad, alpha=0.01)\n"
+        "        scaler.update()\n"
+        "with torch.no_grad():\n    for p, o in zip(model.parameters(), old): p.copy_(o)",
+        "backward": "pass",
+    },
+    "gradients of two tasks put together": {
+        "zero": "kept = []\nfor task in range(2):\n    optimizer.zero_grad()\n"
+        "    with torch.autocast('cpu', torch.float16):\n"
+        "        loss = F.cross_entropy(model(x + task), y)\n"
+        "    scaler.scale(loss).backward()\n"
+        "    kept.append([p.grad.clone() for p in model.parameters()])\n"
+        "for p, a, b in zip(model.parameters(), *kept): p.grad = 0.5 * (a + b)",
+        "backward": "pass",
+    },
+    "a schedule after the accumulation": {
+        **ACCUMULATE,
+        "loss": "loss = loss / 2",
+        "setup": SCHEDULE.format("StepLR(optimizer, 2)"),
+        "step": SECOND_STEP + "; schedule.step()",
+    },
+    "a schedule planned in batches": {
+        **ACCUMULATE,
+        "loss": "loss = loss / 2",
+        "setup": SCHEDULE.format("OneCycleLR(optimizer, 0.1, total_steps=12)"),
+        "step": SECOND_STEP,
+        "after": "schedule.step()",
+    },
+    "a schedule of what is stepped every second time": {
+        "setup": f"{SECOND}\n" + SCHEDULE.format("StepLR(heads, 6)"),
+        "after": "if step % 2:\n    heads.zero_grad(); F.cross_entropy(head(x), y).backward()\n"
+        "    heads.step()\nschedule.step()",
+    },
+    "resumed": {**RESUME, "end": RESUMED.format(f"{OPTIMIZER_BACK}\n{SCALER_BACK}", "path")},
+    "tuned from a checkpoint's weights": {**RESUME, "end": RESUMED.format("", "path + '.tuned'")},
+    "sums divided by as many as the scale": {
+        "loss": "loss = F.cross_entropy(output.float(), y, reduction='sum')",
+        "between": "for p in model.parameters():\n    p.grad.div_(1024.0)",
+    },
+    "a part frozen, no gradients": {
+        "optimizer": DECAY,
+        "loss": "if step == 3:\n    model[0].requires_grad_(False)",
+    },
+    "a part frozen from the beginning": {
+        "optimizer": DECAY,
+        "zero": IN_PLACE,
+        "setup": "model[0].requires_grad_(False)",
+    },
+    "a part's gradients dropped": {"optimizer": DECAY, "between": "model[0].zero_grad()"},
+    "a part that is not reached decays": {
+        "optimizer": DECAY,
+        "model": "model[0].bias.data.fill_(-1e3)",
+    },
 }
 
 RIGHT_TEXTS: dict[str, str] = {
@@ -296,6 +440,12 @@ RIGHT_TEXTS: dict[str, str] = {
     ),
     "float16 scaled by hand": script(
         HAND, dtype="float16", backward="(loss * 128.0).backward()", between=UNDO
+    ),
+    "float16 scaled by hand, by a thousand": script(
+        HAND,
+        dtype="float16",
+        backward="(loss * 1000.0).backward()",
+        between=UNDO.replace("128", "1000"),
     ),
     "float16 scaled by hand, undone in hooks": script(
         HAND,
@@ -592,6 +742,123 @@ WRONG_TORCH: dict[str, tuple[str, dict[str, str]]] = {
             "step": EVERY_SECOND.format("scaler.step(optimizer); scaler.update()"),
         },
     ),
+    "weighted, never scaled": (
+        "PA105",
+        {"setup": FIRST_SCALED, "backward": "(0.5 * loss).backward()"},
+    ),
+    "weighted by ten, never scaled": (
+        "PA105",
+        {"setup": FIRST_SCALED, "backward": "(loss * 10).backward()"},
+    ),
+    "scaled by hand by another scale": (
+        "PA105",
+        {"setup": FIRST_SCALED, "backward": "(loss * 128.0).backward()"},
+    ),
+    "a head never scaled": (
+        "PA105",
+        {"setup": HEAD_TOO, "backward": f"scaler.scale(loss).backward()\n{HEAD_LOSS}"},
+    ),
+    "a weighted loss unscaled": (
+        "PA106",
+        {
+            "loss": "other = output.float().square().mean()",
+            "backward": "scaler.scale(loss).backward(retain_graph=True)\n(0.5 * other).backward()",
+        },
+    ),
+    "a heavy loss unscaled": (
+        "PA106",
+        {
+            "loss": "other = output.float().square().mean()",
+            "backward": "(100 * other).backward(retain_graph=True)\nscaler.scale(loss).backward()",
+        },
+    ),
+    "weighted, without a scaler": (
+        "PA102",
+        {"backward": "(0.5 * loss).backward()", "step": "optimizer.step()"},
+    ),
+    "a seed of one, without a scaler": (
+        "PA102",
+        {"backward": "loss.backward(torch.ones(()))", "step": "optimizer.step()"},
+    ),
+    "two steps after unscaling": (
+        "PA103",
+        {"between": "scaler.unscale_(optimizer)\noptimizer.step()"},
+    ),
+    "four steps of five skipped": (
+        "PA601",
+        {"steps": "60", "loss": "if (step + 1) % 5:\n    loss = loss * 1e35"},
+    ),
+    "a rate of zero": ("PA202", {"optimizer": SGD.replace("0.1", "0.0")}),
+    "a rate of zero, Adam": ("PA202", {"optimizer": adam(lr=0.0)}),
+    "a rate below rounding": ("PA202", {"optimizer": SGD.replace("0.1", "1e-14")}),
+    "zeros of a part": ("PA404", {"zero": "model[0].zero_grad()"}),
+    "a part's gradients deleted": (
+        "PA404",
+        {"zero": "for p in model[0].parameters():\n    p.grad = None"},
+    ),
+    "zeros once in five steps": (
+        "PA404",
+        {"steps": "40", "zero": "if step % 5 == 0:\n    optimizer.zero_grad()"},
+    ),
+    "zeros in every batch of two": ("PA403", {"loss": "loss = loss / 2", "step": SECOND_STEP}),
+    "zeros in place in every batch of two": (
+        "PA403",
+        {"zero": IN_PLACE, "loss": "loss = loss / 2", "step": SECOND_STEP},
+    ),
+    "gradients deleted in every batch of three": (
+        "PA403",
+        {
+            "zero": "for p in model.parameters():\n    p.grad = None",
+            "steps": "24",
+            "loss": "loss = loss / 3",
+            "step": "if step % 3 == 2:\n    scaler.step(optimizer); scaler.update()",
+        },
+    ),
+    "a schedule in every batch of two": (
+        "PA104",
+        {
+            **ACCUMULATE,
+            "loss": "loss = loss / 2",
+            "setup": SCHEDULE.format("StepLR(optimizer, 2)"),
+            "step": SECOND_STEP,
+            "after": "schedule.step()",
+        },
+    ),
+    "a schedule in every batch of two, past its end": (
+        "PA104",
+        {
+            **ACCUMULATE,
+            "loss": "loss = loss / 2",
+            "setup": SCHEDULE.format("CosineAnnealingLR(optimizer, T_max=6)"),
+            "step": SECOND_STEP,
+            "after": "schedule.step()",
+        },
+    ),
+    "resumed without the scaler": (
+        "PA113",
+        {**RESUME, "end": RESUMED.format(OPTIMIZER_BACK, "path")},
+    ),
+    "resumed without the optimizer": (
+        "PA113",
+        {**RESUME, "end": RESUMED.format(SCALER_BACK, "path")},
+    ),
+    "unscaled by hand, and by the scaler": ("PA105", {"between": BY_SCALE}),
+    "unscaled by the scaler, and by hand": (
+        "PA105",
+        {"between": f"scaler.unscale_(optimizer)\n{BY_SCALE}"},
+    ),
+    "a part frozen with zeros": (
+        "PA408",
+        {
+            "optimizer": DECAY,
+            "zero": IN_PLACE,
+            "loss": "if step == 3:\n    model[0].requires_grad_(False)",
+        },
+    ),
+    "a part's gradients made zero": (
+        "PA408",
+        {"optimizer": DECAY, "between": "model[0].zero_grad(set_to_none=False)"},
+    ),
 }
 WRONG_HAND: dict[str, tuple[str, dict[str, str]]] = {
     "bfloat16 weights that do not move": ("PA202", {"optimizer": SGD.replace("0.1", "1e-4")}),
@@ -636,6 +903,14 @@ WRONG_HAND: dict[str, tuple[str, dict[str, str]]] = {
             "backward": "(256.0 * loss).backward()",
             "between": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         },
+    ),
+    "a scale undone twice": (
+        "PA109+PA202",
+        {"dtype": "float16", "backward": "(loss * 128.0).backward()", "between": f"{UNDO}\n{UNDO}"},
+    ),
+    "weighted, without a scale": (
+        "PA102",
+        {"dtype": "float16", "backward": "(2 * loss).backward()"},
     ),
     "autocast around nothing": (
         "PA303",
@@ -687,6 +962,10 @@ WRONG_HAND: dict[str, tuple[str, dict[str, str]]] = {
     "no step is taken": ("PA601", {"step": "pass", "dtype": "float32"}),
 }
 WRONG_MASTERS: dict[str, tuple[str, dict[str, str]]] = {
+    "the scale is undone twice": (
+        "PA109",
+        {"between": OF[MASTERS]["between"].replace("128.0", "128.0 / 128.0")},
+    ),
     "never copied back": ("PA405", {"after": "pass"}),
     "never copied back, one tensor": (
         "PA405",
@@ -738,6 +1017,10 @@ WRONG_AMP: dict[str, tuple[str, dict[str, str]]] = {
     "accumulation without division, O1": (
         "PA406",
         {**ACCUMULATE, "level": "O1", "step": EVERY_SECOND.format("optimizer.step()")},
+    ),
+    "zeros in every batch of two": (
+        "PA403",
+        {"loss": "loss = loss / 2", "step": EVERY_SECOND.format("optimizer.step()")},
     ),
     "clamped in the block": (
         "PA101",

@@ -583,4 +583,131 @@ BUGS = {
         says="MiB from float32 to float16 at",
         also=("PA102",),  # the gradients pass through float16 too
     ),
+    "a weighted loss never scaled": Bug(
+        rule="PA105",
+        healthy=GRAD_SCALER,
+        edits=(
+            ("    scaler.scale(loss).backward()\n", "    scaler.scale(loss); loss = 0.5 * loss\n"),
+            (
+                "    scaler.unscale_(optimizer)\n",
+                "    loss.backward()\n    scaler.unscale_(optimizer)  # <-\n",
+            ),
+        ),
+        numbers={"loss_scale": 1024.0, "gradients": 6},
+        says="their loss was multiplied by 0.5",
+    ),
+    "gradients unscaled twice": Bug(
+        rule="PA105",
+        healthy=GRAD_SCALER,
+        edits=(
+            (
+                "    scaler.unscale_(optimizer)\n",
+                "    for p in model.parameters():\n        p.grad /= 1024.0\n",
+            ),
+            (f"    {CLIP}\n", ""),
+            ("    scaler.step(optimizer)\n", "    scaler.step(optimizer)  # <-\n"),
+            ('    if step == 2:\n        loss = loss * float("inf")\n', ""),
+        ),
+        numbers={"loss_scale": 1024.0, "gradients": 6},
+        says="which the scaler does too",
+    ),
+    "two steps of one iteration": Bug(
+        rule="PA103",
+        healthy=GRAD_SCALER,
+        edits=(
+            (
+                "    scaler.step(optimizer)\n",
+                "    optimizer.step()\n    scaler.step(optimizer)  # <-\n",
+            ),
+            ('    if step == 2:\n        loss = loss * float("inf")\n', ""),
+        ),
+        numbers={"gradients": 6},
+        says="each update is made twice",
+    ),
+    "most steps skipped": Bug(
+        rule="PA601",
+        healthy=GRAD_SCALER,
+        edits=(
+            ("range(4)", "range(60)"),
+            ("if step == 2:", "if step % 5:"),
+            ('float("inf")', "1e35"),
+            ("    scaler.step(optimizer)\n", "    scaler.step(optimizer)  # <-\n"),
+            ("init_scale=1024.0", "init_scale=2.0**40"),
+        ),
+        says="since the first that was applied",
+    ),
+    "a learning rate of zero": Bug(
+        rule="PA202",
+        healthy=FLOAT32,
+        edits=(("range(4)", "range(9)"), ("lr=1e-3)", "lr=0.0)  # <-")),
+        numbers={"lr": 0.0, "steps": 8},
+    ),
+    "zeros of one layer only": Bug(
+        rule="PA404",
+        healthy=FLOAT32,
+        edits=(
+            ("range(4)", "range(9)"),
+            ("optimizer.zero_grad()", "model[0].zero_grad()"),
+            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+        ),
+    ),
+    "zeros for each batch of an accumulation": Bug(
+        rule="PA403",
+        healthy=FLOAT32,
+        edits=(
+            ("range(4)", "range(12)"),
+            ("F.cross_entropy(model(x), y).b", "(F.cross_entropy(model(x), y) / 2).b"),
+            ("    optimizer.step()\n", "    if step % 2:\n        optimizer.step()  # <-\n"),
+        ),
+        numbers={"steps": 6, "dropped": 1},
+    ),
+    "a schedule for each batch of an accumulation": Bug(
+        rule="PA104",
+        healthy=FLOAT32,
+        edits=(
+            ("range(4)", "range(12)"),
+            (
+                "for step",
+                "schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)\nfor step",
+            ),
+            (
+                "    optimizer.zero_grad()\n",
+                "    if step % 2 == 0:\n        optimizer.zero_grad()\n",
+            ),
+            ("F.cross_entropy(model(x), y).b", "(F.cross_entropy(model(x), y) / 2).b"),
+            (
+                "    optimizer.step()\n",
+                "    if step % 2:\n        optimizer.step()\n    schedule.step()  # <-\n",
+            ),
+        ),
+        numbers={"calls": 12, "steps": 6},
+        says="it was made for 6 calls",
+    ),
+    "a checkpoint loaded without the scaler": Bug(
+        rule="PA113",
+        healthy=GRAD_SCALER,
+        edits=(
+            (
+                "for step",
+                "import io\nfile = io.BytesIO()\n"
+                "torch.save([model.state_dict(), optimizer.state_dict(), "
+                "scaler.state_dict() | {'scaler': 1}], file)\n"
+                "file.seek(0)\nstates = torch.load(file)  # <-\n"
+                "model.load_state_dict(states[0])\noptimizer.load_state_dict(states[1])\nfor step",
+            ),
+        ),
+        numbers={"left": "scaler"},
+    ),
+    "a layer frozen with zeros": Bug(
+        rule="PA408",
+        healthy=FLOAT32,
+        edits=(
+            ("Adam(model.parameters(), lr=1e-3)", "AdamW(model.parameters(), weight_decay=0.1)"),
+            (
+                "    optimizer.step()\n",
+                "    model[0].zero_grad(set_to_none=False)\n    optimizer.step()  # <-\n",
+            ),
+        ),
+        numbers={"parameters": 2},
+    ),
 }

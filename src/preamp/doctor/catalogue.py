@@ -13,7 +13,7 @@ from preamp.doctor.rules.half_compute import Autocast, BatchNorm, HalfLoss
 from preamp.doctor.rules.half_weights import Averages, BFloat16Weights, Eps, LostUpdates
 from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
 from preamp.doctor.rules.outcome import Outcome
-from preamp.doctor.rules.parameters import Accumulation, Masters, Membership, Unserved
+from preamp.doctor.rules.parameters import Accumulation, Frozen, Masters, Membership, Unserved
 from preamp.doctor.rules.scaler import LeftOn, Saving, ScalerUse
 from preamp.doctor.rules.speed import Casts, TensorCores
 
@@ -33,6 +33,7 @@ DETECTORS: Final[tuple[type[Detector], ...]] = (
     Autocast,
     Membership,
     Accumulation,
+    Frozen,
     Masters,
     Unserved,
     TensorCores,

@@ -84,10 +84,6 @@ class ByOptimizer(Generic[T]):
         """That of an optimizer, if there is one."""
         return self._known.get(optimizer)
 
-    def alive(self) -> list[tuple[torch.optim.Optimizer, T]]:
-        """Those of optimizers that the script still has."""
-        return list(self._known.items())
-
 
 class Detector:
     """Looks for the bugs of a few rules; told of everything that happens in the run.
@@ -169,6 +165,12 @@ class Detector:
 
     def saved(self, content: object) -> None:
         """``torch.save(content, …)`` is about to run."""
+
+    def loaded(self, content: object) -> None:
+        """``torch.load`` has returned ``content``."""
+
+    def state_restored(self, thing: object) -> None:
+        """``thing.load_state_dict(…)`` has run, of an optimizer or a ``GradScaler``."""
 
     def module_cast(self, module: nn.Module, dtype: torch.dtype) -> None:
         """``module.to(dtype)`` or ``module.half()`` is about to run."""

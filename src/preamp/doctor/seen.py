@@ -30,6 +30,7 @@ class Origin(Enum):
     PLAIN = "plain"
     GRAD_SCALER = "scaled by a grad scaler"
     ENGINE = "of a scaled loss of an engine"
+    BY_HAND = "of a loss that the script multiplied by what may be a loss scale"
     UNSCALED = "unscaled by a grad scaler"
     MIXED = "a sum of gradients with different scales"
     USED = "used by a step"
@@ -39,10 +40,14 @@ class Origin(Enum):
 _SUMS: dict[frozenset[Origin], Origin] = {
     frozenset((Origin.PLAIN, Origin.GRAD_SCALER)): Origin.MIXED,
     frozenset((Origin.UNSCALED, Origin.GRAD_SCALER)): Origin.MIXED,
+    frozenset((Origin.BY_HAND, Origin.GRAD_SCALER)): Origin.MIXED,
     frozenset((Origin.PLAIN, Origin.ENGINE)): Origin.MIXED,
     frozenset((Origin.PLAIN, Origin.UNSCALED)): Origin.UNSCALED,
 }
 """What gradients become that a backward of another kind adds to."""
+
+LEAST_SCALE = 64.0
+"""The least factor that may be a loss scale; below it is a weight."""
 
 State = tuple[int, int, str]
 
@@ -52,7 +57,7 @@ class Source:
     """A backward."""
 
     origin: Origin
-    scaler: weakref.ref[Any] | None = None  # the ``GradScaler`` of its loss
+    scaler: weakref.ref[Any] | None = None  # whose scale is on its loss
     updates: int = 0  # how often that one was updated before
     factor: float = 1.0  # what the script multiplied the loss by
     is_mean: bool = False  # whether the loss is a mean that nobody divided
@@ -71,6 +76,8 @@ class Mark:
     backwards: int = 1  # how many have added to it
     is_alike: bool = True  # whether all of those were of one line and undivided means
     is_carried: bool = False  # whether it has in it what an earlier step has used
+    dropped: int = 0  # earlier backwards of its line, for the same step, that are not in it
+    weights: State | None = None  # a weight as it was at the latest backward
 
     def added_to(self, known: Mark) -> Mark:
         """The mark of the sum with an earlier gradient."""
@@ -89,7 +96,14 @@ class Mark:
             backwards=known.backwards + 1,
             is_alike=is_alike and one.is_mean and other.is_mean,
             is_carried=known.is_carried,
+            dropped=known.dropped,
         )
+
+    def repeats(self, known: Mark) -> bool:
+        """Whether it takes the place of a like one for another batch, which no step has used."""
+        one, other = self.source, known.source
+        is_other_batch = one.lines == other.lines and one.forwards != other.forwards
+        return is_other_batch and known.origin is not Origin.USED and self.weights == known.weights
 
 
 class Gradients:
@@ -117,17 +131,27 @@ class Gradients:
 
         ``was_half`` has the ``id`` of each parameter whose gradient was float16 on its way.
         """
+        weights: State | None = None
         for param in params:
             key, state = id(param), _state(param)
             before = self._before.get(key)
             if state is None or state == before:
                 continue
-            half = key in was_half
-            mark = Mark(source=source, origin=source.origin, state=state, was_half=half)
+            weights = weights or (key, version_of(param), _digest(param))
+            mark = Mark(
+                source=source,
+                origin=source.origin,
+                state=state,
+                was_half=key in was_half,
+                weights=weights,
+            )
             known = self._marks.get(key)
             # What a script has written to since is new: most scripts set it to zero.
             if known is not None and before is not None and known.state == before:
                 mark = mark.added_to(known)
+            elif known is not None and key not in self._aside and mark.repeats(known):
+                is_zero = before is None or (before[2] != "" and float(before[2]) == 0.0)
+                mark = replace(mark, dropped=is_zero * (known.dropped + 1))
             self._marks[key] = mark
         self._before = {}
 
@@ -153,6 +177,13 @@ class Gradients:
     def last(self, param: torch.Tensor) -> Mark | None:
         """The mark that the latest backward has left, or the step that used its gradient."""
         return self._marks.get(id(param))
+
+    def divided_by(self, param: torch.Tensor, grad: torch.Tensor | None) -> float:
+        """What ``grad`` was divided by since it was the gradient of ``param``; nan if not known."""
+        mark, state = self._marks.get(id(param)), _digest(grad) if grad is not None else ""
+        if mark is None or not state or not mark.state[2] or float(state) == 0.0:
+            return math.nan
+        return float(mark.state[2]) / float(state)
 
     def marked(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``params`` whose gradient is as a backward has left it."""
@@ -397,6 +428,12 @@ class Seen:
             return None, False, False
         is_whole = all(root.grad_fn in terms for root in roots)
         return known[0][0], is_whole and all(mean for _, mean in known), len(known) < len(terms)
+
+    def scaler_by_hand(self, factors: Iterable[float]) -> Any:
+        """The ``GradScaler`` whose scale is one of ``factors``, or ``None``."""
+        large = [factor for factor in factors if factor >= LEAST_SCALE]
+        scalers = tuple(self.updates) if large else ()
+        return next((scaler for scaler in scalers if scaler.get_scale() in large), None)
 
     def note_scaled(self, loss: torch.Tensor, scaler: Any, *, mean: bool) -> None:
         """``scaler`` has made ``loss``, perhaps of an undivided mean."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -109,21 +110,51 @@ def watch_gradients(
     return handles
 
 
-def constant_factor(loss: torch.Tensor) -> float:
-    """The number that made ``loss`` as the last thing that was done to it; 1 if none did.
+def constant_factors(loss: torch.Tensor, *, waits: bool) -> list[float] | None:
+    """The numbers that ``loss`` was multiplied or divided by, the last first, as factors.
 
-    Synchronises where the number is on another device.
+    What came before its last sum, or a product with a tensor that has a gradient, is not looked at.
+    ``None`` if a number is on another device and not ``waits``; with it that synchronises.
     """
+    factors: list[float] = []
     node = loss.grad_fn
-    if node is None or not node.name().startswith("MulBackward"):
-        return 1.0
-    kept = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-    numbers = [k for k in kept if isinstance(k, torch.Tensor) and k.numel() == 1]
-    numbers = [k for k in numbers if not k.requires_grad]
-    if not numbers:
-        return 1.0
-    # Below a dispatch mode a number by itself is no tensor to read from.
-    return float(torch.zeros((), dtype=torch.float64, device=numbers[0].device) + numbers[0])
+    while node is not None and node.name().startswith(("Mul", "Div", "Neg", "ToCopy")):
+        kept = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+        numbers = [k for k in kept if isinstance(k, torch.Tensor) and k.numel() == 1]
+        number = next((k for k in numbers if not k.requires_grad), None)
+        if node.name().startswith(("Mul", "Div")):
+            if number is None:
+                break
+            if number.device.type != "cpu" and not waits:
+                return None
+            # Below a dispatch mode a number by itself is no tensor to read from.
+            zero = torch.zeros((), dtype=torch.float64, device=number.device)
+            value = float(zero + number)
+            factors.append(value if node.name().startswith("Mul") else 1 / (value or math.nan))
+        node = next((after for after, _ in node.next_functions if after is not None), None)
+    return factors
+
+
+def shared_factors(
+    roots: Iterable[torch.Tensor], seeds: Iterable[torch.Tensor], *, waits: bool
+) -> list[float] | None:
+    """What all ``roots`` of a backward with ``seeds`` were multiplied by; see `constant_factors`.
+
+    ``None`` if it is not known, differs, or a seed has several values: it may be of another graph.
+    """
+    own = [constant_factors(root, waits=waits) for root in roots]
+    given = [_single_value(seed, waits=waits) for seed in seeds]
+    known = [factors for factors in (*own[:1], *given[:1]) if factors is not None]
+    is_shared = all(one == own[0] for one in own) and all(one == given[0] for one in given)
+    is_known = len(known) == len(own[:1]) + len(given[:1])
+    return [factor for factors in known for factor in factors] if is_shared and is_known else None
+
+
+def _single_value(seed: torch.Tensor, *, waits: bool) -> list[float] | None:
+    if not seed.numel() or (seed.device.type != "cpu" and not waits):
+        return None
+    value = seed.detach().flatten()[0]
+    return [float(value)] if bool((seed == value).all()) else None
 
 
 def is_mean(loss: torch.Tensor) -> bool:

@@ -53,6 +53,7 @@ class ModuleProbes:
         around(nn.Module, "load_state_dict", self._load, undo)
         around(AveragedModel, "update_parameters", self._average, undo)
         around(torch, "save", self._save, undo)
+        around(torch, "load", self._read_file, undo)
 
     def leave_alone(self) -> None:
         """Look at no calls any more."""
@@ -123,6 +124,12 @@ class ModuleProbes:
         if self._watch.is_active and args:
             self._watch.tell("saved", args[0])
         return function(*args, **kwargs)
+
+    def _read_file(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if self._watch.is_active:
+            self._watch.tell("loaded", result)
+        return result
 
 
 def _casts(device: str) -> bool:

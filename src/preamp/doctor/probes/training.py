@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,10 +20,11 @@ from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.probes.around import around
 from preamp.doctor.rule import current_place, current_places, frames
-from preamp.doctor.seen import Origin, Source
+from preamp.doctor.seen import LEAST_SCALE, Origin, Source
 from preamp.doctor.watch import Watch
 from preamp.engine.block import Block
-from preamp.kernels.autograd import constant_factor, is_mean, leaves_through
+from preamp.engine.grad_scaler import GradScaler
+from preamp.kernels.autograd import is_mean, leaves_through, shared_factors
 from preamp.scaling import LossScaler
 
 Function = Callable[..., Any]
@@ -51,6 +52,8 @@ class TrainingProbes:
         around(torch.optim.Optimizer, "__init__", self._make_optimizer, undo)
         around(torch.optim.Optimizer, "add_param_group", self._add_group, undo)
         around(torch.optim.Optimizer, "zero_grad", self._zero, undo)
+        for kind in (torch.optim.Optimizer, torch.amp.GradScaler, GradScaler):
+            around(kind, "load_state_dict", self._restore, undo)
         around(torch.autograd, "backward", self._backward, undo)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.CosineAnnealingWarmRestarts):
             around(kind, "step", self._step_schedule, undo)
@@ -79,6 +82,12 @@ class TrainingProbes:
         if self._watch.is_active:
             self._watch.seen.zeroed += 1
         return function(*args, **kwargs)
+
+    def _restore(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if self._watch.is_active:
+            self._watch.tell("state_restored", args[0])
+        return result
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -167,44 +176,32 @@ class TrainingProbes:
         self._watch.tell("backward_is_near", False)
         seen.gradients.backward_begins(seen.all_params())
         half: set[int] = set()
-        factor = 1.0
-        if self._read < _READ:
-            self._read += 1
+        self._read += 1
+        if self._read <= _READ:
             half = leaves_through(roots, torch.float16)
             seen.through_half |= half
-            factors = [*map(constant_factor, roots), *map(_single, tensors_in(seed))]
-            factor = math.prod(factors)
-        lines, forwards = current_places(), seen.forwards
+        factors: Sequence[float] | None = ()
         scaler, mean, is_mixed = seen.take_scaler(roots)
-        if scaler is None:
-            return Source(
-                origin=self._plain(roots, seed),
-                factor=factor,
-                is_mean=seed is None and all(map(is_mean, roots)),
-                lines=lines,
-                forwards=forwards,
-            ), half
         origin = Origin.ENGINE
-        if isinstance(scaler, torch.amp.GradScaler):
+        if scaler is None:
+            for root in roots:
+                self._watch.tell("loss_made", root)
+            factors = shared_factors(roots, tensors_in(seed), waits=self._read <= _READ)
+            mean = seed is None and all(map(is_mean, roots))
+            scaler = seen.scaler_by_hand(factors or ())
+            origin = _origin(factors) if scaler is None else Origin.GRAD_SCALER
+        elif isinstance(scaler, torch.amp.GradScaler):
             origin = Origin.MIXED if is_mixed else Origin.GRAD_SCALER
             self._watch.tell("scaled_backward_begins", scaler, roots)
         return Source(
             origin=origin,
-            scaler=weakref.ref(scaler),
-            updates=seen.updates.get(scaler, 0),
+            scaler=None if scaler is None else weakref.ref(scaler),
+            updates=0 if scaler is None else seen.updates.get(scaler, 0),
+            factor=math.prod(factors or ()),
             is_mean=mean,
-            lines=lines,
-            forwards=forwards,
+            lines=current_places(),
+            forwards=seen.forwards,
         ), half
-
-    def _plain(self, roots: list[torch.Tensor], seed: Any) -> Origin:
-        """Tell of losses without a loss scale; those multiplied by hand are of another kind."""
-        for root in roots:
-            self._watch.tell("loss_made", root)
-        # The last thing done to a loss that was scaled by hand is a product.
-        last = (root.grad_fn.name() for root in roots if root.grad_fn is not None)
-        is_multiplied = seed is not None or any(name.startswith("MulBackward") for name in last)
-        return Origin.OTHER if is_multiplied else Origin.PLAIN
 
 
 def _is_in_its_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -217,8 +214,12 @@ def _is_in_its_step(optimizer: torch.optim.Optimizer) -> bool:
     return sum(bool(args) and args[0] is optimizer for args in wrappers) > 1
 
 
-def _single(seed: torch.Tensor) -> float:
-    return float(seed) if seed.numel() == 1 else 1.0
+def _origin(factors: Sequence[float] | None) -> Origin:
+    """A loss scale by hand is large; other factors are weights."""
+    factor = math.nan if factors is None else math.prod(factors)
+    if factors is None or math.isinf(factor):
+        return Origin.OTHER
+    return Origin.BY_HAND if abs(factor) >= LEAST_SCALE else Origin.PLAIN
 
 
 def _skipped_by_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -275,6 +276,7 @@ class ScalerProbes:
     def _make(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(scaler, *args, **kwargs)
         if self._watch.is_active:
+            self._watch.seen.updates[scaler] = 0
             self._watch.tell("scaler_made", scaler)
         return result
 
@@ -355,6 +357,7 @@ class ScalerProbes:
             is_skipped = bool(begun or not seen.compiles)
             facts.skipped += is_skipped
             seen.skipped += is_skipped
+            facts.by_scaler = True
             self._watch.attempt(seen.use, optimizer)
             self._watch.step_taken()
         return result

@@ -89,7 +89,7 @@ EPS_IS_ZERO = define_rule(
 UPDATE_IS_LOST = define_rule(
     id="PA202",
     severity=Severity.ERROR,
-    title="Updates are below the resolution of half weights",
+    title="Updates are zero, or below the resolution of the weights",
     why="""A half weight can change only in steps of its last digit: about 1/2000 of itself in
     float16, 1/256 in bfloat16. An update of less than half of that rounds away, every time anew,
     however many steps are taken. Training slows down or stops without an error.""",
@@ -98,9 +98,10 @@ UPDATE_IS_LOST = define_rule(
     half of the weights with a gradient stayed bit for bit what they were, at a learning rate that
     is not zero; up to nine tenths are a warning. The report says as well how many have not moved
     since the first step. Optimizers whose step is not torch's or preamp's own may keep what is
-    rounded away, and are left out.""",
-    do="""Update float32 masters (preamp's O2, or O5 for bfloat16), or keep the weights in float32
-    and use autocast. A larger learning rate helps only while training can bear it.""",
+    rounded away, and are left out. In float32, or at a rate of zero, it is reported if no weight
+    with a gradient has moved by step 8; masters of preamp are not looked at.""",
+    do="""Look at the learning rate. Update float32 masters (preamp's O2, or O5 for bfloat16), or
+    use autocast over float32 weights. A larger rate helps only while training can bear it.""",
 )
 BFLOAT16_WEIGHTS = define_rule(
     id="PA203",
@@ -142,6 +143,7 @@ _DIVIDE_BY_ROOT = (
 _LARGE = 1024.0
 _VANISHING_SHARE = 1e-3
 _SAMPLED = 1 << 20
+_LOOKS = 4  # the last of them at step 8
 _AVERAGES = 16
 _WRITES = 128  # in the second step, which averages are at the beginning of
 
@@ -186,6 +188,8 @@ class _Watched:
     first: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     unmoved: float = 1.0
     largest_lr: float = 0.0
+    has_moved: bool = False  # whether any weight has, in half or not
+    looks: int = 0  # at weights with gradients, before that
     weights: int = 0
     dtype: torch.dtype = torch.float16
     made: Place | None = None
@@ -201,7 +205,7 @@ class LostUpdates(Detector):
         self._watched = ByOptimizer(lambda of: _Watched(made=seen.facts(of).made))
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy some half weights, at steps that are powers of two."""
+        """Copy some weights, at steps that are powers of two; half ones once any has moved."""
         number = self.seen.facts(optimizer).begun
         if number & (number - 1) or not is_known(optimizer):
             return
@@ -212,14 +216,17 @@ class LostUpdates(Detector):
             for param in group["params"]:
                 grad = stored_grad(param)
                 rate = float(group.get("lr", 1.0))
-                if room <= 0 or not is_half(param) or grad is None or rate == 0:
+                if room <= 0 or grad is None or not param.is_floating_point():
+                    continue
+                if watched.has_moved and not (is_half(param) and rate):
                     continue
                 if grad.layout is not torch.strided or not param.is_contiguous():
                     continue
                 sample = param.detach().view(-1)[:room].clone()
                 room -= sample.numel()
                 watched.before.append((param, sample, rate))
-                watched.first.setdefault(id(param), sample)
+                if watched.first.setdefault(id(param), sample).shape != sample.shape:
+                    watched.first[id(param)] = sample  # of another one with its id
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the weights that stayed what they were."""
@@ -227,19 +234,26 @@ class LostUpdates(Detector):
         if watched is None or not watched.before:
             return
         moved_by = stayed = still = 0
+        is_idle = False
         for param, sample, rate in watched.before:
             grad = stored_grad(param)
             if grad is None or grad.shape != param.shape:
                 continue
-            has_gradient = grad.detach().reshape(-1)[: sample.numel()] != 0
-            same = param.detach().view(-1)[: sample.numel()] == sample
-            moved_by += int(has_gradient.sum())
-            stayed += int((has_gradient & same).sum())
+            values = grad.detach().reshape(-1)[: sample.numel()]
+            has_gradient = (values != 0) & values.isfinite()
             current = param.detach().view(-1)[: sample.numel()]
-            still += int((has_gradient & (current == watched.first[id(param)])).sum())
+            is_first = current == watched.first[id(param)]
             watched.largest_lr = max(watched.largest_lr, rate)
+            watched.has_moved |= not bool(is_first.all())
+            is_idle |= bool(has_gradient.any())
+            if not is_half(param) or not rate:
+                continue
+            moved_by += int(has_gradient.sum())
+            stayed += int((has_gradient & (current == sample)).sum())
+            still += int((has_gradient & is_first).sum())
             watched.dtype = param.dtype
         watched.before.clear()
+        watched.looks += is_idle
         if moved_by:
             watched.shares.append(stayed / moved_by)
             watched.unmoved = still / moved_by
@@ -248,7 +262,12 @@ class LostUpdates(Detector):
     def run_ended(self) -> None:
         """Report optimizers most of whose updates were lost."""
         for key, watched in enumerate(self._watched.all):
-            shares = watched.shares
+            shares, rate = watched.shares, watched.largest_lr
+            if not watched.has_moved and watched.looks >= _LOOKS and not shares:
+                steps = 2 ** (watched.looks - 1)
+                what = f"Weights with gradients are what they were {steps} steps before or more; "
+                what += f"the largest learning rate was {rate:g}."
+                self.report(UPDATE_IS_LOST, key, what, where=watched.made, steps=steps, lr=rate)
             if len(shares) < 2 or median(shares) <= 0.5 or shares[-1] <= 0.5:
                 continue
             share = median(shares)
@@ -256,15 +275,14 @@ class LostUpdates(Detector):
                 UPDATE_IS_LOST,
                 key,
                 f"{share:.0%} of {watched.weights:,} {dtype_name(watched.dtype)} weights with a "
-                f"gradient did not change in a step, at learning rates up to "
-                f"{watched.largest_lr:g}; median of {len(shares)} steps. {watched.unmoved:.0%} "
-                "have not moved since the first.",
+                f"gradient did not change in a step, at learning rates up to {rate:g}; median of "
+                f"{len(shares)} steps. {watched.unmoved:.0%} have not moved since the first.",
                 where=watched.made,
                 severity=None if share >= _MOST else Severity.WARNING,
                 stalled_share=share,
                 unmoved_share=watched.unmoved,
                 weights=watched.weights,
-                lr=watched.largest_lr,
+                lr=rate,
                 steps_looked_at=len(shares),
             )
 

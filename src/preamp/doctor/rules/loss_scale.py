@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from preamp.core.tensors import local_of, stored_grad
 from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Origin, Seen
+from preamp.doctor.seen import Origin, Seen, Source
 from preamp.engine import find_engine
 from preamp.kernels.autograd import has_hooks
 
@@ -48,9 +48,9 @@ NOT_SCALED = define_rule(
     how="""An optimizer step used gradients as a backward without a loss scale had left them,
     clipped or not, and they are float16 or were on their way through the graph, as under autocast.
     So it is where a GradScaler begins with a scale of 1 or less and grows by the hundreds of steps.
-    The graphs of the first 64 backwards are read. A loss that the script multiplies by hand, or
-    gradients that it changes afterwards, are left out, and so is the inside of what is
-    compiled.""",
+    The graphs of the first 64 backwards are read. A loss that the script multiplies by 64 or more,
+    which may be a scale, or gradients that it changes afterwards, are left out, and so is the
+    inside of what is compiled.""",
     do="""With torch.amp use torch.amp.GradScaler. With preamp or apex call backward inside
     scale_loss. Or train in bfloat16, which needs no loss scale.""",
 )
@@ -62,9 +62,9 @@ BYPASSED = define_rule(
     direct call of optimizer.step does neither: weights move by an update that is as many times too
     large as the loss scale says, or become infinite with the first overflow.""",
     how="""optimizer.step ran outside scaler.step on gradients that carry the scale, that
-    scaler.step had used already, or that scaler.unscale_ had unscaled for a step that was to
-    follow. The last is an info where no gradient overflowed, since the script may look for that by
-    itself.""",
+    scaler.step had used already or used after it, or that scaler.unscale_ had unscaled for a step
+    that was to follow. The last is an info where no gradient overflowed, since the script may look
+    for that by itself.""",
     do="Call scaler.step(optimizer) and then scaler.update() in place of optimizer.step().",
 )
 OUTSIDE = define_rule(
@@ -87,6 +87,7 @@ _LIMITED = 0.01  # share of clamped values that are the limit
 _FEWEST_LIMITED = 8
 _NORMS = 3
 _EARLY = 32  # steps
+_FEWEST_IDLE = 6
 _SAMPLE = 4096
 
 
@@ -217,11 +218,16 @@ class Stepping(Detector):
         )
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Look at the scale at the first step."""
-        facts = self.seen.facts(optimizer)
+        """Look whether the step was taken already, and at the scale at the first one."""
+        facts, gradients = self.seen.facts(optimizer), self.seen.gradients
+        marked = gradients.marked(self.seen.params(optimizer))
+        if marked and not facts.by_scaler and len(gradients.of(marked, Origin.USED)) == len(marked):
+            what = f"scaler.step used {len(marked)} gradients that {type(optimizer).__name__}.step"
+            what = f"{what} had used already: each update is made twice."
+            self.report(BYPASSED, id(optimizer), what, gradients=len(marked))
         if facts.begun + facts.skipped or scaler.get_growth_interval() < _SOON:
             return
-        params = [p for p in self.seen.params(optimizer) if self.seen.gradients.was_half(p)]
+        params = [p for p in self.seen.params(optimizer) if gradients.was_half(p)]
         if params and scaler.get_scale() <= 1.0:
             self.report(
                 NOT_SCALED,
@@ -323,15 +329,18 @@ class Stepping(Detector):
 SCHEDULED_SKIP = define_rule(
     id="PA104",
     severity=Severity.WARNING,
-    title="The learning-rate schedule advances on skipped steps",
+    title="The learning-rate schedule runs ahead of the steps",
     why="""After an overflow the optimizer's step is left out, and the first steps of a dynamic loss
-    scale often are. A schedule that goes on all the same runs ahead of the training: warm-up ends
-    too early, and its first, smallest rates are never used.""",
+    scale often are; where gradients are accumulated most batches have none. A schedule that goes on
+    all the same runs ahead of the training: warm-up ends too early, and its first, smallest rates
+    are never used.""",
     how="""scheduler.step was called when since its last call the optimizer had skipped its step. A
     schedule that is mostly called after several steps, as once in an epoch, is left out. Steps that
-    an FP16_Optimizer leaves out are not seen.""",
-    do="""Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk after
-    a skip: compare scaler.get_scale() before and after scaler.update(). With preamp call
+    an FP16_Optimizer leaves out are not seen. Or half of all calls followed a backward without a
+    step: an info unless there were more calls than the schedule's total_steps or T_max, and nothing
+    at all if it has them and there were not, since it may have been planned in batches.""",
+    do="""Step the schedule once for each step of the optimizer. With torch.amp the scale has shrunk
+    after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp call
     preamp.step_scheduler(scheduler, optimizer).""",
 )
 
@@ -344,6 +353,10 @@ class _Schedule:
     calls: int = 0
     after_skips: int = 0
     where: Place | None = None
+    is_fed: bool = False  # whether its optimizer has got gradients since its last call
+    idle: int = 0  # calls after gradients without a step
+    idle_at: Place | None = None
+    planned: int | None = None  # calls, by its arguments
 
 
 class Scheduling(Detector):
@@ -356,6 +369,14 @@ class Scheduling(Detector):
         self._known: weakref.WeakKeyDictionary[Any, _Schedule] = weakref.WeakKeyDictionary()
         self._schedules: list[_Schedule] = []
 
+    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+        """Note whose schedule's optimizer has got gradients."""
+        last = self.seen.gradients.last
+        for scheduler, schedule in tuple(self._known.items()):
+            params = () if schedule.is_fed else self.seen.params(scheduler.optimizer)
+            marks = (mark for param in params if (mark := last(param)) is not None)
+            schedule.is_fed |= any(mark.source is source for mark in marks)
+
     def schedule_stepped(self, scheduler: Any) -> None:
         """Compare the steps since the last call with what became of them."""
         optimizer = getattr(scheduler, "optimizer", None)
@@ -365,6 +386,8 @@ class Scheduling(Detector):
         schedule = self._known.get(scheduler)
         if schedule is None:  # its constructor, which sets the first learning rate
             schedule = _Schedule(type(scheduler).__name__, counts)
+            plans = (getattr(scheduler, name, None) for name in ("total_steps", "T_max"))
+            schedule.planned = next((plan for plan in plans if plan is not None), None)
             self._known[scheduler] = schedule
             self._schedules.append(schedule)
             return
@@ -376,6 +399,10 @@ class Scheduling(Detector):
         if skipped > before_skipped and applied == before_applied:
             schedule.after_skips += 1
             schedule.where = schedule.where or current_place()
+        elif schedule.is_fed and not schedule.steps[-1]:
+            schedule.idle += 1
+            schedule.idle_at = schedule.idle_at or current_place()
+        schedule.is_fed = False
 
     def run_ended(self) -> None:
         """Report every schedule that ran ahead."""
@@ -390,3 +417,13 @@ class Scheduling(Detector):
                     calls=schedule.calls,
                     after_skipped_steps=schedule.after_skips,
                 )
+            steps, planned = sum(schedule.steps), schedule.planned
+            is_planned = planned is not None and planned >= schedule.calls
+            if 2 * schedule.idle < max(schedule.calls - 1, _FEWEST_IDLE) or is_planned:
+                continue
+            if steps > 1 and not self.seen.compiles:  # of compiled steps nothing is seen
+                where, calls = schedule.idle_at, schedule.calls
+                what = f"{schedule.name}.step was called {calls} times for {steps} steps"
+                what += "." if planned is None else f"; it was made for {planned} calls."
+                kind, rule = Severity.INFO if planned is None else None, SCHEDULED_SKIP
+                self.report(rule, where, what, where=where, severity=kind, calls=calls, steps=steps)

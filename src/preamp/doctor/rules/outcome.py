@@ -26,15 +26,16 @@ from preamp.kernels.autograd import Gradients, has_hooks, reached_from, watch_gr
 NO_STEP = define_rule(
     id="PA601",
     severity=Severity.ERROR,
-    title="No step updates the weights",
+    title="Most steps update no weights, or all",
     why="""A few skipped steps are part of finding the loss scale. If none follows that is applied,
     the loss or the weights are not finite or the scale does not adjust, and the run trains
     nothing.""",
     how="""All steps of an optimizer were skipped, or the last eight or more; up to three, all
-    skipped, are a warning, since the scale may be on its way. Or there was no step at all, after
-    eight backwards in training mode whose gradients the script did not look at either, or after
-    eight calls of optimizer.zero_grad, or of a model in training mode, without a backward. Or the
-    last eight calls of the model, of backward or of step raised errors that the script went on
+    skipped, are a warning, since the scale may be on its way. So are eight or more, and more than
+    were applied, that were skipped after the first that was applied. Or there was no step at all,
+    after eight backwards in training mode whose gradients the script did not look at either, or
+    after eight calls of optimizer.zero_grad, or of a model in training mode, without a backward. Or
+    the last eight calls of the model, of backward or of step raised errors that the script went on
     from; those of the model count in lines that have trained, or where none ever went well.""",
     do="""Look at the loss of the step named. If it is finite, start from a smaller scale and see
     that scaler.update() is called; if not, no loss scale can help. Where errors are caught, print
@@ -109,6 +110,7 @@ class _Training:
     applied: int = 0
     skipped: int = 0
     in_row: int = 0  # skipped steps since the last one that was applied
+    sought: int = 0  # skipped steps before the first one that was applied
     backwards: int = 0  # that gave its parameters gradients
     # Weights and running averages, as long as the script has them.
     tensors: list[weakref.ref[torch.Tensor]] = field(
@@ -126,6 +128,7 @@ class _Training:
 
     def count(self, applied: int, skipped: int) -> None:
         """Take over how many steps were applied and skipped so far."""
+        self.sought = self.sought if self.applied else skipped
         self.in_row = skipped - self.skipped + (self.in_row if applied == self.applied else 0)
         if applied != self.applied and skipped == self.skipped:
             self.in_row = 0
@@ -416,6 +419,11 @@ class Outcome(Detector):
     def _report_skips(self, number: int, training: _Training) -> None:
         steps = training.applied + training.skipped
         if training.in_row < _SKIPPED and (training.applied or not training.skipped):
+            lost = training.skipped - training.sought
+            if lost >= _SKIPPED and lost > training.applied:
+                what = f"{training.name} has skipped {lost} of {steps - training.sought} steps "
+                what += f"since the first that was applied, step {training.sought + 1}."
+                self.report(NO_STEP, number, what, where=training.at, skipped=lost, steps=steps)
             return
         first = steps - training.in_row + 1
         self.report(

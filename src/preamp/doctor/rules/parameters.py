@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -48,10 +49,13 @@ DROPPED = define_rule(
     severity=Severity.ERROR,
     title="Gradients are dropped between backward and step",
     why="""The step finds no gradients, or zeros. Nothing is learned, while momentum and weight
-    decay go on moving the weights.""",
+    decay go on moving the weights. Where gradients are accumulated, and set to zero for each batch,
+    nothing is learned from any but the last.""",
     how="""A backward gave gradients to the optimizer's parameters, or to half ones that it has
-    copies of, and in most steps all were gone or zero when the step began.""",
-    do="Call zero_grad before the backward or after the step.",
+    copies of, and in most steps all were gone or zero when the step began. Or before most steps as
+    many backwards of the same line, for other batches, had their gradients set to zero, while no
+    weight was changed.""",
+    do="Call zero_grad before the first backward of a step, or after the step.",
 )
 NEVER_ZEROED = define_rule(
     id="PA404",
@@ -59,9 +63,9 @@ NEVER_ZEROED = define_rule(
     title="Gradients are never set to zero",
     why="""backward adds to what is there. Without zero_grad each step gets the sum of all gradients
     so far, most of them of weights of long ago.""",
-    how="""In three steps or more, and nearly all, the gradients still had in them what the step
-    before had used, and that was not zero.""",
-    do="Call optimizer.zero_grad() once for each step.",
+    how="""In three steps or more, and most, gradients, or a part of them, still had in them what
+    the step before had used, and that was not zero.""",
+    do="Call optimizer.zero_grad() once for each step, of the optimizer that has all parameters.",
 )
 NOT_COPIED = define_rule(
     id="PA405",
@@ -96,8 +100,23 @@ UNSERVED = define_rule(
     do="Make and update the average inside engine.exact_weights(), or of a deep copy of the model.",
 )
 
+FROZEN_MOVE = define_rule(
+    id="PA408",
+    severity=Severity.WARNING,
+    title="Frozen weights are moved by the optimizer",
+    why="""An optimizer leaves out parameters without a gradient, not those whose gradient is zero.
+    Weight decay shrinks them in every step, though nothing trains them, and momentum carries them
+    on.""",
+    how="""Looked at in the first 32 steps and then at powers of two. A parameter whose gradient the
+    script had set to zero after the backward, or that has one and does not require it, was changed
+    by two steps. Parameters with masters are not looked at.""",
+    do="""Set their gradients to None (zero_grad does by default), or leave them out of the
+    optimizer.""",
+)
+
 _STEPS = 3
 _NAMED = 3
+_EARLY = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +279,8 @@ class _Sums:
     summed: int = 0  # those of several backwards, undivided
     backwards: int = 0  # the most of those in a step
     kept: bool = False  # whether the last step has left what it used, and it is not zero
+    # How many backwards before a step were dropped one by one, and before how many steps.
+    last_only: Counter[int] = field(default_factory=Counter[int])
     where: Place | None = None
 
 
@@ -297,8 +318,10 @@ class Accumulation(Detector):
         there = [m.is_carried for p, m in made if stored_grad(p) is not None]
         if (behind or not live) and (size is None or float(size) == 0):
             known.dropped += 1
-        elif known.kept and there and all(there):
+        elif known.kept and any(there):
             known.carried += 1
+        if live and (dropped := min(mark.dropped for mark in live)):
+            known.last_only[dropped] += 1
         if live and all(m.is_alike and not m.is_carried and m.backwards > 1 for m in live):
             known.summed += 1
             known.backwards = max(known.backwards, *(mark.backwards for mark in live))
@@ -306,7 +329,7 @@ class Accumulation(Detector):
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Look what gradients are left, where nobody has zeroed them so far."""
         known = self._sums.get(optimizer)
-        if known is not None and known.steps <= known.carried + 2:
+        if known is not None and known.steps <= 2 * known.carried + 2:
             known.kept = self._has_gradients(optimizer) is True
 
     def backward_is_near(self, of_engine: bool) -> None:
@@ -330,12 +353,59 @@ class Accumulation(Detector):
             if 2 * known.dropped > steps:
                 what = f"{name} had lost all gradients before {known.dropped} of {steps} steps."
                 self.report(DROPPED, key, what, where=where, steps=steps, dropped=known.dropped)
-            if known.carried >= _STEPS and known.carried >= steps - 2:
+            dropped, times = next(iter(known.last_only.most_common(1)), (0, 0))
+            if times >= _STEPS and 2 * times > steps:
+                what = f"{times} of {name}'s {steps} steps used the last of {dropped + 1} backwards"
+                what = f"{what} alone; the gradients of the others had been set to zero."
+                self.report(DROPPED, key, what, where=where, steps=steps, dropped=dropped)
+            if known.carried >= _STEPS and 2 * known.carried > steps:
                 what = f"{known.carried} of {name}'s {steps} steps had earlier gradients in theirs."
                 self.report(NEVER_ZEROED, key, what, where=where, steps=steps)
             if known.summed >= 2 and 2 * known.summed > steps:
                 what = f"{known.summed} of {steps} steps used sums of {known.backwards} backwards."
                 self.report(NOT_DIVIDED, key, what, where=where, backwards=known.backwards)
+
+
+class Frozen(Detector):
+    """Finds PA408."""
+
+    RULES = (FROZEN_MOVE,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is frozen in a step
+        self._moved: Counter[int] = Counter()  # steps of each optimizer in which it moved
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what is frozen, and would not be left out."""
+        begun, params = self.seen.facts(optimizer).begun, list(self.seen.params(optimizer))
+        is_looked_at = begun <= _EARLY or not begun & (begun - 1)
+        frozen = filter(self._is_frozen, params if is_looked_at else ())
+        self._before = [(param, sample_of(param)) for param in frozen]
+        if find_engine(optimizer) is not None or len(self._before) == len(params):
+            self._before.clear()
+
+    def _is_frozen(self, param: torch.Tensor) -> bool:
+        grad, gradients = stored_grad(param), self.seen.gradients
+        if grad is None or grad.layout is not torch.strided:
+            return False
+        mark = gradients.last(param)
+        is_made = mark is not None and mark.origin is not Origin.USED
+        is_written = is_made and gradients.live(param) is None
+        return not param.requires_grad or (is_written and not bool(grad.any()))
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare it, and report it at the second time."""
+        pairs = [(old, sample_of(param)) for param, old in self._before]
+        self._before.clear()
+        moved = [(old, new) for old, new in pairs if not torch.equal(old, new)]
+        self._moved[id(optimizer)] += bool(moved)
+        if moved and self._moved[id(optimizer)] > 1:
+            old, new = max(moved, key=lambda pair: len(pair[0]))
+            ratio = float(new.float().square().sum() / old.float().square().sum()) ** 0.5
+            what = f"{type(optimizer).__name__} has moved {len(moved)} frozen parameters again; "
+            what += f"one is {ratio:.6g} times as large after this step."
+            self.report(FROZEN_MOVE, id(optimizer), what, parameters=len(moved), ratio=ratio)
 
 
 class Masters(Detector):

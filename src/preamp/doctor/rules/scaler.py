@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PA105 to PA111: a ``GradScaler``, or a scale by hand, that is not used as a whole."""
+"""PA105 to PA111, PA113: a ``GradScaler``, or a scale by hand, that is not used as a whole."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Origin, Seen
+from preamp.doctor.seen import Mark, Origin, Seen
 from preamp.kernels.autograd import has_hooks, leaves_through
 
 NEVER_SCALED = define_rule(
     id="PA105",
     severity=Severity.ERROR,
-    title="A GradScaler unscales gradients that were never scaled",
-    why="""A GradScaler divides by the scale whether or not the loss was multiplied by it. Every
-    update is then too small by that factor, 65,536 at the beginning.""",
-    how="""scaler.unscale_ or scaler.step was called while the gradients were as a backward without
-    a loss scale had left them. A scale of 1 is left out.""",
-    do="Call scaler.scale(loss).backward() in place of loss.backward().",
+    title="A GradScaler unscales gradients that do not carry its scale",
+    why="""A GradScaler divides by the scale whether or not the loss was multiplied by it, or the
+    gradients divided before. Every update is then too small by that factor, 65,536 at the
+    beginning.""",
+    how="""scaler.unscale_ or scaler.step was called while gradients were as a backward had left
+    them, and their loss had not been multiplied by the scale, by the scaler or by hand. A scale of
+    1 is left out. Or the script had divided each gradient by the scale, before the scaler did or
+    after it: seen on CPUs, where the loss is an undivided mean, or at two scales.""",
+    do="""Call scaler.scale(loss).backward() in place of loss.backward(), and leave unscaling to
+    scaler.unscale_ and scaler.step.""",
 )
 MIXED = define_rule(
     id="PA106",
@@ -63,14 +68,15 @@ NEW_SCALER = define_rule(
 LEFT_ON = define_rule(
     id="PA109",
     severity=Severity.ERROR,
-    title="A loss scale by hand is never undone",
-    why="""Updates are as many times too large as the loss was multiplied by. Adam hides it, but not
-    from its eps, from clipping and from weight decay.""",
+    title="A loss scale by hand is not undone once",
+    why="""Updates are as many times too large, or too small, as the loss was multiplied by. Adam
+    hides it, but not from its eps, from clipping and from weight decay.""",
     how="""A loss that reaches its parameters through float16 was multiplied by a power of two from
-    64 on, and a step used its gradients, or float32 copies of them, as they came, clipped or not.
-    Left out are gradients with hooks, optimizers with a step of their own, and learning rates that
-    are round numbers only after multiplying by that factor.""",
-    do="Divide the gradients by the scale before they are clipped and used, or use a GradScaler.",
+    64 on, and a step used most of its gradients, or float32 copies of them, as they came, clipped
+    or not; or, seen on CPUs, all of them divided by the square of that number. Left out are
+    gradients with hooks, optimizers with a step of their own, and learning rates that are round
+    numbers only after multiplying by that factor.""",
+    do="Divide the gradients by the scale once, before they are clipped, or use a GradScaler.",
 )
 NOT_SAVED = define_rule(
     id="PA110",
@@ -95,9 +101,21 @@ BFLOAT16_SCALER = define_rule(
     do="Leave the scaler out, or pass enabled=False.",
 )
 
+HALF_RESUMED = define_rule(
+    id="PA113",
+    severity=Severity.WARNING,
+    title="A run goes on from a checkpoint of which a part was left",
+    why="""Without its state Adam begins with averages of zero, and its first steps are as large as
+    those of a new run. Without the loss scale steps are skipped, or small gradients are lost until
+    the scale has grown back.""",
+    how="""torch.load returned the states of an optimizer and of a scaler, a model loaded its
+    weights, and load_state_dict was called of one of the two alone before the first step of the
+    other, which was new. If neither was restored, the weights may be all that is wanted.""",
+    do="Call load_state_dict of the optimizer and of the scaler too.",
+)
+
 _SCALER_WORDS = ("scaler", "loss_scale", "_growth_tracker")
 _NEW = 3
-_LEAST_FACTOR = 64.0
 _LOOKED_AT = 4
 
 
@@ -121,6 +139,7 @@ class ScalerUse(Detector):
             weakref.WeakKeyDictionary()
         )
         self._looked_at = 0
+        self._divided: set[float] = set()  # scales that the script has divided gradients by
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         """Note the line."""
@@ -143,15 +162,19 @@ class ScalerUse(Detector):
     ) -> None:
         """Look at what the gradients are that are about to be unscaled."""
         marks = [mark for p in params if (mark := self.seen.gradients.live(p)) is not None]
-        plain = sum(mark.origin is Origin.PLAIN for mark in marks)
+        # Where some are unscaled already, those that came afterwards need no scale.
+        is_unscaled = any(mark.origin is Origin.UNSCALED for mark in marks)
+        plain = [mark for mark in marks if mark.origin in (Origin.PLAIN, Origin.BY_HAND)]
         mixed = [mark for mark in marks if mark.origin is Origin.MIXED]
         place = current_place()
-        if plain == len(marks) > 0 and scale() != 1.0:
-            what = f"{plain} gradients are about to be divided by {scale():g}."
-            self.report(NEVER_SCALED, place, what, loss_scale=scale(), gradients=plain)
-        if any(
-            mark.source.scaler is not None or mark.source.origin is Origin.PLAIN for mark in mixed
-        ):
+        if plain and not is_unscaled and scale() != 1.0:
+            count, factor = len(plain), plain[0].source.factor
+            what = f"{count} of {len(marks)} gradients are about to be divided by {scale():g}; "
+            what += f"their loss was multiplied by {factor:g}."
+            self.report(NEVER_SCALED, place, what, loss_scale=scale(), gradients=count)
+        elif not marks:
+            self._check_divided(params, scale)
+        if mixed:
             what = (
                 f"{len(mixed)} of {len(marks)} gradients are sums of several backwards with "
                 f"different scales; the loss scale is now {scale():g}."
@@ -169,6 +192,21 @@ class ScalerUse(Detector):
             since = "before scaler.update" if is_own else "another scaler"
             what = f"{len(late)} gradients are from {since}; the scale is {scale():g}."
             self.report(SCALE_CHANGED, place, what, gradients=len(late), loss_scale=scale())
+
+    def _check_divided(self, params: Sequence[torch.Tensor], scale: Callable[[], float]) -> None:
+        """Look whether the script has divided by the scale what it has written to."""
+        gradients = self.seen.gradients
+        known = [(p, mark) for p in params if (mark := gradients.last(p)) is not None]
+        ratios = [gradients.divided_by(p, stored_grad(p)) for p, _ in known]
+        value = scale() if ratios else 1.0
+        if value == 1.0 or not all(math.isclose(ratio, value, rel_tol=1e-5) for ratio in ratios):
+            return
+        self._divided.add(value)
+        # A sum over as many elements is divided by their number.
+        if len(self._divided) > 1 or all(mark.source.is_mean for _, mark in known):
+            what = f"The script has divided {len(known)} gradients by {value:g}, the loss scale, "
+            what += "which the scaler does too."
+            self.report(NEVER_SCALED, "divided", what, loss_scale=value, gradients=len(known))
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Count the scalers that took over from each other."""
@@ -196,31 +234,40 @@ class LeftOn(Detector):
         own = list(self.seen.params(optimizer))
         behind = self.seen.behind(optimizer)
         sources = behind if len(behind) == len(own) else own
-        found = (self._factor_in(*pair) for pair in zip(own, sources, strict=True))
-        factors = [factor for factor in found if factor is not None]
-        if not factors or len(factors) < sum(stored_grad(param) is not None for param in own):
+        pairs = [(p, s) for p, s in zip(own, sources, strict=True) if stored_grad(p) is not None]
+        marks = [mark for _, s in pairs if (mark := self._scaled(s)) is not None]
+        factor = next((mark.source.factor for mark in marks if mark.was_half), 0.0)
+        if math.frexp(factor)[0] != 0.5:
             return
-        factor = factors[0]
+        undone = [self._undone(*pair) for pair in pairs]
+        carried = undone.count(1.0)
+        twice = sum(math.isclose(by, factor**2, rel_tol=0.1) for by in undone)
+        if 2 * carried < len(pairs) and twice < len(pairs):
+            return
         rates = {float(group.get("lr", 0.0)) for group in optimizer.param_groups}
-        if all(_is_round(rate * factor) and not _is_round(rate) for rate in rates):
+        if carried and all(_is_round(rate * factor) and not _is_round(rate) for rate in rates):
             return
-        name, count = type(optimizer).__name__, len(factors)
-        what = f"{name}.step used {count} gradients that carry the factor {factor:g}."
+        count = carried or twice
+        how = f"carry the factor {factor:g}" if carried else f"were divided by {factor:g} twice"
+        what = f"{type(optimizer).__name__}.step used {count} gradients that {how}."
         self.report(LEFT_ON, id(optimizer), what, factor=factor, gradients=count)
 
-    def _factor_in(self, param: torch.Tensor, source: torch.Tensor) -> float | None:
-        """The scale by hand in the gradient of ``param``, which may be a copy of ``source``'s."""
-        mark = self.seen.gradients.live(source)
-        if mark is None or mark.origin is not Origin.OTHER or has_hooks(source):
-            return None
-        factor, is_power = mark.source.factor, math.frexp(mark.source.factor)[0] == 0.5
-        if not mark.was_half or not is_power or factor < _LEAST_FACTOR:
-            return None
-        grad, made = stored_grad(param), stored_grad(source)
-        if param is source or grad is None or made is None:
-            return factor if param is source else None
-        is_copy = grad.shape == made.shape and torch.equal(made.to(grad.dtype), grad)
-        return factor if is_copy else None
+    def _scaled(self, source: torch.Tensor) -> Mark | None:
+        """The mark of a gradient whose loss was scaled by hand, if no hook may have undone it."""
+        mark = self.seen.gradients.last(source)
+        is_scaled = mark is not None and mark.origin is Origin.BY_HAND and not has_hooks(source)
+        return mark if is_scaled else None
+
+    def _undone(self, param: torch.Tensor, source: torch.Tensor) -> float:
+        """What the gradient of ``param`` is that of ``source`` divided by, as it was made."""
+        if self._scaled(source) is None:
+            return math.nan
+        gradients, grad, made = self.seen.gradients, stored_grad(param), stored_grad(source)
+        if gradients.live(source) is not None and grad is not None and made is not None:
+            is_same = param is source or grad.shape == made.shape
+            if is_same and (param is source or torch.equal(made.to(grad.dtype), grad)):
+                return 1.0
+        return gradients.divided_by(source, grad)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -235,18 +282,54 @@ def _is_round(rate: float) -> bool:
 
 
 class Saving(Detector):
-    """Finds PA110."""
+    """Finds PA110 and PA113."""
 
-    RULES = (NOT_SAVED,)
+    RULES = (NOT_SAVED, HALF_RESUMED)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
         self._where: Place | None = None
         self._lacks = self._has_scaler = self._is_used = False
+        # States in files that were read, and not restored, until the first step that follows.
+        self._unread: set[str] = set()
+        self._read_at: Place | None = None
+        self._has_weights = self._has_state = False  # whether any were restored since
+
+    def loaded(self, content: object) -> None:
+        """Look what a run may go on from."""
+        kinds = {*_kinds_in(content)}
+        if "optimizer" in kinds:
+            self._read_at = current_place()
+            self._unread |= kinds
+
+    def weights_loaded(self, module: nn.Module) -> None:
+        """Note that there are weights from before."""
+        self._has_weights = bool(self._unread)
+
+    def state_restored(self, thing: object) -> None:
+        """Note that a part is not left."""
+        self._has_state = bool(self._unread)
+        self._unread.discard("optimizer" if isinstance(thing, torch.optim.Optimizer) else "scaler")
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Note that there is a state to be saved."""
         self._is_used = True
+        self._go_on(optimizer, is_new_scaler=not self.seen.updates.get(scaler, 0))
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look what was left of the checkpoint."""
+        self._go_on(optimizer, is_new_scaler=False)
+
+    def _go_on(self, optimizer: torch.optim.Optimizer, *, is_new_scaler: bool) -> None:
+        facts, left = self.seen.facts(optimizer), self._unread
+        if not self._has_weights:
+            return
+        left -= {"optimizer"} if facts.applied + facts.skipped else set()
+        left -= set() if is_new_scaler else {"scaler"}
+        if left and self._has_state:
+            what = f"The run loaded weights from it, and not the state of the {min(left)}."
+            self.report(HALF_RESUMED, "start", what, where=self._read_at, left=min(left))
+        self._unread, self._has_weights, self._has_state = set(), False, False
 
     def saved(self, content: object) -> None:
         """Look for the states of optimizers and of loss scales."""
