@@ -108,7 +108,6 @@ def rate_after_resuming(step: int) -> float:
 def trained(
     path: Path,
     *,
-    level: str = "O2",
     steps: int = 120,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     lr: float = LR,
@@ -125,7 +124,7 @@ def trained(
     scene.lr = lr
     optimizer = kind(scene.model.parameters(), lr=lr, **(more or {}))
     given = {"numerics": "light", "numerics_every": 5, **options}
-    preamp.initialize(scene.model, optimizer, True, level, verbosity=0, history=path, **given)
+    preamp.initialize(scene.model, optimizer, opt_level="O2", verbosity=0, history=path, **given)
     engine = preamp.engine_of(optimizer)
     if engine.policy.is_dynamic:
         engine.scaler(0).set_scale(2.0**12)
