@@ -12,7 +12,7 @@ export PREAMP_CACHE := $(CURDIR)/$(VENV)/machine-code
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-integrations check bench wheel-test docs clean
+.PHONY: help demo test test-all test-device test-integrations check bench wheel-test docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,11 @@ test: $(VENV)/.ready-dev  ## Run the tests, with every pair of values of their p
 SUITE ?= all
 test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest: what test left out
 	$(SUITES) --suite $(SUITE)
+
+# Compiles a device of the host's memory, which takes a minute the first time.
+test-device: $(VENV)/.ready-dev  ## Run what only CUDA tensors reach on a pretended GPU; needs g++
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p devices.pretended.plugin \
+	  $(PYTEST_ARGS) tests/devices
 
 # One process: each framework takes seconds to import, and ranks are forks of the one that has.
 test-integrations: $(VENV)/.ready-integrations  ## Run preamp inside of training frameworks

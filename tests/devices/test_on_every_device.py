@@ -146,7 +146,7 @@ def test_torch_takes_its_multi_tensor_path_for_masters() -> None:
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_tensors_on_other_devices_are_not_cast(level: str) -> None:
     net = _net("cuda")
-    preamp.initialize(net, opt_level=level, verbosity=0)
+    preamp.initialize(net, opt_level=level, scope="thread", verbosity=0)
     matrix = torch.randn(4, 4)
     assert torch.mm(matrix, matrix).dtype is torch.float32
     assert torch.mm(matrix.cuda(), matrix.cuda()).dtype in (torch.float16, torch.bfloat16)
