@@ -123,8 +123,8 @@ def trained(
     scene = Scene(norm)
     scene.lr = lr
     optimizer = kind(scene.model.parameters(), lr=lr, **(more or {}))
-    given = {"numerics": "light", "numerics_every": 5, **options}
-    preamp.initialize(scene.model, optimizer, opt_level="O2", verbosity=0, history=path, **given)
+    given = {"numerics": "light", "numerics_every": 5, "opt_level": options.pop("level", "O2")}
+    preamp.initialize(scene.model, optimizer, verbosity=0, history=path, **(given | options))
     engine = preamp.engine_of(optimizer)
     if engine.policy.is_dynamic:
         engine.scaler(0).set_scale(2.0**12)

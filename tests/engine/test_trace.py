@@ -27,10 +27,11 @@ import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
 from cases.levels import LEVEL_NAMES
 from cases.tolerances import assert_same
-from preamp.engine import Engine, observation
+from preamp.engine import Engine
 from preamp.kernels import extremes
 from preamp.numerics import Float32Record, TraceRecord
 from preamp.optimizers import FusedAdam
+from preamp.watch import observation
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 Pair = namedtuple("Pair", ["kept", "nothing"])
