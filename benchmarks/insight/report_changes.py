@@ -110,18 +110,16 @@ def trained(
     *,
     steps: int = 120,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-    lr: float = LR,
     more: Mapping[str, Any] | None = None,
-    norm: nn.Module | None = None,
     changes: Mapping[int, Change] | None = None,
     rate: Callable[[int], float] | None = None,
-    clip: float | None = None,
     resumed_at: int = 0,
     **options: Any,
 ) -> None:
     """Train, with each of ``changes`` made before its step; may go on from a checkpoint."""
-    scene = Scene(norm)
-    scene.lr = lr
+    scene = Scene(options.pop("norm", None))
+    scene.lr = lr = options.pop("lr", LR)
+    clip = options.pop("clip", None)
     optimizer = kind(scene.model.parameters(), lr=lr, **(more or {}))
     given = {"numerics": "light", "numerics_every": 5, "opt_level": options.pop("level", "O2")}
     preamp.initialize(scene.model, optimizer, verbosity=0, history=path, **(given | options))
