@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -73,8 +76,15 @@ def check_a_gradient_on_one_rank_is_named_on_both() -> None:
             run.engine.close()
 
 
+def printed_by(step: Callable[[], None]) -> str:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        step()
+    return out.getvalue()
+
+
 def check_a_forward_on_one_rank_is_traced_there() -> None:
-    """The other rank gets the values by the reduction, and says that no module of it made them."""
+    """The other rank gets the values by the reduction; each of both prints what it has seen."""
     for level in ("O1", "O2", "O4", "O5"):
         for wrap in WRAPS:
             run = Run(level, wrap, overflow="trace")
@@ -84,15 +94,21 @@ def check_a_forward_on_one_rank_is_traced_there() -> None:
                 handle = run.model.middle.register_forward_hook(
                     lambda module, args, output: output * math.inf, prepend=True
                 )
-            run.step()
+            lines = printed_by(run.step)
+            again = printed_by(run.step)
             if handle is not None:
                 handle.remove()
-            (cause,) = run.engine.overflow_causes
+            cause, _ = run.engine.overflow_causes
             assert cause.parameters == NAMES, (level, wrap, cause)
             assert cause.was_watched
             if dist.get_rank() == 1:
                 assert cause.trace is not None
                 assert (cause.trace.module, cause.trace.phase) == ("middle", "forward")
+                assert lines.startswith("Rank 1: Gradient overflow.")
+                assert "the forward of 'middle' (Linear)" in lines
+                assert again == ""  # once is enough from each rank
             else:
                 assert cause.trace is None
+                assert "a rank that has seen where it was made prints it" in lines
+                assert "Gradient overflow." in again
             run.engine.close()

@@ -62,6 +62,11 @@ def is_first_rank() -> bool:
     return not has_process_group() or dist.get_rank() == 0
 
 
+def name_of_rank() -> str:
+    """What to call this process among the others; needs a process group."""
+    return f"Rank {dist.get_rank()}"
+
+
 def meet(group: Any, device: torch.device | str) -> None:
     """Wait until all ranks of ``group`` call this; by a reduction to one rank, which no step has.
 

@@ -22,6 +22,7 @@ import torch
 
 from preamp.core.errors import LossScaleError
 from preamp.core.log import say
+from preamp.core.ranks import is_first_rank, name_of_rank
 from preamp.core.tensors import host_reaches, is_capturing
 from preamp.engine.overflow import Finding, GradientNote, OverflowCause, find_cause
 from preamp.engine.overflow_messages import (
@@ -114,6 +115,7 @@ class Ledger:
         self.on_step: list[OnStep] = []
         self._open: deque[_Open] = deque()
         self._has_told = False  # of any overflow
+        self._has_traced = False  # and to what it was followed
         self._has_looked = False  # and seen something that is not finite
         self._has_told_loss = False  # of one whose gradients are finite
         self._looks = Counter[str]()  # by what was looked at
@@ -240,11 +242,19 @@ class Ledger:
         cause = find_cause(notes, step, scales, self._name_of, was_skipped=was_skipped)
         self.causes.append(cause)
         if self._speaks(cause.was_watched) and (was_skipped or not self._has_told):
-            say(overflow_message(cause))
+            self._say(cause)
         self._has_told = self._has_looked = True
         for tell in (*self.on_overflow, *(self.on_skip if was_skipped else ())):
             tell(session, cause)
         return cause
+
+    def _say(self, cause: OverflowCause) -> None:
+        """Print the cause; on another rank than the first once, if its origin was seen there."""
+        # What a rank has made reaches the others by a reduction: it alone has seen where.
+        is_first_trace = cause.trace is not None and not self._has_traced
+        self._has_traced |= is_first_trace
+        text = overflow_message(cause)
+        say(text if is_first_rank() else f"{name_of_rank()}: {text}", every_rank=is_first_trace)
 
     def _speaks(self, was_asked: bool) -> bool:
         """Whether a line is printed: what a program has asked for by name is, always."""

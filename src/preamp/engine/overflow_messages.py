@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from preamp.core.errors import LossScaleError, message
+from preamp.core.ranks import has_other_ranks
 from preamp.engine.overflow import Finding, OverflowCause
 from preamp.scaling import SMALLEST_SCALE, DynamicScale, ScaleRule
 
@@ -83,6 +84,13 @@ def _where(cause: OverflowCause) -> str:
 
 
 def _traced(trace: TraceRecord | None) -> str:
+    if trace is None and has_other_ranks():
+        return (
+            "Nothing that was watched on this rank was made infinite or nan: the gradients became "
+            "so when ranks exchanged them, and a rank that has seen where it was made prints it. "
+            "If none does, it happened outside of the modules, in compiled code, or where "
+            "gradients are added up."
+        )
     if trace is None:
         return (
             "No module was seen to turn finite values into others: it happened in a forward "
