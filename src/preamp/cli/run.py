@@ -23,12 +23,14 @@ from typing import Any, NoReturn, cast
 import preamp
 from preamp.cli.tracebacks import begin_tracebacks
 from preamp.core.errors import PreampStateError, message
+from preamp.engine.insight import VARIABLE
 
-_CALLS = """Usage: preamp run script.py [argument ...]
-       preamp run -m module [argument ...]"""
+_CALLS = """Usage: preamp run [--insight FILE] script.py [argument ...]
+       preamp run [--insight FILE] -m module [argument ...]"""
 _HELP = (
     "Run a program that imports apex, amp_C or apex_C, with these names supplied by preamp. "
-    "What follows the script or the module is the program's own. Under torchrun:"
+    "What follows the script or the module is the program's own. --insight names a TOML file "
+    "of what to record and watch, as the variable PREAMP_INSIGHT does. Under torchrun:"
 )
 _RANKS = "  torchrun --nproc-per-node 2 -m preamp run script.py"
 
@@ -54,6 +56,11 @@ def run(arguments: list[str]) -> None:
         paragraph = textwrap.fill(_HELP, shutil.get_terminal_size().columns)
         print(_CALLS, paragraph, _RANKS, sep="\n\n")
         return
+    if arguments[:1] == ["--insight"]:
+        if len(arguments) < 2 or not os.path.isfile(arguments[1]):
+            _stop(f"There is no file {arguments[1:2] or ''} for --insight", "run")
+        os.environ[VARIABLE] = os.path.abspath(arguments[1])
+        arguments = arguments[2:]
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
     execute(prepare(arguments))

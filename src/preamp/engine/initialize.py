@@ -37,6 +37,7 @@ from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
+from preamp.engine.insight import read_insight
 from preamp.engine.layers import cast_new_layers, hook_layers
 from preamp.engine.lookup import find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
@@ -177,12 +178,15 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     models, optimizers = arguments["models"], arguments["optimizers"]
     if not arguments["enabled"]:
         return _create_off(models, optimizers)
+    insight = read_insight()
+    arguments = {**arguments, **insight.arguments}
     recording = make_recording(
         arguments["verbosity"],
         arguments.get("numerics", "off"),
         arguments.get("numerics_every", 100),
         arguments.get("history"),
     )
+    insight.check(recording)
     policy = resolve(
         arguments["opt_level"], arguments, hard_override=arguments.get("hard_override", False)
     )
@@ -193,6 +197,7 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     entrance = enter(policy, recording)
     losses = arguments["num_losses"]
     engine = create_engine(models, optimizers, policy, losses, recording, entrance, kernels)
+    insight.apply(engine)
     if engine.conversion.changed:
         warnings.warn(engine.conversion.changed, stacklevel=3)
     return engine
