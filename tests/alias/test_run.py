@@ -225,7 +225,8 @@ def test_an_apex_with_amp_is_told_of(preamp_run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_module.run([flag])
-    assert capsys.readouterr().out.startswith("Usage: preamp run script.py [argument ...]\n")
+    used = "Usage: preamp run [--insight FILE] script.py [argument ...]\n"
+    assert capsys.readouterr().out.startswith(used)
 
 
 # -- the command line ------------------------------------------------------------------------
