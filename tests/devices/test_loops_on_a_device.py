@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import preamp
+from preamp.engine import ledger
 from preamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -172,6 +173,17 @@ def test_no_storage_waits(
     torch.cuda.set_sync_debug_mode("default")
     train(other, step)
     assert_as_on_the_cpu(run, other)
+
+
+@pytest.mark.usefixtures("waiting")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_to_look_at_each_loss_waits_for_nothing(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of losses that are not finite, and gradients that are."""
+    monkeypatch.setattr(ledger, "_LOOKS", 2)
+    run = Training("cuda", "FusedAdam", level)
+    train(run, clipped, refuses=True)
 
 
 @pytest.mark.usefixtures("waiting")

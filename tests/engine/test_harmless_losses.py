@@ -18,7 +18,7 @@ from preamp.engine import Engine
 
 engines_closed = harness.engines_closed
 
-HARMLESS = "A loss is infinite or nan, and all gradients of its backward are finite."
+HARMLESS = "A loss is infinite or nan, and all gradients of its optimizer's parameters are finite."
 Loss = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
@@ -67,7 +67,7 @@ def test_a_loss_whose_gradients_are_finite_is_told_once(
     out = capsys.readouterr().out
     assert out.count(HARMLESS) == 1
     assert "pass overflow='trace'" in out
-    assert "weights may be lost" not in out
+    assert "are infinite or nan are lost" not in out
     assert (engine.steps_skipped, engine.overflow_causes) == (0, [])
 
 
@@ -215,3 +215,34 @@ def test_a_penalty_names_the_function_whose_derivative_it_was(
     assert (cause.trace.type, cause.trace.phase) == ("Critic", "backward")
     assert cause.trace.operation == operation
     assert cause.trace.where.endswith(f":{inspect.getsourcelines(Critic.forward)[1] + line}")
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_harmless_loss_does_not_silence_a_harmful_one(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = train(level, all_ignored)
+    assert HARMLESS in capsys.readouterr().out
+    (model,), (optimizer,) = engine.models, engine.optimizers
+    with preamp.scale_loss(harmful(model(torch.ones(3, 4)).float(), True), optimizer) as scaled:
+        scaled.backward()
+    assert "weights whose gradients are infinite or nan are lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_was_told_is_told_once_more_with_its_line_if_asked(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = train(level, all_ignored)
+    assert HARMLESS in capsys.readouterr().out
+    (model,), (optimizer,) = engine.models, engine.optimizers
+    engine.trace_overflow()
+    for _ in range(2):
+        loss = all_ignored(model(torch.ones(3, 4)).float(), True)
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    out = capsys.readouterr().out
+    assert out.count(HARMLESS) == 1
+    assert "in cross_entropy at " in out

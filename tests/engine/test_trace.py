@@ -850,3 +850,28 @@ def test_a_scripted_part() -> None:
         dict(model[1].named_parameters())["0.bias"].fill_(math.inf)
     run.step()
     assert run.where == ("", "forward")  # what it is in
+
+
+def test_what_a_step_computed_goes_with_the_step() -> None:
+    """Nothing of it waits for Python's garbage collector, which on a GPU would cost memory."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    preamp.initialize(model, optimizer, opt_level="O2", overflow="trace", verbosity=0)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            hidden = model[0](torch.ones(2, 4))
+            weight = torch.ones(2, 1) / 2  # made from data between a forward and its loss
+            loss = (model[1](hidden).float() * weight).square().mean()
+            kept += [weakref.ref(hidden), weakref.ref(weight)]
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del hidden, weight, loss, scaled
+        alive = [one() is not None for one in kept[:4]]
+    finally:
+        gc.enable()
+    assert not any(alive)

@@ -233,7 +233,7 @@ class Engine(EngineCore):
 
     @property
     def verbosity(self) -> int:
-        """As given to ``preamp.initialize``; can be set."""
+        """0, 1 or 2 as in ``preamp.initialize``; can be set."""
         return self.ledger.verbosity
 
     @verbosity.setter

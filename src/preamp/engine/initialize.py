@@ -110,8 +110,8 @@ def initialize(
         cast_model_outputs: dtype of the models' floating outputs. Left out, it is float32, but for
             ``scope="thread"`` at O1 and O4, where outputs are as the model makes them.
         num_losses: How many losses have a loss scale of their own.
-        verbosity: 0 prints only what watched modules were asked for (``overflow="trace"``,
-            `Engine.trace_overflow`), 1 also the decisions, in one line, each skipped step and,
+        verbosity: 0 prints nothing but what ``overflow="trace"`` and `Engine.trace_overflow` find,
+            1 also the decisions, in one line, each skipped step and,
             once, a loss that is not finite, 2 also each cast of a function's argument (O1, O4).
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.

@@ -118,6 +118,7 @@ class Ledger:
         self._has_traced = False  # and to what it was followed
         self._has_looked = False  # and seen something that is not finite
         self._has_told_loss = False  # of one whose gradients are finite
+        self._has_traced_loss = False  # and where it was made
         self._looks = Counter[str]()  # by what was looked at
         self._coming: dict[str, tuple[_Flag, Callable[[], None]]] = {}
 
@@ -264,24 +265,25 @@ class Ledger:
 
     def asks_about(self, loss_finite: torch.Tensor) -> bool:
         """Whether the host knows that a loss is not finite, and nobody was told of such a one."""
-        has_told = self._has_told_loss or self._has_looked
-        return not has_told and host_reaches(loss_finite) and not bool(loss_finite)
+        return not self._has_looked and host_reaches(loss_finite) and not bool(loss_finite)
 
     def look_at_loss(self, note: GradientNote, *, is_dynamic: bool) -> None:
         """Tell, once, that a loss is not finite, unless an overflow of its gradients tells."""
         finite, flags, watched = note.loss_finite, note.found_inf, note.watched
-        if self._has_told_loss or (host_reaches(finite) and bool(finite)):
+        if host_reaches(finite) and bool(finite):
             return
-        if flags:
+        has_told = self._has_told_loss if watched is None else self._has_traced_loss
+        if flags and not has_told:
             tell = partial(self._tell_harmless, watched)
-            self._look("a harmless loss", finite, partial(_is_harmless, finite, flags), tell)
-        if not is_dynamic and not self._has_told_loss and watched is None:
-            self.look("the loss", finite, lambda: finite)
+            self._look("a harmless loss", flags[0], partial(_is_harmless, finite, flags), tell)
+        if not is_dynamic and watched is None:
+            self.look("the loss", finite, partial(_is_sound, finite, flags))
 
     def _tell_harmless(self, watched: Callable[[bool], Finding] | None) -> None:
-        self._has_told_loss = True
         finding = None if watched is None else watched(False)
         if self._speaks(finding is not None):
+            self._has_told_loss = True
+            self._has_traced_loss |= finding is not None
             say(harmless_message(finding))
 
     def look(self, what: str, beside: torch.Tensor, is_finite: Callable[[], torch.Tensor]) -> None:
@@ -342,6 +344,14 @@ class Ledger:
         self.last_skipped = skipped
         for tell in tuple(self.on_step):
             tell(session, session.steps_applied + session.steps_skipped, skipped)
+
+
+def _is_sound(finite: torch.Tensor, flags: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether a loss is finite, or all gradients are known to be."""
+    if not flags:
+        return finite
+    found = functools.reduce(torch.maximum, flags)
+    return torch.logical_or(finite.to(found.device), found == 0)
 
 
 def _is_harmless(finite: torch.Tensor, flags: Sequence[torch.Tensor]) -> torch.Tensor:

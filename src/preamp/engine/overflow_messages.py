@@ -24,8 +24,8 @@ def unnoticed_message(what: str) -> str:
     """The line printed once where a static scale lets nobody look for overflows."""
     return (
         f"{what[0].upper()}{what[1:]} is infinite or nan. The loss scale is static, so the step is "
-        "taken, and the weights may be lost. To learn where it begins, call "
-        "preamp.engine_of(optimizer).trace_overflow() or pass overflow='trace' to "
+        "taken; weights whose gradients are infinite or nan are lost. To learn where it begins, "
+        "call preamp.engine_of(optimizer).trace_overflow() or pass overflow='trace' to "
         "preamp.initialize; loss_scale='dynamic' skips such steps."
     )
 
@@ -36,9 +36,10 @@ def harmless_message(finding: Finding | None) -> str:
     ``finding`` is what the watching has come to, or ``None`` if nothing was watched.
     """
     text = (
-        "A loss is infinite or nan, and all gradients of its backward are finite. No step is "
-        "skipped for it, and no weight is lost: the value came from where no gradient passes, "
-        "such as the mean over no elements, if all labels are ignored, or what a mask hides. "
+        "A loss is infinite or nan, and all gradients of its optimizer's parameters are finite. No "
+        "step is skipped for it, and none of their weights is lost: the value came from where no "
+        "gradient passes, such as the mean over no elements, if all labels are ignored, or what a "
+        "mask hides. "
         "What else uses the loss, such as a log or a schedule, is wrong."
     )
     if finding is None:

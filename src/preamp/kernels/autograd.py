@@ -119,7 +119,9 @@ def constant_factors(loss: torch.Tensor, *, waits: bool) -> list[float] | None:
     factors: list[float] = []
     node = loss.grad_fn
     while node is not None and node.name().startswith(("Mul", "Div", "Neg", "ToCopy")):
-        kept = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+        # Of a quotient what divides: a number above the loss makes no multiple of it.
+        names = ("_saved_other", "_saved_self")[: 1 if node.name().startswith("Div") else 2]
+        kept = [getattr(node, name, None) for name in names]
         numbers = [k for k in kept if isinstance(k, torch.Tensor) and k.numel() == 1]
         number = next((k for k in numbers if not k.requires_grad), None)
         if node.name().startswith(("Mul", "Div")):

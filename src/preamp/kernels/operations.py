@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -53,7 +54,8 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 
 def asked_for(name: str) -> str:
     """The function that the program has called, where one put over it has called ``name``."""
-    frame = inspect.currentframe()
+    # Not this frame: a frame that holds itself keeps the tensors of all its callers alive.
+    frame: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
     while frame is not None:
         library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if library == "preamp":
@@ -103,7 +105,7 @@ class OperationMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         before = self._tell_before if name == "grad" else None
         if before is not None and not may_not_be_read():
-            before(args)
+            before((*args, *kwargs.values()) if kwargs else args)
         result = func(*args, **(kwargs or {}))
         is_number = name == _READ and not isinstance(result, torch.Tensor)
         if not is_number and not may_not_be_read():

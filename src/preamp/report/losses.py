@@ -396,7 +396,7 @@ def rewritten(run: Run) -> Evidence | None:
 
 def _shown_at(run: Run, points: Sequence[Point], last: int) -> int:
     """The step between two looks whose loss is not finite, or far above the last; 0 if none is."""
-    known = [y for _, y in run.first_losses if _ <= last and math.isfinite(y)]
+    known = [y for x, y in run.first_losses if x <= last and math.isfinite(y)]
     limit = CALM * abs(known[-1]) if known else math.inf
     return next((x for x, y in points if not y <= limit), 0)
 

@@ -46,14 +46,24 @@ def _went(run: Run) -> str:
     return f" The loss went from {first} to {last}."
 
 
+def _has_learnt(run: Run) -> bool:
+    finite = finite_of(run.first_losses)
+    return (
+        len(finite) > 1
+        and len(finite) == len(run.first_losses)
+        and (finite[-1][1] < 0.5 * finite[0][1])
+    )
+
+
 def decay_too_large(run: Run) -> Iterator[Evidence]:
     """Yield optimizers whose decay takes so much of all weights that they cannot learn."""
     for options, steps in _by_optimizer(run):
         decay, name = _number(options, "weight_decay"), options.get("class", "")
         is_off = name in _DECAYED or options.get("decoupled_weight_decay") == "True"
         large = [s for s in steps if is_off and (s.lr or 0.0) * decay >= DECAY]
-        if large:
-            most = max(large, key=lambda step: step.lr or 0.0)
+        most = max(large, key=lambda step: step.lr or 0.0, default=None)
+        # What learns all the same is no fault, unless weights change their sign in each step.
+        if most is not None and ((most.lr or 0.0) * decay > 1 or not _has_learnt(run)):
             part, rate = (most.lr or 0.0) * decay, most.lr or 0.0
             takes = f"takes {words.share(part)} off each weight"
             if part > 1:
@@ -117,7 +127,8 @@ def _push(run: Run, fell: float) -> tuple[str, str]:
     decayed = [o for o, _ in _by_optimizer(run) if _number(o, "weight_decay") > DECAY]
     other = f"the weight decay is {decayed[0]['weight_decay']}, so lower it" if decayed else ""
     if not norms:
-        return "", f"Look at the learning rate, at clipping, and at what is trained{other}."
+        first = f"First, {other}. Then look" if other else "Look"
+        return "", f"{first} at the learning rate, at clipping, and at what is trained."
     norm = sum(norms.values()) / len(norms)
     rates = [step.lr or 0.0 for step in run.steps if not step.skipped]
     promised = sum(rates) * norm * norm  # of a descent along the gradient, to first order

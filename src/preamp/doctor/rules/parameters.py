@@ -402,10 +402,12 @@ class Frozen(Detector):
         self._moved[id(optimizer)] += bool(moved)
         if moved and self._moved[id(optimizer)] > 1:
             old, new = max(moved, key=lambda pair: len(pair[0]))
-            ratio = float(new.float().square().sum() / old.float().square().sum()) ** 0.5
-            what = f"{type(optimizer).__name__} has moved {len(moved)} frozen parameters again; "
-            what += f"one is {ratio:.6g} times as large after this step."
-            self.report(FROZEN_MOVE, id(optimizer), what, parameters=len(moved), ratio=ratio)
+            before, after = (float(value.float().square().sum()) ** 0.5 for value in (old, new))
+            count = "a frozen parameter" if len(moved) == 1 else f"{len(moved)} frozen parameters"
+            what = f"{type(optimizer).__name__} has moved {count} again; the norm of one went from "
+            what += f"{before:.6g} to {after:.6g} in this step."
+            norms = {"before": before, "after": after}
+            self.report(FROZEN_MOVE, id(optimizer), what, parameters=len(moved), **norms)
 
 
 class Masters(Detector):
