@@ -202,6 +202,7 @@ for x, y in data:
     scaler.scale(loss).backward()
     scaler.step(optimizer); scaler.update()
 save({})
+folder.cleanup()
 """
 OPTIMIZER_BACK = "optimizer.load_state_dict(state['optimizer'])"
 SCALER_BACK = "scaler.load_state_dict(state['scaler'])"

@@ -27,7 +27,7 @@ def _by_optimizer(run: Run) -> Iterator[tuple[dict[str, str], list[StepRecord]]]
     """The options of each optimizer, and its steps that say their learning rate."""
     options = run.start.optimizers if run.start else []
     for steps, _ in run.by_optimizer():
-        if steps[0].optimizer < len(options):
+        if 0 <= steps[0].optimizer < len(options):  # a file may hold any number
             yield options[steps[0].optimizer], [step for step in steps if step.lr is not None]
 
 
