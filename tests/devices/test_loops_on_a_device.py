@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import preamp
+from cases.waits import waits_refused
 from preamp.engine import ledger
 from preamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
@@ -122,90 +123,63 @@ def by_grad_scaler_unscaled(run: Training, number: int) -> None:
     scaler.update()
 
 
+Step = Callable[[Training, int], None]
 LOOPS = (plain, clipped, accumulated, delayed, by_grad_scaler)
 
 
-def train(run: Training, step: Callable[[Training, int], None], *, refuses: bool = False) -> None:
+def train(run: Training, step: Step, *, refuses: bool = False) -> Training:
     """Take all steps; ``refuses`` lets CUDA raise where the host waits, once all is warm."""
     for number in range(WARM_UP + STEPS):
-        if refuses and number == WARM_UP:
-            torch.cuda.set_sync_debug_mode("error")
-        step(run, number)
-        run.optimizer.zero_grad()
+        with waits_refused() if refuses and number >= WARM_UP else nullcontext():
+            step(run, number)
+            run.optimizer.zero_grad()
+    return run
 
 
-@pytest.fixture
-def waiting() -> Any:
-    """Let waits be allowed again after a test."""
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def assert_as_on_the_cpu(run: Training, other: Training) -> None:
+def assert_as_on_the_cpu(step: Step, *what: str, refuses: bool = True) -> None:
+    """Train on the device and on the CPU by ``what`` `Training` takes, and compare."""
+    run = train(Training("cuda", *what), step, refuses=refuses)
+    other = train(Training("cpu", *what), step)
     assert run.engine.steps_applied == other.engine.steps_applied
-    assert run.engine.steps_skipped == other.engine.steps_skipped == 1
+    assert run.engine.steps_skipped == other.engine.steps_skipped == int("released" not in what)
     for ours, wanted in zip(run.values(), other.values(), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=2**-6, atol=2**-7)
 
 
-@pytest.mark.usefixtures("waiting")
 @pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_loop_waits(level: str, optimizer: str, step: Callable[[Training, int], None]) -> None:
-    run, other = (Training(device, optimizer, level) for device in ("cuda", "cpu"))
-    train(run, step, refuses=True)
-    torch.cuda.set_sync_debug_mode("default")
-    train(other, step)
-    assert_as_on_the_cpu(run, other)
+def test_no_loop_waits(level: str, optimizer: str, step: Step) -> None:
+    assert_as_on_the_cpu(step, optimizer, level)
 
 
-@pytest.mark.usefixtures("waiting")
 @pytest.mark.parametrize("step", [clipped, accumulated], ids=lambda step: step.__name__)
 @pytest.mark.parametrize("storage", ["split", "compact"])
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedSGD"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_no_storage_waits(
-    level: str, optimizer: str, storage: str, step: Callable[[Training, int], None]
-) -> None:
-    run, other = (Training(device, optimizer, level, storage) for device in ("cuda", "cpu"))
-    train(run, step, refuses=True)
-    torch.cuda.set_sync_debug_mode("default")
-    train(other, step)
-    assert_as_on_the_cpu(run, other)
+def test_no_storage_waits(level: str, optimizer: str, storage: str, step: Step) -> None:
+    assert_as_on_the_cpu(step, optimizer, level, storage)
 
 
-@pytest.mark.usefixtures("waiting")
+def test_released_gradients_wait_for_nothing() -> None:
+    assert_as_on_the_cpu(plain, "FusedAdam", "O5", "released")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_after_unscale_results_are_those_of_the_cpu(level: str) -> None:
+    """The host waits once for what a script did to half gradients."""
+    assert_as_on_the_cpu(by_grad_scaler_unscaled, "FusedAdam", level, refuses=False)
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_to_look_at_each_loss_waits_for_nothing(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of losses that are not finite, and gradients that are."""
     monkeypatch.setattr(ledger, "_LOOKS", 2)
-    run = Training("cuda", "FusedAdam", level)
-    train(run, clipped, refuses=True)
+    train(Training("cuda", "FusedAdam", level), clipped, refuses=True)
 
 
-@pytest.mark.usefixtures("waiting")
-def test_released_gradients_wait_for_nothing() -> None:
-    run, other = (Training(device, "FusedAdam", "O5", "released") for device in ("cuda", "cpu"))
-    train(run, plain, refuses=True)
-    torch.cuda.set_sync_debug_mode("default")
-    train(other, plain)
-    for ours, wanted in zip(run.values(), other.values(), strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=2**-6, atol=2**-7)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_after_unscale_results_are_those_of_the_cpu(level: str) -> None:
-    """The host waits once for what a script did to half gradients."""
-    run, other = (Training(device, "FusedAdam", level) for device in ("cuda", "cpu"))
-    for one in (run, other):
-        train(one, by_grad_scaler_unscaled)
-    assert_as_on_the_cpu(run, other)
-
-
-@pytest.mark.usefixtures("waiting")
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_where_half_gradients_need_no_second_look_unscale_does_not_wait(level: str) -> None:
     """At O5 the scale is static by default, so that there is nothing to unscale."""
@@ -215,28 +189,3 @@ def test_where_half_gradients_need_no_second_look_unscale_does_not_wait(level: s
         preamp.initialize(run.net, run.optimizer, opt_level=level)
         run.scaler = preamp.GradScaler(run.optimizer)
     train(run, by_grad_scaler_unscaled, refuses=True)
-
-
-def test_tensors_on_two_devices_share_an_optimizer() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one device only")
-    results: list[list[torch.Tensor]] = []
-    for devices in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
-        torch.manual_seed(0)
-        first, last = (nn.Linear(8, 8).to(device) for device in devices)
-        model = nn.ModuleList([first, last])
-        optimizer = FusedAdam(model.parameters(), lr=1e-2)
-        preamp.initialize(model, optimizer, opt_level="O2")
-        for _ in range(3):
-            hidden = first(torch.ones(2, 8, device=devices[0]))
-            loss = (last(hidden.to(devices[1])).float() ** 2).mean()
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            preamp.clip_grad_norm_(optimizer, 0.5)
-            with torch.cuda.device(0) if devices[1] == "cuda:1" else nullcontext():
-                optimizer.step()
-            optimizer.zero_grad()
-        results.append([p.detach().cpu() for p in preamp.master_params(optimizer)])
-        preamp.engine_of(model).close()
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)

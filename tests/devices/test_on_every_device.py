@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
@@ -13,21 +10,12 @@ from torch import nn
 import preamp
 from cases.levels import LEVELS as LEVEL_CASES
 from cases.levels import WITH_MASTERS
+from cases.waits import waits_refused
 
 ACCELERATORS = ["cuda"] if torch.cuda.is_available() else []
 LEVELS = [case.name for case in LEVEL_CASES]
 DEVICES = ["cpu", *ACCELERATORS]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Let CUDA raise wherever the host would wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _net(device: str) -> nn.Module:
@@ -122,7 +110,7 @@ def test_scaling_and_clipping_never_wait_for_the_device(level: str) -> None:
     (optimizer,) = engine.optimizers
     inputs, targets = _batch("cuda")
     loss = nn.functional.cross_entropy(net(inputs), targets)
-    with no_synchronisation():
+    with waits_refused():
         with preamp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         preamp.clip_grad_norm_(optimizer, 1.0)

@@ -3,23 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+
+from cases.waits import waits_refused
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_name() != "pretended",
     reason="not on the pretended device",
 )
-
-
-@pytest.fixture
-def refusing() -> Iterator[None]:
-    """Waits raise."""
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(
@@ -34,18 +28,18 @@ def refusing() -> Iterator[None]:
         lambda x: torch.equal(x, x),
     ],
 )
-@pytest.mark.usefixtures("refusing")
 def test_waits_are_refused(wait: Callable[[torch.Tensor], object]) -> None:
-    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+    refused = pytest.raises(RuntimeError, match="called a synchronizing CUDA operation")
+    with waits_refused(), refused:
         wait(torch.ones(3, device="cuda"))
 
 
-@pytest.mark.usefixtures("refusing")
 def test_what_need_not_wait_does_not() -> None:
-    pinned = torch.ones(3).pin_memory()
-    on_device = pinned.to("cuda", non_blocking=True) * 2
-    pinned.copy_(on_device, non_blocking=True)
-    on_device += torch.full((), 2.0, device="cuda")
+    with waits_refused():
+        pinned = torch.ones(3).pin_memory()
+        on_device = pinned.to("cuda", non_blocking=True) * 2
+        pinned.copy_(on_device, non_blocking=True)
+        on_device += torch.full((), 2.0, device="cuda")
     assert on_device.data_ptr() != pinned.data_ptr()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import preamp
 from cases.fused import FUSED, FusedCase, variant_id
+from cases.waits import waits_refused
 from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -104,12 +105,9 @@ def assert_no_step_waits(training: Training) -> None:
         training.load(number)
         training.step()
     training.load(WARM_UP)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         for _ in range(3):
             training.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert training.engine.steps_applied == WARM_UP + 3
 
 

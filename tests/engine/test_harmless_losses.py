@@ -49,12 +49,17 @@ def train(level: str, loss_of: Loss, *, steps: int = 4, **options: Any) -> Engin
     if engine.policy.is_dynamic:
         engine.scaler(0).set_scale(2.0)
     for index in range(steps):
-        loss = loss_of(model(torch.ones(3, 4)).float(), index > 1)
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(engine, loss_of, is_bad=index > 1)
     return engine
+
+
+def step(engine: Engine, loss_of: Loss, *, is_bad: bool = True) -> None:
+    (model,), (optimizer,) = engine.models, engine.optimizers
+    loss = loss_of(model(torch.ones(3, 4)).float(), is_bad)
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.each
@@ -115,19 +120,11 @@ def test_nothing_is_said_twice_of_a_loss_with_bad_gradients(
 def test_tracing_that_was_asked_for_once_speaks_at_any_verbosity(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    engine = preamp.engine_of(optimizer)
+    engine = train("O2", harmful, steps=0, verbosity=0)
     for index in range(3):
         if index == 1:
             engine.trace_overflow()
-        loss = harmful(model(torch.ones(3, 4)).float(), True)
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(engine, harmful)
     out = capsys.readouterr().out
     assert out.count("Gradient overflow.") == 1
     assert "(step 2:" in out
@@ -223,9 +220,7 @@ def test_a_harmless_loss_does_not_silence_a_harmful_one(
 ) -> None:
     engine = train(level, all_ignored)
     assert HARMLESS in capsys.readouterr().out
-    (model,), (optimizer,) = engine.models, engine.optimizers
-    with preamp.scale_loss(harmful(model(torch.ones(3, 4)).float(), True), optimizer) as scaled:
-        scaled.backward()
+    step(engine, harmful)
     assert "weights whose gradients are infinite or nan are lost" in capsys.readouterr().out
 
 
@@ -235,14 +230,9 @@ def test_what_was_told_is_told_once_more_with_its_line_if_asked(
 ) -> None:
     engine = train(level, all_ignored)
     assert HARMLESS in capsys.readouterr().out
-    (model,), (optimizer,) = engine.models, engine.optimizers
     engine.trace_overflow()
     for _ in range(2):
-        loss = all_ignored(model(torch.ones(3, 4)).float(), True)
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(engine, all_ignored)
     out = capsys.readouterr().out
     assert out.count(HARMLESS) == 1
     assert "in cross_entropy at " in out

@@ -13,6 +13,7 @@ import torch
 
 from cases.back_ends import defaults
 from cases.tolerances import assert_same
+from cases.waits import waits_refused
 from multi_tensor.strategies import new_flag, random_list
 from preamp.compat.multi_tensor import amp_C, fused_adam_cuda
 from preamp.kernels.by_device import ByDevice
@@ -220,11 +221,8 @@ def test_the_values_of_tensors_are_never_read(row: Row) -> None:
 def test_a_gpu_is_never_waited_for(row: Row) -> None:
     lists = [[tensor.cuda() for tensor in tensors] for tensors in lists_of(row)]
     arguments, flag = row.arguments(len(SHAPES), "cuda"), new_flag(device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         row.op(65536, flag, lists, *arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     wanted = lists_of(row)
     run(row, wanted)
     for ours, theirs in zip(lists, wanted, strict=True):

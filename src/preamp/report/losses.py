@@ -77,18 +77,14 @@ class Turn:
     after: Point | None = None  # where it was over
 
 
-def turns(run: Run, end: float = math.inf) -> list[Turn]:
-    """Where losses turned for the worse before step ``end``, at which the run broke."""
-    return [turn for name, row in run.losses().items() for turn in _turns(run, name, row, end)]
-
-
 def first_turn(run: Run, end: float) -> Turn | None:
     """The first change that lasted until a run broke at step ``end``; ``None`` if none is known."""
-    found = [turn for turn in turns(run, end) if turn.is_lasting]
-    return min(found, key=lambda turn: turn.step, default=None)
+    found = (turn for name, row in run.losses().items() for turn in _turns(run, name, row, end))
+    return min((t for t in found if t.is_lasting), key=lambda turn: turn.step, default=None)
 
 
-def _turns(run: Run, name: str, row: Sequence[Point], end: float) -> Iterator[Turn]:
+def _turns(run: Run, name: str, row: Sequence[Point], end: float = math.inf) -> Iterator[Turn]:
+    """Where one loss turned for the worse before step ``end``, at which the run broke."""
     points = [point for point in finite_of(row) if point[0] < end]
     raises = [r for r in _raises(run) if r.step < end]
     told = list[int]()
@@ -259,8 +255,8 @@ def losses_jump(run: Run, broken: Turn | None, end: str) -> Iterator[Evidence]:
         if broken.cause is None:
             yield _jumped(run, broken, 0, end)
         return
-    for name in run.losses():
-        found = [turn for turn in turns(run) if turn.loss == name]
+    for name, row in run.losses().items():
+        found = list(_turns(run, name, row))
         lasting = [turn for turn in found if turn.is_lasting]
         if found and (lasting or not rise_of(found[0].points)):
             turn = max(lasting or found, key=lambda t: abs(t.peak[1] / (t.before or 1.0)))
@@ -441,7 +437,7 @@ def _rises(run: Run) -> Iterator[tuple[str, Sequence[Point], int, Turn | None]]:
         finite = finite_of(points)
         rise = rise_of(finite)
         if rise is not None:
-            lasting = (t for t in turns(run) if t.loss == name and t.is_lasting)
+            lasting = (turn for turn in _turns(run, name, points) if turn.is_lasting)
             yield name, finite, rise[2], next(lasting, None)
 
 

@@ -47,12 +47,8 @@ def _went(run: Run) -> str:
 
 
 def _has_learnt(run: Run) -> bool:
-    finite = finite_of(run.first_losses)
-    return (
-        len(finite) > 1
-        and len(finite) == len(run.first_losses)
-        and (finite[-1][1] < 0.5 * finite[0][1])
-    )
+    losses = [loss for _, loss in run.first_losses]
+    return len(losses) > 1 and all(map(math.isfinite, losses)) and losses[-1] < 0.5 * losses[0]
 
 
 def decay_too_large(run: Run) -> Iterator[Evidence]:
