@@ -16,7 +16,7 @@ from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
-from preamp.core.tensors import storage_key
+from preamp.core.tensors import is_sharded, storage_key
 from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps
 from preamp.kernels.vectors import norm
@@ -131,12 +131,16 @@ class ModulePath:
 
 
 def is_measurable(value: object) -> bool:
-    """Whether ``value`` is a dense tensor of real floating-point numbers."""
+    """Whether ``value`` is a dense tensor of real floating-point numbers.
+
+    Those that wrap others, such as torchao's fp8 ones, refuse most questions about their values.
+    """
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.layout is torch.strided
         and value.numel() > 0
+        and (is_sharded(value) or not hasattr(value, "__tensor_flatten__"))
     )
 
 
