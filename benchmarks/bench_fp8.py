@@ -62,6 +62,7 @@ def train(corpus: Corpus, recipe: str, level: str, seed: int, steps: int) -> flo
 
 
 def main() -> None:
+    """Train, print, and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each script on the page of frameworks runs as it stands, where its framework is installed."""
+"""Each script on pages about other packages runs as it stands, where its package is installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import torch
 from code_blocks import Block, blocks_of
 from integrations.small import WARNINGS, fork_ranks, needs
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
-BLOCKS = blocks_of(PAGE.read_text(encoding="utf-8"))
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = [
+    block
+    for page in ("frameworks.md", "fp8.md")
+    for block in blocks_of((DOCS / page).read_text(encoding="utf-8"))
+]
 
 pytestmark = WARNINGS
 
@@ -23,12 +27,12 @@ def test_a_script_of_the_page_trains(block: Block, tmp_path: Path) -> None:
 
     def run(rank: int) -> bool:
         torch.manual_seed(rank)
-        exec(compile(block.code, str(PAGE), "exec"), {"__name__": "__main__"})
+        exec(compile(block.code, block.reason, "exec"), {"__name__": "__main__"})
         return True
 
     assert fork_ranks(run, tmp_path, 1) == [True]
 
 
 def test_every_script_says_what_it_needs() -> None:
-    assert len(BLOCKS) == 8
+    assert len(BLOCKS) == 9
     assert all(block.reason.startswith("needs ") for block in BLOCKS)

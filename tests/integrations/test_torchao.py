@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchao's optimizers with quantized state: they train, and say how they are saved."""
+"""torchao: optimizers with quantized state, and linear layers in fp8."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,76 @@ def test_quantized_state_is_refused_before_writing_and_resumes_by_torch(
     assert train(again, other, range(5, 10)) == after
     assert_same_models(again, model)
     assert after[-1] < before[0]
+
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def in_float8(recipe: str) -> nn.Sequential:
+    """A model whose middle layer computes in fp8, emulated; converted before any engine."""
+    float8 = needs("torchao.float8")
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64)
+    )
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: name == "2"
+    )
+    return model
+
+
+def started_in_float8(recipe: str, level: str, storage: str) -> tuple[Any, Any]:
+    model = in_float8(recipe)
+    optimizer = preamp.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, storage=storage, **START)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("storage", ["full", "split", "compact"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_layers_keep_masters_and_resume_to_the_bit(
+    recipe: str, level: str, storage: str, tmp_path: Path
+) -> None:
+    model, optimizer = started_in_float8(recipe, level, storage)
+    assert set(model.state_dict()) == {f"{n}.{k}" for n in (0, 2, 4) for k in ("weight", "bias")}
+    before = train(model, optimizer, range(5))
+    preamp.save_checkpoint(tmp_path / "file", model, optimizer)
+    after = train(model, optimizer, range(5))
+    again, other = started_in_float8(recipe, level, storage)
+    preamp.load_checkpoint(tmp_path / "file", again, other)
+    assert train(again, other, range(5)) == after
+    assert_same_models(again, model)
+    assert sum(after) < sum(before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_layers_train_where_weights_are_float32(recipe: str, level: str) -> None:
+    model, optimizer = started_in_float8(recipe, level, "full")
+    before, after = (sum(train(model, optimizer, range(5))) for _ in range(2))
+    assert after < before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_plain_model_loads_what_a_float8_one_has_learnt(recipe: str) -> None:
+    model, optimizer = started_in_float8(recipe, "O5", "full")
+    train(model, optimizer, range(5))
+    plain = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64)
+    )
+    plain.load_state_dict(model.state_dict())
+    masters = preamp.master_params(optimizer)
+    assert all(map(torch.equal, plain.parameters(), masters))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_plan_watches_float8_layers(recipe: str) -> None:
+    model = in_float8(recipe)
+    batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    report = preamp.plan(
+        model, lambda own, x: (own(x).float() - x).square().mean(), batch, levels=["O2", "O5"]
+    )
+    assert report.recommended == "O5"
+    assert report.levels["O2"].fits
