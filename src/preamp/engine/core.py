@@ -110,7 +110,7 @@ class EngineCore:
         """
         for session in self.sessions.values():
             session.end_left_open()
-            if session.gradients.is_open:
+            if session.is_open:
                 raise refusals.inside_block(what)
 
     # -- what blocks and hooks report ----------------------------------------------------------
@@ -123,7 +123,7 @@ class EngineCore:
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
         is_dynamic = any([scaler.is_dynamic for scaler in self.scalers])
-        if is_dynamic and not self.has_scaled and session.gradients.holds_raw():
+        if is_dynamic and not self.has_scaled and session.holds_raw():
             self.has_scaled = True  # or has been told once
             warnings.warn(refusals.never_scaled(), stacklevel=2)
         self._end_step(session)

@@ -172,7 +172,7 @@ class OptimizerHooks:
             if param.grad is not None:
                 self._held.append((param, param.grad))
                 param.grad = None
-        for table in self._session.gradients.tables:
+        for table in self._session.tables:
             table.gradients.drop(in_backward=False)
         self._withheld = True
 
@@ -214,7 +214,7 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, name)
 
         def move(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            for table in () if self._engine.closed else self._session.gradients.tables:
+            for table in () if self._engine.closed else self._session.tables:
                 table.hand_out_all()
             return inner(optimizer, *args, **kwargs)
 

@@ -183,7 +183,7 @@ def take_half_weights(self: EngineCore) -> None:
         The masters.
     """
     for session in self.sessions.values():
-        for table in session.gradients.tables:
+        for table in session.tables:
             table.replace()
 
 
@@ -206,7 +206,7 @@ class FollowMasters(EngineHook):
             return
         engine = self.link.target
         for session in () if engine is None else engine.sessions.values():
-            for table in session.gradients.tables:
+            for table in session.tables:
                 table.follow_masters()
 
 
@@ -224,7 +224,7 @@ def attach_move_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo:
     def prepare() -> None:
         engine = link.target
         for session in () if engine is None else engine.sessions.values():
-            for table in session.gradients.tables:
+            for table in session.tables:
                 table.make()
 
     for part in layers:

@@ -101,8 +101,8 @@ class HalfGradients:
     columns, at the speed of the interpreter's own loops, and Python looks only at rows that differ
     from what was noted.
 
-    One backward goes `begin`, then `put_back`, or `stand_in` and `collect` (`note_raw` where it
-    leaves its gradients scaled). Between backwards `reconcile` takes in what the script has done.
+    One backward goes `begin`, then `put_back`, or `merge` and `commit` (`note_raw` where it leaves
+    its gradients scaled). Between backwards `reconcile` takes in what the script has done.
     """
 
     def __init__(self, weights: WeightPairs, owners: frozenset[int], rewriting: Rewriting) -> None:
@@ -528,7 +528,7 @@ class HalfGradients:
             store_grad(self._weights.masters[row], grad)
 
     @property
-    def has_bases(self) -> bool:
+    def has_earlier(self) -> bool:
         """Whether any master has a float32 gradient already."""
         return self.may_have_bases and _has_any(self.bases())
 
@@ -584,12 +584,6 @@ class HalfGradients:
         if self.may_have_bases:
             bases = self.bases()
             self.materialize([row for row in self.pending_rows() if bases[row] is not None])
-
-    def make_at_once(self) -> None:
-        """Make the masters' gradients where the script may write over what they are made of."""
-        watch = self._rewriting
-        if watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED):
-            self.materialize([row for row in self.pending_rows() if _has_scale(self.records[row])])
 
     def materialize(self, rows: Sequence[int]) -> None:
         """Bring the masters' gradients of some pending rows up to date."""
@@ -655,7 +649,7 @@ class HalfGradients:
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
         self.reconcile()
-        return self.has_bases or any([r is not None and not r.is_zeroed for r in self.records])
+        return self.has_earlier or any([r is not None and not r.is_zeroed for r in self.records])
 
     # -- a backward ------------------------------------------------------------------------------
 
@@ -704,7 +698,7 @@ class HalfGradients:
         self.versions = [-1] * len(self._weights)
 
     def arrive(self) -> None:
-        """Read the half gradients that a backward has left, for `collect`; refuse a sparse one."""
+        """Read the half gradients that a backward has left, for `commit`; refuse a sparse one."""
         self._arrived = grads = list(map(grad_of, self._weights.halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
             return
@@ -735,9 +729,14 @@ class HalfGradients:
         if self.is_open:
             self._forget_half_gradients()
             self.end()
-        self.stand_in()
+        self._stand_in()
 
-    def stand_in(self) -> None:
+    def merge(self, factor: torch.Tensor | None) -> None:
+        """Keep new gradients apart from earlier ones, which the masters have: add nothing yet."""
+        del factor
+        self._stand_in()
+
+    def _stand_in(self) -> None:
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
@@ -761,14 +760,20 @@ class HalfGradients:
                     record = Record(None) if is_stored else self.zeroed(zeros)
                     self.note(row, zeros, record)
 
-    def collect(self, factor: torch.Tensor | None) -> None:
-        """The backward has ended: note the half gradients; add nothing yet. Cannot fail.
+    def commit(self, factor: torch.Tensor | None) -> None:
+        """The backward has ended: note the half gradients, and make those that must be made now.
 
         ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled. It
         is called for each optimizer that shares the rows, and again if it was interrupted.
         """
-        if not self.is_open:
-            return
+        if self.is_open:
+            self._collect(factor)
+        watch = self._rewriting  # the script may write over what masters' gradients are made of
+        if watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED):
+            self.materialize([row for row in self.pending_rows() if _has_scale(self.records[row])])
+
+    def _collect(self, factor: torch.Tensor | None) -> None:
+        """Note what the backward has left; add nothing yet. Cannot fail."""
         self._forget_dropped()
         for row in self.carried:  # the half gradient holds the earlier one too
             self.keep(row, None)
@@ -807,6 +812,7 @@ class HalfGradients:
 
     def note_raw(self) -> None:
         """A block ends that leaves its gradients scaled: remember them as they are."""
+        self._stand_in()
         self._forget_dropped()
         now = list(map(grad_of, self._weights.halves))
         versions = self._versions_of(now)
@@ -883,7 +889,7 @@ class HalfGradients:
         if in_backward:
             return [None] * len(self._weights)
         self.end()
-        if self.has_bases:
+        if self.has_earlier:
             for row, grad in enumerate(now):
                 if grad is not None or self.grads[row] is not None:  # or dropped since
                     self.keep(row, None)
