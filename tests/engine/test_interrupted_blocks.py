@@ -388,7 +388,7 @@ def test_what_a_second_interrupt_leaves_is_done_by_the_next_call(
         def fail(*args: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(session, "commit", fail)
+        patch.setattr(session.direct, "commit", fail)
         unwind = UndoStack.unwind
 
         def stop(stack: UndoStack) -> None:

@@ -138,7 +138,7 @@ class Block:
 
     def begin(self, *, will_delay: bool) -> None:
         """Set earlier gradients aside; takes itself back if it fails."""
-        self._engine.block_begins()
+        self._engine.has_scaled = True
         for session in self.sessions:
             session.end_left_open()
             session.refuse_nested()
@@ -196,18 +196,13 @@ class Block:
         del grad
         self.reached.add(name)
 
-    def _check_backward(self) -> None:
-        """Refuse gradients of the loss itself, which nobody scaled; restore the earlier ones."""
-        if self.reached != {"loss"}:
-            return  # so it is where a `GradScaler` scales, too
-        if any([session.holds_raw() for session in self.sessions]):
-            raise refusals.backward_of_loss()
-
     def _end_body(self) -> None:
         if self.backward_of is not None:
             self.note.graphs.append(self.backward_of.grad_fn)
         self._remove_hooks()
-        self._check_backward()
+        # Gradients of the loss itself nobody scaled. Nothing is noted where a `GradScaler` scales.
+        if self.reached == {"loss"} and any([one.holds_raw() for one in self.sessions]):
+            raise refusals.backward_of_loss()
         for session in self.sessions:
             session.end_body()
 

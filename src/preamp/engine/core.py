@@ -78,7 +78,7 @@ class EngineCore:
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         self.adjustments = Adjustments()  # when loss scales react
-        self.has_scaled = False
+        self.has_scaled = False  # whether there was a ``scale_loss`` block
         self.is_exact = False  # whether the models' parameters are the masters, for a block
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -129,18 +129,10 @@ class EngineCore:
         self._end_step(session)
         self.ledger.applied(session)
 
-    def block_begins(self) -> None:
-        """Take note of a ``scale_loss`` block."""
-        self.has_scaled = True
-
     def skip_step(self, session: OptimizerSession) -> OverflowCause:
         """Take note of a step not taken; see `Ledger.skipped`."""
         self._end_step(session)
         return self.ledger.skipped(session)
-
-    def settle_steps(self) -> None:
-        """Count steps of that kind whose outcome is known by now."""
-        self.ledger.settle(wait=False)
 
     def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step whose outcome the host does not know yet."""

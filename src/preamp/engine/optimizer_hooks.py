@@ -73,7 +73,7 @@ class OptimizerHooks:
             settle_thread()
             self._begin()
             has_closure = find_closure(args, kwargs) is not None
-            self._engine.settle_steps()
+            self._engine.ledger.settle(wait=False)
             if not has_closure:
                 self._session.check_unscaled()
                 if skips_step(self._engine, self._session, inner):
@@ -81,7 +81,7 @@ class OptimizerHooks:
                 self._unread = self._session.unread_overflow()
             try:
                 self._is_called = True
-                sees_casts = self._sees_casts()
+                sees_casts = self._engine.casts_functions or thread_has_casts()
                 if self._unread is None and not sees_casts:
                     return inner(optimizer, *args, **kwargs)
                 with (
@@ -107,10 +107,6 @@ class OptimizerHooks:
         self._held.clear()
         self._stepping = self._withheld = False
         self._unread = None
-
-    def _sees_casts(self) -> bool:
-        """Whether functions are cast here; another engine's casts are no business of this step."""
-        return self._engine.casts_functions or thread_has_casts()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

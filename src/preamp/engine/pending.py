@@ -197,7 +197,7 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         if delayed and is_current and delayed.scaler.value() == float(delayed.note.scale):
             delayed.generation = delayed.scaler.generation
         if stage is not Stage.READY:
-            engine.block_begins()
+            engine.has_scaled = True
         session.resume(stage, delayed, may_be_local=may_be_local)
         session.found_inf, session.heard, session.notes = found_inf, heard, notes
         session.direct.recall(params, (untouched, aside))

@@ -94,10 +94,6 @@ Marks = tuple[list[tuple[int, int]], list[Any], list[int]]
 """By what to tell gradients: changes of each table, gradients without masters, their versions."""
 
 
-def _are_same_marks(some: Marks, others: Marks) -> bool:
-    return some[0] == others[0] and are_same(some[1], others[1]) and some[2] == others[2]
-
-
 class KnownNorm:
     """The norm that a census took along, for as long as the gradients stay what they were.
 
@@ -162,8 +158,9 @@ class KnownNorm:
 
     def memo(self, marks: Marks) -> tuple[torch.Tensor | None, bool, bool]:
         """What to keep to resume in another process."""
-        is_known = self._marks is not None and _are_same_marks(marks, self._marks)
-        norm = self._norm if is_known else None
+        known, norm = self._marks, None
+        if known is not None and known[0] == marks[0] and known[2] == marks[2]:
+            norm = self._norm if are_same(known[1], marks[1]) else None
         return norm, self._clips, self._clipped
 
     def recall(self, memo: tuple[torch.Tensor | None, bool, bool], marks: Marks) -> None:
@@ -626,9 +623,13 @@ class OptimizerSession:
         self.ending.unwind()
         self.reset()
         self.direct.forget()
-        if self.masters is None:
+        tables = self.half_gradients  # what they have is away, since the optimizer would widen it
+        away = [halves.take_away_zeroed(in_backward=self.is_open) for halves in tables]
+        try:
             return original()
-        return self.masters.zero_gradients(original, in_backward=self.is_open)
+        finally:
+            for halves, grads in zip(tables, away, strict=True):
+                halves.give_zeros(grads)
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones, and what was set aside."""

@@ -779,7 +779,9 @@ class HalfGradients:
             self.keep(row, None)
         # Sharded ones may have been placed anew since they arrived.
         arrived, self._arrived = None if self._weights.has_sharded else self._arrived, None
-        self._see(list(map(grad_of, self._weights.halves)) if arrived is None else arrived)
+        grads = list(map(grad_of, self._weights.halves)) if arrived is None else arrived
+        self.grads = self.seen = grads
+        self.versions = self._versions_of(grads)
         made = {  # a factor elsewhere would make clipping wait for a copy
             device: self.plain(device) if factor is None else Record(factor.to(device))
             for device in devices_of(self.grads)
@@ -790,10 +792,6 @@ class HalfGradients:
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
         self.end()
-
-    def _see(self, grads: list[torch.Tensor | None]) -> None:
-        self.grads = self.seen = grads
-        self.versions = self._versions_of(grads)
 
     def end(self) -> None:
         """No backward is under way any more."""
@@ -905,7 +903,7 @@ class HalfGradients:
                 if grad.device not in made:
                     made[grad.device] = self.zeroed(grad)
                 self.seen[row], self.records[row] = grad, made[grad.device]
-        self._see(self.seen)
+        self.grads, self.versions = self.seen, self._versions_of(self.seen)
 
     # -- resuming in another process --------------------------------------------------------------
 
