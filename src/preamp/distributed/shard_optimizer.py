@@ -166,7 +166,7 @@ class Sharing:
 
     def twins(self) -> list[Twin]:
         """Those of which this rank has a part."""
-        return [twin for twin in self._session.masters or () if twin.held.part is not None]
+        return [twin for twin in self._session.masters or () if twin.part is not None]
 
     def part_of_state(self, place: int, state: State) -> State:
         """This rank's part of a parameter's loaded state; ``place`` is counted over all groups."""
@@ -191,7 +191,7 @@ class Sharing:
     def _part_of(self, param: torch.Tensor) -> Part | None:
         twin = pair_of(param)
         if twin is not None:
-            return twin.held.part
+            return twin.part
         return self._direct.get(id(param), (param, None))[1]
 
     def _state(self, param: torch.Tensor) -> State:
@@ -395,12 +395,12 @@ def full_state_dicts(
     for twin in sharing.twins():
         twin.settle()
         whole = sharing.gathered_master(twin)
-        twin.held.gathered = whole.cpu() if is_mine else None
+        twin.gathered = whole.cpu() if is_mine else None
     try:
         weights: dict[str, Any] = model.state_dict() if is_mine else {}
     finally:
         for twin in sharing.twins():
-            twin.held.gathered = None
+            twin.gathered = None
     state = optimizer.state_dict()
     whole_states = {
         place: sharing.whole_state(place, state["state"][place]) for place in sorted(state["state"])

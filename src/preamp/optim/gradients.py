@@ -41,7 +41,6 @@ from preamp.core.tensors import (
 from preamp.core.undo import run_to_end
 from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.pairs import WeightPairs, without
-from preamp.optim.part import Holding
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
 
@@ -109,7 +108,10 @@ class HalfGradients:
         """Start without rows; ``weights`` are those whose gradients these are."""
         self._weights = weights
         self._ops = weights.ops
-        self._held: list[Holding] = []  # by row, how much of the weight the master has
+        self._names: list[str] = []  # by row, as messages call the weights
+        # Whole float32 gradients of masters that have parts of their weights: what is clipped by is
+        # their norm, and under ``no_sync`` each rank has its own
+        self._wholes: list[torch.Tensor | None] = []
         self._owners = owners  # the optimizers that update them
         self._rewriting = rewriting
         self._steps = 0  # with them watched
@@ -135,10 +137,11 @@ class HalfGradients:
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
 
-    def add_row(self, held: Holding) -> None:
-        """Add a row without a gradient on the model's side; ``held`` has the master's, if any."""
-        self.may_have_bases |= held.gradient is not None
-        self._held.append(held)
+    def add_row(self, name: str, base: torch.Tensor | None) -> None:
+        """Add a row without a gradient on the model's side; ``base`` is the master's, if any."""
+        self.may_have_bases |= base is not None
+        self._names.append(name)
+        self._wholes.append(None)
         for column in self._columns():
             column.append(None)
         self.versions.append(-1)
@@ -148,7 +151,8 @@ class HalfGradients:
 
     def remove_row(self, gone: int) -> None:
         """Forget a row. Not while gradients are left scaled."""
-        for column in (self._held, *self._columns(), self.versions, self.records):
+        own = self._names, self._wholes, self.versions, self.records
+        for column in (*own, *self._columns()):
             del column[gone]
         self._arrived = None
         self.changes += 1
@@ -160,7 +164,7 @@ class HalfGradients:
     def clear(self) -> None:
         """Hold nothing any more, the weights' table neither."""
         self._weights = WeightPairs(self._ops)
-        self._held.clear()
+        self._wholes.clear()
         self.grads.clear()
         self.seen.clear()
         self.records.clear()
@@ -272,11 +276,11 @@ class HalfGradients:
         if (is_other or self._is_rewriting) and self._is_without_effect(record):
             if not self._rewriting.was_seen:
                 self._rewriting.was_seen = True
-                warnings.warn(_without_effect(now, self._held[row].name), stacklevel=2)
+                warnings.warn(_without_effect(now, self._names[row]), stacklevel=2)
             self.note(row, now, record)
             return
         if is_other:
-            raise _changed_in_place(now, self._held[row].name, is_plain=record.is_plain)
+            raise _changed_in_place(now, self._names[row], is_plain=record.is_plain)
         # Zeros are a gradient, as in plain torch: momentum and weight decay stay in effect.
         self.keep(row, None)
         self.note(row, now, self.zeroed(now))
@@ -392,7 +396,7 @@ class HalfGradients:
             return False
         for row, grad in written.items():  # to the master's gradient since `show`: that one counts
             if grad is not self.seen[row] or version_of(grad) != self.versions[row]:
-                raise _changed_in_place(grad, self._held[row].name, is_plain=True)
+                raise _changed_in_place(grad, self._names[row], is_plain=True)
             self.records[row] = replace(cast("Record", self.records[row]), is_shown=False)
         rest = [row for row in now if row not in factors]
         if rest or agree is not None:
@@ -409,7 +413,7 @@ class HalfGradients:
             factor = factors[row]
             if factor == 0.0 and not is_zeroed(grad):  # by a clip
                 if common is None:
-                    raise _clipped_to_zero(grad, self._held[row].name)
+                    raise _clipped_to_zero(grad, self._names[row])
                 factor = common  # which left nothing of what was small
             if factor is None or factor == 0.0:
                 self.keep(row, None)
@@ -500,32 +504,31 @@ class HalfGradients:
         if is_zero or self._has_warned or self._weights.halves[row].dtype is not torch.float16:
             return
         self._has_warned = True
-        warnings.warn(rewritten_in_half(self._held[row].name), stacklevel=2)
+        warnings.warn(rewritten_in_half(self._names[row]), stacklevel=2)
 
     # -- the masters' side -----------------------------------------------------------------------
 
     def base(self, row: int) -> torch.Tensor | None:
         """The whole float32 gradient of one master, as far as it is made."""
         weights = self._weights
-        if weights.has_parts:
-            return self._held[row].gradient
-        return stored_grad(weights.masters[row])
+        return (
+            stored_grad(weights.masters[row]) if weights.parts[row] is None else self._wholes[row]
+        )
 
     def bases(self) -> list[torch.Tensor | None]:
         """All of these."""
         if not self.may_have_bases:
             return [None] * len(self._weights)
         if self._weights.has_parts:
-            return [held.gradient for held in self._held]
+            return [self.base(row) for row in range(len(self._weights))]
         return list(map(stored_grad, self._weights.masters))
 
     def keep(self, row: int, grad: torch.Tensor | None) -> None:
         """Let ``grad`` be the whole float32 gradient of a master."""
         self.may_have_bases |= grad is not None
-        if self._weights.has_parts:
-            self._held[row].keep(grad)
-        else:
-            store_grad(self._weights.masters[row], grad)
+        if self._weights.parts[row] is not None:
+            self._wholes[row], grad = grad, None
+        store_grad(self._weights.masters[row], grad)
 
     @property
     def has_earlier(self) -> bool:
@@ -702,9 +705,9 @@ class HalfGradients:
         self._arrived = grads = list(map(grad_of, self._weights.halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
             return
-        for held, grad in zip(self._held, grads, strict=True):
+        for name, grad in zip(self._names, grads, strict=True):
             if grad is not None and grad.is_sparse:
-                raise _sparse(held.name)
+                raise _sparse(name)
 
     def arrived_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
         """What `arrive` has read, if ``leaves`` are the half weights; not to be changed."""
@@ -854,8 +857,8 @@ class HalfGradients:
             return
         self.may_have_bases = self._weights.has_parts  # there masters have gradients of parts
         if self._weights.has_parts:
-            for held in self._held:
-                held.keep(None)
+            for row in range(len(self._weights)):
+                self.keep(row, None)
             return
         for master, base in zip(
             self._weights.masters, list(map(stored_grad, self._weights.masters)), strict=True

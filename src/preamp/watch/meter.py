@@ -102,7 +102,7 @@ class Meter:
         entries = entries_of(session.params())
         for row, weight in zip(entries.rows(), entries.owners, strict=True):
             _, given, _, _, twin, _ = row
-            if twin is not None and twin.held.part is not None:
+            if twin is not None and twin.part is not None:
                 continue  # the others' updates are not known here before the step
             if _is_plain(given) and is_half(weight):
                 own_part = local_of(weight).detach()
