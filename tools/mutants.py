@@ -271,7 +271,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
     ),
     ("optim/table.py", "engine/test_shared_weights.py engine/test_doors.py"): (
-        ("        twin.recall(memo)\n        if other", "        if other"),
+        ("        twin.recall(memo)\n        if twin", "        if twin"),
         ("            other.loaded.add(twin.row)\n", "            pass\n"),
         ("        self.settle(twin.row)\n        memo", "        memo"),
     ),

@@ -266,7 +266,7 @@ class HalfGradients:
 
     def _take_in_rewritten(self, row: int, now: torch.Tensor, record: Record) -> None:
         is_all = self.base(row) is None or (record.factor is None and record.is_alone)
-        if record.is_plain and (is_all or record.is_spent):
+        if record.is_plain and is_all:  # as of one that a step has used up
             if record.factor is None:
                 self.keep(row, None)
             stays_zero = record.is_zeroed and is_zeroed(now)
@@ -308,10 +308,6 @@ class HalfGradients:
     def is_showing(self) -> bool:
         """Whether half gradients are shown unscaled, those that have been scaled being kept."""
         return self.grads is not self.seen
-
-    def is_shown(self, row: int) -> bool:
-        """Whether the half gradient of one row is shown unscaled; see `show`."""
-        return _is_shown(self.records[row])
 
     def show(self) -> None:
         """Let the half gradients be what masters get, rounded, for a script to read and change.

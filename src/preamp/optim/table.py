@@ -139,7 +139,8 @@ class Twin:
     @property
     def is_shown(self) -> bool:
         """Whether the half gradient is shown unscaled; see `HalfGradients.show`."""
-        return self.table.gradients.is_shown(self.row)
+        record = self.table.gradients.records[self.row]
+        return record is not None and record.is_shown
 
     @property
     def unscales(self) -> torch.Tensor | None:
@@ -248,7 +249,7 @@ class WeightTable(WeightPairs):
         if is_set:
             other.loaded.add(twin.row)
         twin.recall(memo)
-        if other.gradients.is_shown(twin.row):
+        if twin.is_shown:
             other.gradients.show()
 
     def _remove(self, twin: Twin) -> None:
