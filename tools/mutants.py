@@ -247,7 +247,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("engine/block.py", ENGINE): (
         ("self._reaction = self._reaction or adjust", "self._reaction = adjust"),
         ("            steps += [self._end_ranks, self._follow_unreduced]\n", "            pass\n"),
-        ('if self.reached != {"loss"}:', "if True:"),
+        ('if self.reached == {"loss"} and any', "if False and any"),
     ),
     ("engine/clipping.py", ENGINE): (
         ("_EPS = 1e-6", "_EPS = 0.0"),
@@ -271,7 +271,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
     ),
     ("optim/table.py", "engine/test_shared_weights.py engine/test_doors.py"): (
-        ("        twin.recall(memo)\n        if other", "        if other"),
+        ("        twin.recall(memo)\n        if twin", "        if twin"),
         ("            other.loaded.add(twin.row)\n", "            pass\n"),
         ("        self.settle(twin.row)\n        memo", "        memo"),
     ),

@@ -47,7 +47,7 @@ def _bring_to_split(optimizer: Any) -> None:
     """Let an engine in full storage have what a split one can hold; torch counts no write."""
     for session in preamp.engine_of(optimizer).sessions.values():
         for twin in session.masters or ():
-            own, master = twin.held.own(twin.half.detach()), local_of(twin.master.detach())
+            own, master = twin.own(twin.half.detach()), local_of(twin.master.detach())
             half, low = split(master, twin.half.dtype)
             local_of(own).data.copy_(half)
             master.data.copy_(join(half, low))

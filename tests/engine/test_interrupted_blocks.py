@@ -382,13 +382,13 @@ def test_what_a_second_interrupt_leaves_is_done_by_the_next_call(
     level: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, other = (Run(level, 1, "dynamic") for _ in range(2))
-    books = run.engine.sessions[id(run.optimizers[0])].gradients
+    session = run.engine.sessions[id(run.optimizers[0])]
     with monkeypatch.context() as patch:
 
         def fail(*args: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(books, "commit", fail)
+        patch.setattr(session.direct, "commit", fail)
         unwind = UndoStack.unwind
 
         def stop(stack: UndoStack) -> None:
@@ -399,7 +399,7 @@ def test_what_a_second_interrupt_leaves_is_done_by_the_next_call(
         with pytest.raises(KeyboardInterrupt):
             run.backward(2)
         patch.setattr(UndoStack, "unwind", unwind)
-    assert books.is_open
+    assert session.is_open
     other.backward(2)
     for one in (run, other):
         if then == "block":

@@ -144,7 +144,7 @@ def both(**arguments: Any) -> list[Any]:
 
 def assert_rounded(optimizer: Any) -> None:
     """Every half weight is its rounded master, and nothing is taken for written to."""
-    for table in preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables:
+    for table in preamp.engine_of(optimizer).sessions[id(optimizer)].tables:
         for twin in table.twins:
             value = twin.value().detach()
             rounded = split(value, twin.dtype)[0] if table.packs else value.to(twin.dtype)

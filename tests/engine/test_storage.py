@@ -158,7 +158,7 @@ def test_so_it_is_with_moments_in_fewer_bits(level: str, name: str, moments: Any
 def test_fused_steps_make_no_master(level: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = start(level, "split", BUILDS[name])
     iterate(model, optimizer, 0, level)
-    for table in preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables:
+    for table in preamp.engine_of(optimizer).sessions[id(optimizer)].tables:
         monkeypatch.setattr(table, "make", lambda: pytest.fail("masters were made"))
     for number in range(1, 4):
         iterate(model, optimizer, number, level)
@@ -172,7 +172,7 @@ def test_other_steps_make_and_split_each_master_once(
 ) -> None:
     model, optimizer = start(level, "split", BUILDS[name])
     iterate(model, optimizer, 0, level)
-    (table,) = preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables
+    (table,) = preamp.engine_of(optimizer).sessions[id(optimizer)].tables
     counts = {"join_": 0, "split_": 0, "cast_copy_": 0}
 
     def counted(op: str, call: Any, first: list[Any], *rest: Any) -> None:

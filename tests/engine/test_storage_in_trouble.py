@@ -19,7 +19,7 @@ __all__ = ["engines_closed"]
 
 
 def tables(optimizer: Any) -> list[Any]:
-    return preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables
+    return preamp.engine_of(optimizer).sessions[id(optimizer)].tables
 
 
 @levels

@@ -153,7 +153,7 @@ def _engines(engines: Any, subjects: Subjects) -> Any:
     for entry, engine in zip(engines, subjects.engines, strict=False):
         pending = {**entry["pending"]}
         pending["sessions"] = [
-            {**saved, "aside": _aside(saved["aside"], list(session.gradients.params()))}
+            {**saved, "aside": _aside(saved["aside"], list(session.params()))}
             for saved, session in zip(pending["sessions"], engine.sessions.values(), strict=False)
         ]
         made.append({**entry, "pending": pending})

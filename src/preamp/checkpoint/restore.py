@@ -319,8 +319,9 @@ def _load_own_params(
             master = masters.get(id(param))
             sides = [(param, saved[name])]
             if master is not None and master.twin is not None:
-                half = master.twin.table.rounded(master.twin.row, saved[name])
-                sides = [(master, master.twin.held.own(saved[name])), (param, half)]
+                table, row = master.twin.table, master.twin.row
+                half = table.rounded(row, saved[name])
+                sides = [(master, table.own_part(row, saved[name])), (param, half)]
             for tensor, wanted in sides:
                 value = tensor.detach().clone()
                 undo.push(lambda tensor=tensor, value=value: _write(tensor, value))

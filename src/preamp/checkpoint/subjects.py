@@ -100,7 +100,7 @@ class Subjects:
             master = masters.get(id(param))
             sides = {"model": stored_grad(param)}
             if master is not None and master.twin is not None:
-                sides["master"] = master.twin.held.gradient
+                sides["master"] = master.twin.table.gradients.base(master.twin.row)
             held = {side: grad for side, grad in sides.items() if grad is not None}
             if held:
                 found[name] = held
@@ -242,12 +242,12 @@ class MasterShards:
         """Let the state dict have tensors without memory for what this rank does not know."""
         for twin in self._twins.values():
             twin.settle()
-            twin.held.gathered = torch.empty(twin.half.shape, device="meta")
+            twin.gathered = torch.empty(twin.half.shape, device="meta")
         try:
             yield
         finally:
             for twin in self._twins.values():
-                twin.held.gathered = None
+                twin.gathered = None
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return ``optimizer.state_dict()``, with pieces where states are shared."""

@@ -80,7 +80,7 @@ class AmpStash:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether gradients were left scaled by ``delay_unscale``."""
-        return self._session.gradients.stage is Stage.SCALED
+        return self._session.stage is Stage.SCALED
 
 
 def attach_stashes(engine: Engine) -> None:
@@ -117,7 +117,7 @@ class _Backward:
         try:
             self._session.begin_backward(plan, set())
         except BaseException:
-            self._session.gradients.abort()
+            self._session.abort()
             raise
 
     def post(self, scaler: LossScaler) -> None:
@@ -138,4 +138,4 @@ class _Backward:
             steps, found_inf = unscale([self._session], core, note)
             return steps if found_inf is None else [*steps, partial(core.record, found_inf)]
 
-        all_or_nothing(prepare, self._session.gradients.undo)
+        all_or_nothing(prepare, self._session.undo)

@@ -119,7 +119,7 @@ class Sharing:
 
     def share_out(self) -> None:
         """Keep this rank's part of everything that is whole. Mutates masters and state."""
-        for param in self._session.gradients.params():
+        for param in self._session.params():
             twin, whole = pair_of(param), leaf_of(param)
             if whole.numel() <= 1 or self._part_of(param) is not None:
                 continue
@@ -159,24 +159,24 @@ class Sharing:
 
     def shared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Part]]:
         """What is shared: what the optimizer has, the weight, and this rank's part of it."""
-        for param in self._session.gradients.params():
+        for param in self._session.params():
             part = self._part_of(param)
             if part is not None:
                 yield param, leaf_of(param), part
 
     def twins(self) -> list[Twin]:
         """Those of which this rank has a part."""
-        return [twin for twin in self._session.masters or () if twin.held.part is not None]
+        return [twin for twin in self._session.masters or () if twin.part is not None]
 
     def part_of_state(self, place: int, state: State) -> State:
         """This rank's part of a parameter's loaded state; ``place`` is counted over all groups."""
-        param = list(self._session.gradients.params())[place]
+        param = list(self._session.params())[place]
         part, whole = self._part_of(param), leaf_of(param)
         return state if part is None else self._own_state(state, whole, part)
 
     def whole_state(self, place: int, state: State) -> State:
         """Return such a state put together of all ranks' parts, on the CPU. All ranks call this."""
-        param = list(self._session.gradients.params())[place]
+        param = list(self._session.params())[place]
         found = {id(p): (whole, part) for p, whole, part in self.shared()}
         if id(param) not in found:
             return state
@@ -191,7 +191,7 @@ class Sharing:
     def _part_of(self, param: torch.Tensor) -> Part | None:
         twin = pair_of(param)
         if twin is not None:
-            return twin.held.part
+            return twin.part
         return self._direct.get(id(param), (param, None))[1]
 
     def _state(self, param: torch.Tensor) -> State:
@@ -395,12 +395,12 @@ def full_state_dicts(
     for twin in sharing.twins():
         twin.settle()
         whole = sharing.gathered_master(twin)
-        twin.held.gathered = whole.cpu() if is_mine else None
+        twin.gathered = whole.cpu() if is_mine else None
     try:
         weights: dict[str, Any] = model.state_dict() if is_mine else {}
     finally:
         for twin in sharing.twins():
-            twin.held.gathered = None
+            twin.gathered = None
     state = optimizer.state_dict()
     whole_states = {
         place: sharing.whole_state(place, state["state"][place]) for place in sorted(state["state"])
@@ -411,7 +411,7 @@ def full_state_dicts(
 def _check_rows(session: OptimizerSession) -> None:
     """Refuse moments in fewer bits of weights whose rows are not one after the other."""
     storage: Storage = getattr(session.optimizer, "storage", FULL)
-    for whole in map(leaf_of, session.gradients.params() if storage.moments != "float32" else ()):
+    for whole in map(leaf_of, session.params() if storage.moments != "float32" else ()):
         if whole.numel() > 1 and memory_order(whole)[0] != 0:
             raise bad_state(
                 f"A weight {tuple(whole.shape)} with the strides {whole.stride()} got moments="

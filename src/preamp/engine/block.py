@@ -134,11 +134,11 @@ class Block:
         """Whether gradients are unscaled as they come, and nothing is to be done but to add."""
         if not self.scaler.is_identity or self._engine.policy.master_weights:
             return False
-        return not any([s.gradients.stage is Stage.SCALED for s in self.sessions])
+        return not any([s.stage is Stage.SCALED for s in self.sessions])
 
     def begin(self, *, will_delay: bool) -> None:
         """Set earlier gradients aside; takes itself back if it fails."""
-        self._engine.block_begins()
+        self._engine.has_scaled = True
         for session in self.sessions:
             session.end_left_open()
             session.refuse_nested()
@@ -160,8 +160,8 @@ class Block:
             for session in self.sessions:
                 self.begun.append(session)
                 session.begin_backward(plan, claimed)
-                if session.gradients.delayed is not None:
-                    self.note.go_on_from(session.gradients.delayed.note)
+                if session.delayed is not None:
+                    self.note.go_on_from(session.delayed.note)
                 if session.found_inf is None:
                     self._engine.adjustments.dropped([session])
         except BaseException:
@@ -196,20 +196,15 @@ class Block:
         del grad
         self.reached.add(name)
 
-    def _check_backward(self) -> None:
-        """Refuse gradients of the loss itself, which nobody scaled; restore the earlier ones."""
-        if self.reached != {"loss"}:
-            return  # so it is where a `GradScaler` scales, too
-        if any([session.gradients.holds_raw() for session in self.sessions]):
-            raise refusals.backward_of_loss()
-
     def _end_body(self) -> None:
         if self.backward_of is not None:
             self.note.graphs.append(self.backward_of.grad_fn)
         self._remove_hooks()
-        self._check_backward()
+        # Gradients of the loss itself nobody scaled. Nothing is noted where a `GradScaler` scales.
+        if self.reached == {"loss"} and any([one.holds_raw() for one in self.sessions]):
+            raise refusals.backward_of_loss()
         for session in self.sessions:
-            session.gradients.end_body()
+            session.end_body()
 
     def _conclude(self, steps: Sequence[Step]) -> None:
         """Let ``steps`` be what is left to do, and do it."""
@@ -223,10 +218,9 @@ class Block:
         if self._end is not None:
             self._end.unwind()
             return
-        books = [session.gradients for session in self.begun]
         steps: list[Step] = [self._remove_hooks]
-        steps += [one.undo if self._is_unscaling else one.abort for one in books]
-        if books:
+        steps += [one.undo if self._is_unscaling else one.abort for one in self.begun]
+        if self.begun:
             steps += [self._end_ranks, self._follow_unreduced]
         self._conclude(steps)
 
@@ -235,8 +229,8 @@ class Block:
         try:
             self._end_body()
             self.note.graphs = kept_long(self.note.graphs)
-            books = [session.gradients for session in self.sessions]
-            delays = [partial(b.delay, self.scaler, self.note, self._generation) for b in books]
+            given = self.scaler, self.note, self._generation
+            delays = [partial(session.delay, *given) for session in self.sessions]
             tells = [partial(tell, self, True) for tell in self._engine.events.gradients_made]
             self._conclude([self._follow_unreduced, *delays, *tells, self._end_ranks])
         except BaseException:
@@ -314,7 +308,7 @@ def unscale(
 ) -> tuple[list[Step], torch.Tensor | None]:
     """Look for overflow, unscale, add earlier gradients; return what commits that for good.
 
-    Whoever refuses, runs out of memory or is interrupted before has to `GradientBooks.undo`, and
+    Whoever refuses, runs out of memory or is interrupted before has to `OptimizerSession.undo`, and
     gradients are those from before the block. The steps may run twice.
 
     Returns also a float32 scalar, not zero if any new gradient overflowed, which the scaler has yet
@@ -326,11 +320,11 @@ def unscale(
     is_shared = scaler.is_dynamic or note.watched is None
     notes = [note if is_shared else replace(note, found_inf=[], found=[]) for _ in sessions]
     for session in sessions:
-        session.gradients.arrive()
-    found = [s.gradients.census(scaler, own) for s, own in zip(sessions, notes, strict=True)]
+        session.arrive()
+    found = [s.census(scaler, own) for s, own in zip(sessions, notes, strict=True)]
     factor = None if scaler.is_identity else note.scale.reciprocal()
     for session in sessions:
-        session.gradients.merge(factor)
+        session.merge(factor)
     steps: list[Step] = [partial(s.commit, factor, is_reduced=is_reduced) for s in sessions]
     for session, own in zip(sessions, notes, strict=True):
         if own.watched is not None and not scaler.is_dynamic:

@@ -72,8 +72,7 @@ def clip_grad_norm_(
     found = _gradients_of(sessions, only, all_made=not is_euclidean)
     norm = None
     if is_euclidean and only is None:
-        books = sessions[0].gradients
-        norm = books.known_norm.take(books.marks)
+        norm = sessions[0].known_norm.take(sessions[0].marks)
     if norm is None:
         norm = found.norm(engine, norm_type)
     if not any([scaler.is_dynamic for scaler in engine.scalers]):
@@ -95,9 +94,9 @@ def clip_grad_norm_(
 def _check_can_clip(session: OptimizerSession) -> None:
     session.end_left_open()
     session.take_in_shown()
-    if session.gradients.is_open:
+    if session.is_open:
         raise refusals.inside_block("clip_grad_norm_")
-    if session.gradients.stage is Stage.SCALED:
+    if session.stage is Stage.SCALED:
         raise bad_state(
             "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
             "Only unscaled gradients have a norm that means anything",
@@ -204,10 +203,10 @@ def _gradients_of(
     sessions: Sequence[OptimizerSession], only: frozenset[int] | None, *, all_made: bool
 ) -> _Gradients:
     """The gradients of all that ``sessions`` update, or of parameters whose ``id`` is in it."""
-    found = _Gradients([], [], [], [], [], sessions[0].gradients.splits)
+    found = _Gradients([], [], [], [], [], sessions[0].splits)
     tables: dict[int, WeightTable] = {}
     for session in sessions:  # before any is asked for what is not made yet
-        made, owners = session.gradients.made_gradients(all_of_them=all_made)
+        made, owners = session.made_gradients(all_of_them=all_made)
         if only is not None:  # of a weight in two optimizers both tell the same
             own = {*map(id, found.owners)}
             pairs = zip(made, owners, strict=True)
@@ -215,7 +214,7 @@ def _gradients_of(
             made, owners = [grad for grad, _ in pairs], [param for _, param in pairs]
         found.made.extend(made)
         found.owners.extend(owners)
-        tables.update((id(table), table) for table in session.gradients.tables)
+        tables.update((id(table), table) for table in session.tables)
     for table in tables.values():
         rows, halves, grads, factors = table.gradients.pending()
         if only is not None:

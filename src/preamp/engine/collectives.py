@@ -48,5 +48,5 @@ def _note(written: Any) -> None:
     tensors = list(tensors_in(written))
     for engine in engines_in_use():
         for session in engine.sessions.values():
-            for table in session.gradients.tables:
+            for table in session.tables:
                 table.expect_collective(tensors)

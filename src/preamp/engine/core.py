@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine is made of, and what blocks and optimizer hooks report to it."""
+"""What an engine is made of."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,11 +17,10 @@ from preamp.engine.entrance import OWN, Entrance
 from preamp.engine.events import Events
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
-from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import first_device
-from preamp.engine.recording import Recording
+from preamp.engine.recording import OFF, Recording
 from preamp.engine.reductions import Reductions
-from preamp.engine.session import OptimizerSession, make_sessions
+from preamp.engine.session import make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.kernels import Ops
 from preamp.policy import Policy
@@ -29,25 +28,30 @@ from preamp.scaling import DynamicScale, LossScaler, StaticScale
 from preamp.scaling.scaler import Adjustments
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What an engine is made for."""
+
+    policy: Policy
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    ops: Ops
+    splits: Splits
+    num_losses: int = 1
+    recording: Recording = OFF
+    entrance: Entrance = OWN
+
+
 class EngineCore:
     """The parts of an `Engine`."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        kernels: tuple[Ops, Splits],
-        *,
-        num_losses: int,
-        recording: Recording,
-        entrance: Entrance = OWN,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
         """Collect the parts; ``initialize`` does the converting and hooking."""
+        policy, recording, entrance = setup.policy, setup.recording, setup.entrance
         self.policy = policy  # the frozen decisions
         self.entrance = entrance  # what depends on whom they were made for
-        self.models = tuple(models)
-        self.optimizers = tuple(optimizers)
+        self.models = tuple(setup.models)
+        self.optimizers = tuple(setup.optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
         # Whether functions are cast one by one (O1, O4)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
@@ -57,15 +61,15 @@ class EngineCore:
         self.cast_undo = UndoStack()  # the part of it that ends casts of functions; scaling goes on
         self.process_undo.push(self.cast_undo.unwind)
         self.conversion = Conversion()  # what was cast in the models
-        self.ops, splits = kernels
+        self.ops = setup.ops
         # Where loss scales and flags live: that of the first parameter
         self.device = first_device(self.models, self.optimizers)
-        self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
+        self.scalers = [_make_scaler(policy, self.device) for _ in range(setup.num_losses)]
         limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
         self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told)
         self.events = Events()  # whom to tell what happens
         # Which gradients ranks have exchanged
-        self.reductions = Reductions(self.models, splits)
+        self.reductions = Reductions(self.models, setup.splits)
         # Of each optimizer, by its ``id``
         self.sessions = make_sessions(
             self.optimizers,
@@ -78,7 +82,7 @@ class EngineCore:
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         self.adjustments = Adjustments()  # when loss scales react
-        self.has_scaled = False
+        self.has_scaled = False  # whether there was a ``scale_loss`` block
         self.is_exact = False  # whether the models' parameters are the masters, for a block
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -110,42 +114,8 @@ class EngineCore:
         """
         for session in self.sessions.values():
             session.end_left_open()
-            if session.gradients.is_open:
+            if session.is_open:
                 raise refusals.inside_block(what)
-
-    # -- what blocks and hooks report ----------------------------------------------------------
-
-    def _end_step(self, session: OptimizerSession) -> None:
-        self.adjustments.catch_up(session)
-        for tell in self.events.step_over:
-            tell(session)
-
-    def applied_step(self, session: OptimizerSession) -> None:
-        """Take note of a step that updated the weights."""
-        is_dynamic = any([scaler.is_dynamic for scaler in self.scalers])
-        if is_dynamic and not self.has_scaled and session.gradients.holds_raw():
-            self.has_scaled = True  # or has been told once
-            warnings.warn(refusals.never_scaled(), stacklevel=2)
-        self._end_step(session)
-        self.ledger.applied(session)
-
-    def block_begins(self) -> None:
-        """Take note of a ``scale_loss`` block."""
-        self.has_scaled = True
-
-    def skip_step(self, session: OptimizerSession) -> OverflowCause:
-        """Take note of a step not taken; see `Ledger.skipped`."""
-        self._end_step(session)
-        return self.ledger.skipped(session)
-
-    def settle_steps(self) -> None:
-        """Count steps of that kind whose outcome is known by now."""
-        self.ledger.settle(wait=False)
-
-    def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
-        """Take note of a step whose outcome the host does not know yet."""
-        self._end_step(session)
-        self.ledger.decided_on_device(session, found_inf)
 
 
 def _make_scaler(policy: Policy, device: torch.device) -> LossScaler:

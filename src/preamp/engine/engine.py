@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,16 +15,13 @@ from torch import nn
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.link import ATTRIBUTE, Link
-from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import refusals, watchers
 from preamp.engine.copies import Copies
-from preamp.engine.core import EngineCore
-from preamp.engine.entrance import OWN, Entrance
+from preamp.engine.core import EngineCore, Setup
 from preamp.engine.explain import explain_engine
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import twin_of
-from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.weights import (
     WeightsAtEnd,
@@ -34,9 +31,7 @@ from preamp.engine.weights import (
     take_half_weights,
     trust_masters,
 )
-from preamp.kernels import Ops
 from preamp.kernels.operations import may_not_be_read
-from preamp.policy import Policy
 
 if TYPE_CHECKING:
     from preamp.numerics import History
@@ -99,27 +94,9 @@ class Engine(EngineCore):
         recorder: Makes the records of `history`.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        kernels: tuple[Ops, Splits],
-        *,
-        num_losses: int,
-        recording: Recording,
-        entrance: Entrance = OWN,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
         """See `EngineCore`."""
-        super().__init__(
-            policy,
-            models,
-            optimizers,
-            kernels,
-            num_losses=num_losses,
-            recording=recording,
-            entrance=entrance,
-        )
+        super().__init__(setup)
         self._model_undo = {id(model): UndoStack() for model in self.models}
         # Taken away last, so that an engine whose end was interrupted can still be found
         self._links = {id(thing): UndoStack() for thing in (*self.models, *self.optimizers)}
@@ -133,7 +110,7 @@ class Engine(EngineCore):
         self.link: Link[Engine] = Link(self)
         self.copies = Copies(self)
         self._on_close: list[Callable[[], None]] = []
-        self.tracer, self.recorder = watchers.make_watchers(self, recording)
+        self.tracer, self.recorder = watchers.make_watchers(self, setup.recording)
 
     # -- what users ask ----------------------------------------------------------------------
 

@@ -254,7 +254,7 @@ class GradScaler(torch.amp.GradScaler):
         if has_process_group():
             return  # ranks may exchange gradients after this
         for session in self._sessions:
-            if id(session) in self._blocks and session.gradients.holds_earlier():
+            if id(session) in self._blocks and session.holds_earlier():
                 grads = [p.grad for p in session.model_params() if p.grad is not None]
                 self._parts[id(session)] = list(zip(grads, versions_of(grads), strict=True))
 
@@ -311,11 +311,11 @@ class GradScaler(torch.amp.GradScaler):
         block = self._blocks.get(id(session))
         try:
             if block is None:
-                session.gradients.abort()
+                session.abort()
             else:
                 block.finish(adjust=False, record=partial(self._keep_found, session))
         finally:
-            if not session.gradients.is_open:
+            if not session.is_open:
                 self._blocks.pop(id(session), None)
                 session.end_backward = None
 
@@ -346,7 +346,8 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._unscale(session, state)
-        session.gradients.show()
+        for halves in session.half_gradients:
+            halves.show()
         state["stage"] = OptState.UNSCALED
 
     def _unscale(self, session: OptimizerSession, state: dict[str, Any]) -> None:

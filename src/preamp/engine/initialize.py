@@ -34,6 +34,7 @@ from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
 from preamp.engine.collectives import COLLECTIVES
 from preamp.engine.copies import attach_copies, attach_optimizer_copies
+from preamp.engine.core import Setup
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
@@ -223,15 +224,17 @@ def create_engine(
         check_release(optimizers, optimizer_list, policy, splits, recording)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
-    engine = Engine(
-        policy,
-        model_list,
-        optimizer_list,
-        (ops, splits),
+    setup = Setup(
+        policy=policy,
+        models=model_list,
+        optimizers=optimizer_list,
+        ops=ops,
+        splits=splits,
         num_losses=num_losses,
         recording=recording,
         entrance=entrance,
     )
+    engine = Engine(setup)
     engine.conversion = conversion
     exact_state = UndoStack()
     is_attached = False

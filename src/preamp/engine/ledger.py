@@ -133,16 +133,13 @@ class Ledger:
             finally:  # the weights are updated, whatever becomes of a listener
                 notes = tuple(session.watched)
                 session.finish_step()
-                step = self._taken(session, notes)
+                flags = [flag for note in notes for flag in note.found_inf]
+                flag = _Flag(functools.reduce(torch.maximum, flags)) if flags else None
+                step = _Open(session, flag, notes, (), was_taken=True)
                 if self._open or (notes and not host_reaches(notes[0].scale)):
                     self._open.append(step)  # steps are counted in their order
                 else:
                     self._count_taken(step)
-
-    def _taken(self, session: OptimizerSession, notes: tuple[GradientNote, ...]) -> _Open:
-        flags = [flag for note in notes for flag in note.found_inf]
-        flag = _Flag(functools.reduce(torch.maximum, flags)) if flags else None
-        return _Open(session, flag, notes, (), was_taken=True)
 
     def _count_taken(self, step: _Open) -> None:
         """Count a step that was taken, and tell of an overflow before it, if there was one."""

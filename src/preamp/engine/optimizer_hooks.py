@@ -11,6 +11,7 @@ schedulers take ``optimizer.step.__func__``.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import isfunction
@@ -22,7 +23,9 @@ import torch
 from preamp.casting import disable_casts, settle_thread, thread_casts_restored, thread_has_casts
 from preamp.casting.autocast_state import untraced
 from preamp.core.undo import UndoStack, set_attribute
+from preamp.engine import refusals
 from preamp.engine.core import EngineCore
+from preamp.engine.overflow import OverflowCause
 from preamp.engine.session import OptimizerSession, params_of_group
 from preamp.kernels.modules import add_hook, make_hook_tables, with_step_hooks
 
@@ -73,7 +76,7 @@ class OptimizerHooks:
             settle_thread()
             self._begin()
             has_closure = find_closure(args, kwargs) is not None
-            self._engine.settle_steps()
+            self._engine.ledger.settle(wait=False)
             if not has_closure:
                 self._session.check_unscaled()
                 if skips_step(self._engine, self._session, inner):
@@ -81,7 +84,7 @@ class OptimizerHooks:
                 self._unread = self._session.unread_overflow()
             try:
                 self._is_called = True
-                sees_casts = self._sees_casts()
+                sees_casts = self._engine.casts_functions or thread_has_casts()
                 if self._unread is None and not sees_casts:
                     return inner(optimizer, *args, **kwargs)
                 with (
@@ -107,10 +110,6 @@ class OptimizerHooks:
         self._held.clear()
         self._stepping = self._withheld = False
         self._unread = None
-
-    def _sees_casts(self) -> bool:
-        """Whether functions are cast here; another engine's casts are no business of this step."""
-        return self._engine.casts_functions or thread_has_casts()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -151,11 +150,14 @@ class OptimizerHooks:
         if self._stepping:
             self._stepping = False
             if withheld:
-                self._engine.skip_step(self._session)
+                skip_step(self._engine, self._session)
             elif self._unread is not None:
-                self._engine.step_decided_on_device(self._session, self._unread)
+                _end_step(self._engine, self._session)
+                self._engine.ledger.decided_on_device(self._session, self._unread)
             else:
-                self._engine.applied_step(self._session)
+                _warn_if_never_scaled(self._engine, self._session)
+                _end_step(self._engine, self._session)
+                self._engine.ledger.applied(self._session)
             self._unread = None
 
     def _end_sharing(self) -> None:
@@ -172,7 +174,7 @@ class OptimizerHooks:
             if param.grad is not None:
                 self._held.append((param, param.grad))
                 param.grad = None
-        for table in self._session.gradients.tables:
+        for table in self._session.tables:
             table.gradients.drop(in_backward=False)
         self._withheld = True
 
@@ -201,7 +203,7 @@ class OptimizerHooks:
             if session.backwards == backwards:  # the closure makes no gradients: nothing to rerun
                 self._withhold_gradients()
                 return loss
-            cause = self._engine.skip_step(session)
+            cause = skip_step(self._engine, session)
             if cause.new_scale >= cause.old_scale:  # at its floor: another try would be the same
                 self._withhold_gradients()
                 self._stepping = False  # the skip is counted already
@@ -214,7 +216,7 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, name)
 
         def move(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            for table in () if self._engine.closed else self._session.gradients.tables:
+            for table in () if self._engine.closed else self._session.tables:
                 table.hand_out_all()
             return inner(optimizer, *args, **kwargs)
 
@@ -360,8 +362,27 @@ def skips_step(engine: EngineCore, session: OptimizerSession, step: Any) -> bool
     if session.unread_overflow() is not None or not session.overflowed():
         return False
     excuse_scheduler(session.optimizer, step)
-    engine.skip_step(session)
+    skip_step(engine, session)
     return True
+
+
+def skip_step(engine: EngineCore, session: OptimizerSession) -> OverflowCause:
+    """Take note of a step not taken; see `Ledger.skipped`."""
+    _end_step(engine, session)
+    return engine.ledger.skipped(session)
+
+
+def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
+    engine.adjustments.catch_up(session)
+    for tell in engine.events.step_over:
+        tell(session)
+
+
+def _warn_if_never_scaled(engine: EngineCore, session: OptimizerSession) -> None:
+    is_dynamic = any([scaler.is_dynamic for scaler in engine.scalers])
+    if is_dynamic and not engine.has_scaled and session.holds_raw():
+        engine.has_scaled = True  # or has been told once
+        warnings.warn(refusals.never_scaled(), stacklevel=2)
 
 
 def excuse_scheduler(optimizer: torch.optim.Optimizer, step: Any) -> None:

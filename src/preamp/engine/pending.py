@@ -38,10 +38,10 @@ def pending_state(engine: Engine) -> dict[str, Any]:
 
 
 def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
-    books, params = session.gradients, list(session.gradients.params())
+    params = list(session.params())
     twins = _twins(params)
     memos = {index: twin.memo() for index, twin in twins.items()}
-    norm, clips, clipped = books.known_norm.memo(books.marks())
+    norm, clips, clipped = session.known_norm.memo(session.marks())
     table: dict[int, int] = {}  # of factors, by id
     values: list[float] = []
     for memo in memos.values():
@@ -49,15 +49,15 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
             if factor is not None and id(factor) not in table:
                 table[id(factor)] = len(values)
                 values.append(float(factor))
-    untouched, aside = books.direct.memo(params)
+    untouched, aside = session.direct.memo(params)
     flag, heard = (None if f is None else float(f) for f in (session.found_inf, session.heard))
     places = {id(param): index for index, param in enumerate(_all_of_model(engine))}
     return {
-        "stage": books.stage.value,
+        "stage": session.stage.value,
         "found_inf": flag,
         "heard": heard,
-        "may_be_local": books.may_be_local,
-        "delayed": None if books.delayed is None else _delayed_state(engine, books.delayed),
+        "may_be_local": session.may_be_local,
+        "delayed": None if session.delayed is None else _delayed_state(engine, session.delayed),
         "norm": {"value": norm, "clips": clips, "clipped": clipped},
         "untouched": untouched,
         "aside": aside,
@@ -74,7 +74,7 @@ def _twins(params: Sequence[torch.Tensor]) -> dict[int, Twin]:
 
 def _all_of_model(engine: Engine) -> list[torch.Tensor]:
     """The models' parameters behind everything that the engine's optimizers update."""
-    updated = (p for session in engine.sessions.values() for p in session.gradients.params())
+    updated = (p for session in engine.sessions.values() for p in session.params())
     return [leaf_of(param) for param in updated]
 
 
@@ -127,10 +127,9 @@ def is_idle(state: Mapping[str, Any]) -> bool:
 def drop_pending(engine: Engine) -> None:
     """Be between two steps: without gradients, and without anything known of earlier ones."""
     for session in engine.sessions.values():
-        session.gradients.drop()
+        session.drop_gradients()
         for param in session.direct_params():
             param.grad = None
-        session.reset()
 
 
 # -- and back ------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
 
 
 def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[str, Any]) -> Apply:
-    params = list(session.gradients.params())
+    params = list(session.params())
     twins = _twins(params)
     if twins.keys() != state["twins"].keys():
         raise ValueError("other parameters have masters")
@@ -192,20 +191,19 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
     is_current = left is not None and bool(left["is_current"])
     factors = _Factors(state["factors"])
     memos = {index: _memo(state["twins"][index], factors, twin) for index, twin in twins.items()}
-    books = session.gradients
 
     def apply() -> None:
         # A static scale is what initialize says now; gradients of another one are not added to.
         if delayed and is_current and delayed.scaler.value() == float(delayed.note.scale):
             delayed.generation = delayed.scaler.generation
         if stage is not Stage.READY:
-            engine.block_begins()
-        books.resume(stage, delayed, may_be_local=may_be_local)
+            engine.has_scaled = True
+        session.resume(stage, delayed, may_be_local=may_be_local)
         session.found_inf, session.heard, session.notes = found_inf, heard, notes
-        books.direct.recall(params, (untouched, aside))
+        session.direct.recall(params, (untouched, aside))
         for index, twin in twins.items():
             twin.recall(memos[index])
-        books.known_norm.recall(known_norm, books.marks())
+        session.known_norm.recall(known_norm, session.marks())
 
     return apply
 

@@ -12,7 +12,7 @@ counts, and runs hooks and schedulers as ever. Updates have the number of the st
 Between a backward and its step weights are new already.
 
 Numbers are those of training without it: a gradient without a master is unscaled in place, a half
-one by the factor that the update of its master gets, as `GradientBooks` has it. Masters are packed
+one by the factor that the update of its master gets, as its session has it. Masters are packed
 by the step, not before: after a forward nothing may be written to what it has saved. A parameter
 that gets no gradient stays as it is, where ``zero_grad(set_to_none=False)`` would have left zeros.
 
@@ -133,7 +133,7 @@ class Release:
             updates = self._updates.get(id(session))
             if updates is not None and updates.is_over and updates.done:
                 raise refusals.second_backward()
-            if session.gradients.holds_any():
+            if session.holds_any():
                 raise refusals.other_gradient()
         for session in block.sessions:
             session.drop_gradients()  # zeros, which new ones would be added to
@@ -152,7 +152,7 @@ class Release:
         for session in block.sessions:
             cast("FusedOptimizer", session.optimizer).check_storage()  # as it stays till the step
             updates = self._updates[id(session)] = _Updates(session, block.reached, inverse)
-            for table in session.gradients.tables:
+            for table in session.tables:
                 if table.packs and is_capturing(table.halves[0].device):
                     raise refusals.captured_while_split()
                 table.absorb()
@@ -179,8 +179,8 @@ class Release:
             return
         # One that was unfrozen within the block has no hook, and is updated by the step.
         hooked = [leaf for leaf in session.model_params() if id(leaf) in self._hooked]
-        halves = session.gradients.half_gradients
-        if any([leaf.grad is not None for leaf in hooked]) or any([h.has_bases for h in halves]):
+        halves = session.half_gradients
+        if any([leaf.grad is not None for leaf in hooked]) or any([h.has_earlier for h in halves]):
             raise refusals.other_gradient()
 
     def _step_over(self, session: OptimizerSession) -> None:
@@ -196,7 +196,7 @@ class Release:
     def arrive(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
         """Take the whole gradient of ``leaf``, and update what waits if that is enough by now."""
         place = self._places.get(id(leaf))
-        if place is None or not place.updates.session.gradients.is_open:
+        if place is None or not place.updates.session.is_open:
             raise refusals.outside_block(self._engine.names.of(leaf))
         updates = place.updates
         if updates.reached == {"loss"}:

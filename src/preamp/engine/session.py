@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One optimizer in an engine: its gradients, its masters, what was found, and its counters.
 
-`GradientBooks` follows the gradients through a backward: set aside, scaled, merged and unscaled.
-`OptimizerSession` is what blocks and hooks talk to.
+Blocks and hooks talk to it. It follows the gradients through a backward: set aside, scaled, merged
+and unscaled.
 """
 
 from __future__ import annotations
@@ -94,10 +94,6 @@ Marks = tuple[list[tuple[int, int]], list[Any], list[int]]
 """By what to tell gradients: changes of each table, gradients without masters, their versions."""
 
 
-def _are_same_marks(some: Marks, others: Marks) -> bool:
-    return some[0] == others[0] and are_same(some[1], others[1]) and some[2] == others[2]
-
-
 class KnownNorm:
     """The norm that a census took along, for as long as the gradients stay what they were.
 
@@ -162,8 +158,9 @@ class KnownNorm:
 
     def memo(self, marks: Marks) -> tuple[torch.Tensor | None, bool, bool]:
         """What to keep to resume in another process."""
-        is_known = self._marks is not None and _are_same_marks(marks, self._marks)
-        norm = self._norm if is_known else None
+        known, norm = self._marks, None
+        if known is not None and known[0] == marks[0] and known[2] == marks[2]:
+            norm = self._norm if are_same(known[1], marks[1]) else None
         return norm, self._clips, self._clipped
 
     def recall(self, memo: tuple[torch.Tensor | None, bool, bool], marks: Marks) -> None:
@@ -179,51 +176,78 @@ def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
     return all(grad.dtype is torch.float16 for grad in grads)
 
 
-class GradientBooks:
-    """Where the gradients of one optimizer stand: READY → SCALED → UNSCALED → READY.
+class OptimizerSession:
+    """One optimizer of an engine: its gradients, its masters, and what was found in them.
 
-    A block is `begin`, then `abort`, `delay`, or `census`, `merge` and `commit`. Nothing is lost
-    before `commit`: each of the others may fail and be followed by `abort` or `undo`. What ends a
-    block (`abort`, `undo`, `delay`, `commit`) may be called again, where it was interrupted and
-    where it was not.
+    Gradients go READY → SCALED → UNSCALED → READY. A block is `begin_backward`, then `abort`,
+    `delay`, or `census`, `merge` and `commit`. Nothing is lost before `commit`: each of the others
+    may fail and be followed by `abort` or `undo`. What ends a block (`abort`, `undo`, `delay`,
+    `commit`) may be called again, where it was interrupted and where it was not.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        masters: Masters | None,
         ops: Ops,
+        name_of: NameOf,
+        masters: Masters | None,
         reductions: Reductions,
     ) -> None:
-        """Keep the books of ``optimizer``."""
-        self.masters = masters  # the optimizer's masters, or ``None`` at levels without
+        """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
+        self.optimizer = optimizer
+        self.masters = masters  # its float32 masters, or ``None`` at levels without
         self.stage = Stage.READY
         self.is_open = False  # whether a ``scale_loss`` block is under way
+        self.direct = DirectGradients(ops)  # gradients of parameters without a master
+        self.delayed: Delayed | None = None  # of gradients left scaled, if there are any
         self.known_norm = KnownNorm()  # what a census found, if clipping wants it
+        # Not zero if the next step must be skipped; ``None`` if nobody looked
+        self.found_inf: torch.Tensor | None = None
+        self.heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
+        # What the backwards since the last step found, for overflow messages
+        self.notes: list[GradientNote] = []
+        # The same where nobody acts on it, but the modules are watched
+        self.watched: list[GradientNote] = []
+        self.backwards = 0
+        self.steps_applied = 0  # steps that updated the weights
+        self.steps_skipped = 0  # steps not taken because of overflow
+        self.skips_in_row = 0  # skipped steps since the last applied one
+        self.sharing: StepSharing | None = None  # how ranks share the work of a step, if they do
+        # Ends a backward that a `GradScaler` has left open; ``None`` if none is
+        self.end_backward: Callable[[], None] | None = None
+        self.ending = UndoStack()  # what an interrupt has left of the end of a block
+        # Hooks of one that let a backward raise, since what it has unscaled must stay in place
+        self.refusing: list[RemovableHandle] = []
         self.splits = reductions.splits
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
-        self._optimizer = optimizer
+        self._name_of = name_of
         self._ops = ops
-        # Gradients without masters; those left scaled, or ``None``
-        self.direct = DirectGradients(ops)
-        self._own: list[torch.Tensor] = []  # without masters, in this block only
         self._params: list[torch.Tensor] = []  # of which the two lists below are
         self._leaves: list[torch.Tensor] = []
         self._direct_params: list[torch.Tensor] = []
         self._has_claimed = False  # whether another optimizer of the block has some of them
-        self.delayed: Delayed | None = None
+
+    # -- parameters --------------------------------------------------------------------------
 
     def params(self) -> list[torch.Tensor]:
         """What the optimizer updates."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
         return [param for group in groups for param in group["params"]]
 
+    def model_params(self) -> list[torch.Tensor]:
+        """The model's parameters that the optimizer updates, half ones in their masters' places."""
+        params = self.params()
+        if not are_same(params, self._params):
+            self._params, self._leaves = params.copy(), leaves_of(params)
+            self._direct_params = without_masters(params)
+        return self._leaves
+
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
-        self.leaves()
+        self.model_params()
         return self._direct_params
 
     @property
@@ -236,66 +260,157 @@ class GradientBooks:
         """The gradients of their rows."""
         return [table.gradients for table in self.tables]
 
-    def leaves(self) -> list[torch.Tensor]:
-        """The model's parameters that the optimizer updates, half ones in their masters' places."""
-        params = self.params()
-        if not are_same(params, self._params):
-            self._params, self._leaves = params.copy(), leaves_of(params)
-            self._direct_params = without_masters(params)
-        return self._leaves
+    @property
+    def gradients(self) -> list[DirectGradients | HalfGradients]:
+        """All, each kind with the same acts in a backward."""
+        return [self.direct, *self.half_gradients]
 
-    # -- a block begins ----------------------------------------------------------------------
+    def refuse_known(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse new parameters whose master the optimizer has already."""
+        if self.masters is not None:
+            refusals.check_group(params, self.masters, self._name_of)
 
-    def begin(self, plan: Plan, claimed: set[int]) -> None:
-        """Make room for a backward. Mutates the parameters' ``grad``.
+    def check_can_share(self) -> None:
+        """Raise `PreampStateError` where a weight cannot go into another optimizer as well."""
+        self.end_left_open()
+        if self.is_open or self.stage is Stage.SCALED:
+            raise refusals.shared_while_scaled()
+        if self.sharing is not None:
+            raise refusals.shared_in_parts()
+        for halves in self.half_gradients:
+            halves.reconcile()
 
-        ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
+    def take_findings(self, other: OptimizerSession) -> None:
+        """Take over what was found in gradients that this optimizer now shares with another."""
+        if other.found_inf is not None:
+            self.found_inf = larger(other.found_inf, self.found_inf)
+            own = set(map(id, self.notes))
+            self.notes += [note for note in other.notes if id(note) not in own]
+
+    def release_masters(self) -> None:
+        """Give the optimizer its half parameters back, and hold no parameters any more."""
+        if self.masters is not None:
+            self.masters.release()
+        self._params, self._leaves, self._direct_params, self.direct.params = [], [], [], []
+
+    def recast_state(self, undo: UndoStack | None = None) -> None:
+        """Bring the optimizer's state to the dtype of its parameters, after these changed.
+
+        In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
+        ``undo`` gets what brings the very tensors back.
         """
-        self.known_norm.forget()
-        self._own = self._unclaimed(claimed)
-        if self.delayed is None:  # otherwise raw gradients of one scale pile up in place
-            carry: torch.Tensor | float | None = None
-            scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
-            if plan.may_reduce and self.may_be_local:
-                carry = scale
-            for halves in self.half_gradients:
-                if not halves.is_open:
-                    halves.reconcile()  # all may refuse before anything is moved
-            self.is_open = True  # for `undo`, which takes back as much as was done
-            self.direct.set_aside(
-                self._own,
-                carry,
-                scale if plan.will_delay else None,
-                may_be_overwritten=plan.may_reduce,
-            )
-            self.compare_weights()
-            for halves in self.half_gradients:
-                halves.begin(carry)
-        else:
-            self._reconcile_raw()
-        self.is_open = True
+        state: dict[Any, Any] = self.optimizer.state
+        for param in self.params():
+            if param in state and isinstance(state[param], dict):
+                if undo is not None:
+                    undo.push(partial(state[param].update, state[param].copy()))
+                cast_state(state[param], param)
 
     def compare_weights(self) -> None:
-        """Take in what was written without a trace after weights were made or loaded."""
+        """Weights may have been written to without a trace; look at the next backward."""
+        for table in self.tables:
+            table.make()
+            table.compares = True
+
+    def _compare_now(self) -> None:
         for table in self.tables:
             if table.compares:  # mostly not, and who reduces is a walk over all modules
                 table.compare(rounds=self._reductions.are_by_hand)
 
-    def _reconcile_raw(self) -> None:
-        """Take in what the script dropped or zeroed of gradients left scaled."""
-        self.direct.reconcile_raw()
+    def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Make masters for half parameters that lack one; see `Masters.adopt`."""
+        if self.masters is not None:
+            self.masters.adopt(originals)
+
+    # -- a backward begins -------------------------------------------------------------------
+
+    def refuse_nested(self) -> None:
+        """Raise `PreampStateError` if this optimizer is in a ``scale_loss`` block already.
+
+        Both blocks would unscale the same gradients.
+        """
+        if self.is_open:
+            raise refusals.nested(self.optimizer)
+
+    def settle(self, plan: Plan, claimed: set[int], adjustments: Adjustments) -> None:
+        """Unscale gradients left scaled if those of the coming block cannot be added to them."""
+        self.adopt()
+        self._forget_abandoned()
+        if self.found_inf is not None and self._has_lost_delayed():
+            self._forget_overflow()
+        # What is away could not be reduced with the rest.
+        must_return = plan.may_reduce and self.may_be_local and self._has_aside
+        continues = self.delayed is None or self.delayed.continues_with(plan.scaler)
+        if must_return or not continues:
+            self.settle_now(claimed, adjustments)
+
+    def settle_now(self, claimed: set[int], adjustments: Adjustments) -> None:
+        """Unscale gradients left scaled, if there are any. Arguments as `settle`."""
+        delayed = self.delayed
+        if delayed is None:
+            self.backwards += 1
+            return
+
+        def prepare() -> list[Step]:
+            self._reconcile_raw()
+            self.direct.params = self._unclaimed(claimed)
+            self.arrive()
+            self.is_open = True
+            found_inf = self.census(delayed.scaler, delayed.note)
+            self.merge(delayed.inverse)
+            tell = partial(self._tell_settled, delayed, found_inf, adjustments)
+            return [partial(self.commit, delayed.inverse), tell]
+
+        all_or_nothing(prepare, self.undo)
+
+    def _tell_settled(
+        self, delayed: Delayed, found_inf: torch.Tensor | None, adjustments: Adjustments
+    ) -> None:
+        if found_inf is None:
+            return
+        self.remember(found_inf, delayed.note)
+        if self.may_be_local:  # other ranks do not know of an overflow here yet
+            adjustments.later(delayed.scaler, [self], found_inf, is_due=False)
+        else:
+            # Of a scale that has fallen since it says nothing new.
+            is_news = delayed.scaler.scale >= delayed.note.scale
+            delayed.scaler.record(self.unheard(found_inf) * is_news)
+
+    def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
+        """Make room for a backward. Mutates the parameters' ``grad``.
+
+        ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
+        """
+        is_first = self.delayed is None  # else raw gradients of one scale pile up in place
+        if is_first:
+            has_found = self.found_inf is not None or self.watched
+            if has_found and not self.holds_any():
+                self._forget_overflow()
+            # Left scaled, they are joined by earlier ones in place, whose overflow is told.
+            self.heard = self.found_inf if plan.will_delay else None
+        self.known_norm.forget()
+        own = self.direct.params = self._unclaimed(claimed)
+        if is_first:
+            self._set_aside(plan, own)
+        else:
+            self._reconcile_raw()
+        self.is_open = True
+
+    def _set_aside(self, plan: Plan, own: list[torch.Tensor]) -> None:
+        carry: torch.Tensor | float | None = None
+        scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
+        if plan.may_reduce and self.may_be_local:
+            carry = scale
         for halves in self.half_gradients:
-            halves.reconcile_raw()
-
-    @property
-    def may_be_local(self) -> bool:
-        """Whether there may be gradients of this rank alone, not reduced yet."""
-        return self._reduced_at != self._reductions.unreduced
-
-    @property
-    def has_aside(self) -> bool:
-        """Whether an earlier gradient is away while others were left scaled."""
-        return self.direct.has_aside or any([halves.has_aside for halves in self.half_gradients])
+            if not halves.is_open:
+                halves.reconcile()  # all may refuse before anything is moved
+        self.is_open = True  # for `undo`, which takes back as much as was done
+        self.direct.begin(
+            own, carry, scale if plan.will_delay else None, may_be_overwritten=plan.may_reduce
+        )
+        self._compare_now()
+        for halves in self.half_gradients:
+            halves.begin(carry)
 
     def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
         own = self.direct_params()
@@ -305,11 +420,16 @@ class GradientBooks:
         claimed.update(map(id, own))
         return own
 
-    def continues_with(self, scaler: LossScaler) -> bool:
-        """Whether gradients left scaled, if any, can be added to as they are."""
-        return self.delayed is None or self.delayed.continues_with(scaler)
+    def _reconcile_raw(self) -> None:
+        for some in self.gradients:
+            some.reconcile_raw()
 
-    # -- a block ends ------------------------------------------------------------------------
+    # -- a backward ends ---------------------------------------------------------------------
+
+    def end_body(self) -> None:
+        """The body of the block has ended: take in what it dropped."""
+        for some in self.gradients:
+            some.end_body()
 
     def abort(self) -> None:
         """The body raised: drop its gradients, restore those from before."""
@@ -318,19 +438,12 @@ class GradientBooks:
         # After a delayed block nothing was set aside; what autograd added stays, as in torch.
         self.is_open = False
 
-    def end_body(self) -> None:
-        """The body of the block has ended: take in what it dropped."""
-        self.direct.end_body()
-        for halves in self.half_gradients:
-            halves.end_body()
-
     def undo(self) -> None:
         """Restore the gradients from before the block, or from before the first delayed one."""
         self.known_norm.forget()
         if self.is_open:
-            self.direct.put_back(self._own)
-            for halves in self.half_gradients:
-                halves.put_back()
+            for some in self.gradients:
+                some.put_back()
         if self.delayed is not None:
             self.delayed, self.stage = None, Stage.READY
         self.is_open = False
@@ -340,10 +453,8 @@ class GradientBooks:
 
         ``generation`` is the scaler's when the block began.
         """
-        self.direct.note_raw()
-        for halves in self.half_gradients:
-            halves.stand_in()
-            halves.note_raw()
+        for some in self.gradients:
+            some.note_raw()
         if self.delayed is None:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
             self.delayed = Delayed(scaler, generation, inverse, note)
@@ -353,9 +464,14 @@ class GradientBooks:
         self.is_open = False
 
     def _note_versions(self, delayed: Delayed) -> None:
-        leaves = self.leaves()
+        leaves = self.model_params()
         versions = versions_of([leaf.grad for leaf in leaves])
         delayed.versions = dict(zip(map(id, leaves), versions, strict=True))
+
+    def arrive(self) -> None:
+        """The backward is over: tables read their half gradients, and refuse sparse ones."""
+        for halves in self.half_gradients:
+            halves.arrive()
 
     def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
         """Look for overflow; note what is found.
@@ -365,7 +481,8 @@ class GradientBooks:
         """
         leaves = self._leaves
         if self._has_claimed:
-            own = {*map(id, self._own), *(id(half) for t in self.tables for half in t.halves)}
+            halves = [half for table in self.tables for half in table.halves]
+            own = {*map(id, self.direct.params), *map(id, halves)}
             leaves = [leaf for leaf in leaves if id(leaf) in own]
         if has_sharded(leaves):
             place_gradients(leaves)
@@ -405,6 +522,70 @@ class GradientBooks:
         note.found_inf.append(census.found_inf)
         return grads, census
 
+    def merge(self, factor: torch.Tensor | None) -> None:
+        """Unscale the new gradients by ``factor``, if any, and add the earlier ones."""
+        for some in self.gradients:
+            some.merge(factor)
+
+    def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
+        """The block ends; ``is_reduced`` is for gradients certainly reduced over ranks."""
+        if is_reduced:
+            self._reduced_at = self._reductions.unreduced
+        for some in self.gradients:
+            some.commit(factor)
+        is_reduced = is_reduced or self.known_norm.is_of_sharded
+        self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)
+        self.is_open = False
+        self.stage = Stage.UNSCALED
+        self.delayed = None
+        self.backwards += 1
+
+    # -- gradients between backwards ---------------------------------------------------------
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether there may be gradients of this rank alone, not reduced yet."""
+        return self._reduced_at != self._reductions.unreduced
+
+    @property
+    def _has_aside(self) -> bool:
+        """Whether an earlier gradient is away while others were left scaled."""
+        return any([some.has_aside for some in self.gradients])
+
+    def holds_earlier(self) -> bool:
+        """Whether earlier gradients join those of the backward."""
+        return any([some.has_earlier for some in self.gradients])
+
+    def holds_raw(self) -> bool:
+        """Whether any gradient lies on the model's side."""
+        return any(param.grad is not None for param in self.model_params())
+
+    def holds_any(self) -> bool:
+        """Whether gradients from before are left; those that the script zeroed do not count."""
+        return self.direct.holds_gradient(self.direct_params()) or any(
+            [halves.holds_gradient for halves in self.half_gradients]
+        )
+
+    def _has_lost_delayed(self) -> bool:
+        """Whether gradients were left scaled, and the script has zeroed or dropped them all.
+
+        Zeros with a sign are none of a script's: they stand in for earlier gradients.
+        """
+        delayed, leaves = self.delayed, self.model_params()
+        if delayed is None or not delayed.versions:  # or it was loaded
+            return False
+        grads, then = [leaf.grad for leaf in leaves], [delayed.versions.get(id(p)) for p in leaves]
+        return all(
+            grad is None or (now != before and not grad.is_sparse and is_zeroed(grad))
+            for grad, now, before in zip(grads, versions_of(grads), then, strict=True)
+        )
+
+    def _forget_abandoned(self) -> None:
+        """Forget a delayed accumulation whose gradients the script has dropped since."""
+        delayed = self.delayed
+        if delayed is not None and delayed.has_gradients and not self.holds_raw():
+            self.drop_gradients()
+
     def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
         """Gradients that are made (now, if ``all_of_them``), and the model's parameters."""
         direct, grads = with_gradients(self.direct_params())
@@ -424,288 +605,41 @@ class GradientBooks:
         changes = [(id(halves), halves.changes) for halves in self.half_gradients]
         return changes, grads, versions_of(grads)
 
-    def show(self) -> None:
-        """Let half gradients be the unscaled ones, for a script; see `HalfGradients.show`."""
-        for halves in self.half_gradients:
-            halves.show()
+    def take_in_shown(self) -> None:
+        """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
+        tables = [table for table in self.tables if table.gradients.is_showing]
+        are_split = [self.splits.concern(table.halves) for table in tables]
+        is_lost = any(are_split) and self.overflowed()
+        for table, is_split in zip(tables, are_split, strict=True):
+            if is_lost:
+                table.gradients.overlook()
+            elif is_split:
+                table.gradients.reconcile(self.splits.agree, looks=True)
+            else:
+                table.gradients.reconcile(looks=True, lost=self.found_inf)
 
-    def release_params(self) -> None:
-        """Hold no parameters or masters any more; they are looked up anew where needed."""
-        self._params, self._leaves, self._direct_params, self._own = [], [], [], []
+    def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
+        """Fill every gradient of this optimizer with zeros, the model's half ones included."""
+        self.ending.unwind()
+        self.reset()
+        self.direct.forget()
+        tables = self.half_gradients  # what they have is away, since the optimizer would widen it
+        away = [halves.take_away_zeroed(in_backward=self.is_open) for halves in tables]
+        try:
+            return original()
+        finally:
+            for halves, grads in zip(tables, away, strict=True):
+                halves.give_zeros(grads)
 
-    def holds_earlier(self) -> bool:
-        """Whether earlier gradients join those of this backward."""
-        return self.direct.has_earlier or any([halves.has_bases for halves in self.half_gradients])
-
-    def merge(self, factor: torch.Tensor | None) -> None:
-        """Unscale the new gradients by ``factor``, if any, and add the earlier ones."""
-        self.direct.merge(self._own, factor)
-        for halves in self.half_gradients:
-            halves.stand_in()
-
-    def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
-        """The block ends; ``is_reduced`` is for gradients certainly reduced over ranks."""
-        if is_reduced:
-            self._reduced_at = self._reductions.unreduced
-        self.direct.commit(self._own)
-        for halves in self.half_gradients:
-            halves.collect(factor)
-            halves.make_at_once()
-        is_reduced = is_reduced or self.known_norm.is_of_sharded
-        self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)
-        self.is_open = False
-        self.stage = Stage.UNSCALED
-        self.delayed = None
-
-    # -- gradients left scaled ---------------------------------------------------------------
-
-    def settle(self, delayed: Delayed, claimed: set[int]) -> torch.Tensor | None:
-        """Unscale ``delayed`` gradients by the scale they carry, since the next one differs.
-
-        Returns what `census` found; `commit` must follow, or `undo` where this fails.
-        """
-        self._reconcile_raw()
-        self._own = self._unclaimed(claimed)
-        self.arrive()
-        self.is_open = True
-        found_inf = self.census(delayed.scaler, delayed.note)
-        self.merge(delayed.inverse)
-        return found_inf
-
-    def holds_raw(self) -> bool:
-        """Whether any gradient lies on the model's side."""
-        return any(param.grad is not None for param in self.leaves())
-
-    def holds_any(self) -> bool:
-        """Whether gradients from before are left; those that the script zeroed do not count."""
-        return self.direct.holds_gradient(self.direct_params()) or any(
-            [halves.holds_gradient for halves in self.half_gradients]
-        )
-
-    def has_lost_delayed(self) -> bool:
-        """Whether gradients were left scaled, and the script has zeroed or dropped them all.
-
-        Zeros with a sign are none of a script's: they stand in for earlier gradients.
-        """
-        delayed, leaves = self.delayed, self.leaves()
-        if delayed is None or not delayed.versions:  # or it was loaded
-            return False
-        grads, then = [leaf.grad for leaf in leaves], [delayed.versions.get(id(p)) for p in leaves]
-        return all(
-            grad is None or (now != before and not grad.is_sparse and is_zeroed(grad))
-            for grad, now, before in zip(grads, versions_of(grads), then, strict=True)
-        )
-
-    def is_abandoned(self) -> bool:
-        """Whether the script has dropped all gradients of a delayed accumulation."""
-        delayed = self.delayed
-        return delayed is not None and delayed.has_gradients and not self.holds_raw()
-
-    def arrive(self) -> None:
-        """The backward is over: tables read their half gradients, and refuse sparse ones."""
-        for halves in self.half_gradients:
-            halves.arrive()
-
-    # -- after the step ----------------------------------------------------------------------
-
-    def spend(self) -> None:
-        """A step has used the masters' gradients up."""
-        self.known_norm.end_step()
-        for table in self.tables:
-            table.gradients.spend()
-            table.is_stepping = False
-
-    def drop(self) -> None:
-        """Clear the masters' gradients and their half ones, and what was set aside."""
+    def drop_gradients(self) -> None:
+        """Drop all that masters have, and the model's half ones, and what was set aside."""
+        self.ending.unwind()
+        self.direct.forget()
         for halves in self.half_gradients:
             halves.drop(in_backward=self.is_open)
-        self.direct.forget()
+        self.reset()
 
-    def zero(self, zero_rest: Callable[[], object]) -> object:
-        """Fill them with zeros instead; see `Masters.zero_gradients`."""
-        self.direct.forget()
-        if self.masters is None:
-            return zero_rest()
-        return self.masters.zero_gradients(zero_rest, in_backward=self.is_open)
-
-    def reset(self) -> None:
-        """Back to READY: nothing delayed."""
-        self.stage = Stage.READY
-        self.delayed = None
-        self.known_norm.forget()
-        self._reduced_at = self._reductions.unreduced
-
-    def resume(self, stage: Stage, delayed: Delayed | None, *, may_be_local: bool) -> None:
-        """Go on where another process has stopped."""
-        self.stage, self.delayed = stage, delayed
-        if delayed is not None:
-            self._note_versions(delayed)
-        self._reduced_at = self._reductions.unreduced - int(may_be_local)
-
-
-class OptimizerSession:
-    """The gradients of one optimizer, and its masters if the policy wants them."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        ops: Ops,
-        name_of: NameOf,
-        masters: Masters | None,
-        reductions: Reductions,
-    ) -> None:
-        """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
-        self.optimizer = optimizer
-        self.masters = masters  # its float32 masters, or ``None`` at levels without
-        self.gradients = GradientBooks(optimizer, masters, ops, reductions)
-        # What the backwards since the last step found, for overflow messages
-        self.notes: list[GradientNote] = []
-        # The same where nobody acts on it, but the modules are watched
-        self.watched: list[GradientNote] = []
-        self.backwards = 0
-        self.steps_applied = 0  # steps that updated the weights
-        self.steps_skipped = 0  # steps not taken because of overflow
-        self.skips_in_row = 0  # skipped steps since the last applied one
-        self.sharing: StepSharing | None = None  # how ranks share the work of a step, if they do
-        self._name_of = name_of
-        # Not zero if the next step must be skipped; ``None`` if nobody looked
-        self.found_inf: torch.Tensor | None = None
-        # Ends a backward that a `GradScaler` has left open; ``None`` if none is
-        self.end_backward: Callable[[], None] | None = None
-        self.ending = UndoStack()  # what an interrupt has left of the end of a block
-        # Hooks of one that let a backward raise, since what it has unscaled must stay in place
-        self.refusing: list[RemovableHandle] = []
-        self.heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
-
-    # -- parameters --------------------------------------------------------------------------
-
-    def direct_params(self) -> list[torch.Tensor]:
-        """The parameters that the optimizer updates without a master."""
-        return self.gradients.direct_params()
-
-    def model_params(self) -> list[torch.Tensor]:
-        """The model's parameters that the optimizer updates, half ones in their masters' places."""
-        return self.gradients.leaves()
-
-    def refuse_known(self, params: Sequence[torch.Tensor]) -> None:
-        """Refuse new parameters whose master the optimizer has already."""
-        if self.masters is not None:
-            refusals.check_group(params, self.masters, self._name_of)
-
-    def check_can_share(self) -> None:
-        """Raise `PreampStateError` where a weight cannot go into another optimizer as well."""
-        self.end_left_open()
-        if self.gradients.is_open or self.gradients.stage is Stage.SCALED:
-            raise refusals.shared_while_scaled()
-        if self.sharing is not None:
-            raise refusals.shared_in_parts()
-        for halves in self.gradients.half_gradients:
-            halves.reconcile()
-
-    def take_findings(self, other: OptimizerSession) -> None:
-        """Take over what was found in gradients that this optimizer now shares with another."""
-        if other.found_inf is not None:
-            self.found_inf = larger(other.found_inf, self.found_inf)
-            own = set(map(id, self.notes))
-            self.notes += [note for note in other.notes if id(note) not in own]
-
-    def release_masters(self) -> None:
-        """Give the optimizer its half parameters back."""
-        if self.masters is not None:
-            self.masters.release()
-        self.gradients.release_params()
-
-    def recast_state(self, undo: UndoStack | None = None) -> None:
-        """Bring the optimizer's state to the dtype of its parameters, after these changed.
-
-        In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
-        ``undo`` gets what brings the very tensors back.
-        """
-        state: dict[Any, Any] = self.optimizer.state
-        for param in self.gradients.params():
-            if param in state and isinstance(state[param], dict):
-                if undo is not None:
-                    undo.push(partial(state[param].update, state[param].copy()))
-                cast_state(state[param], param)
-
-    def compare_weights(self) -> None:
-        """Weights may have been written to without a trace; look at the next backward."""
-        for table in self.gradients.tables:
-            table.make()
-            table.compares = True
-
-    def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Make masters for half parameters that lack one; see `Masters.adopt`."""
-        if self.masters is not None:
-            self.masters.adopt(originals)
-
-    # -- one backward ------------------------------------------------------------------------
-
-    def refuse_nested(self) -> None:
-        """Raise `PreampStateError` if this optimizer is in a ``scale_loss`` block already.
-
-        Both blocks would unscale the same gradients.
-        """
-        if self.gradients.is_open:
-            raise refusals.nested(self.optimizer)
-
-    def settle(self, plan: Plan, claimed: set[int], adjustments: Adjustments) -> None:
-        """Unscale gradients left scaled if those of the coming block cannot be added to them."""
-        self.adopt()
-        self._forget_abandoned()
-        books = self.gradients
-        if self.found_inf is not None and books.has_lost_delayed():
-            self._forget_overflow()
-        # What is away could not be reduced with the rest.
-        must_return = plan.may_reduce and books.may_be_local and books.has_aside
-        if must_return or not books.continues_with(plan.scaler):
-            self.settle_now(claimed, adjustments)
-
-    def settle_now(self, claimed: set[int], adjustments: Adjustments) -> None:
-        """Unscale gradients left scaled, if there are any. Arguments as `settle`."""
-        delayed = self.gradients.delayed
-        if delayed is None:
-            self.backwards += 1
-            return
-
-        def prepare() -> list[Step]:
-            found_inf = self.gradients.settle(delayed, claimed)
-            tell = partial(self._tell_settled, delayed, found_inf, adjustments)
-            return [partial(self.commit, delayed.inverse), tell]
-
-        all_or_nothing(prepare, self.gradients.undo)
-
-    def _tell_settled(
-        self, delayed: Delayed, found_inf: torch.Tensor | None, adjustments: Adjustments
-    ) -> None:
-        if found_inf is None:
-            return
-        self.remember(found_inf, delayed.note)
-        if self.gradients.may_be_local:  # other ranks do not know of an overflow here yet
-            adjustments.later(delayed.scaler, [self], found_inf, is_due=False)
-        else:
-            # Of a scale that has fallen since it says nothing new.
-            is_news = delayed.scaler.scale >= delayed.note.scale
-            delayed.scaler.record(self.unheard(found_inf) * is_news)
-
-    def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
-        """Set earlier gradients aside. Mutates the parameters' ``grad``. Arguments as `settle`."""
-        if (
-            (self.found_inf is not None or self.watched)
-            and self.gradients.delayed is None
-            and not self.gradients.holds_any()
-        ):
-            self._forget_overflow()
-        if self.gradients.delayed is None:
-            # Left scaled, they are joined by earlier ones in place, whose overflow is told.
-            self.heard = self.found_inf if plan.will_delay else None
-        self.gradients.begin(plan, claimed)
-
-    def _forget_overflow(self) -> None:
-        """The gradients that overflowed were dropped or zeroed: a fresh start."""
-        self.found_inf = self.heard = None
-        self.notes.clear()
-        self.watched.clear()
+    # -- an overflow -------------------------------------------------------------------------
 
     def unheard(self, found_inf: torch.Tensor) -> torch.Tensor:
         """What the loss scale has yet to learn of ``found_inf``; nothing twice."""
@@ -713,17 +647,6 @@ class OptimizerSession:
         if heard is None:
             return found_inf
         return found_inf * (heard.to(found_inf.device) == 0)
-
-    def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
-        """A backward has ended well; see `GradientBooks.commit`."""
-        self.gradients.commit(factor, is_reduced=is_reduced)
-        self.backwards += 1
-
-    def _forget_abandoned(self) -> None:
-        """Forget a delayed accumulation whose gradients the script has dropped since."""
-        if self.gradients.is_abandoned():
-            self.gradients.drop()
-            self.reset()
 
     def remember(self, found_inf: torch.Tensor, note: GradientNote) -> None:
         """Keep an overflow until the next step, whichever optimizer's gradients showed it."""
@@ -739,7 +662,18 @@ class OptimizerSession:
         if not self.watched or self.watched[-1] is not note:
             self.watched = [*self.watched[-_NOTES_KEPT + 1 :], note]
 
-    # -- one step ----------------------------------------------------------------------------
+    def _forget_overflow(self) -> None:
+        """The gradients that overflowed were dropped or zeroed: a fresh start."""
+        self.found_inf = self.heard = None
+        self.notes.clear()
+        self.watched.clear()
+
+    def overflowed(self) -> bool:
+        """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
+        if self.found_inf is None or self.found_inf.item() != 0:
+            return self.found_inf is not None
+        self.found_inf = None  # known to be clean: not asked for again
+        return False
 
     def unread_overflow(self) -> torch.Tensor | None:
         """The overflow flag, if the optimizer can obey it on the device and the host is not near.
@@ -759,17 +693,12 @@ class OptimizerSession:
         is_own = name in vars(optimizer) or hasattr(type(optimizer), name)
         return is_own and bool(getattr(optimizer, name))
 
-    def overflowed(self) -> bool:
-        """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
-        if self.found_inf is None or self.found_inf.item() != 0:
-            return self.found_inf is not None
-        self.found_inf = None  # known to be clean: not asked for again
-        return False
+    # -- one step ----------------------------------------------------------------------------
 
     def end_left_open(self) -> None:
         """Let gradients be unscaled now, if a `GradScaler` would do so later."""
         self.ending.unwind()
-        if self.gradients.is_open and self.end_backward is not None:
+        if self.is_open and self.end_backward is not None:
             self.end_backward()
 
     def accept_backwards(self) -> None:
@@ -781,14 +710,14 @@ class OptimizerSession:
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
         self.ending.unwind()
-        if self.gradients.is_open and self.end_backward is not None:
-            if self.gradients.holds_raw():
+        if self.is_open and self.end_backward is not None:
+            if self.holds_raw():
                 raise refusals.passes_by_scaler()
             self.end_backward()
-        if self.gradients.is_open:
+        if self.is_open:
             raise refusals.inside_block("optimizer.step()")
         self._forget_abandoned()
-        if self.gradients.stage is Stage.SCALED:
+        if self.stage is Stage.SCALED:
             raise refusals.still_scaled()
 
     def prepare_step(self) -> None:
@@ -798,11 +727,11 @@ class OptimizerSession:
         if self.masters is not None:
             self.masters.adopt()
             # No block may have come yet; more may be written before it if there are no gradients.
-            compares = any(table.compares for table in self.masters.tables)
-            self.gradients.compare_weights()
-            if compares and not self.gradients.holds_any():
+            compares = any(table.compares for table in self.tables)
+            self._compare_now()
+            if compares and not self.holds_any():
                 self.compare_weights()
-            for table in self.masters.tables:
+            for table in self.tables:
                 if table.packs and is_capturing(table.halves[0].device):
                     raise refusals.captured_while_split()
                 table.absorb()
@@ -811,33 +740,22 @@ class OptimizerSession:
                 (table.pack if takes_stored else table.make)()
                 table.is_stepping = True
 
-    def take_in_shown(self) -> None:
-        """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
-        tables = [table for table in self.gradients.tables if table.gradients.is_showing]
-        splits = self.gradients.splits
-        are_split = [splits.concern(table.halves) for table in tables]
-        is_lost = any(are_split) and self.overflowed()
-        for table, is_split in zip(tables, are_split, strict=True):
-            if is_lost:
-                table.gradients.overlook()
-            elif is_split:
-                table.gradients.reconcile(splits.agree, looks=True)
-            else:
-                table.gradients.reconcile(looks=True, lost=self.found_inf)
+    def pack(self) -> None:
+        """Keep masters as the storage says; see `WeightTable.pack`."""
+        for table in self.tables:
+            table.pack()
 
     def write_halves(self) -> None:
         """Round the masters into the half weights."""
-        for table in self.gradients.tables:
+        for table in self.tables:
             table.write_halves()
-
-    def pack(self) -> None:
-        """Keep masters as the storage says; see `WeightTable.pack`."""
-        for table in self.gradients.tables:
-            table.pack()
 
     def finish_step(self) -> None:
         """Use the gradients up, taken or not."""
-        self.gradients.spend()
+        self.known_norm.end_step()
+        for table in self.tables:
+            table.gradients.spend()
+            table.is_stepping = False
         self.reset()
 
     def count(self, *, skipped: bool) -> None:
@@ -848,24 +766,20 @@ class OptimizerSession:
 
     def reset(self) -> None:
         """Back to READY: no overflow, nothing delayed."""
-        self.gradients.reset()
+        self.stage = Stage.READY
+        self.delayed = None
+        self.known_norm.forget()
+        self._reduced_at = self._reductions.unreduced
         self.found_inf = None
         self.notes.clear()
         self.watched.clear()
 
-    # -- zero_grad ---------------------------------------------------------------------------
-
-    def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
-        """Fill every gradient of this optimizer with zeros, the model's half ones included."""
-        self.ending.unwind()
-        self.reset()
-        return self.gradients.zero(original)
-
-    def drop_gradients(self) -> None:
-        """Drop all that masters have, and the model's half ones."""
-        self.ending.unwind()
-        self.gradients.drop()
-        self.reset()
+    def resume(self, stage: Stage, delayed: Delayed | None, *, may_be_local: bool) -> None:
+        """Go on where another process has stopped."""
+        self.stage, self.delayed = stage, delayed
+        if delayed is not None:
+            self._note_versions(delayed)
+        self._reduced_at = self._reductions.unreduced - int(may_be_local)
 
 
 def params_of_group(group: Any) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ def zeros_are_stepped(
 def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
     """Return the float32 value of ``half``, with what was written to it from outside.
 
-    Raises `PreampStateError` where this rank has a part of it only; see `Holding.value`.
+    Raises `PreampStateError` where this rank has a part of it only; see `Twin.value`.
     """
     twin = twin_of(half, self.sessions.values())
     if twin is None:
@@ -78,9 +78,9 @@ def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> tor
     if twin is None or value.shape != half.shape or self.is_exact:
         return None
     with torch.no_grad():
-        twin.master.copy_(twin.held.own(value))
+        twin.master.copy_(twin.own(value))
     twin.table.expect_load(twin.row)
-    whole = twin.master.detach() if twin.held.part is None else value.float()
+    whole = twin.master.detach() if twin.part is None else value.float()
     return twin.table.rounded(twin.row, whole)
 
 
@@ -117,7 +117,7 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}
     for twin in twins.values():
         twin.table.make()
-    values = [(twin.half, twin.held.value()) for twin in twins.values()]  # refuses parts
+    values = [(twin.half, twin.value()) for twin in twins.values()]  # refuses parts
     tables = {id(twin.table): twin.table for twin in twins.values()}.values()
     for twin in twins.values():
         twin.settle()
@@ -183,7 +183,7 @@ def take_half_weights(self: EngineCore) -> None:
         The masters.
     """
     for session in self.sessions.values():
-        for table in session.gradients.tables:
+        for table in session.tables:
             table.replace()
 
 
@@ -206,7 +206,7 @@ class FollowMasters(EngineHook):
             return
         engine = self.link.target
         for session in () if engine is None else engine.sessions.values():
-            for table in session.gradients.tables:
+            for table in session.tables:
                 table.follow_masters()
 
 
@@ -224,7 +224,7 @@ def attach_move_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo:
     def prepare() -> None:
         engine = link.target
         for session in () if engine is None else engine.sessions.values():
-            for table in session.gradients.tables:
+            for table in session.tables:
                 table.make()
 
     for part in layers:
@@ -274,7 +274,7 @@ def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
     """The master's gradient, or ``None`` also where it cannot be told any more."""
     try:
         pending = twin.pending
-        if pending is None or twin.held.part is not None or stored_grad(twin.master) is not None:
+        if pending is None or twin.part is not None or stored_grad(twin.master) is not None:
             return twin.gradient()
         # Noted nowhere, so that it is found again if `Engine.close` is interrupted.
         grad, factor = pending

@@ -115,7 +115,7 @@ def has_nonzero(grad: torch.Tensor) -> bool:
 class DirectGradients:
     """Keeps unscaled gradients apart while a backward adds scaled ones.
 
-    One backward goes `set_aside`, `merge`, `commit`. Until `commit` everything can be taken back
+    One backward goes `begin`, `merge`, `commit`. Until `commit` everything can be taken back
     with `put_back`, so an exception in the body or while unscaling loses nothing. An interrupted
     `commit` or `put_back` may run again, and whole ones may too.
 
@@ -130,6 +130,7 @@ class DirectGradients:
     def __init__(self, ops: Ops) -> None:
         """Start with nothing set aside."""
         self._ops = ops
+        self.params: Sequence[torch.Tensor] = ()  # whose gradients the backward makes
         # Earlier gradients; ``None`` where no backward is under way
         self._aside: dict[int, _Earlier] | None = None
         # Of the gradients as the last merge left them, -1 where there was none
@@ -147,9 +148,9 @@ class DirectGradients:
         """Whether an earlier gradient will be part of the result, away or not."""
         return bool(self._aside)
 
-    def set_aside(
+    def begin(
         self,
-        params: Parameters,
+        params: Sequence[torch.Tensor],
         carry: Factor | None = None,
         carry_wide: Factor | None = None,
         *,
@@ -161,7 +162,7 @@ class DirectGradients:
         ``carry_wide`` the same for those that are not half. ``may_be_overwritten`` says that a hook
         may write to the memory that gradients lie in.
         """
-        params = list(params)
+        self.params = params
         aside: dict[int, _Earlier] = {}
         scaled: dict[Factor, list[torch.Tensor]] = {}
         for param in params:
@@ -182,7 +183,7 @@ class DirectGradients:
                 with torch.no_grad():
                     self._ops.scale_add_(grads, by, [None] * len(grads))
         except BaseException:
-            self.put_back(params)
+            self.put_back()
             raise
 
     def set_aside_reached(self, param: torch.Tensor) -> None:
@@ -225,14 +226,14 @@ class DirectGradients:
                 self._aside.pop(key, None)
         self._placeholders.forget()
 
-    def put_back(self, params: Parameters) -> None:
-        """Restore what was there before `set_aside`, but for carried gradients since dropped."""
+    def put_back(self) -> None:
+        """Restore what was there before `begin`, but for carried gradients since dropped."""
         aside = self._aside
         if aside is None:
             return
         for key in [k for k, e in aside.items() if e.is_carried and e.param.grad is None]:
             del aside[key]
-        for param in params:
+        for param in self.params:
             if id(param) not in aside:
                 param.grad = None
         for key, earlier in aside.items():
@@ -241,14 +242,14 @@ class DirectGradients:
         self._placeholders.forget()
         self._aside = None
 
-    def merge(self, params: Parameters, factor: Factor | None) -> None:
+    def merge(self, factor: Factor | None) -> None:
         """Unscale new gradients and add old ones, in place: ``grad = grad * factor + aside``."""
         aside = self._aside or {}
         if factor is None and not aside:
             return
         news: list[torch.Tensor] = []
         olds: list[torch.Tensor | None] = []
-        some, grads = with_gradients(params)
+        some, grads = with_gradients(self.params)
         if not aside and not any(map(_requires_grad, grads)):  # as in most steps
             news, some = grads, []
             olds += [None] * len(grads)
@@ -269,15 +270,18 @@ class DirectGradients:
         with torch.no_grad():
             self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
 
-    def commit(self, params: Parameters) -> None:
-        """End the backward of ``params``; what got nothing new comes back. Cannot fail."""
+    def commit(self, factor: Factor | None = None) -> None:
+        """End the backward; what got nothing new comes back. Cannot fail.
+
+        The gradients are unscaled by ``factor`` already.
+        """
+        del factor
         self._forget_dropped()
         for earlier in (self._aside or {}).values():
             if not earlier.is_carried and earlier.param.grad is None:
                 earlier.param.grad = earlier.grad
-        params = list(params)
-        versions = versions_of(list(map(grad_of, params)))
-        self._versions.update(zip(map(id, params), versions, strict=True))
+        versions = versions_of(list(map(grad_of, self.params)))
+        self._versions.update(zip(map(id, self.params), versions, strict=True))
         self._aside = None
 
     def holds_gradient(self, params: Parameters) -> bool:

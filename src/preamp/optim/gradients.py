@@ -41,7 +41,6 @@ from preamp.core.tensors import (
 from preamp.core.undo import run_to_end
 from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.pairs import WeightPairs, without
-from preamp.optim.part import Holding
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
 
@@ -101,15 +100,18 @@ class HalfGradients:
     columns, at the speed of the interpreter's own loops, and Python looks only at rows that differ
     from what was noted.
 
-    One backward goes `begin`, then `put_back`, or `stand_in` and `collect` (`note_raw` where it
-    leaves its gradients scaled). Between backwards `reconcile` takes in what the script has done.
+    One backward goes `begin`, then `put_back`, or `merge` and `commit` (`note_raw` where it leaves
+    its gradients scaled). Between backwards `reconcile` takes in what the script has done.
     """
 
     def __init__(self, weights: WeightPairs, owners: frozenset[int], rewriting: Rewriting) -> None:
         """Start without rows; ``weights`` are those whose gradients these are."""
         self._weights = weights
         self._ops = weights.ops
-        self._held: list[Holding] = []  # by row, how much of the weight the master has
+        self._names: list[str] = []  # by row, as messages call the weights
+        # Whole float32 gradients of masters that have parts of their weights: what is clipped by is
+        # their norm, and under ``no_sync`` each rank has its own
+        self._wholes: list[torch.Tensor | None] = []
         self._owners = owners  # the optimizers that update them
         self._rewriting = rewriting
         self._steps = 0  # with them watched
@@ -135,10 +137,11 @@ class HalfGradients:
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
 
-    def add_row(self, held: Holding) -> None:
-        """Add a row without a gradient on the model's side; ``held`` has the master's, if any."""
-        self.may_have_bases |= held.gradient is not None
-        self._held.append(held)
+    def add_row(self, name: str, base: torch.Tensor | None) -> None:
+        """Add a row without a gradient on the model's side; ``base`` is the master's, if any."""
+        self.may_have_bases |= base is not None
+        self._names.append(name)
+        self._wholes.append(None)
         for column in self._columns():
             column.append(None)
         self.versions.append(-1)
@@ -148,7 +151,8 @@ class HalfGradients:
 
     def remove_row(self, gone: int) -> None:
         """Forget a row. Not while gradients are left scaled."""
-        for column in (self._held, *self._columns(), self.versions, self.records):
+        own = self._names, self._wholes, self.versions, self.records
+        for column in (*own, *self._columns()):
             del column[gone]
         self._arrived = None
         self.changes += 1
@@ -160,7 +164,7 @@ class HalfGradients:
     def clear(self) -> None:
         """Hold nothing any more, the weights' table neither."""
         self._weights = WeightPairs(self._ops)
-        self._held.clear()
+        self._wholes.clear()
         self.grads.clear()
         self.seen.clear()
         self.records.clear()
@@ -262,7 +266,7 @@ class HalfGradients:
 
     def _take_in_rewritten(self, row: int, now: torch.Tensor, record: Record) -> None:
         is_all = self.base(row) is None or (record.factor is None and record.is_alone)
-        if record.is_plain and (is_all or record.is_spent):
+        if record.is_plain and is_all:  # as of one that a step has used up
             if record.factor is None:
                 self.keep(row, None)
             stays_zero = record.is_zeroed and is_zeroed(now)
@@ -272,11 +276,11 @@ class HalfGradients:
         if (is_other or self._is_rewriting) and self._is_without_effect(record):
             if not self._rewriting.was_seen:
                 self._rewriting.was_seen = True
-                warnings.warn(_without_effect(now, self._held[row].name), stacklevel=2)
+                warnings.warn(_without_effect(now, self._names[row]), stacklevel=2)
             self.note(row, now, record)
             return
         if is_other:
-            raise _changed_in_place(now, self._held[row].name, is_plain=record.is_plain)
+            raise _changed_in_place(now, self._names[row], is_plain=record.is_plain)
         # Zeros are a gradient, as in plain torch: momentum and weight decay stay in effect.
         self.keep(row, None)
         self.note(row, now, self.zeroed(now))
@@ -304,10 +308,6 @@ class HalfGradients:
     def is_showing(self) -> bool:
         """Whether half gradients are shown unscaled, those that have been scaled being kept."""
         return self.grads is not self.seen
-
-    def is_shown(self, row: int) -> bool:
-        """Whether the half gradient of one row is shown unscaled; see `show`."""
-        return _is_shown(self.records[row])
 
     def show(self) -> None:
         """Let the half gradients be what masters get, rounded, for a script to read and change.
@@ -392,7 +392,7 @@ class HalfGradients:
             return False
         for row, grad in written.items():  # to the master's gradient since `show`: that one counts
             if grad is not self.seen[row] or version_of(grad) != self.versions[row]:
-                raise _changed_in_place(grad, self._held[row].name, is_plain=True)
+                raise _changed_in_place(grad, self._names[row], is_plain=True)
             self.records[row] = replace(cast("Record", self.records[row]), is_shown=False)
         rest = [row for row in now if row not in factors]
         if rest or agree is not None:
@@ -409,7 +409,7 @@ class HalfGradients:
             factor = factors[row]
             if factor == 0.0 and not is_zeroed(grad):  # by a clip
                 if common is None:
-                    raise _clipped_to_zero(grad, self._held[row].name)
+                    raise _clipped_to_zero(grad, self._names[row])
                 factor = common  # which left nothing of what was small
             if factor is None or factor == 0.0:
                 self.keep(row, None)
@@ -500,35 +500,34 @@ class HalfGradients:
         if is_zero or self._has_warned or self._weights.halves[row].dtype is not torch.float16:
             return
         self._has_warned = True
-        warnings.warn(rewritten_in_half(self._held[row].name), stacklevel=2)
+        warnings.warn(rewritten_in_half(self._names[row]), stacklevel=2)
 
     # -- the masters' side -----------------------------------------------------------------------
 
     def base(self, row: int) -> torch.Tensor | None:
         """The whole float32 gradient of one master, as far as it is made."""
         weights = self._weights
-        if weights.has_parts:
-            return self._held[row].gradient
-        return stored_grad(weights.masters[row])
+        return (
+            stored_grad(weights.masters[row]) if weights.parts[row] is None else self._wholes[row]
+        )
 
     def bases(self) -> list[torch.Tensor | None]:
         """All of these."""
         if not self.may_have_bases:
             return [None] * len(self._weights)
         if self._weights.has_parts:
-            return [held.gradient for held in self._held]
+            return [self.base(row) for row in range(len(self._weights))]
         return list(map(stored_grad, self._weights.masters))
 
     def keep(self, row: int, grad: torch.Tensor | None) -> None:
         """Let ``grad`` be the whole float32 gradient of a master."""
         self.may_have_bases |= grad is not None
-        if self._weights.has_parts:
-            self._held[row].keep(grad)
-        else:
-            store_grad(self._weights.masters[row], grad)
+        if self._weights.parts[row] is not None:
+            self._wholes[row], grad = grad, None
+        store_grad(self._weights.masters[row], grad)
 
     @property
-    def has_bases(self) -> bool:
+    def has_earlier(self) -> bool:
         """Whether any master has a float32 gradient already."""
         return self.may_have_bases and _has_any(self.bases())
 
@@ -584,12 +583,6 @@ class HalfGradients:
         if self.may_have_bases:
             bases = self.bases()
             self.materialize([row for row in self.pending_rows() if bases[row] is not None])
-
-    def make_at_once(self) -> None:
-        """Make the masters' gradients where the script may write over what they are made of."""
-        watch = self._rewriting
-        if watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED):
-            self.materialize([row for row in self.pending_rows() if _has_scale(self.records[row])])
 
     def materialize(self, rows: Sequence[int]) -> None:
         """Bring the masters' gradients of some pending rows up to date."""
@@ -655,7 +648,7 @@ class HalfGradients:
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
         self.reconcile()
-        return self.has_bases or any([r is not None and not r.is_zeroed for r in self.records])
+        return self.has_earlier or any([r is not None and not r.is_zeroed for r in self.records])
 
     # -- a backward ------------------------------------------------------------------------------
 
@@ -704,13 +697,13 @@ class HalfGradients:
         self.versions = [-1] * len(self._weights)
 
     def arrive(self) -> None:
-        """Read the half gradients that a backward has left, for `collect`; refuse a sparse one."""
+        """Read the half gradients that a backward has left, for `commit`; refuse a sparse one."""
         self._arrived = grads = list(map(grad_of, self._weights.halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
             return
-        for held, grad in zip(self._held, grads, strict=True):
+        for name, grad in zip(self._names, grads, strict=True):
             if grad is not None and grad.is_sparse:
-                raise _sparse(held.name)
+                raise _sparse(name)
 
     def arrived_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
         """What `arrive` has read, if ``leaves`` are the half weights; not to be changed."""
@@ -735,9 +728,14 @@ class HalfGradients:
         if self.is_open:
             self._forget_half_gradients()
             self.end()
-        self.stand_in()
+        self._stand_in()
 
-    def stand_in(self) -> None:
+    def merge(self, factor: torch.Tensor | None) -> None:
+        """Keep new gradients apart from earlier ones, which the masters have: add nothing yet."""
+        del factor
+        self._stand_in()
+
+    def _stand_in(self) -> None:
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
@@ -761,20 +759,28 @@ class HalfGradients:
                     record = Record(None) if is_stored else self.zeroed(zeros)
                     self.note(row, zeros, record)
 
-    def collect(self, factor: torch.Tensor | None) -> None:
-        """The backward has ended: note the half gradients; add nothing yet. Cannot fail.
+    def commit(self, factor: torch.Tensor | None) -> None:
+        """The backward has ended: note the half gradients, and make those that must be made now.
 
         ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled. It
         is called for each optimizer that shares the rows, and again if it was interrupted.
         """
-        if not self.is_open:
-            return
+        if self.is_open:
+            self._collect(factor)
+        watch = self._rewriting  # the script may write over what masters' gradients are made of
+        if watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED):
+            self.materialize([row for row in self.pending_rows() if _has_scale(self.records[row])])
+
+    def _collect(self, factor: torch.Tensor | None) -> None:
+        """Note what the backward has left; add nothing yet. Cannot fail."""
         self._forget_dropped()
         for row in self.carried:  # the half gradient holds the earlier one too
             self.keep(row, None)
         # Sharded ones may have been placed anew since they arrived.
         arrived, self._arrived = None if self._weights.has_sharded else self._arrived, None
-        self._see(list(map(grad_of, self._weights.halves)) if arrived is None else arrived)
+        grads = list(map(grad_of, self._weights.halves)) if arrived is None else arrived
+        self.grads = self.seen = grads
+        self.versions = self._versions_of(grads)
         made = {  # a factor elsewhere would make clipping wait for a copy
             device: self.plain(device) if factor is None else Record(factor.to(device))
             for device in devices_of(self.grads)
@@ -785,10 +791,6 @@ class HalfGradients:
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
         self.end()
-
-    def _see(self, grads: list[torch.Tensor | None]) -> None:
-        self.grads = self.seen = grads
-        self.versions = self._versions_of(grads)
 
     def end(self) -> None:
         """No backward is under way any more."""
@@ -807,6 +809,7 @@ class HalfGradients:
 
     def note_raw(self) -> None:
         """A block ends that leaves its gradients scaled: remember them as they are."""
+        self._stand_in()
         self._forget_dropped()
         now = list(map(grad_of, self._weights.halves))
         versions = self._versions_of(now)
@@ -850,8 +853,8 @@ class HalfGradients:
             return
         self.may_have_bases = self._weights.has_parts  # there masters have gradients of parts
         if self._weights.has_parts:
-            for held in self._held:
-                held.keep(None)
+            for row in range(len(self._weights)):
+                self.keep(row, None)
             return
         for master, base in zip(
             self._weights.masters, list(map(stored_grad, self._weights.masters)), strict=True
@@ -883,7 +886,7 @@ class HalfGradients:
         if in_backward:
             return [None] * len(self._weights)
         self.end()
-        if self.has_bases:
+        if self.has_earlier:
             for row, grad in enumerate(now):
                 if grad is not None or self.grads[row] is not None:  # or dropped since
                     self.keep(row, None)
@@ -899,7 +902,7 @@ class HalfGradients:
                 if grad.device not in made:
                     made[grad.device] = self.zeroed(grad)
                 self.seen[row], self.records[row] = grad, made[grad.device]
-        self._see(self.seen)
+        self.grads, self.versions = self.seen, self._versions_of(self.seen)
 
     # -- resuming in another process --------------------------------------------------------------
 

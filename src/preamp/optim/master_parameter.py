@@ -13,7 +13,7 @@ from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
 from preamp.kernels.shards import before_local, instance_of, set_data
-from preamp.optim.part import Holding
+from preamp.optim.part import Part
 
 _DATA: Any = cast("Any", torch.Tensor).data
 
@@ -22,7 +22,6 @@ class Pair(Protocol):
     """What a master asks of its row in a `WeightTable`; a `Twin`."""
 
     half: torch.nn.Parameter
-    held: Holding
     table: Any
     row: int
 
@@ -38,6 +37,11 @@ class Pair(Protocol):
 
     def value(self) -> torch.Tensor:
         """All of the master."""
+        ...
+
+    @property
+    def part(self) -> Part | None:
+        """The elements of the weight that the master has, or ``None`` for all."""
         ...
 
     @property
@@ -101,7 +105,8 @@ class MasterParameter(torch.nn.Parameter):
     @property
     def has_materialized_grad(self) -> bool:
         """Whether a float32 gradient exists already; asking does not make one."""
-        held = stored_grad(self) if self.twin is None else self.twin.held.gradient
+        twin = self.twin
+        held = stored_grad(self) if twin is None else twin.table.gradients.base(twin.row)
         return held is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -133,12 +138,12 @@ class MasterParameter(torch.nn.Parameter):
     def _whole_half(self) -> torch.nn.Parameter | None:
         """The half weight, unless this is a part of its master."""
         twin = self.twin
-        return None if twin is None or twin.held.part is not None else twin.half
+        return None if twin is None or twin.part is not None else twin.half
 
     def _settled(self) -> torch.Tensor:
         """The value, with what was written to the half weight."""
         twin = self.twin
-        if twin is None or twin.held.part is not None:
+        if twin is None or twin.part is not None:
             return self.detach()
         if twin.half.dtype is not torch.float32:  # not inside `exact_weights`
             twin.settle()
@@ -201,7 +206,7 @@ def form_of(param: torch.Tensor) -> torch.Tensor:
     if type(param) not in PACKED_KINDS:
         return param
     twin: Pair = cast("Any", param).twin
-    return twin.held.own(twin.half.detach())
+    return twin.table.own_part(twin.row, twin.half.detach())
 
 
 def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:

@@ -157,16 +157,6 @@ class Masters:
         self._known.clear()
         self._weights.clear()
 
-    def zero_gradients(self, zero_rest: Callable[[], object], *, in_backward: bool) -> object:
-        """Fill with zeros, while half gradients, which ``zero_rest`` would widen, are away."""
-        tables = self.tables
-        away = [table.gradients.take_away_zeroed(in_backward=in_backward) for table in tables]
-        try:
-            return zero_rest()
-        finally:
-            for table, grads in zip(tables, away, strict=True):
-                table.gradients.give_zeros(grads)
-
 
 def _move_state(state: dict[Any, Any], source: Any, target: Any) -> None:
     if source in state:

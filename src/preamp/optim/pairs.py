@@ -13,6 +13,7 @@ from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.tensors import WeightMarks, is_sharded, local_of
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
+from preamp.optim.part import Part
 
 
 def take_over(half: torch.Tensor, wide: torch.Tensor, rounded: torch.Tensor | None = None) -> None:
@@ -41,7 +42,9 @@ class WeightPairs:
         """Start without rows."""
         self.ops = ops
         self.packs = False  # whether masters are packed between steps, and round ties away
-        self.has_parts = False  # whether ranks share masters
+        self.has_parts = False  # whether ranks share masters, or have done so
+        # Which elements of the weight the master has, ``None`` for all
+        self.parts: list[Part | None] = []
         self.has_sharded = False  # whether any weight is a ``DTensor``
         self.halves: list[Any] = []
         self.masters: list[Any] = []
@@ -65,6 +68,7 @@ class WeightPairs:
         if self.kept is not self.masters:
             self.kept.append(master)
         self._is_rounded.append(False)
+        self.parts.append(None)
         self._half_marks.add(half)
         self._master_marks.add(master)
 
@@ -73,7 +77,7 @@ class WeightPairs:
         self._are_alike = None
         if self.kept is not self.masters:
             del self.kept[row]
-        del self.halves[row], self.masters[row], self._is_rounded[row]
+        del self.halves[row], self.masters[row], self._is_rounded[row], self.parts[row]
         self._half_marks.remove(row)
         self._master_marks.remove(row)
 
@@ -113,9 +117,9 @@ class WeightPairs:
         return self._half_marks.is_changed(row, self.halves[row])
 
     def own_part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a weight that the master has."""
-        del row
-        return tensor
+        """The elements of a weight, or of what has its shape, that the master has."""
+        part = self.parts[row]
+        return tensor if part is None else part.of(tensor, self.halves[row])
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""

@@ -19,7 +19,15 @@ from torch.autograd.graph import increment_version
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state, message
-from preamp.core.tensors import find_again, local_of, runs_of, storage_key, versions_of
+from preamp.core.tensors import (
+    find_again,
+    local_of,
+    runs_of,
+    storage_key,
+    store_grad,
+    stored_grad,
+    versions_of,
+)
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.kernels.stored import are_beyond_float16
@@ -32,7 +40,7 @@ from preamp.optim.master_parameter import (
     packed_kind,
 )
 from preamp.optim.pairs import WeightPairs, without
-from preamp.optim.part import Holding, Part
+from preamp.optim.part import Part
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -43,7 +51,7 @@ _BOTH_FORMS = 1 << 22  # elements whose masters are split, or made, before the o
 class Twin:
     """One row: a half parameter and its master."""
 
-    __slots__ = ("dtype", "half", "held", "master", "name", "row", "stays_wide", "table")
+    __slots__ = ("dtype", "gathered", "half", "master", "name", "row", "stays_wide", "table")
 
     table: WeightTable  # where the row is
     row: int  # its number there
@@ -58,8 +66,8 @@ class Twin:
         self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
         cast("Any", self.master).register_post_accumulate_grad_hook(_note_accumulated)
-        # How much of the weight the master has, and the gradient
-        self.held = Holding(self.master, half, name)
+        # All of the master where ranks share it, while somebody needs that
+        self.gathered: torch.Tensor | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -69,19 +77,53 @@ class Twin:
     def gradient(self) -> torch.Tensor | None:
         """The whole unscaled float32 gradient, made if need be."""
         self.table.gradients.bring_up_to_date()
-        return self.held.gradient
+        return self.table.gradients.base(self.row)
 
     def own_gradient(self) -> torch.Tensor | None:
-        """What the optimizer reads as the master's gradient; see `Holding.own_gradient`."""
-        if self.held.part is None:
+        """What the optimizer reads as the master's gradient; of a part made once for each step.
+
+        Raises `PreampStateError` for a part unless the optimizer is stepping.
+        """
+        part = self.part
+        if part is None:
             return self.gradient()
-        return self.held.own_gradient(self.pending, self.gradient, self.table.ops)
+        pending, whole = self.pending, self.table.gradients.base(self.row)
+        is_there = stored_grad(self.master) is not None
+        if is_there or (pending is None and whole is None):
+            return stored_grad(self.master)
+        part.check_readable(self.name)
+        if pending is not None and whole is None:  # nobody here needs the rest of it
+            wide = self.table.ops.widen_add([self.own(pending[0])], [pending[1]], [None])[0]
+            store_grad(self.master, wide)
+        elif (whole := self.gradient()) is not None:
+            store_grad(self.master, self.own(whole))
+        return stored_grad(self.master)
+
+    @property
+    def part(self) -> Part | None:
+        """The elements of the weight that the master has, or ``None`` for all."""
+        return self.table.parts[self.row]
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of the weight, or of what has its shape, that the master has."""
+        return self.table.own_part(self.row, tensor)
 
     def value(self) -> torch.Tensor:
-        """All of the master, which stays packed if it is; see `Holding.value`."""
-        if self.table.lows[self.row] is None or self.held.part is not None:
-            return self.held.value()
-        return self.table.joined(self.row)
+        """All of the master, which stays packed if it is; `check_whole` first."""
+        self.check_whole()
+        if self.part is not None and self.gathered is not None:
+            return self.gathered
+        return self.master if self.table.lows[self.row] is None else self.table.joined(self.row)
+
+    def check_whole(self) -> None:
+        """Raise `PreampStateError` where other ranks have the rest of the master."""
+        if self.part is not None and self.gathered is None:
+            raise bad_state(
+                f"state_dict() was called on a model whose masters ranks share, {self.name!r} for "
+                "one",
+                "This rank does not know the float32 values of the others",
+                "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
+            )
 
     @property
     def kept(self) -> torch.Tensor:
@@ -97,7 +139,8 @@ class Twin:
     @property
     def is_shown(self) -> bool:
         """Whether the half gradient is shown unscaled; see `HalfGradients.show`."""
-        return self.table.gradients.is_shown(self.row)
+        record = self.table.gradients.records[self.row]
+        return record is not None and record.is_shown
 
     @property
     def unscales(self) -> torch.Tensor | None:
@@ -106,9 +149,13 @@ class Twin:
         return None if record is None else record.unscales
 
     def keep_part(self, part: Part | None, value: torch.Tensor) -> None:
-        """Let the master have ``part`` of the weight from now on; see `Holding.keep_part`."""
-        self.table.has_parts = self.table.gradients.may_have_bases = True
-        self.held.keep_part(part, value)
+        """Let the master have ``part`` of the weight, or all, in the storage of ``value``."""
+        gradients = self.table.gradients
+        gradient = gradients.base(self.row)
+        gradients.keep(self.row, None)
+        self.table.has_parts = gradients.may_have_bases = True
+        self.table.parts[self.row], self.master.data = part, value
+        gradients.keep(self.row, gradient)
 
     def forget_half_gradient(self) -> None:
         """The master's gradient was assigned: what the half gradient held no longer counts.
@@ -186,7 +233,7 @@ class WeightTable(WeightPairs):
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
         self.lows.append(None)
-        self.gradients.add_row(twin.held)
+        self.gradients.add_row(twin.name, stored_grad(twin.master))
 
     def hand_over(self, twin: Twin, other: WeightTable) -> None:
         """Let another table have the row, with all that is known of its weight and gradient.
@@ -202,7 +249,7 @@ class WeightTable(WeightPairs):
         if is_set:
             other.loaded.add(twin.row)
         twin.recall(memo)
-        if other.gradients.is_shown(twin.row):
+        if twin.is_shown:
             other.gradients.show()
 
     def _remove(self, twin: Twin) -> None:
@@ -221,10 +268,6 @@ class WeightTable(WeightPairs):
     def is_sharded(self) -> bool:
         """Whether ranks have parts of the weights."""
         return self.has_parts or self.has_sharded
-
-    def own_part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a weight that the master has."""
-        return self.twins[row].held.own(tensor)
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""

@@ -69,7 +69,7 @@ class Meter:
         """Measure what a step is going to use, as `gradients`; used up half gradients are none."""
         places: dict[int, int] = {}
         scales: list[int | None] = []
-        entries = entries_of(session.gradients.params())
+        entries = entries_of(session.params())
         for _, _, _, by, twin, _ in entries.rows():
             # The entry's own factor may clip as well, by zero or nan too.
             factor = None if by is None or twin is None else twin.unscales
@@ -99,10 +99,10 @@ class Meter:
         The copies are nan where the gradient is zero: equal to nothing later, so no mask is kept.
         """
         found: dict[int, torch.Tensor] = {}
-        entries = entries_of(session.gradients.params())
+        entries = entries_of(session.params())
         for row, weight in zip(entries.rows(), entries.owners, strict=True):
             _, given, _, _, twin, _ = row
-            if twin is not None and twin.held.part is not None:
+            if twin is not None and twin.part is not None:
                 continue  # the others' updates are not known here before the step
             if _is_plain(given) and is_half(weight):
                 own_part = local_of(weight).detach()

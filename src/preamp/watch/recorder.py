@@ -150,7 +150,7 @@ class Recorder:
         """Forget backwards whose gradients the script has dropped one by one."""
         for session in sessions:
             pending = self._optimizers[id(session)].pending
-            if pending.has_gradients and not session.gradients.holds_raw():
+            if pending.has_gradients and not session.holds_raw():
                 self.gradients_dropped(session)
 
     def loss_seen(
@@ -166,7 +166,7 @@ class Recorder:
             pending = self._optimizers[id(session)].pending
             pending.losses[loss_id] = value
             pending.norm = None  # of the gradients before this backward
-            pending.has_gradients = session.gradients.holds_raw()
+            pending.has_gradients = session.holds_raw()
 
     def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
         """A backward has left scaled gradients; a loss's last one counts. Does not synchronise."""

@@ -488,7 +488,7 @@ class Tracer:
         if not host_reaches(leaves[0] if leaves else torch.zeros(())):
             return
         note = GradientNote(0, torch.tensor(True), torch.ones((), device=device))
-        session.gradients.look(leaves, device, note, is_joint=False)
+        session.look(leaves, device, note, is_joint=False)
         if any(bool(flag != 0) for flag in note.found_inf):
             losses = [self._started] if self._started else self._ends()
             self.values.collect()

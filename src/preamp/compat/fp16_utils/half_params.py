@@ -206,7 +206,8 @@ class ScaledGradients:
 
     def _merge(self, inverse: float) -> None:
         factor = None if inverse == 1.0 else torch.tensor(inverse)
-        self._direct.merge(self._raw_directs(), factor)
+        self._direct.params = self._raw_directs()
+        self._direct.merge(factor)
         self._direct.forget()
         self._unscaled = {}
         for param in self._params.directs:

@@ -73,20 +73,20 @@ def scaled_backward(
     aside = DirectGradients(ops)
     overflow = torch.zeros((), device=scaler.device)
     try:
-        aside.set_aside(params)
+        aside.begin(params)
         scaled = scaler.scale_loss(loss)
         with _warning(loss, scaled):
             yield scaled, lambda: bool(overflow.item())
         if scaler.is_dynamic:
             grads = [p.grad for p in params if p.grad is not None]
             scaler.record(ops.census(grads, scaler.device).found_inf)
-        aside.merge(params, None if scaler.is_identity else scaler.inverse())
+        aside.merge(None if scaler.is_identity else scaler.inverse())
     except BaseException:
-        aside.put_back(params)
+        aside.put_back()
         raise
     found_inf = scaler.found_inf.clone() if scaler.is_dynamic else torch.zeros_like(overflow)
     tell = partial(overflow.copy_, found_inf)
-    run_to_end(partial(aside.commit, params), tell, scaler.reaction())
+    run_to_end(aside.commit, tell, scaler.reaction())
 
 
 @contextmanager

@@ -157,17 +157,17 @@ class Clipping(Detector):
             if not engine.scales_losses:
                 continue
             for session in engine.sessions.values():
-                books, masters = session.gradients, session.masters
-                own = {id(param) for param in books.params()}
+                masters = session.masters
+                own = {id(param) for param in session.params()}
                 direct = [param for param in present if id(param) in own]
                 twins = [masters.of_half(param) for param in present] if masters else []
                 halves = [twin.half for twin in twins if twin is not None and not twin.is_shown]
                 both, scale = [*direct, *halves], engine.loss_scale()
-                if both and books.is_open:
+                if both and session.is_open:
                     is_left_open = session.end_backward is not None
                     what = _BEFORE_UNSCALE if is_left_open else "inside a scale_loss block"
                     self._report(name, both, params, scale, what)
-                elif both and books.delayed is not None:
+                elif both and session.delayed is not None:
                     self._report(name, both, params, scale, "left scaled by delay_unscale=True")
                 elif halves:
                     what = "that are the model's half ones, not those of the masters"

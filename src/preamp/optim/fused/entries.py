@@ -196,11 +196,11 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
         factor = None if record is None or made is not None or gradients.is_open else record.factor
         grad = made if factor is None else gradients.grads[twin.row]
         if table.has_parts:
-            half = twin.held.own(half)
+            half = twin.own(half)
             if factor is None:
                 grad = param.grad
             elif grad is not None:
-                grad = twin.held.own(grad)
+                grad = twin.own(grad)
         if grad is not None:
             yield param, grad, half, factor, twin, table.lows[twin.row]
 
