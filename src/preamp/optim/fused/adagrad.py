@@ -10,8 +10,9 @@ import torch
 
 from preamp.kernels.rules import AdagradRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, rate_of
+from preamp.optim.fused.base import FusedOptimizer, Group, rule_of
 from preamp.optim.fused.checks import check_one_device
+from preamp.optim.fused.entries import Entries
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -39,6 +40,7 @@ class FusedAdagrad(FusedOptimizer):
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
     _counts: ClassVar[bool] = False
+    _options: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
     moments: ClassVar[Mapping[str, Format]] = {"sum": Format.UNSIGNED}
 
@@ -53,19 +55,11 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        settings = {"set_grad_none": set_grad_none, "adagrad_w_mode": adagrad_w_mode}
-        super().__init__(params, defaults, **settings)
+        super().__init__(params, locals())
 
-    def _take_step(self, work: Work, signals: Signals) -> None:
-        for _, entries in work:
-            check_one_device("FusedAdagrad", entries.targets)
-        super()._take_step(work, signals)
+    def _check(self, entries: Entries) -> None:
+        super()._check(entries)
+        check_one_device("FusedAdagrad", entries.targets)
 
     def _rule(self, group: Group) -> AdagradRule:
-        return AdagradRule(
-            lr=rate_of(group),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=self.adagrad_w_mode,
-        )
+        return rule_of(AdagradRule, group, decoupled=self.adagrad_w_mode)

@@ -3,32 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.kernels import Update, backend
+from preamp.kernels import backend
 from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import (
-    Closure,
-    FusedOptimizer,
-    Group,
-    Signals,
-    Work,
-    count_step,
-    evaluate,
-    names_scaler,
-    place_on_device,
-    rate_of,
-)
-from preamp.optim.fused.checks import check_masters, check_numbers, refuse_amsgrad
+from preamp.optim.fused.base import Closure, FusedOptimizer, Group, evaluate, names_scaler, rule_of
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
-from preamp.optim.fused.entries import Entries, batches
-from preamp.optim.fused.full_precision import FullPrecision
+from preamp.optim.fused.entries import batches
 from preamp.optim.fused.moments import TWO_MOMENTS
 from preamp.optim.master_parameter import make_masters
 
@@ -77,6 +64,9 @@ class FusedAdam(FusedOptimizer):
 
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
+    _options: ClassVar[tuple[str, ...]] = (
+        *("lr", "bias_correction", "betas", "eps", "weight_decay"),
+    )
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
         "_early",
@@ -85,6 +75,9 @@ class FusedAdam(FusedOptimizer):
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
 
     adam_w_mode: bool
+    capturable: bool
+    master_weights: bool
+    _early: EarlyOptions
 
     def __init__(
         self,
@@ -105,50 +98,26 @@ class FusedAdam(FusedOptimizer):
         use_mt: bool | None = None,
         amp_scale_adjustment: float | None = None,
     ) -> None:
-        refuse_amsgrad("FusedAdam", amsgrad=amsgrad)
-        check_numbers("FusedAdam", max_grad_norm=max_grad_norm or 0.0)
-        check_masters("FusedAdam", capturable=capturable, master_weights=master_weights)
-        self._early = EarlyOptions(
+        early = EarlyOptions(
             eps_inside_sqrt=eps_inside_sqrt,
             max_grad_norm=max_grad_norm,
             use_mt=use_mt,
             amp_scale_adjustment=amp_scale_adjustment,
         )
-        self._is_early_kind = bool(self._early.given)
-        self._early.check(**{"adam_w_mode=False": not adam_w_mode, "capturable=True": capturable})
-        settings = {"set_grad_none": set_grad_none, "adam_w_mode": adam_w_mode}
-        self.capturable = capturable  # `add_param_group` asks
-        self.master_weights = master_weights
-        self._copies = FullPrecision(self._has_copy)
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        defaults["weight_decay"] = weight_decay
-        if self._is_early_kind:
-            defaults["max_grad_norm"] = max_grad_norm or 0.0
-        super().__init__(params, defaults, **settings)
+        early.check(**{"adam_w_mode=False": not adam_w_mode, "capturable=True": capturable})
+        given = {**locals(), "_early": early, "max_grad_norm": max_grad_norm or 0.0}
+        super().__init__(params, given, more=("max_grad_norm",) if early.given else ())
 
     @property
     def param_groups_master(self) -> list[Group] | None:
         """With ``master_weights`` what is updated, in the form of ``param_groups``."""
         if not self.master_weights:
             return None
-        with torch.no_grad():
-            return [
-                {"params": [self._copies.of(param, self.state[param]) for param in group["params"]]}
-                for group in self.param_groups
-            ]
+        return self._groups_of_copies()
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; if ``capturable``, its ``lr`` and ``step`` become tensors of its own."""
-        super().add_param_group(param_group)
-        if self.capturable:
-            place_on_device(self.param_groups[-1])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._is_early_kind = bool(self._early.given)
-        self._copies = FullPrecision(self._has_copy)
-        for group in self.param_groups if self.capturable else ():
-            place_on_device(group)
+    @functools.cached_property
+    def _is_early_kind(self) -> bool:
+        return bool(self._early.given)
 
     # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
     # that name it, and hands the same over as attributes otherwise.
@@ -206,16 +175,8 @@ class FusedAdam(FusedOptimizer):
         """The early formula may clip, and counts per parameter."""
         return not self._is_early_kind and self._steps_done(next(iter(self.state), None)) == 0
 
-    def _take_step(self, work: Work, signals: Signals) -> None:
-        for group, entries in () if signals.is_skip else work:
-            step = count_step(group, signals)
-            rule = _rule(group, BiasCorrection.MOMENTS, decoupled=self.adam_w_mode)
-            for batch in batches(entries, self._apart()):
-                inv_scale, found_inf = signals.inv_scale, signals.found_inf
-                update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
-                if self.master_weights and self._copies.wanted_for(batch.params):
-                    update = replace(update, halves=batch.params)
-                self._update(batch, rule, update)
+    def _rule(self, group: Group) -> AdamRule:
+        return _rule(group, BiasCorrection.MOMENTS, decoupled=self.adam_w_mode)
 
     @property
     def _counts_on_device(self) -> bool:
@@ -240,22 +201,15 @@ class FusedAdam(FusedOptimizer):
                 index, entries, group.get("max_grad_norm", 0.0), backend(self.backend)
             )
             eps_inside_sqrt = bool(self._early.eps_inside_sqrt)
-            rule = _rule(group, BiasCorrection.STEP_SIZE, eps_inside_sqrt=eps_inside_sqrt)
+            rule = _rule(
+                group, BiasCorrection.STEP_SIZE, decoupled=True, eps_inside_sqrt=eps_inside_sqrt
+            )
             for batch in batches(entries, self._apart(self._steps_of)):
                 step = self._steps_done(batch.params[0]) + 1
-                self._update(batch, rule, batch.update(step=step, inv_scale=inv_scale))
+                update = batch.update(step=step, inv_scale=inv_scale)
+                self._update([self._call(group, batch, rule, update)])
                 for param in batch.params:
                     self.state[param]["step"] = step
-
-    def _update(self, batch: Entries, rule: AdamRule, update: Update) -> None:
-        state = self._state(batch.params, *self.moments)
-        update = self._told(batch.params, update)
-        if not self.master_weights:
-            self._apply(batch, state, rule, update)
-            return
-        copies = [*self._copies.of_all(batch.params, self.state)]
-        self._apply(replace(batch, params=copies), state, rule, update)
-        self._copies.note_written(batch.params)
 
     def _selects_early(self, early: EarlyArguments) -> bool:
         """Whether this step follows the formula of early 2019."""
@@ -280,20 +234,6 @@ class FusedAdam(FusedOptimizer):
         return self.master_weights and is_half(param)
 
 
-def _rule(
-    group: Group,
-    correction: BiasCorrection,
-    *,
-    decoupled: bool = True,
-    eps_inside_sqrt: bool = False,
-) -> AdamRule:
-    return AdamRule(
-        lr=rate_of(group),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=decoupled,
-        bias_correction=correction if group["bias_correction"] else BiasCorrection.NONE,
-        eps_inside_sqrt=eps_inside_sqrt,
-    )
+def _rule(group: Group, correction: BiasCorrection, **others: bool) -> AdamRule:
+    correction = correction if group["bias_correction"] else BiasCorrection.NONE
+    return rule_of(AdamRule, group, bias_correction=correction, **others)

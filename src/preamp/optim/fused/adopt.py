@@ -10,7 +10,7 @@ import torch
 
 from preamp.kernels.rules import AdoptRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import FusedOptimizer, Group, rate_of
+from preamp.optim.fused.base import FusedOptimizer, Group, rule_of
 from preamp.optim.fused.moments import TWO_MOMENTS
 
 
@@ -46,6 +46,7 @@ class FusedADOPT(FusedOptimizer):
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
     _starts_apart: ClassVar[bool] = True
+    _options: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "decouple", "clip")
     _wide_state: ClassVar[frozenset[str]] = frozenset(TWO_MOMENTS)
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
@@ -63,17 +64,7 @@ class FusedADOPT(FusedOptimizer):
         clip: bool = True,
         set_grad_none: bool = True,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        settings = {"set_grad_none": set_grad_none, "decouple": decouple, "clip": clip}
-        super().__init__(params, defaults, **settings)
+        super().__init__(params, locals())
 
     def _rule(self, group: Group) -> AdoptRule:
-        return AdoptRule(
-            lr=rate_of(group),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=self.decouple,
-            is_bounded=self.clip,
-        )
+        return rule_of(AdoptRule, group, decoupled=self.decouple, is_bounded=self.clip)

@@ -12,10 +12,11 @@ as ``grad_scale`` and ``found_inf`` for the time of the step (`Signals`). Nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.optim.optimizer import required
@@ -26,14 +27,17 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, host_reaches
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
-from preamp.optim.fused.checks import check_gradients, check_group
+from preamp.optim.fused.checks import check_arguments, check_gradients, check_group
 from preamp.optim.fused.entries import Entries, batches, entries_of
+from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.moments import Entry
+from preamp.optim.fused.norms import Call, norms_of_wholes
 from preamp.optim.master_parameter import form_of, make_masters, without_masters
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
+R = TypeVar("R", bound=Rule)
 REQUIRED: Any = required
 """Default of a hyper-parameter that a group has to say if the constructor does not."""
 
@@ -78,10 +82,6 @@ class Signals:
         ops.scale_add_(grads, factor, [None] * len(grads))
 
 
-def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-
-
 Work = Sequence[tuple[Group, Entries]]
 """All groups that have parameters, with the entries of those that have gradients."""
 
@@ -111,14 +111,20 @@ class FusedOptimizer(KeepsMoments):
     _starts_apart: ClassVar[bool] = False
     """Whether the first update of a parameter is another one, whenever it comes."""
 
-    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
-    """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
+    _options: ClassVar[tuple[str, ...]]
+    """Arguments of the constructor that each group has."""
 
-    def __init__(self, params: Any, defaults: Group, **settings: Any) -> None:
-        """Check ``defaults``, the options of groups, and keep ``settings`` as attributes."""
-        check_group(type(self).__name__, defaults)
-        vars(self).update(settings)
-        super().__init__(params, defaults)
+    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+    """Those that are attributes, which copies and pickles keep; torch's carry groups only."""
+
+    def __init__(self, params: Any, given: Mapping[str, Any], more: tuple[str, ...] = ()) -> None:
+        """Check the arguments that a constructor was ``given``, and keep them.
+
+        `_settings` become attributes, `_options` and ``more`` what groups have.
+        """
+        check_arguments(type(self).__name__, given)
+        vars(self).update({name: given[name] for name in self._settings})
+        super().__init__(params, {name: given[name] for name in (*self._options, *more)})
 
     def step(self, closure: Closure | None = None) -> Any:
         """Update the parameters that have gradients.
@@ -165,34 +171,89 @@ class FusedOptimizer(KeepsMoments):
                 del group["step"]
 
     def _take_step(self, work: Work, signals: Signals) -> None:
-        """Update what has been collected, by `_rule`; gradients stay as they are."""
+        """Update what has been collected; gradients stay as they are."""
+        if self._must_skip(work, signals):
+            return
+        inv_scale = self._unscaling(work, signals)
         apart = self._apart(self._have_started if self._starts_apart else None)
-        for group, entries in () if signals.is_skip else work:
-            step = count_step(group, signals) if self._counts or self._has_fewer_bits else 1
+        calls: list[Call] = []
+        for group, entries in work:
+            step, rule = self._count(group, signals), self._rule(group)
             for batch in batches(entries, apart):
                 is_first = self._starts_apart and not self._have_started(batch.params[:1])[0]
                 update = batch.update(
-                    step=1 if is_first else step,
-                    inv_scale=signals.inv_scale,
-                    found_inf=signals.found_inf,
+                    step=1 if is_first else step, inv_scale=inv_scale, found_inf=signals.found_inf
                 )
-                state = self._state(batch.params, *self.moments)
-                self._apply(batch, state, self._rule(group), self._told(batch.params, update))
+                calls.append(self._call(group, batch, rule, update))
+        self._update(calls)
+
+    def _must_skip(self, work: Work, signals: Signals) -> bool:
+        """Whether nothing may happen."""
+        return signals.is_skip
+
+    def _unscaling(self, work: Work, signals: Signals) -> torch.Tensor | None:
+        """What all gradients are multiplied by."""
+        return signals.inv_scale
+
+    def _count(self, group: Group, signals: Signals) -> int | torch.Tensor:
+        """The number of the update, for parameters that have state if the first is another."""
+        return count_step(group, signals) if self._counts or self._has_fewer_bits else 1
+
+    def _rule(self, group: Group) -> Rule:
+        """The rule of a group."""
+        raise NotImplementedError
+
+    def _call(self, group: Group, batch: Entries, rule: Rule, update: Update) -> Call:
+        """The update of a batch, which makes the state that is missing."""
+        params = batch.params
+        state, targets = self._state(params, group), batch.targets
+        if self._has_copy(params[0]):
+            targets = self._copies.of_all(params, self.state)
+            update = replace(update, halves=params)
+        lists = [targets, batch.grads, *state]
+        lists, update = self._by_rows(lists, self._told(params, update))
+        return Call(batch, lists, rule, update)
+
+    def _update(self, calls: Sequence[Call]) -> None:
+        ops = backend(self.backend)
+        for call, norms in zip(calls, norms_of_wholes(calls, ops, self.splits), strict=True):
+            update = call.update if norms is None else replace(call.update, norms=norms)
+            ops.update_(*call.lists, rule=call.rule, update=update)
+            call.batch.note_written()
+            if self._has_copy(call.batch.params[0]):
+                self._copies.note_written(call.batch.params)
+
+    def _has_copy(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer itself keeps a float32 copy of ``param``; a question of dtype."""
+        return False
+
+    @functools.cached_property
+    def _copies(self) -> FullPrecision:
+        return FullPrecision(self._has_copy)
+
+    def _groups_of_copies(self) -> list[Group]:
+        """What is updated, in the form of ``param_groups``; makes copies that are missing."""
+        with torch.no_grad():
+            return [
+                {"params": [self._copies.of(param, self.state[param]) for param in group["params"]]}
+                for group in self.param_groups
+            ]
 
     def _have_started(self, params: Sequence[torch.Tensor]) -> list[bool]:
         """Which of ``params`` have state."""
         key = next(iter(self.moments))
         return [state.get(key) is not None for state in self._states_of(params)]
 
-    def _rule(self, group: Group) -> Rule:
-        """The rule of a group; of optimizers that measure or clip, see their `_take_step`."""
-        raise NotImplementedError
-
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; refuses what the constructor refuses."""
+        """Add a group; refuses what the constructor refuses.
+
+        Where steps are counted on the device its ``lr`` and ``step`` become tensors of its own.
+        """
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             check_group(type(self).__name__, param_group)
         super().add_param_group(param_group)
+        if self._counts_on_device:
+            place_on_device(self.param_groups[-1])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients.
@@ -267,6 +328,8 @@ class FusedOptimizer(KeepsMoments):
             for name, default in self.defaults.items():
                 if default is not REQUIRED and name != "differentiable":  # which torch puts there
                     group.setdefault(name, default)
+            if self._counts_on_device:
+                place_on_device(group)
 
     def _collect(self) -> Work:
         self.check_storage()
@@ -289,33 +352,17 @@ class FusedOptimizer(KeepsMoments):
         params, grads = entries.targets, entries.grads
         check_gradients(type(self).__name__, params, grads, are_alike=entries.are_alike)
 
-    def _apply(
-        self, batch: Entries, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update
-    ) -> None:
-        """Update one batch."""
-        ops = backend(self.backend)
-        lists, update = self._by_rows([batch.targets, batch.grads, *state], update)
-        ops.update_(*lists, rule=rule, update=update)
-        batch.note_written()
-
-    def _state(
-        self,
-        params: Sequence[torch.Tensor],
-        *keys: str,
-        make: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = _zeros,
-    ) -> list[list[torch.Tensor]]:
-        """For each key the state tensors of parameters of one dtype, made where there is none."""
-        if not params:
-            return [[] for _ in keys]
-        states = self._states_of(params)
-        return [self._state_column(params, states, key, make) for key in keys]
+    def _state(self, params: Sequence[torch.Tensor], group: Group) -> list[list[torch.Tensor]]:
+        """The rule's lists of state for parameters of one dtype, made where there is none."""
+        keys, states = (*self.moments, *self._more_state), self._states_of(params)
+        return [self._state_column(params, states, key, group) for key in keys]
 
     def _state_column(
         self,
         params: Sequence[torch.Tensor],
         states: Sequence[dict[str, Any]],
         key: str,
-        make: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+        group: Group,
     ) -> list[torch.Tensor]:
         dtype = self._kept_dtype(key, params[0])
         try:
@@ -330,10 +377,16 @@ class FusedOptimizer(KeepsMoments):
         found: list[Any] = [state.get(key) for state in states]
         for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
-                found[place] = state[key] = make(form_of(param), dtype)
+                found[place] = state[key] = self._started(key, form_of(param), dtype, group)
             elif value.dtype is not dtype:  # the model was cast, and the state with it
                 found[place] = state[key] = value.to(dtype)
         return found
+
+    def _started(
+        self, key: str, param: torch.Tensor, dtype: torch.dtype, group: Group
+    ) -> torch.Tensor:
+        """State that is no moment, before the first step."""
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def evaluate(closure: Closure | None) -> Any:
@@ -357,6 +410,19 @@ def rate_of(group: Group) -> float | torch.Tensor:
     """The group's learning rate; of a tensor with one element, whatever its shape, a scalar."""
     lr: float | torch.Tensor = group["lr"]
     return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
+
+
+def rule_of(kind: type[R], group: Group, **others: Any) -> R:
+    """The rule of a group: its hyper-parameters by the rule's names for them, and ``others``."""
+    given: dict[str, Any] = {**group, "lr": rate_of(group), **others}
+    if "betas" in group:
+        given["beta1"], given["beta2"] = group["betas"]
+    return kind(**{name: given[name] for name in _fields_of(kind) if name in given})
+
+
+@functools.cache
+def _fields_of(kind: type[Rule]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def place_on_device(group: Group) -> None:

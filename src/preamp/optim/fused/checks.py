@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,6 @@ NUMBERS = ("lr", "eps", "weight_decay", "momentum", "trust_coefficient", "max_gr
 def refusal(got: str, allowed: str, do: str) -> RuntimeError:
     """The error where Apex raises a ``RuntimeError``; see `message`."""
     return RuntimeError(message(got, allowed, do))
-
-
-def refuse_amsgrad(kind: str, *, amsgrad: bool) -> None:
-    """Raise ``RuntimeError`` for the AMSGrad variant, which no fused rule has."""
-    if amsgrad:
-        raise refusal(
-            f"{kind} got amsgrad=True",
-            "It has no AMSGrad variant",
-            "Leave amsgrad out, or use torch.optim.AdamW(..., amsgrad=True)",
-        )
 
 
 def check_numbers(kind: str, **values: Any) -> None:
@@ -71,31 +61,41 @@ def check_betas(kind: str, betas: tuple[float, float]) -> None:
     )
 
 
-def check_group(kind: str, group: dict[str, Any]) -> None:
+def check_group(kind: str, group: Mapping[str, Any]) -> None:
     """Check what a group says itself as the constructor checks its arguments."""
     check_numbers(kind, **{name: group[name] for name in NUMBERS if name in group})
     if "betas" in group:
         check_betas(kind, group["betas"])
 
 
-def check_nesterov(kind: str, *, nesterov: bool, momentum: float, dampening: float) -> None:
-    """Raise ``ValueError`` for a look-ahead along a momentum that is not there, or dampened."""
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise bad_value(
-            f"{kind} got nesterov=True with momentum={momentum!r}, dampening={dampening!r}",
-            "Nesterov momentum needs momentum > 0 and dampening 0",
-            "Pass momentum=0.9 and no dampening, or leave nesterov out",
+def check_arguments(kind: str, given: Mapping[str, Any]) -> None:
+    """Check what a constructor is given, as far as any optimizer knows it.
+
+    ``RuntimeError`` for the AMSGrad variant, which no fused rule has, and for masters without the
+    device counters they come with. ``ValueError`` for bad numbers (see `check_group`), and for a
+    look-ahead along a momentum that is not there, or dampened.
+    """
+    if given.get("amsgrad"):
+        raise refusal(
+            f"{kind} got amsgrad=True",
+            "It has no AMSGrad variant",
+            "Leave amsgrad out, or use torch.optim.AdamW(..., amsgrad=True)",
         )
-
-
-def check_masters(kind: str, *, capturable: bool, master_weights: bool) -> None:
-    """Raise ``RuntimeError`` for masters without the device counters they come with."""
-    if master_weights and not capturable:
+    if given.get("master_weights") and not given["capturable"]:
         raise refusal(
             f"{kind} got master_weights=True with capturable=False",
             "It keeps master weights only if it is capturable",
             "Pass capturable=True too, or leave both to preamp.initialize(model, optimizer, "
             "opt_level='O2')",
+        )
+    check_numbers(kind, step=given.get("step", 0))
+    check_group(kind, given)
+    if given.get("nesterov") and (given["momentum"] <= 0 or given["dampening"] != 0):
+        raise bad_value(
+            f"{kind} got nesterov=True with momentum={given['momentum']!r}, "
+            f"dampening={given['dampening']!r}",
+            "Nesterov momentum needs momentum > 0 and dampening 0",
+            "Pass momentum=0.9 and no dampening, or leave nesterov out",
         )
 
 

@@ -49,10 +49,8 @@ class FullPrecision:
 
     def of_all(
         self, params: Sequence[torch.Tensor], state: Mapping[Any, dict[str, Any]]
-    ) -> Sequence[torch.Tensor]:
-        """`of` each of several parameters of one dtype; ``state`` is the optimizer's."""
-        if not self.wanted_for(params):
-            return params
+    ) -> list[torch.Tensor]:
+        """`of` each of several parameters that have copies; ``state`` is the optimizer's."""
         if len(self._pairs) > len(state) or any([id(p) not in self._rows for p in params]):
             self._forget_all_but(state)
         return [self.of(param, state[param]) for param in params]
@@ -64,11 +62,6 @@ class FullPrecision:
                 self._pairs.remove_row(row)
         self._rows = {id(half): row for row, half in enumerate(self._pairs.halves)}
 
-    def wanted_for(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether parameters of one dtype have copies, which are rounded into them."""
-        return bool(params) and self._wants(params[0])
-
     def note_written(self, params: Sequence[torch.Tensor]) -> None:
         """Remember that each of several parameters equals its rounded copy as of now."""
-        if self.wanted_for(params):
-            self._pairs.note_written([self._rows[id(param)] for param in params])
+        self._pairs.note_written([self._rows[id(param)] for param in params])

@@ -79,6 +79,9 @@ class KeepsMoments(torch.optim.Optimizer):
     moments: ClassVar[Mapping[str, Format]] = {}
     """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits."""
 
+    _more_state: ClassVar[tuple[str, ...]] = ()
+    """The rule's state behind `moments`."""
+
     takes_stored: ClassVar[bool] = False
     """Whether packed masters, and moments in fewer bits, are updated as they are.
 
@@ -160,11 +163,8 @@ class KeepsMoments(torch.optim.Optimizer):
             return plain
         return self._kept_as(key, param, self._homes().by_id[id(param)]).dtype or plain
 
-    def _told(self, params: Sequence[torch.Tensor], update: Update, lists: int = 0) -> Update:
-        """``update`` with how the moments of parameters of one batch are kept.
-
-        ``lists`` is the length of the rule's state, if that is more than `moments`.
-        """
+    def _told(self, params: Sequence[torch.Tensor], update: Update) -> Update:
+        """``update`` with how the moments of parameters of one batch are kept."""
         if not self._has_fewer_bits:
             return update
         homes = self._homes()
@@ -178,7 +178,7 @@ class KeepsMoments(torch.optim.Optimizer):
             for key, kept in zip(self.moments, formats, strict=True)
         ]
         numbers, starts = homes.columns_of(params)
-        others = max(0, lists - len(formats))
+        others = len(self._more_state)
         stored = replace(
             update.stored or Stored(),
             formats=(*formats, *[Format.PLAIN] * others),

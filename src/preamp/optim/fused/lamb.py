@@ -3,24 +3,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from preamp.core.splits import Splits
-from preamp.kernels import Ops, Update, backend
+from preamp.kernels import backend
 from preamp.kernels.rules import LambRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, count_step, rate_of
-from preamp.optim.fused.checks import refuse_amsgrad
-from preamp.optim.fused.entries import Entries, batches
+from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, rule_of
 from preamp.optim.fused.moments import TWO_MOMENTS
-from preamp.optim.fused.norms import clip_factor, norms_of_wholes
+from preamp.optim.fused.norms import clip_factor
 
 
-class FusedLAMB(FusedOptimizer):
+class Lamb(FusedOptimizer):
+    """What both have."""
+
+    _options: ClassVar[tuple[str, ...]] = (
+        *("lr", "bias_correction", "betas", "eps", "weight_decay"),
+        *("grad_averaging", "max_grad_norm"),
+    )
+
+    adam_w_mode: bool
+    use_nvlamb: bool
+
+    def _unscaling(self, work: Work, signals: Signals) -> torch.Tensor | None:
+        every, most = [entries for _, entries in work], self.defaults["max_grad_norm"]
+        return clip_factor(every, most, signals.inv_scale, backend(self.backend), self.splits)
+
+    def _rule(self, group: Group) -> LambRule:
+        return rule_of(
+            LambRule,
+            group,
+            decoupled=self.adam_w_mode,
+            uses_trust_ratio=self.use_nvlamb or group["weight_decay"] != 0,
+        )
+
+
+class FusedLAMB(Lamb):
     """LAMB, for float16, bfloat16, float32 and float64 parameters.
 
     Gradients of all groups together are clipped to ``max_grad_norm``. Then, with Adam's corrected
@@ -53,9 +73,6 @@ class FusedLAMB(FusedOptimizer):
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
 
-    adam_w_mode: bool
-    use_nvlamb: bool
-
     def __init__(
         self,
         params: Any,
@@ -71,71 +88,4 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        refuse_amsgrad("FusedLAMB", amsgrad=amsgrad)
-        defaults: Group = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        settings = {"adam_w_mode": adam_w_mode, "use_nvlamb": use_nvlamb}
-        super().__init__(params, defaults, set_grad_none=set_grad_none, **settings)
-
-    def _take_step(self, work: Work, signals: Signals) -> None:
-        if signals.is_skip:
-            return
-        ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-        every = [entries for _, entries in work]
-        factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
-        parts: list[LambPart] = []
-        for group, entries in work:
-            step = count_step(group, signals)
-            rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
-            for batch in batches(entries, self._apart()):
-                update = batch.update(step=step, inv_scale=factor, found_inf=signals.found_inf)
-                state = self._state(batch.params, *self.moments)
-                update = self._told(batch.params, update)
-                parts.append(LambPart(batch, [batch.targets, batch.grads, *state], rule, update))
-        apply_lamb(parts, ops, self.splits)
-
-
-@dataclass(frozen=True, slots=True)
-class LambPart:
-    """One call of the op."""
-
-    batch: Entries
-    lists: Sequence[list[torch.Tensor]]  # parameters, gradients and moments
-    rule: LambRule
-    update: Update
-
-
-def apply_lamb(parts: Sequence[LambPart], ops: Ops, splits: Splits) -> None:
-    """Update all parts, with the norms of whole tensors where ranks hold parts of them."""
-
-    def measure(place: int) -> torch.Tensor:
-        part = parts[place]
-        return ops.lamb_norms(*part.lists, rule=part.rule, update=part.update)
-
-    norms = norms_of_wholes([part.batch for part in parts], measure, splits)
-    for part, own in zip(parts, norms, strict=True):
-        update = part.update if own is None else replace(part.update, norms=own)
-        ops.update_(*part.lists, rule=part.rule, update=update)
-        part.batch.note_written()
-
-
-def lamb_rule(group: Group, *, decoupled: bool, use_nvlamb: bool) -> LambRule:
-    """The rule of a group."""
-    return LambRule(
-        lr=rate_of(group),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=decoupled,
-        bias_correction=group["bias_correction"],
-        grad_averaging=group["grad_averaging"],
-        uses_trust_ratio=use_nvlamb or group["weight_decay"] != 0,
-    )
+        super().__init__(params, locals())

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.core.errors import bad_value
-from preamp.kernels import backend
 from preamp.kernels.rules import LarsRule
-from preamp.optim.fused.base import REQUIRED, FusedOptimizer, Group, Signals, Work, rate_of
-from preamp.optim.fused.checks import check_group, check_nesterov
-from preamp.optim.fused.entries import Entries, batches
-from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
+from preamp.optim.fused.base import REQUIRED, FusedOptimizer, Group, rule_of
 
 
 class FusedLARS(FusedOptimizer):
@@ -45,6 +40,11 @@ class FusedLARS(FusedOptimizer):
             and ignores.
     """
 
+    _options: ClassVar[tuple[str, ...]] = (
+        *("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "nesterov", "is_skipped"),
+    )
+    _counts: ClassVar[bool] = False
+    _more_state: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "materialize_master_grads")
 
     def __init__(
@@ -61,54 +61,11 @@ class FusedLARS(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        defaults: Group = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "is_skipped": False,
-        }
-        check_group("FusedLARS", defaults)  # first whether these are numbers
-        check_nesterov("FusedLARS", nesterov=nesterov, momentum=momentum, dampening=dampening)
+        super().__init__(params, {**locals(), "is_skipped": False})
         _refuse_unused(dampening=dampening, wd_after_momentum=wd_after_momentum)
-        settings = {"materialize_master_grads": materialize_master_grads}
-        super().__init__(params, defaults, set_grad_none=set_grad_none, **settings)
 
-    def _take_step(self, work: Work, signals: Signals) -> None:
-        if signals.is_skip:
-            return
-        parts = [(group, batch) for group, entries in work for batch in batches(entries)]
-        for (group, batch), norms in zip(parts, self._norms(parts, signals), strict=True):
-            inv_scale, found_inf = signals.inv_scale, signals.found_inf
-            update = batch.update(inv_scale=inv_scale, found_inf=found_inf, norms=norms)
-            self._apply(batch, self._state(batch.params, "momentum_buffer"), _rule(group), update)
-
-    def _norms(
-        self, parts: Sequence[tuple[Group, Entries]], signals: Signals
-    ) -> list[torch.Tensor | None]:
-        ops, own = backend(self.backend), [batch for _, batch in parts]
-
-        def measure(place: int) -> torch.Tensor:
-            params, grads = own[place].params, own[place].grads
-            factor = own[place].update(inv_scale=signals.inv_scale).inv_scale
-            weights = norms_of_parts(params, None, params, ops)
-            return torch.stack([weights, norms_of_parts(grads, factor, params, ops)])
-
-        return norms_of_wholes(own, measure, self.splits)
-
-
-def _rule(group: Group) -> LarsRule:
-    return LarsRule(
-        lr=rate_of(group),
-        momentum=group["momentum"],
-        weight_decay=group["weight_decay"],
-        nesterov=group["nesterov"],
-        trust_coefficient=group["trust_coefficient"],
-        eps=group["eps"],
-        uses_trust_ratio=not group["is_skipped"],
-    )
+    def _rule(self, group: Group) -> LarsRule:
+        return rule_of(LarsRule, group, uses_trust_ratio=not group["is_skipped"])
 
 
 def _refuse_unused(**arguments: Any) -> None:

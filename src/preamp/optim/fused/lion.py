@@ -10,7 +10,7 @@ import torch
 
 from preamp.kernels.rules import LionRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import FusedOptimizer, Group, rate_of
+from preamp.optim.fused.base import FusedOptimizer, Group, rule_of
 
 
 class FusedLion(FusedOptimizer):
@@ -39,6 +39,7 @@ class FusedLion(FusedOptimizer):
 
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
+    _options: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
     moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}
 
     def __init__(
@@ -49,11 +50,7 @@ class FusedLion(FusedOptimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        super().__init__(params, locals())
 
     def _rule(self, group: Group) -> LionRule:
-        beta1, beta2 = group["betas"]
-        return LionRule(
-            lr=rate_of(group), beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"]
-        )
+        return rule_of(LionRule, group)

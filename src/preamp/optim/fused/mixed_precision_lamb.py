@@ -3,32 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import bad_value
-from preamp.kernels import Update, backend
-from preamp.optim.fused.base import (
-    Closure,
-    FusedOptimizer,
-    Group,
-    Signals,
-    Work,
-    count_on_device,
-    names_scaler,
-    place_on_device,
-)
-from preamp.optim.fused.checks import check_numbers, refuse_amsgrad
-from preamp.optim.fused.entries import Entries, batches
-from preamp.optim.fused.full_precision import FullPrecision
-from preamp.optim.fused.lamb import LambPart, apply_lamb, lamb_rule
-from preamp.optim.fused.norms import clip_factor
+from preamp.optim.fused.base import Closure, Group, Signals, count_on_device, names_scaler
+from preamp.optim.fused.lamb import Lamb
 
 
-class FusedMixedPrecisionLamb(FusedOptimizer):
+class FusedMixedPrecisionLamb(Lamb):
     """LAMB that keeps float32 copies of half parameters and never waits for the device.
 
     The formula is that of `FusedLAMB`. Learning rate and step counter are tensors on the device.
@@ -60,13 +45,16 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             ``reduced_precision_dtype`` that is not half.
     """
 
+    _options: ClassVar[tuple[str, ...]] = (
+        *("lr", "step", "bias_correction", "betas", "eps", "weight_decay"),
+        *("grad_averaging", "max_grad_norm"),
+    )
+    _more_state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype"),
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
 
-    adam_w_mode: bool
-    use_nvlamb: bool
     reduced_precision_dtype: torch.dtype | None
 
     def __init__(
@@ -85,47 +73,13 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        refuse_amsgrad("FusedMixedPrecisionLamb", amsgrad=amsgrad)
-        check_numbers("FusedMixedPrecisionLamb", step=step)
         _check_reduced(reduced_precision_dtype)
-        settings: dict[str, Any] = {
-            "set_grad_none": True,
-            "adam_w_mode": adam_w_mode,
-            "use_nvlamb": use_nvlamb,
-            "reduced_precision_dtype": reduced_precision_dtype,
-        }
-        self._copies = FullPrecision(self._is_reduced)
-        defaults: Group = {
-            "lr": lr,
-            "step": step,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults, **settings)
+        super().__init__(params, {**locals(), "set_grad_none": True})
 
     @property
     def param_groups_full_precision(self) -> list[Group]:
         """What is updated, in the form of ``param_groups``; makes copies that are missing."""
-        with torch.no_grad():
-            return [
-                {"params": [self._copies.of(param, self.state[param]) for param in group["params"]]}
-                for group in self.param_groups
-            ]
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; its ``lr`` and ``step`` become tensors of its own."""
-        super().add_param_group(param_group)
-        place_on_device(self.param_groups[-1])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._copies = FullPrecision(self._is_reduced)
-        for group in self.param_groups:
-            place_on_device(group)
+        return self._groups_of_copies()
 
     # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
     # that name it, and hands the same over as attributes otherwise.
@@ -147,33 +101,14 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             return scaling["grad_scaler"].step(self, **closures)
         return super().step(closure)
 
-    def _take_step(self, work: Work, signals: Signals) -> None:
-        ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-        every = [entries for _, entries in work]
-        factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
-        parts: list[LambPart] = []
-        for group, entries in work:
-            step = count_on_device(group, signals.found_inf)
-            for batch in batches(entries):
-                update = batch.update(step=step, inv_scale=factor, found_inf=signals.found_inf)
-                if self._copies.wanted_for(batch.params):
-                    update = replace(update, halves=batch.params)
-                parts.append(self._part(group, batch, update))
-        apply_lamb(parts, ops, self.splits)
-        for part in parts:
-            self._copies.note_written(part.batch.params)
-
-    def _part(self, group: Group, batch: Entries, update: Update) -> LambPart:
-        copies = [*self._copies.of_all(batch.params, self.state)]
-        state = self._state(batch.params, "exp_avg", "exp_avg_sq")
-        rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
-        return LambPart(batch, [copies, batch.grads, *state], rule, update)
+    def _count(self, group: Group, signals: Signals) -> torch.Tensor:
+        return count_on_device(group, signals.found_inf)
 
     @property
     def _counts_on_device(self) -> bool:
         return True
 
-    def _is_reduced(self, param: torch.Tensor) -> bool:
+    def _has_copy(self, param: torch.Tensor) -> bool:
         return param.dtype is self.reduced_precision_dtype
 
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.splits import Splits
 from preamp.core.tensors import locals_of
-from preamp.kernels import Ops
+from preamp.kernels import Ops, Rule, Update
+from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule
 from preamp.kernels.vectors import max_norm, norm
 from preamp.optim.fused.entries import Entries
 from preamp.optim.rank_norms import complete_, total_norm
@@ -45,31 +47,55 @@ def clip_factor(
     return torch.where(norm > max_norm, max_norm / norm, one) * scale
 
 
-def norms_of_wholes(
-    batches: Sequence[Entries],
-    measure: Callable[[int], torch.Tensor],
-    splits: Splits,
-    *,
-    largest: bool = False,
-) -> list[torch.Tensor | None]:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `Ops.update_`."""
+
+    batch: Entries
+    lists: Sequence[Sequence[torch.Tensor]]  # what it updates, gradients and state
+    rule: Rule
+    update: Update
+
+
+def norms_of_wholes(calls: Sequence[Call], ops: Ops, splits: Splits) -> list[torch.Tensor | None]:
     """Return what rules are told in `Update.norms`: ``None`` where they measure by themselves.
 
     Tensors of which this rank holds a part are measured here, and all of them completed by one
-    all-reduce for each group of ranks. ``measure`` returns the norms of the parts of the batch of
-    that index, shape ``(k, n)``; L2 norms unless they are of the ``largest`` magnitude.
+    all-reduce for each group of ranks and each kind of norm.
     """
-    found: list[torch.Tensor | None] = [None] * len(batches)
-    owners = [batch.owners for batch in batches]
-    if not any(map(splits.concern, owners)):
-        return found
-    over = [[splits.of(owner) for owner in own] for own in owners]
-    split = [place for place, own in enumerate(over) if any(own)]
-    columns = [measure(place) for place in split]
-    if columns:
-        complete_(columns, [over[place] for place in split], splits, largest=largest)
-    for place, column in zip(split, columns, strict=True):
-        found[place] = column
+    found: list[torch.Tensor | None] = [None] * len(calls)
+    for largest in (False, True):
+        places = [
+            place
+            for place, call in enumerate(calls)
+            if call.rule.takes_norms and _is_max(call.rule) is largest
+        ]
+        owners = [calls[place].batch.owners for place in places]
+        if not any(map(splits.concern, owners)):
+            continue
+        over = [[splits.of(owner) for owner in own] for own in owners]
+        split = [(place, own) for place, own in zip(places, over, strict=True) if any(own)]
+        columns = [_measured(calls[place], ops) for place, _ in split]
+        if columns:
+            complete_(columns, [own for _, own in split], splits, largest=largest)
+        for (place, _), column in zip(split, columns, strict=True):
+            found[place] = column
     return found
+
+
+def _is_max(rule: Rule) -> bool:
+    return isinstance(rule, NovoGradRule) and rule.uses_max_norm
+
+
+def _measured(call: Call, ops: Ops) -> torch.Tensor:
+    """The norms of a call's tensors that its rule needs, ``(k, n)``, of this rank's parts."""
+    params, grads, by = call.batch.params, call.batch.grads, call.update.inv_scale
+    if isinstance(call.rule, LambRule):
+        return ops.lamb_norms(*call.lists, rule=call.rule, update=call.update)
+    norms = norms_of_parts(grads, by, params, ops, largest=_is_max(call.rule))
+    if isinstance(call.rule, LarsRule):
+        return torch.stack([norms_of_parts(params, None, params, ops), norms])
+    return norms[None]
 
 
 def norms_of_parts(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,13 +10,10 @@ import torch
 
 from preamp.core.errors import bad_value
 from preamp.core.tensors import local_of
-from preamp.kernels import backend
 from preamp.kernels.rules import NovoGradRule
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, count_step, rate_of
-from preamp.optim.fused.checks import refusal, refuse_amsgrad
-from preamp.optim.fused.entries import Entries, batches
-from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
+from preamp.optim.fused.base import FusedOptimizer, Group, rule_of
+from preamp.optim.fused.checks import refusal
 
 NO_NORM_YET = -1.0
 """What ``exp_avg_sq`` holds before the first step, see `preamp.kernels.Ops.novograd_`."""
@@ -60,6 +56,11 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     may_update_alone: ClassVar[bool] = True
+    _options: ClassVar[tuple[str, ...]] = (
+        *("lr", "bias_correction", "betas", "eps", "weight_decay"),
+        *("grad_averaging", "norm_type", "init_zero"),
+    )
+    _more_state: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}
@@ -81,20 +82,8 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        refuse_amsgrad("FusedNovoGrad", amsgrad=amsgrad)
         _check_norm_type(norm_type)
-        defaults: Group = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        settings = {"set_grad_none": set_grad_none, "moment_mode": 0 if reg_inside_moment else 1}
-        super().__init__(params, defaults, **settings)
+        super().__init__(params, {**locals(), "moment_mode": 0 if reg_inside_moment else 1})
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group."""
@@ -111,70 +100,16 @@ class FusedNovoGrad(FusedOptimizer):
         """
         super().load_state_dict(_norms_to_state(state_dict, self.param_groups))
 
-    def _take_step(self, work: Work, signals: Signals) -> None:
-        if signals.is_skip:
-            return
-        steps = [count_step(group, signals) for group, _ in work]
-        parts = [
-            (group, batch, step)
-            for (group, entries), step in zip(work, steps, strict=True)
-            for batch in batches(entries, self._apart())
-        ]
-        norms = self._norms(parts, signals)
-        for (group, batch, step), own in zip(parts, norms, strict=True):
-            self._update(group, batch, step, signals, own)
-
-    def _norms(
-        self, parts: Sequence[tuple[Group, Entries, Any]], signals: Signals
-    ) -> list[torch.Tensor | None]:
-        """What the rule is told of the gradients: of each kind of norm on its own."""
-        found: list[torch.Tensor | None] = [None] * len(parts)
-        for largest in (False, True):
-            places = [i for i, (g, _, _) in enumerate(parts) if (g["norm_type"] == 0) is largest]
-            own = [parts[place][1] for place in places]
-            measure = functools.partial(self._measure, own, signals, largest)
-            norms = norms_of_wholes(own, measure, self.splits, largest=largest)
-            for place, norm in zip(places, norms, strict=True):
-                found[place] = norm
-        return found
-
-    def _measure(
-        self, own: Sequence[Entries], signals: Signals, largest: bool, place: int
+    def _started(
+        self, key: str, param: torch.Tensor, dtype: torch.dtype, group: Group
     ) -> torch.Tensor:
-        batch, ops = own[place], backend(self.backend)
-        factor = batch.update(inv_scale=signals.inv_scale).inv_scale
-        return norms_of_parts(batch.grads, factor, batch.params, ops, largest=largest)[None]
-
-    def _update(
-        self,
-        group: Group,
-        batch: Entries,
-        step: int | torch.Tensor,
-        signals: Signals,
-        norms: torch.Tensor | None,
-    ) -> None:
         start = 0.0 if group["init_zero"] else NO_NORM_YET
-        update = batch.update(
-            step=step, inv_scale=signals.inv_scale, found_inf=signals.found_inf, norms=norms
-        )
-
-        def start_norm(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            return local_of(param).new_full((), start, dtype=dtype)
-
-        moments = self._state(batch.params, "exp_avg")
-        norms_so_far = self._state(batch.params, "exp_avg_sq", make=start_norm)
-        update = self._told(batch.params, update, lists=2)
-        self._apply(batch, [*moments, *norms_so_far], self._rule(group), update)
+        return local_of(param).new_full((), start, dtype=dtype)
 
     def _rule(self, group: Group) -> NovoGradRule:
-        return NovoGradRule(
-            lr=rate_of(group),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=group["bias_correction"],
-            grad_averaging=group["grad_averaging"],
+        return rule_of(
+            NovoGradRule,
+            group,
             decays_inside_moment=self.moment_mode == 0,
             uses_max_norm=group["norm_type"] == 0,
         )

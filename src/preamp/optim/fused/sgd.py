@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.core.dtypes import math_dtype
+from preamp.kernels import Rule, Update
 from preamp.kernels.rules import SgdRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
@@ -17,15 +19,11 @@ from preamp.optim.fused.base import (
     Group,
     Signals,
     Work,
-    count_step,
-    rate_of,
+    rule_of,
     scalar_on,
 )
-from preamp.optim.fused.checks import check_group, check_nesterov
-from preamp.optim.fused.entries import Entries, batches
-
-SEASONED = 2
-"""Any step but the first: what `Update.step` says of parameters that have a momentum."""
+from preamp.optim.fused.entries import Entries
+from preamp.optim.fused.norms import Call
 
 
 class FusedSGD(FusedOptimizer):
@@ -60,6 +58,11 @@ class FusedSGD(FusedOptimizer):
 
     is_elementwise: ClassVar[bool] = True
     may_update_alone: ClassVar[bool] = True
+    _counts: ClassVar[bool] = False
+    _starts_apart: ClassVar[bool] = True
+    _options: ClassVar[tuple[str, ...]] = (
+        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    )
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
         *("most_recent_scale", "scale_set_by_backward"),
@@ -83,32 +86,11 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        settings: dict[str, Any] = {
-            "set_grad_none": set_grad_none,
-            "wd_after_momentum": wd_after_momentum,
-            "materialize_master_grads": materialize_master_grads,
-            "most_recent_scale": 1.0,
-            "scale_set_by_backward": False,
-        }
-        defaults: Group = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        check_group("FusedSGD", defaults)  # first whether these are numbers
-        check_nesterov("FusedSGD", nesterov=nesterov, momentum=momentum, dampening=dampening)
-        super().__init__(params, defaults, **settings)
+        attributes = {"most_recent_scale": 1.0, "scale_set_by_backward": False}
+        super().__init__(params, {**locals(), **attributes})
 
     def _take_step(self, work: Work, signals: Signals) -> None:
-        if not self._must_skip(work, signals):
-            for group, entries in work:
-                # What rounding by chance needs, and more than 1 where there is a momentum
-                step = 1 + count_step(group, signals) if self._has_fewer_bits else SEASONED
-                # Before _update makes the buffers, and for each parameter by itself.
-                for batch in batches(entries, self._apart(self._have_started)):
-                    self._update(group, batch, signals, step)
+        super()._take_step(work, signals)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
@@ -128,26 +110,17 @@ class FusedSGD(FusedOptimizer):
         )
         return starts and bool(signals.found_inf != 0)
 
-    def _update(
-        self, group: Group, batch: Entries, signals: Signals, step: int | torch.Tensor
-    ) -> None:
-        rule = SgdRule(
-            lr=rate_of(group),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            decays_after_momentum=self.wd_after_momentum,
-        )
-        is_first = not self._have_started(batch.params[:1])[0]
-        inv_scale = signals.inv_scale
+    def _count(self, group: Group, signals: Signals) -> int | torch.Tensor:
+        """What rounding by chance needs, and more than 1 where there is a momentum."""
+        return super()._count(group, signals) + 1
+
+    def _rule(self, group: Group) -> SgdRule:
+        return rule_of(SgdRule, group, decays_after_momentum=self.wd_after_momentum)
+
+    def _call(self, group: Group, batch: Entries, rule: Rule, update: Update) -> Call:
         if self.most_recent_scale != 1.0:
-            param = batch.params[0]
+            param, by = batch.params[0], update.inv_scale
             inverse = 1.0 / self.most_recent_scale
-            by = scalar_on(inverse, math_dtype(param.dtype), param.device)
-            inv_scale = by if inv_scale is None else by * inv_scale.to(by.device)
-        update = batch.update(
-            step=1 if is_first else step, inv_scale=inv_scale, found_inf=signals.found_inf
-        )
-        state = self._state(batch.params, "momentum_buffer")
-        self._apply(batch, state, rule, self._told(batch.params, update))
+            own = scalar_on(inverse, math_dtype(param.dtype), param.device)
+            update = replace(update, inv_scale=own if by is None else own * by.to(own.device))
+        return super()._call(group, batch, rule, update)
