@@ -243,7 +243,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ('"norm vector_norm"', '"norm"'),
         ('"torch", "softmax log_softmax"', '"torch", "log_softmax"'),
     ),
-    ("report/course.py", "report"): (("o.old_scale <= floor", "o.old_scale < floor"),),
+    ("report/skips.py", "report"): (("o.old_scale <= floor", "o.old_scale < floor"),),
     ("engine/block.py", ENGINE): (
         ("self._reaction = self._reaction or adjust", "self._reaction = adjust"),
         ("            steps += [self._end_ranks, self._follow_unreduced]\n", "            pass\n"),

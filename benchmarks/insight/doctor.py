@@ -326,6 +326,12 @@ RIGHT_TORCH: dict[str, dict[str, str]] = {
         "loss = F.cross_entropy(features.float(), y)",
         "backward": "scaler.scale(loss).backward()\noutput.backward(features.grad)",
     },
+    "a surrogate made of a scaled loss's gradients": {
+        "loss": "features = output.detach().requires_grad_()\n"
+        "loss = F.cross_entropy(features.float(), y)",
+        "backward": "scaler.scale(loss).backward()\n"
+        "(output.float() * features.grad.float()).sum().backward()",
+    },
     "a plain term after unscaling": {
         "between": "scaler.unscale_(optimizer)\n(0.01 * model[0].weight.square().sum()).backward()"
     },

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,15 @@ from cases.levels import LEVEL_NAMES
 from cases.ranks import run_ranks
 from engine.harness import engines_closed as engines_closed
 from preamp.core.errors import PreampStateError
-from preamp.numerics import FORMATS, NumericsRecord, TensorStatistics, add_up_ranks, measure
+from preamp.numerics import (
+    FORMATS,
+    FrameRecord,
+    FramesRecord,
+    NumericsRecord,
+    TensorStatistics,
+    add_up_ranks,
+    measure,
+)
 
 KINDS = ("input", "output", "input gradient", "output gradient")
 
@@ -214,6 +223,57 @@ def test_a_loop_without_scale_loss_has_gradients_too() -> None:
     model(batch(0)).square().mean().backward()
     optimizer.step()
     assert [(t.what, t.scale) for _, t in watched(model)] == [("output gradient", 1.0)]
+
+
+def ends(tensor: torch.Tensor) -> list[float]:
+    return [float(tensor.detach().min()), float(tensor.detach().max())]
+
+
+@pytest.mark.parametrize("checkpointed", ["", "reentrant"])
+def test_frames_are_the_ends_of_what_modules_were_given_returned_and_own(checkpointed: str) -> None:
+    model, optimizer = started(model=Small(checkpointed))
+    engine = preamp.engine_of(model)
+    stop = engine.watch_frames([2, 3], pattern=["layers.*", "head"])
+    wanted: list[FrameRecord] = []
+
+    def note(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        wanted.append(
+            FrameRecord(
+                module=name,
+                type="Linear",
+                phase="forward",
+                inputs=[ends(args[0])],
+                outputs=[ends(output)],
+                weights=[*map(ends, module.parameters())],
+            )
+        )
+
+    for number in range(1, 5):
+        if number == 4:
+            stop()
+        names = ("layers.0", "layers.1", "head") if number == 2 else ()
+        hooks = [
+            model.get_submodule(name).register_forward_hook(partial(note, name)) for name in names
+        ]
+        step(model, optimizer, number)
+        for hook in hooks:
+            hook.remove()
+    records = engine.history.of(FramesRecord)
+    assert [one.step for one in records] == [2, 3]
+    assert records[0].frames == wanted[:3]  # a checkpoint computes two of them once more
+    assert len(records[1].frames) == 3
+
+
+def test_frames_of_an_overflow_show_where_it_began() -> None:
+    model, optimizer = started()
+    engine = preamp.engine_of(model)
+    engine.watch_frames(range(1, 2))
+    with torch.no_grad():
+        model.layers[1].weight.fill_(6e4)
+    step(model, optimizer, 1)
+    (record,) = engine.history.of(FramesRecord)
+    bad = [one for one in record.frames if not all(map(math.isfinite, one.outputs[0]))]
+    assert (bad[0].module, engine.last_step_skipped) == ("layers.1", True)
 
 
 def test_watching_ends_when_it_is_told_to_and_with_the_engine() -> None:

@@ -118,6 +118,25 @@ def test_a_pattern_that_fits_no_module_is_told(
     preamp.engine_of(model).close()
 
 
+def test_frames_of_chosen_steps_are_recorded(
+    insight: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    insight.write_text('history = "run.jsonl"\n[frames]\nsteps = [2, 4]\n', "utf-8")
+    model, optimizer = made()
+    assert "frames of '*'" in capsys.readouterr().out
+    train(model, optimizer)
+    preamp.engine_of(model).close()
+    records: list[Any] = read_history(insight.with_name("run.jsonl"))
+    found = {one.step: one.frames for one in records if one.kind == "frames"}
+    assert sorted(found) == [2, 4]
+    assert [(one.module, one.type) for one in found[2]] == [
+        ("0", "Linear"),
+        ("1", "Tanh"),
+        ("2", "Linear"),
+        ("", "Sequential"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "got"),
     [
@@ -129,7 +148,13 @@ def test_a_pattern_that_fits_no_module_is_told(
         ("numerics = 'light'\n[[activations]]\nkinds = ['outputs']", "outputs"),
         ("numerics = 'light'\n[[activations]]\nsteps = {start = 1}", "steps"),
         ("numerics = 'light'\n[[activations]]\nsteps = {stop = 1.5}", "steps"),
+        ("numerics = 'light'\n[[activations]]\nsteps = 3", "steps = 3"),
         ("[[activations]]\npattern = 'a'", "activations alone"),
+        ("[frames]\nsteps = [1]", "frames alone"),
+        ("numerics = 'light'\n[frames]\npattern = 'a'", "frames without steps"),
+        ("numerics = 'light'\n[frames]\nsteps = 10", "steps = 10"),
+        ("numerics = 'light'\n[frames]\nsteps = [1]\nkinds = 'input'", "'kinds'"),
+        ("frames = 1", "1 in frames"),
         ("numerics = 'much'", "numerics='much'"),
     ],
 )

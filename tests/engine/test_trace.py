@@ -190,7 +190,7 @@ def test_a_float16_overflow_in_the_forward(
         run.model.first.bias.fill_(0.0)
     run.forward = lambda x: run.model(torch.full_like(x, 2.0))
     run.step()
-    assert dataclasses.replace(run.trace, frames=[], where="") == TraceRecord(
+    assert dataclasses.replace(run.trace, frames=[], where="", stack=[]) == TraceRecord(
         module="first",
         type="Linear",
         phase="forward",
@@ -443,6 +443,19 @@ class Plain(nn.Module):
         return torch.sqrt(y)
 
 
+def test_all_calls_that_led_to_an_operation_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run("O2", nn.Sequential(Plain()), overflow="trace")
+    run.model[0].limit = -100.0
+    for _ in range(2):
+        run.step()
+    first = inspect.getsourcelines(Plain.forward)[1]
+    stack = run.engine.overflow_causes[-1].trace.stack
+    assert re.search(rf"test_trace\.py:{first + 3}, in forward$", stack[0])
+    assert any("in test_all_calls_that_led" in call for call in stack)
+    assert not any(part in call for call in stack for part in ("/torch/", "src/preamp/"))
+    assert capsys.readouterr().out.count(f"\n  {stack[0]}\n  {stack[1]}\n") == 1
+
+
 @levels
 def test_an_operation_in_the_backward(level: str) -> None:
     """The square root of zero has an infinite slope, though its value is fine."""
@@ -509,7 +522,7 @@ def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         r"\)\. The first to go wrong was the forward of 'spoil' \(Spoil\), in mul at "
         r"\S*test_trace.py:\d+: \w+ in its float16 "
         r"output, from an input up to \S+\. In float32 it is \w+ as well, so its precision is not "
-        r"the cause\.\n$",
+        r"the cause\.\n  \S*test_trace\.py:\d+, in forward\n",
         out,
     )
 

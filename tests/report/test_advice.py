@@ -15,7 +15,8 @@ import preamp
 from cases import records as made
 from preamp.numerics import CastsRecord, Float32Record, Record, ResumeRecord
 from preamp.report import collapse, render
-from preamp.report.advice import RULES, Finding, Verdict, advise, judge
+from preamp.report.advice import advise, judge
+from preamp.report.finding import RULES, Finding, Verdict
 from preamp.report.gather import Run, gather
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
@@ -307,7 +308,7 @@ def test_a_static_scale_is_blamed_where_other_gradients_came_near(near: float, t
     records = [start, made.step(1), made.step(2), seen, made.step(3, math.nan)]
     (finding,) = found(records, "loss-not-finite")
     assert finding.title.startswith(title)
-    assert (finding.when, finding.where) == ("since step 2", "gradient of fc.weight")
+    assert (finding.step, finding.where) == (2, "gradient of fc.weight")
     assert finding.number == (
         "1 gradient held infinite or nan values at step 2, and the step was taken all the same. The"
         " loss is not finite from step 3 on."
@@ -421,7 +422,7 @@ def test_a_restart_at_a_rate_that_did_no_harm_is_not_blamed(restart: float, rule
     rates = [0.1 * (1 - n / 20) for n in range(20)] + [restart] * 3
     steps = [made.step(n, 1 / n, lr=rate) for n, rate in enumerate(rates, 1)]
     first = advise(gather([made.start(), *steps, made.step(24, math.nan, lr=restart)]))[0]
-    assert (first.id, first.evidence.is_grave) == (rule, rule == "diverges")
+    assert (first.id, first.is_grave) == (rule, rule == "diverges")
 
 
 @pytest.mark.parametrize(

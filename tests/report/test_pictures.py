@@ -31,9 +31,8 @@ from preamp.report.chart import (
     thin,
     tick_step,
 )
-from preamp.report.evidence import stalls
 from preamp.report.gather import Run, gather
-from preamp.report.layers import Underflow, heat_map
+from preamp.report.layers import Underflow, heat_map, stalls
 from preamp.report.svg import Html, tag
 
 FINITE = st.floats(-1e30, 1e30)

@@ -7,7 +7,9 @@ import itertools
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 
 _LIBRARIES = ("torch", "preamp")
@@ -23,6 +25,38 @@ def line_of_program(frame: FrameType | None) -> Line | None:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+Call = tuple[str, int, str]
+"""Path of a file, number of a line, and the name of the function that it is in."""
+
+
+def calls_of_program(frame: FrameType | None, until: int = 0) -> tuple[Call, ...]:
+    """All such lines from ``frame`` outwards, the innermost first, up to a frame by its ``id``."""
+    found: list[Call] = []
+    while frame is not None and id(frame) != until:
+        if _is_of_program(frame):
+            code = frame.f_code
+            found.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return tuple(found)
+
+
+_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def stack_of(calls: Sequence[Call]) -> list[str]:
+    """As ``"file.py:12, in forward"``, without Python itself and what has started the program."""
+    own = [call for call in calls if not _is_pythons(call[0])]
+    while own and any(folder in own[-1][0] for folder in _INSTALLED):
+        own.pop()
+    return [f"{shown((path, line))}, in {name}" for path, line, name in own]
+
+
+def _is_pythons(path: str) -> bool:
+    is_installed = any(folder in path for folder in _INSTALLED)
+    return path.startswith("<frozen ") or (path.startswith(_STDLIB) and not is_installed)
 
 
 def line_of_error(error: BaseException) -> Line | None:

@@ -343,6 +343,8 @@ class Seen:
         self.scaled: dict[Node, tuple[Any, bool]] = {}
         # How often each ``GradScaler`` was updated.
         self.updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # Of losses that the script has multiplied by a loss scale, whose it was, by their lines.
+        self._by_hand: dict[tuple[Place, ...], weakref.ref[Any] | None] = {}
         self.forwards = 0  # calls of models by the script
         self.stepping: list[torch.optim.Optimizer] = []  # those inside ``GradScaler.step``
         self.steps = 0  # of optimizers so far; those that an engine skips are not among them
@@ -429,11 +431,23 @@ class Seen:
         is_whole = all(root.grad_fn in terms for root in roots)
         return known[0][0], is_whole and all(mean for _, mean in known), len(known) < len(terms)
 
-    def scaler_by_hand(self, factors: Iterable[float]) -> Any:
-        """The ``GradScaler`` whose scale is one of ``factors``, or ``None``."""
+    def scaler_by_hand(
+        self, factors: Iterable[float], lines: tuple[Place, ...], *, waits: bool
+    ) -> Any:
+        """The ``GradScaler`` whose scale is one of ``factors``, or ``None``.
+
+        Without ``waits`` it is the one that it was before in these ``lines``, and the scale is
+        asked for, which synchronises, where they are new.
+        """
         large = [factor for factor in factors if factor >= LEAST_SCALE]
-        scalers = tuple(self.updates) if large else ()
-        return next((scaler for scaler in scalers if scaler.get_scale() in large), None)
+        if not large:
+            return None
+        if waits or lines not in self._by_hand:
+            found = (scaler for scaler in tuple(self.updates) if scaler.get_scale() in large)
+            scaler = next(found, None)
+            self._by_hand[lines] = None if scaler is None else weakref.ref(scaler)
+        known = self._by_hand[lines]
+        return None if known is None else known()
 
     def note_scaled(self, loss: torch.Tensor, scaler: Any, *, mean: bool) -> None:
         """``scaler`` has made ``loss``, perhaps of an undivided mean."""

@@ -161,8 +161,9 @@ class Engine(EngineCore):
 
         From the next forward on, hooks read what goes in and out of all modules. The first to
         turn finite values into others is its skipped step's `OverflowCause.trace`; then the hooks
-        go. With a static loss scale the step is taken, and told in the same way. Changes nothing,
-        waits for nobody. What is compiled or scripted is not looked into.
+        go, as they do once a loss was told that is not finite, though its gradients are. With a
+        static loss scale the step is taken, and told in the same way. Changes nothing, waits for
+        nobody. What is compiled or scripted is not looked into.
 
         Raises:
             PreampStateError: The engine is closed, or gradients are released.
@@ -172,6 +173,7 @@ class Engine(EngineCore):
             raise refusals.needs_gradients("Engine.trace_overflow")
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
+            self.ledger.ask_about_losses()
             self.tracer.arm(is_first=backwards == 0)
 
     def watch_activations(
@@ -203,6 +205,24 @@ class Engine(EngineCore):
         self._check_open("watch_activations")
         undo = self._model_undo
         return self.recorder.watch_activations(pattern, kinds, steps, self.models, undo)
+
+    def watch_frames(
+        self, steps: Container[int], *, pattern: str | Iterable[str] = "*"
+    ) -> Callable[[], None]:
+        """Take the smallest and largest values of all that modules are given, return and own.
+
+        A `FramesRecord` for each of the ``steps``, which count as in `watch_activations`, lists the
+        forwards on the way there in the order in which they ended, an overflow or not. Changes no
+        number; does not synchronise. Returns what ends it.
+
+        Raises:
+            ValueError: No module matches.
+            TypeError: ``pattern`` holds no names, or ``steps`` no numbers.
+            PreampStateError: As in `watch_activations`.
+        """
+        self._check_open("watch_frames")
+        undo = self._model_undo
+        return self.recorder.watch_activations(pattern, None, steps, self.models, undo)
 
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""

@@ -20,6 +20,7 @@ VARIABLE: Final = "PREAMP_INSIGHT"
 
 _ARGUMENTS = ("history", "numerics", "numerics_every", "overflow", "verbosity")
 _ACTIVATIONS = ("kinds", "pattern", "steps")
+_FRAMES = ("pattern", "steps")
 _RANGE = ("start", "stop", "step")
 
 
@@ -32,25 +33,31 @@ class Insight:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # Of `Engine.watch_activations`, for each call
     activations: Sequence[Mapping[str, Any]] = ()
+    frames: Sequence[Mapping[str, Any]] = ()  # of `Engine.watch_frames`, one or none
 
     def check(self, recording: Recording) -> None:
-        """Raise `ValueError` for activations that would be recorded nowhere."""
-        if self.activations and not recording.takes_steps and self.path is not None:
-            raise _not_allowed(
-                self.path, "activations alone", "activations beside history or numerics"
-            )
+        """Raise `ValueError` for activations or frames that would be recorded nowhere."""
+        if recording.takes_steps or self.path is None:
+            return
+        for name in ("activations", "frames"):
+            if getattr(self, name):
+                raise _not_allowed(self.path, f"{name} alone", f"{name} beside history or numerics")
 
     def apply(self, engine: Engine) -> None:
         """Watch the modules that are named, and say what is done."""
         if self.path is None:
             return
         asked = [f"{name}={str(value)!r}" for name, value in self.arguments.items()]
-        for options in self.activations:
-            try:
-                engine.watch_activations(**options)
-                asked.append(f"activations of {options['pattern']!r}")
-            except ValueError as error:  # there may be models that this is not meant for
-                asked.append(str(error))
+        for name, watch, tables in (
+            ("activations", engine.watch_activations, self.activations),
+            ("frames", engine.watch_frames, self.frames),
+        ):
+            for options in tables:
+                try:
+                    watch(**options)
+                    asked.append(f"{name} of {options['pattern']!r}")
+                except ValueError as error:  # there may be models that this is not meant for
+                    asked.append(str(error))
         say(f"preamp: as {self.path} says: {', '.join(asked) or 'nothing'}")
 
 
@@ -70,13 +77,17 @@ def read_insight() -> Insight:
         return Insight()
     path = Path(name)
     given = _parsed(path)
-    tables = given.pop("activations", [])
+    tables, frames = given.pop("activations", []), given.pop("frames", None)
     _check_names(path, given, _ARGUMENTS)
     if not isinstance(tables, list):
         raise _not_allowed(path, f"activations = {tables!r}", "[[activations]] tables")
+    activations = [_options_in(path, table, _ACTIVATIONS) for table in cast("list[Any]", tables)]
+    framed = [] if frames is None else [_options_in(path, frames, _FRAMES)]
+    if framed and "steps" not in framed[0]:
+        raise _not_allowed(path, "frames without steps", "[frames] with steps = [10, 11]")
     if "history" in given:
         given["history"] = _not_in_use(path.parent / str(given["history"]))
-    return Insight(path, given, [_options_in(path, table) for table in cast("list[Any]", tables)])
+    return Insight(path, given, activations, framed)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -99,13 +110,16 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise _not_allowed(path, f"what is no TOML ({error})", "TOML") from error
 
 
-def _options_in(path: Path, table: Any) -> dict[str, Any]:
+def _options_in(path: Path, table: Any, allowed: Sequence[str]) -> dict[str, Any]:
     if not isinstance(table, dict):
-        raise _not_allowed(path, f"{table!r} in activations", "[[activations]] tables")
+        name, written = "activations", "[[activations]] tables"
+        if allowed is _FRAMES:
+            name, written = "frames", "a [frames] table"
+        raise _not_allowed(path, f"{table!r} in {name}", written)
     from preamp.numerics.records import OfModules
 
     options = cast("dict[str, Any]", table)
-    _check_names(path, options, _ACTIVATIONS)
+    _check_names(path, options, allowed)
     kinds: Any = options.get("kinds", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
     unknown = [kind for kind in kinds if kind not in get_args(OfModules)]
@@ -120,6 +134,10 @@ def _options_in(path: Path, table: Any) -> dict[str, Any]:
         options = options | {
             "steps": range(numbers.get("start", 1), numbers["stop"], numbers.get("step", 1))
         }
+    elif "steps" in options and not (
+        isinstance(steps, list) and all(type(step) is int for step in cast("list[Any]", steps))
+    ):
+        raise _not_allowed(path, f"steps = {steps!r}", "a list of whole numbers, or a range")
     return {"pattern": "*"} | options
 
 

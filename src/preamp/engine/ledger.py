@@ -113,9 +113,12 @@ class Ledger:
         # Called with the session, the number of the step among its own, counted from 1, and whether
         # it was skipped: once for each step, in order, when its outcome is known
         self.on_step: list[OnStep] = []
+        # Called once it was told where a loss was made that is not finite, with finite gradients
+        self.on_loss_traced: list[Callable[[], None]] = []
         self._open: deque[_Open] = deque()
         self._has_told = False  # of any overflow
         self._has_traced = False  # and to what it was followed
+        self._told_stack: list[str] = []  # the calls that were printed last
         self._has_looked = False  # and seen something that is not finite
         self._has_told_loss = False  # of one whose gradients are finite
         self._has_traced_loss = False  # and where it was made
@@ -251,7 +254,10 @@ class Ledger:
         # What a rank has made reaches the others by a reduction: it alone has seen where.
         is_first_trace = cause.trace is not None and not self._has_traced
         self._has_traced |= is_first_trace
-        text = overflow_message(cause)
+        # Skipped steps in a row mostly come from one place.
+        stack = [] if cause.trace is None else cause.trace.stack
+        text = overflow_message(cause, with_stack=stack != self._told_stack)
+        self._told_stack = stack or self._told_stack
         say(text if is_first_rank() else f"{name_of_rank()}: {text}", every_rank=is_first_trace)
 
     def _speaks(self, was_asked: bool) -> bool:
@@ -282,6 +288,13 @@ class Ledger:
             self._has_told_loss = True
             self._has_traced_loss |= finding is not None
             say(harmless_message(finding))
+        if finding is not None:
+            for listener in tuple(self.on_loss_traced):
+                listener()
+
+    def ask_about_losses(self) -> None:
+        """The modules are watched from now on: tell of such a loss once more."""
+        self._has_traced_loss = False
 
     def look(self, what: str, beside: torch.Tensor, is_finite: Callable[[], torch.Tensor]) -> None:
         """Tell, once, that a loss or norm is not finite though no loss scale reacts to that.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from preamp.numerics import TraceRecord
 
 
+_CALLS = 16  # of the program, that are told of an operation
 _BLIND = (
     "The modules were watched, but no forward of one was seen: code that torch.compile or "
     "torch.jit.script has made is not looked into. To find the module, run the model without."
@@ -49,11 +50,14 @@ def harmless_message(finding: Finding | None) -> str:
         )
     if finding.trace is None:
         return f"{text} {_BLIND if finding.is_blind else 'Where it was made was not seen.'}"
-    return f"{text} {finding.trace.told()}"
+    return f"{text} {finding.trace.told()}{_stack(finding.trace)}"
 
 
-def overflow_message(cause: OverflowCause) -> str:
-    """The line printed for an overflow; of a skipped step Apex's sentences come first."""
+def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
+    """The line printed for an overflow; of a skipped step Apex's sentences come first.
+
+    Below it stand the calls that led to the operation that is named, if there are several.
+    """
     loss = "" if cause.loss_was_finite else "the loss itself is not finite; "
     if cause.was_skipped:
         text = (
@@ -68,7 +72,10 @@ def overflow_message(cause: OverflowCause) -> str:
         )
     if cause.is_blind and cause.trace is None:
         return f"{text}. {_BLIND}"
-    return f"{text}. {_traced(cause.trace)}" if cause.was_watched else text
+    if not cause.was_watched:
+        return text
+    stack = _stack(cause.trace) if cause.trace is not None and with_stack else ""
+    return f"{text}. {_traced(cause.trace)}{stack}"
 
 
 def _where(cause: OverflowCause) -> str:
@@ -99,6 +106,12 @@ def _traced(trace: TraceRecord | None) -> str:
             "parameter's gradient was changed."
         )
     return trace.told()
+
+
+def _stack(trace: TraceRecord) -> str:
+    """The calls that led to the operation, a line each, if there are several."""
+    calls = trace.stack[:_CALLS] if len(trace.stack) > 1 else []
+    return "".join(f"\n  {call}" for call in calls)
 
 
 def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:

@@ -69,7 +69,10 @@ class Recorder(Protocol):
         models: Sequence[nn.Module],
         undo: Mapping[int, UndoStack],
     ) -> Callable[[], None]:
-        """See `Engine.watch_activations`; ``undo`` has the stacks of models by their ``id``."""
+        """See `Engine.watch_activations`; ``undo`` has the stacks of models by their ``id``.
+
+        ``kinds=None`` is `Engine.watch_frames`.
+        """
         ...
 
     def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:

@@ -111,7 +111,7 @@ Range = list[float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameRecord:
-    """What went through a module, forward or backward, before a value became infinite or nan.
+    """What went through a module, forward or backward.
 
     Attributes:
         module: Qualified name; empty for the model itself.
@@ -200,6 +200,8 @@ class TraceRecord:
             product that runs in float32 on the CPU, what it made before that was rounded.
         float32: Of a forward: what the same module makes of the same input in float32; ``None``
             where that was not tried.
+        stack: The lines of the program that led to the operation in its forward, the innermost
+            first, such as ``"model.py:12, in forward"``.
     """
 
     kind: ClassVar[str] = "trace"
@@ -214,6 +216,7 @@ class TraceRecord:
     frames: list[FrameRecord] = field(default_factory=list[FrameRecord])
     operation_max_abs: float | None = None
     float32: Float32Record | None = None
+    stack: list[str] = field(default_factory=list[str])
 
     @property
     def given_max_abs(self) -> float | None:
@@ -392,6 +395,16 @@ class CastsRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FramesRecord:
+    """What went through the modules in the forwards on the way to a step that was chosen."""
+
+    kind: ClassVar[str] = "frames"
+    step: int  # number of the call of ``optimizer.step``
+    frames: list[FrameRecord]  # in the order in which the forwards ended
+    optimizer: int = 0  # index of the optimizer whose steps are counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
     """Bytes held, by category."""
 
@@ -410,6 +423,7 @@ Record = (
     | OverflowRecord
     | NumericsRecord
     | CastsRecord
+    | FramesRecord
     | MemoryRecord
 )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from preamp.core.files import replace_text
 from preamp.numerics.records import StepRecord
 from preamp.planning.report import COLUMNS, PlanReport, cells_of, choice_of, code_lines, misfits_of
-from preamp.report.advice import Verdict
 from preamp.report.blocks import Block, Figure, Missing, Page, Section, Table, Text, columns
+from preamp.report.finding import Verdict
 from preamp.report.gather import Run
 from preamp.report.page import fill
 from preamp.report.svg import Html, joined, tag

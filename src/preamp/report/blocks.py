@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from preamp.report.advice import Finding, Verdict
+from preamp.report.finding import Finding, Verdict
 from preamp.report.svg import Html
 
 WITH_NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the next run'

@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final
 
 from preamp.numerics import FORMATS, OverflowRecord, TraceRecord, is_eps_zero
 from preamp.report import words
-from preamp.report.course import (
-    ask_for_trace,
-    in_float32,
-    look_at_zero,
-    overflows_at_any_scale,
-    place_of,
-)
-from preamp.report.evidence import Evidence, has_masters, named
+from preamp.report.finding import Finding, named
 from preamp.report.gather import Run, gradients_of
 from preamp.report.losses import (
     RISE,
@@ -32,6 +25,13 @@ from preamp.report.losses import (
     rewritten,
     rise_of,
     went_on,
+)
+from preamp.report.skips import (
+    ask_for_trace,
+    in_float32,
+    look_at_zero,
+    overflows_at_any_scale,
+    place_of,
 )
 
 LARGE_UPDATE: Final = 10.0  # a weight that one update moves by so much is thrown away
@@ -190,7 +190,7 @@ def _optimizers(run: Run) -> list[dict[str, str]]:
 
 def zero_eps(run: Run) -> dict[str, str] | None:
     """The options of the first optimizer whose eps is zero in the float16 weights it updates."""
-    if run.start is None or has_masters(run) or "float16" not in run.start.dtypes.values():
+    if run.start is None or run.has_masters or "float16" not in run.start.dtypes.values():
         return None
     for options in _optimizers(run):
         is_fused = options.get("class", "").startswith("Fused")
@@ -212,8 +212,8 @@ def _weights_broke(run: Run, first: int) -> bool:
 # -- what the rules say of it ----------------------------------------------------------------
 
 
-def explain(run: Run) -> dict[str, Iterable[Evidence]]:
-    """Return what broke a run, or may yet, by the id of the rule that words it.
+def broken_runs(run: Run) -> Iterator[Finding]:
+    """Yield what broke a run, or may yet.
 
     What changed before a break explains it, so the break itself is told of beside it, not instead.
     """
@@ -223,8 +223,7 @@ def explain(run: Run) -> dict[str, Iterable[Evidence]]:
     ends = [(found.step, f"the loss {_lost(found)}")] if found is not None and found.bad else []
     fallen = found and cause is Cause.RATE and (found.loss, found.before, found.step)
     if stuck is not None:
-        kind = stuck.values["kind"]
-        ends.append((stuck.step, f"gradients are {kind} at any scale from step {stuck.step:,} on"))
+        ends.append((stuck.step, f"{_now(stuck)} from step {stuck.step:,} on"))
         turned = first_turn(run, stuck.step)
         if turned is not None or cause is None:
             broken, fallen = turned, fallen or _climb(run, stuck.step)
@@ -232,15 +231,21 @@ def explain(run: Run) -> dict[str, Iterable[Evidence]]:
     written = rewritten(run)
     if written is not None and broken is not None and broken.step < written.step:
         written = None
-    is_by_rule = bool(broken or fallen or written) or cause is Cause.EPS
-    return {
-        "weights-rewritten": [] if written is None else [replace(written, is_grave=bool(ends))],
-        "eps-is-zero": _eps_is_zero(run, found if cause is Cause.EPS else None),
-        "diverges": diverges(run, broken, fallen or None, end),
-        "loss-not-finite": [] if found is None or is_by_rule else [_not_finite(run, found)],
-        "overflow-at-any-scale": [] if stuck is None or is_by_rule else [stuck],
-        "loss-jumps": losses_jump(run, broken, end),
-    }
+    if written is not None:
+        yield replace(written, is_grave=bool(ends))
+    yield from _eps_is_zero(run, found if cause is Cause.EPS else None)
+    yield from diverges(run, broken, fallen or None, end)
+    yield from losses_jump(run, broken, end)
+    if broken or fallen or written or cause is Cause.EPS:
+        return
+    if found is not None:
+        yield _not_finite(run, found)
+    if stuck is not None:
+        yield stuck
+
+
+def _now(stuck: Finding) -> str:
+    return stuck.title.replace("Gradients become", "gradients are")
 
 
 def _climb(run: Run, end: int) -> tuple[str, Sequence[Point], int] | None:
@@ -252,7 +257,7 @@ def _climb(run: Run, end: int) -> tuple[str, Sequence[Point], int] | None:
     return None
 
 
-def _eps_is_zero(run: Run, found: Collapse | None) -> Iterator[Evidence]:
+def _eps_is_zero(run: Run, found: Collapse | None) -> Iterator[Finding]:
     """Yield an optimizer whose eps is zero in float16, where that broke the run or may yet."""
     options = zero_eps(run)
     if options is None:
@@ -260,13 +265,14 @@ def _eps_is_zero(run: Run, found: Collapse | None) -> Iterator[Evidence]:
     count = _not_finite_at(run, found.step) if found else ""
     broken = f" {count} were infinite or nan after it." if count else ""
     name = words.shown(options.get("class", "the optimizer"), 40)
-    yield Evidence(
-        values={
-            "class": name,
-            "eps": words.magnitude(float(options["eps"])),
-            "what": f"{broken}{_then(found)}" if found else "",
-            "fate": "turned weights into nan" if found else "divides by zero in float16",
-        },
+    fate = "turned weights into nan" if found else "divides by zero in float16"
+    yield Finding(
+        id="eps-is-zero",
+        title=f"The eps of {name} {fate}",
+        number=f"Its eps is {words.magnitude(float(options['eps']))}, which float16 rounds to zero,"
+        " so weights with a gradient of zero are divided by zero."
+        + (f"{broken}{_then(found)}" if found else ""),
+        do=f"Pass eps=1e-4 to {name}, or update float32 masters (O2), which keep small updates.",
         step=found.step if found else min((s.step for s in run.steps), default=0),
         where=f"update of float16 weights by {name}",
         is_grave=found is not None,
@@ -279,11 +285,11 @@ def _not_finite_at(run: Run, step: int) -> str:
     return f"{count:,} of {sum(t.elements for t in tensors):,} weights" if count else ""
 
 
-def _not_finite(run: Run, found: Collapse) -> Evidence:
+def _not_finite(run: Run, found: Collapse) -> Finding:
     """Tell what broke the loss or the weights, if it was neither the learning rate nor an eps."""
     tell = {Cause.MODULE: _by_module, Cause.UNKNOWN: _by_elimination}.get(found.cause, _by_gradient)
     step, where, title, number, do = tell(run, found)
-    return Evidence(values={"title": title, "number": number, "do": do}, step=step, where=where)
+    return Finding(id="loss-not-finite", title=title, number=number, do=do, step=step, where=where)
 
 
 Told = tuple[int, str, str, str, str]  # step, place, title, numbers, what to do

@@ -79,6 +79,11 @@ class Run:
         return None if self.is_dynamic else self.limit("loss_scale")
 
     @property
+    def has_masters(self) -> bool:
+        """Whether float32 masters keep what half weights round away."""
+        return self.start is not None and self.start.policy.get("master_weights") == "True"
+
+    @property
     def is_traced(self) -> bool:
         """Whether the modules were watched all the time."""
         return self.start is not None and self.start.policy.get("overflow") == "trace"

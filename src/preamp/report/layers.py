@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from preamp.numerics import TensorStatistics
 from preamp.report import words
 from preamp.report.blocks import WITH_NUMERICS, Block, Missing, Section, Table, Text, columns
-from preamp.report.evidence import has_masters, module_of, stalls, total_stall
-from preamp.report.gather import Run, gradients_of
+from preamp.report.finding import Curve, Finding, named
+from preamp.report.gather import Run, gradients_of, latest
 from preamp.report.svg import Html, legend_of, name, picture, stretched, tag
+from preamp.report.tensors import bad_since, totals
 
 ROWS = 24  # modules that are shown; the others are summed up
 DETAILS = 300  # modules in the full list
 STALL_ROWS = 12  # modules whose updates stalled that are listed
+STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they were
 TIMES = 96  # columns of a heat map
 
 
@@ -117,6 +120,11 @@ def _layer(name: str, row: dict[int, Underflow], columns: dict[int, int]) -> Lay
         worst_step=worst_step,
         latest=row[max(row)],
     )
+
+
+def module_of(name: str) -> str:
+    """Return the module that a parameter belongs to."""
+    return name.rpartition(".")[0] or name
 
 
 def worst_of(layers: Sequence[Layer]) -> Layer:
@@ -268,6 +276,55 @@ def _heat_details(found: HeatMap, prefix: str) -> Table:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Weights of one module whose latest update rounded to nothing."""
+
+    name: str  # qualified name of the module
+    stalled: int  # elements that a step left as they were although they have a gradient
+    elements: int  # all elements that were looked at
+
+    @property
+    def share(self) -> float:
+        """Part of the elements."""
+        return self.stalled / self.elements if self.elements else 0.0
+
+
+def stalls(run: Run) -> list[Stall]:
+    """Sum up the stall meter by module, the largest share first; empty if it was not on."""
+    rows: dict[str, tuple[int, int]] = {}
+    for tensor in latest(run):
+        if tensor.stalled is not None:
+            stalled, elements = rows.get(module_of(tensor.name), (0, 0))
+            rows[module_of(tensor.name)] = (stalled + tensor.stalled, elements + tensor.elements)
+    found = [Stall(name=name, stalled=s, elements=n) for name, (s, n) in rows.items()]
+    return sorted(found, key=lambda stall: -stall.share)
+
+
+def total_stall(rows: Sequence[Stall]) -> Stall:
+    """Add modules up."""
+    stalled, elements = sum(row.stalled for row in rows), sum(row.elements for row in rows)
+    return Stall(name="", stalled=stalled, elements=elements)
+
+
+def updates_stalled(run: Run) -> Iterator[Finding]:
+    """Yield the share of the weights whose update rounded to nothing, and is kept nowhere else."""
+    rows = [] if run.has_masters else stalls(run)
+    if rows and total_stall(rows).share > STALLED_SHARE:
+        points = totals(run, lambda t: t.stalled)
+        yield Finding(
+            id="updates-stalled",
+            title="Updates round to nothing",
+            number=f"{words.share(total_stall(rows).share)} of the half weights stayed as they were"
+            f" although they have a gradient; {words.share(rows[0].share)} in"
+            f" {words.shown(rows[0].name)}.",
+            do="Keep float32 masters (O2, O5), or float32 weights (O1, O4).",
+            step=bad_since(points, lambda share: share > STALLED_SHARE),
+            where=named([row.name for row in rows if row.share > STALLED_SHARE]),
+            curve=Curve(name="Part of the half weights that a step left as is", points=points),
+        )
+
+
 def stall_section(run: Run, prefix: str) -> Section:
     """Make the part about updates that rounded to nothing; ``prefix`` is of all ids."""
     rows = stalls(run)
@@ -279,7 +336,7 @@ def stall_section(run: Run, prefix: str) -> Section:
         f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed"
         " as they were although they have a gradient: the update was below their last digit."
     )
-    if has_masters(run):
+    if run.has_masters:
         lead += " That is harmless here: float32 masters keep the updates until they add up."
     numbers = ("stalled", "share")
     table = Table(

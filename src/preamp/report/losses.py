@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measurements that advice rests on: losses that went up, and what changed before they did."""
+"""Findings on losses that went up, and what changed before they did."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from preamp.numerics import NumericsRecord
 from preamp.report import words
 from preamp.report.chart import running_median
-from preamp.report.evidence import Evidence
+from preamp.report.finding import Finding
 from preamp.report.gather import Run, gradients_of
 
 RISE: Final = 3.0  # how far a loss may end above where it began, in units of what it began with
@@ -246,7 +246,7 @@ def went_on(run: Run, step: int) -> str:
 # -- what the rules say of it ----------------------------------------------------------------
 
 
-def losses_jump(run: Run, broken: Turn | None, end: str) -> Iterator[Evidence]:
+def losses_jump(run: Run, broken: Turn | None, end: str) -> Iterator[Finding]:
     """Yield the jump that the run broke after, or else the largest of each loss.
 
     Jumps that a rate explains, and that last, are told of as a training that diverges.
@@ -264,21 +264,18 @@ def losses_jump(run: Run, broken: Turn | None, end: str) -> Iterator[Evidence]:
                 yield _jumped(run, turn, len(found) - 1, "")
 
 
-def _jumped(run: Run, turn: Turn, more: int, end: str) -> Evidence:
+def _jumped(run: Run, turn: Turn, more: int, end: str) -> Finding:
     (step, loss), after = turn.peak, turn.after
     back = f"; back at {words.magnitude(after[1])} at step {after[0]:,}" if after else ""
     resumed, data = went_on(run, step), _data_grew(run, step)
     rate = turn.cause.told if turn.cause else rate_before(run, step)
-    return Evidence(
-        values={
-            "value": words.magnitude(loss),
-            "times": f"{words.magnitude(loss / (turn.before or 1.0))} times",
-            "back": back,
-            "more": f", and jumps {words.counted(more, 'more time')}" if more else "",
-            "end": end,
-            "rate": f"{data}{rate}{resumed}",
-            "do": _cure(run, turn.cause) or _after_jump(turn, data, is_resumed=bool(resumed)),
-        },
+    often = f", and jumps {words.counted(more, 'more time')}" if more else ""
+    return Finding(
+        id="loss-jumps",
+        title=f"The loss jumps to {words.magnitude(loss)}",
+        number=f"That is {words.magnitude(loss / (turn.before or 1.0))} times the largest of the"
+        f" steps before{back}{often}{end}.{data}{rate}{resumed}",
+        do=_cure(run, turn.cause) or _after_jump(turn, data, is_resumed=bool(resumed)),
         step=step,
         where=f"loss {turn.loss}",
         is_grave=bool(end),
@@ -348,7 +345,7 @@ def _data_grew(run: Run, step: int) -> str:
     )
 
 
-def rewritten(run: Run) -> Evidence | None:
+def rewritten(run: Run) -> Finding | None:
     """The first weights that changed in size by more than updates can, between two looks."""
     sizes: dict[str, tuple[int, float]] = {}
     adapts = any("eps" in options for options in (run.start.optimizers if run.start else []))
@@ -372,16 +369,14 @@ def rewritten(run: Run) -> Evidence | None:
         if found and not (highest and now >= RAISED * highest):
             grew, name, old, size = max(found)
             points = [p for row in run.losses().values() for p in row if last < p[0] <= record.step]
-            return Evidence(
-                values={
-                    "count": words.counted(len(found), "weight"),
-                    "of": f"{len(weights):,}",
-                    "name": words.shown(name),
-                    "old": words.magnitude(old),
-                    "new": words.magnitude(size),
-                    "last": f"{last:,}",
-                    "look": f"{record.step:,}",
-                },
+            return Finding(
+                id="weights-rewritten",
+                title="Weights change by more than updates can",
+                number=f"{words.counted(len(found), 'weight')} of {len(weights):,} did between the"
+                f" looks at steps {last:,} and {record.step:,}; the size of {words.shown(name)}"
+                f" went from {words.magnitude(old)} to {words.magnitude(size)}.",
+                do="Look at what writes to weights there: a layer that is made anew, a file that is"
+                " loaded, an average that is copied back.",
                 step=_shown_at(run, points, last) or record.step,
                 where=words.shown(name),
             )
@@ -399,7 +394,7 @@ def _shown_at(run: Run, points: Sequence[Point], last: int) -> int:
 
 def diverges(
     run: Run, broken: Turn | None, fallen: tuple[str, Sequence[Point], int] | None, end: str
-) -> Iterator[Evidence]:
+) -> Iterator[Finding]:
     """Yield losses that a rate drove far above where they began, to the end or until a break.
 
     ``broken`` is what the run broke after, ``fallen`` the name, finite losses and first step of a
@@ -419,16 +414,23 @@ def diverges(
                 yield _rising(run, name, finite, turn.step if turn else step, "", cause)
 
 
-def losses_rise(run: Run) -> Iterator[Evidence]:
+def losses_rise(run: Run) -> Iterator[Finding]:
     """Yield losses that rise far, though gradients do not: the task grew harder."""
     for name, finite, step, turn in _rises(run):
         growth, rise = _growth(run, step), rise_of(finite)
         is_told = turn is not None or _warm_up(run, finite, step) is not None
         if growth is not None and growth[0] <= RISE and rise is not None and not is_told:
             first, last = map(words.magnitude, rise[:2])
-            values = {"loss": name, "first": first, "last": last}
-            values["times"] = words.magnitude(growth[0])
-            yield Evidence(values=values, step=step, where=f"loss {name}")
+            yield Finding(
+                id="loss-rises",
+                title="A loss rises",
+                number=f"Loss {name} went from {first} to {last}; the gradient that grew most is"
+                f" {words.magnitude(growth[0])} times what it was.",
+                do="Where that is meant, as against a critic that learns or with harder data, all"
+                " is well. Otherwise lower the learning rate.",
+                step=step,
+                where=f"loss {name}",
+            )
 
 
 def _rises(run: Run) -> Iterator[tuple[str, Sequence[Point], int, Turn | None]]:
@@ -443,22 +445,19 @@ def _rises(run: Run) -> Iterator[tuple[str, Sequence[Point], int, Turn | None]]:
 
 def _rising(
     run: Run, loss: str, points: Sequence[Point], step: int, end: str, cause: Raise | None
-) -> Evidence:
+) -> Finding:
     start, last, _ = rise_of(points) or (points[0][1], points[-1][1], step)
     resumed = went_on(run, cause.step if cause else step)
     rate = cause.told if cause else rate_before(run, step)
     do = _cure(run, cause) or "Lower the learning rate first, by a factor of 10."
     if not end and not cause:
         do = f"Unless the loss is meant to rise, {do[:1].lower()}{do[1:]}"
-    return Evidence(
-        values={
-            "loss": loss,
-            "first": words.magnitude(start),
-            "last": words.magnitude(last),
-            "end": end,
-            "rate": rate + resumed,
-            "do": do,
-        },
+    return Finding(
+        id="diverges",
+        title="Training diverges",
+        number=f"Loss {loss} went from {words.magnitude(start)} to {words.magnitude(last)}{end}."
+        f"{rate}{resumed}",
+        do=f"{do} Then warm it up, or clip gradients.",
         step=step,
         where=_grown(run, step) or f"loss {loss}",
         is_grave=bool(end),

@@ -10,12 +10,15 @@ from typing import cast
 from preamp.core.errors import bad_value, unavailable
 from preamp.core.files import replace_text
 from preamp.numerics import History, Record
-from preamp.report import memory, timeline, words
-from preamp.report.advice import Finding, advise, judge
-from preamp.report.blocks import Block, Chapter, Figure, Page, Section
+from preamp.report import exponents, layers, memory, timeline, words
+from preamp.report.advice import advice_section, advise, judge
+from preamp.report.blocks import Block, Chapter, Facts, Figure, Page, Section, Table, columns
+from preamp.report.casts import casts_section
+from preamp.report.finding import Finding
 from preamp.report.gather import Run, gather
-from preamp.report.sections import comparison, sections_of
-from preamp.report.svg import Html
+from preamp.report.modules import modules_section
+from preamp.report.skips import skips_section
+from preamp.report.svg import Html, tag
 from preamp.report.words import visible
 
 
@@ -76,7 +79,7 @@ def render(
         (f"run{i}", words.shown(run.name), judge(run, findings[i])) for i, run in enumerate(runs)
     ]
     if len(runs) == 1:
-        sections, chapters = [*before, *sections_of(runs[0], "", findings[0])], list[Chapter]()
+        sections, chapters = [*before, *_sections(runs[0], "", findings[0])], list[Chapter]()
     else:
         sections = [*before, *_comparison(runs, findings)]
         chapters = [
@@ -85,7 +88,7 @@ def render(
                 title=words.shown(run.name),
                 verdict=verdict,
                 facts=_facts(run),
-                sections=sections_of(run, f"{name}-", found, with_memory=False),
+                sections=_sections(run, f"{name}-", found, with_memory=False),
             )
             for run, (name, _, verdict), found in zip(runs, verdicts, findings, strict=True)
         ]
@@ -136,7 +139,7 @@ def _runs(records: Runs) -> list[Run]:
 
 
 def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Section]:
-    blocks: list[Block] = [comparison(runs, findings, "compare")]
+    blocks: list[Block] = [_run_table(runs, findings, "compare")]
     loss = timeline.loss_comparison(runs, "compare-loss")
     scale = timeline.scale_comparison(runs, "compare-scale")
     if loss is not None:
@@ -150,6 +153,61 @@ def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> l
         Section(name="compare", title="Side by side", blocks=blocks),
         memory.memory_section(list(runs), "memory"),
     ]
+
+
+def _run_table(runs: Sequence[Run], findings: Sequence[Sequence[Finding]], prefix: str) -> Table:
+    """List the runs with their main numbers and findings; ``prefix`` is of the table's id."""
+    of_losses = "; last losses are running medians" if any(map(timeline.is_smoothed, runs)) else ""
+    numbers, last = ("steps", "skipped", "last loss", "loss scale", "memory"), "findings"
+    return Table(
+        name=f"{prefix}-table",
+        caption=f"The main numbers{of_losses}",
+        columns=columns("run", "level", *numbers, last, numbers=numbers, wide=(last,)),
+        rows=[_compared(run, index, findings[index]) for index, run in enumerate(runs)],
+    )
+
+
+def _compared(run: Run, index: int, findings: Sequence[Finding]) -> list[str]:
+    losses = timeline.smoothed(run.first_losses)
+    scales = run.first_scales
+    memory = sum(run.memory.categories.values()) if run.memory else None
+    found = "; ".join(f"{f.severity.word}: {f.line}" for f in findings)
+    return [
+        tag("a", tag("bdi", words.shown(run.name)), href=f"#run{index}"),
+        words.shown(run.start.opt_level, 16) if run.start else words.MISSING,
+        f"{len(run.steps):,}",
+        f"{len(run.skipped):,}",
+        words.magnitude(losses[-1][1]) if losses else words.MISSING,
+        words.scale(scales[-1][1]) if scales else words.MISSING,
+        words.MISSING if memory is None else words.size(memory),
+        found or judge(run, []).title,
+    ]
+
+
+def _sections(
+    run: Run, prefix: str, findings: Sequence[Finding], *, with_memory: bool = True
+) -> list[Section]:
+    """Make all parts of a run's report, also of what is missing; ``prefix`` is of all ids."""
+    parts = [
+        advice_section(run, prefix, findings),
+        timeline.timeline_section(run, f"{prefix}timeline"),
+        skips_section(run, f"{prefix}skips"),
+        layers.underflow_section(run, f"{prefix}underflow"),
+        exponents.exponents_section(run, f"{prefix}exponents"),
+        layers.stall_section(run, f"{prefix}stall"),
+        modules_section(run, f"{prefix}modules"),
+        *([memory.memory_section([run], f"{prefix}memory")] if with_memory else []),
+        casts_section(run, f"{prefix}casts"),
+        _setup(run, f"{prefix}setup"),
+    ]
+    return [part for part in parts if part is not None]
+
+
+def _setup(run: Run, prefix: str) -> Section | None:
+    if run.start is None:
+        return None
+    facts = [(words.shown(k, 40), words.shown(v)) for k, v in run.start.policy.items()]
+    return Section(name=prefix, title="Settings", blocks=[Facts(facts=facts)]) if facts else None
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

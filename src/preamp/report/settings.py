@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measurements that advice rests on: options of an optimizer, and steps that change nothing."""
+"""Findings on options of an optimizer, and on steps that change nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from preamp.numerics import StepRecord
 from preamp.report import words
-from preamp.report.evidence import Evidence
+from preamp.report.finding import Finding
 from preamp.report.gather import Run, gradients_of
 from preamp.report.losses import finite_of
 
@@ -51,7 +51,7 @@ def _has_learnt(run: Run) -> bool:
     return len(losses) > 1 and all(map(math.isfinite, losses)) and losses[-1] < 0.5 * losses[0]
 
 
-def decay_too_large(run: Run) -> Iterator[Evidence]:
+def decay_too_large(run: Run) -> Iterator[Finding]:
     """Yield optimizers whose decay takes so much of all weights that they cannot learn."""
     for options, steps in _by_optimizer(run):
         decay, name = _number(options, "weight_decay"), options.get("class", "")
@@ -64,32 +64,37 @@ def decay_too_large(run: Run) -> Iterator[Evidence]:
             takes = f"takes {words.share(part)} off each weight"
             if part > 1:
                 takes = f"multiplies each weight by {words.magnitude(1 - part)}"
-            yield Evidence(
-                values={
-                    "class": words.shown(name, 40),
-                    "decay": words.magnitude(decay),
-                    "rate": words.magnitude(rate),
-                    "takes": takes,
-                    "usual": words.magnitude(USUAL_DECAY / rate),
-                    "loss": _went(run),
-                },
+            yield Finding(
+                id="decay-too-large",
+                title=f"The weight decay of {words.shown(name, 40)} is too large",
+                number=f"{words.magnitude(decay)} times a learning rate of {words.magnitude(rate)}"
+                f" {takes} at each step.{_went(run)}",
+                do=f"Lower it: {words.magnitude(USUAL_DECAY / rate)} or less takes a thousandth of"
+                " a weight per step at this rate.",
                 step=large[0].step,
                 where=f"weight_decay of {words.shown(name, 40)}",
                 is_grave=part >= 1,
             )
 
 
-def momentum_is_one(run: Run) -> Iterator[Evidence]:
+def momentum_is_one(run: Run) -> Iterator[Finding]:
     """Yield optimizers that never forget a gradient."""
     for options, steps in _by_optimizer(run):
         momentum = _number(options, "momentum")
         if steps and momentum >= 1:
             name = words.shown(options.get("class", "the optimizer"), 40)
-            values = {"class": name, "momentum": words.magnitude(momentum), "loss": _went(run)}
-            yield Evidence(values=values, step=steps[0].step, where=f"momentum of {name}")
+            yield Finding(
+                id="momentum-is-one",
+                title=f"The momentum of {name} is {words.magnitude(momentum)}",
+                number="Every gradient stays in the sum that weights move by, and none is ever"
+                f" forgotten, so the loss swings or grows.{_went(run)}",
+                do="Pass 0.9 or 0.99; the learning rate may have to change with it.",
+                step=steps[0].step,
+                where=f"momentum of {name}",
+            )
 
 
-def loss_stays(run: Run) -> Iterator[Evidence]:
+def loss_stays(run: Run) -> Iterator[Finding]:
     """Yield a loss that all steps leave where it began: to a hundredth, so on the same data."""
     for name, row in run.losses().items():
         values = [y for _, y in finite_of(row)]
@@ -99,15 +104,12 @@ def loss_stays(run: Run) -> Iterator[Evidence]:
             continue
         if high - low < STAYS * size and any(not step.skipped for step in run.steps):
             norm, do = _push(run, values[0] - low)
-            yield Evidence(
-                values={
-                    "loss": name,
-                    "low": words.magnitude(low),
-                    "high": words.magnitude(high),
-                    "steps": words.counted(len(values), "step"),
-                    "norm": norm,
-                    "do": do,
-                },
+            yield Finding(
+                id="loss-stays",
+                title="The loss stays where it began",
+                number=f"Loss {name} lies between {words.magnitude(low)} and"
+                f" {words.magnitude(high)} in all of {words.counted(len(values), 'step')}.{norm}",
+                do=do,
                 step=int(row[0][0]),
                 where=f"loss {name}",
             )

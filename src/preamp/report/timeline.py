@@ -22,7 +22,7 @@ from preamp.report.chart import (
     powers_of_two,
     running_median,
 )
-from preamp.report.evidence import Curve
+from preamp.report.finding import Curve
 from preamp.report.gather import Run
 from preamp.report.svg import Html
 

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Statistics of what goes in and out of chosen modules, and of the gradients of both."""
+"""What goes in and out of chosen modules: statistics, gradients, and frames of whole forwards."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,11 +29,13 @@ from preamp.core.link import Link
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
 from preamp.kernels.autograd import backward_under_way
+from preamp.kernels.extremes import extremes
 from preamp.kernels.modules import add_hook
+from preamp.kernels.operations import unheard
 from preamp.numerics.records import OfModules
 from preamp.watch.meter import Meter
-from preamp.watch.observation import tensors_of
-from preamp.watch.steps import Statistics
+from preamp.watch.observation import Place, tensors_of
+from preamp.watch.steps import Frames, Statistics
 from preamp.watch.trace import places_of
 
 _Seen = MutableMapping[torch.Tensor, set[tuple[str, OfModules]]]
@@ -40,6 +50,7 @@ class Activations:
         self._lock = lock
         self._step = 1
         self._taken: dict[int, Statistics] = {}  # since the last step, by loss id
+        self._frames = Frames()  # since the last step
         self._seen = cast("_Seen", WeakTensorKeyDictionary())  # what each tensor was read as
         # On the tensors whose gradients are read, by what has seen them
         self._handles: dict[_Hook, list[RemovableHandle]] = {}
@@ -51,28 +62,39 @@ class Activations:
         """Step ``number`` is the next; return what was read since the one before."""
         with self._lock:
             taken, self._taken, self._step = list(self._taken.values()), {}, number
+            self._frames = Frames()
             self._seen.clear()
             self._remove(list(self._handles))
         return taken
 
+    def take_frames(self) -> Frames:
+        """Return those that were read since the last step."""
+        with self._lock:
+            taken, self._frames = self._frames, Frames()
+        return taken
+
     def watch(
         self,
-        modules: Iterable[tuple[str, nn.Module, UndoStack]],
-        kinds: Container[str],
+        modules: Iterable[tuple[Place, nn.Module, UndoStack]],
+        kinds: Collection[str],
         steps: Container[int],
     ) -> Callable[[], None]:
-        """Put hooks on modules, which the stacks take away; returns what does so at once."""
+        """Put hooks on modules, which the stacks take away; returns what does so at once.
+
+        Without ``kinds`` they read frames.
+        """
         if self._block_begins not in self._events.block_begins:
             self._events.block_begins.append(self._block_begins)
             self._events.block_over.append(self._block_over)
         own: weakref.ref[Activations] = weakref.ref(self)
         link, all_hooks = Link(own), UndoStack()
-        for name, module, undo in modules:
+        for place, module, undo in modules:
+            name = place.module or (place.type if kinds else "")
             hooks = UndoStack()
             undo.push(hooks.unwind)
             all_hooks.push(hooks.unwind)
-            for kind in (_Before, _After):
-                if kind.KIND in kinds or kind.GRADIENT in kinds:
+            for kind in (_Before, _After) if kinds else (_Whole,):
+                if kind is _Whole or kind.KIND in kinds or kind.GRADIENT in kinds:
                     hook = kind(link, name, kinds, steps)
                     hooks.push(partial(self._remove, [hook]))
                     hook.add_to(module, hooks)
@@ -96,6 +118,17 @@ class Activations:
             for name, tensor in self._unseen(hook.GRADIENT, differentiable):
                 saw = partial(_saw_gradient, own, hook.GRADIENT, name)
                 handles.append(cast("Any", tensor).register_hook(saw))
+
+    def saw_frame(self, hook: _Hook, module: nn.Module, given: Any, output: Any) -> None:
+        """A forward was ``given`` these, and has returned ``output``. Does not synchronise."""
+        if self._step in hook.steps and backward_under_way() == -1:
+            weights = list(module.parameters(recurse=False))
+            with self._lock, unheard():
+                found = [
+                    [parts for parts in map(extremes, tensors) if parts is not None]
+                    for tensors in (tensors_of(given), tensors_of(output), weights)
+                ]
+                self._frames.add(hook.name, type(module).__name__, found)
 
     def _remove(self, hooks: Iterable[_Hook]) -> None:
         """Take the hooks off the tensors that these have seen; leaves would keep them for ever."""
@@ -173,11 +206,14 @@ class _Hook:
         self.kinds = kinds
         self.steps = steps
 
-    def _tell(self, module: nn.Module, value: Any) -> None:
+    def _listener(self, module: nn.Module) -> Activations | None:
         # What is traced must not change by being watched; an evaluation is no part of a step.
         if torch.compiler.is_compiling() or not module.training or self._link.target is None:
-            return
-        activations = self._link.target()
+            return None
+        return self._link.target()
+
+    def _tell(self, module: nn.Module, value: Any) -> None:
+        activations = self._listener(module)
         if activations is not None:
             activations.saw(self, tensors_of(value))
 
@@ -203,6 +239,18 @@ class _After(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         del args
         self._tell(module, output)
+
+
+class _Whole(_Hook):
+    """Tells of a forward as a whole."""
+
+    def add_to(self, module: nn.Module, undo: UndoStack) -> None:
+        add_hook(module, "register_forward_hook", self, undo, with_kwargs=True)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        activations = self._listener(module)
+        if activations is not None:
+            activations.saw_frame(self, module, (args, kwargs), output)
 
 
 def check_kinds(kinds: Any) -> list[str]:
@@ -232,8 +280,8 @@ def check_steps(steps: Any, every: int) -> Container[int]:
 
 def choose(
     models: Sequence[nn.Module], undo: Mapping[int, UndoStack], pattern: Any
-) -> list[tuple[str, nn.Module, UndoStack]]:
-    """Return the modules that match, each with what to call it and its model's stack.
+) -> list[tuple[Place, nn.Module, UndoStack]]:
+    """Return the modules that match, each with its place and its model's stack.
 
     ``undo`` has the stacks by ``id`` of the model; models without one are another engine's now.
     """
@@ -245,7 +293,7 @@ def choose(
         for place, module in places_of(models, model)
     ]
     found = [
-        (place.module or place.type, module, stack)
+        (place, module, stack)
         for place, module, stack in modules
         if any(fnmatchcase(place.module, pattern) for pattern in patterns)
     ]

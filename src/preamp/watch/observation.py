@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from preamp.core.program import Line
+from preamp.core.program import Call
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import node_of, version_of
 from preamp.kernels.extremes import extremes, without_modes
@@ -122,15 +122,25 @@ class Operation:
     """A function of torch that was called."""
 
     name: str  # empty for changes of a tensor that nobody has told
-    line: Line | None  # of the program
+    # Lines of the program that led to it, the innermost first, up to the forward that called it
+    lines: Sequence[Call]
     inputs: Sequence[Reading]
     call: Pass | None  # the module's forward that has called it
     # Whether a number that is not finite was among the arguments, or no tensor was
     has_constant: bool = False
     backward: Pass | None = None  # whose it is, if it computes a derivative
 
+    @property
+    def stack(self) -> list[Call]:
+        """All lines of the program that led to it, the innermost first."""
+        lines, call = [*self.lines], self.call
+        while call is not None:
+            lines += call.lines
+            call = call.call
+        return lines
 
-EARLIER = Operation("", None, (), None)
+
+EARLIER = Operation("", (), (), None)
 """What was made so long ago that nobody remembers from what."""
 
 
@@ -154,6 +164,9 @@ class Pass:
     is_cast: bool = False  # whether the backward is of a cast of the model's output
     is_tensor: bool = False  # whether it is no module, but a tensor that the program has named
     float32: Float32Record | None = None  # what a forward that went wrong gives in float32
+    # Lines of the program that called it, up to the forward around it, and the ``id`` of its frame
+    lines: Sequence[Call] = ()
+    frame: int = 0
 
 
 class Values:
@@ -210,7 +223,7 @@ class Values:
                 reading.inside = inside
                 earlier = self._sharing(tensor)
                 if earlier is not None and earlier.is_made:  # or all batches of a data set are one
-                    reading.by = Operation("", None, [earlier], inside)
+                    reading.by = Operation("", (), [earlier], inside)
                     reading.is_made = True
             if reading is not None:
                 reading.is_made |= is_made

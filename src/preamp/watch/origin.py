@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.program import shown
+from preamp.core.program import shown, stack_of
 from preamp.numerics import FrameRecord, TraceRecord
 from preamp.numerics.records import Phase
 from preamp.watch.observation import EARLIER, OUTSIDE, Observation, Operation, Pass, Place, Reading
@@ -39,7 +39,7 @@ class _Origin:
     def record(self, frames: list[FrameRecord]) -> TraceRecord:
         """Return it in words."""
         by = self.by or self.bad.by
-        line = None if by is None else by.line
+        calls = [] if by is None else by.stack
         return TraceRecord(
             module=self.seen.place.module,
             type=self.seen.place.type,
@@ -48,7 +48,8 @@ class _Origin:
             output_found="nan" if math.isnan(self.bad.values()[0]) else "inf",
             dtype=dtype_name(self.bad.dtype),
             operation=self.seen.name if by is None else by.name,
-            where="" if line is None else shown(line),
+            where=shown(calls[0][:2]) if calls else "",
+            stack=stack_of(calls),
             frames=frames,
             operation_max_abs=None if by is None else _largest(by.inputs),
             float32=self.seen.float32 if self.phase == "forward" else None,

@@ -89,14 +89,18 @@ class Recorder:
         models: Sequence[nn.Module],
         undo: Mapping[int, UndoStack],
     ) -> Callable[[], None]:
-        """See `Engine.watch_activations`; ``undo`` has the stacks of models by their ``id``."""
+        """See `Engine.watch_activations`; ``undo`` has the stacks of models by their ``id``.
+
+        ``kinds=None`` is `Engine.watch_frames`.
+        """
         if not self.recording.takes_steps:
             raise bad_state(
                 "This engine makes no records of steps, which statistics would be in",
                 'Modules can be watched where initialize was given history= or numerics="light"',
                 'Pass initialize(..., history="run.jsonl"), or numerics="light"',
             )
-        chosen, wanted = check_kinds(kinds), check_steps(steps, self.recording.every)
+        chosen = () if kinds is None else check_kinds(kinds)
+        wanted = check_steps(steps, self.recording.every)
         return self.activations.watch(choose(models, undo, pattern), chosen, wanted)
 
     # -- what the engine reports -------------------------------------------------------------
@@ -225,6 +229,8 @@ class Recorder:
         step = pending.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
+        if optimizer.index == 0:
+            step.frames = self.activations.take_frames()
         # Nothing that may fail comes before: the books know of the step by now.
         step.statistics += self._begin_step(optimizer)
         if pending.memory is not None:

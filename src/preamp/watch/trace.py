@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from preamp.core.link import Link
-from preamp.core.program import line_of_program
+from preamp.core.program import calls_of_program
 from preamp.core.tensors import host_reaches, is_capturing, node_of
 from preamp.core.undo import UndoStack
 from preamp.engine.core import EngineCore
@@ -227,10 +227,11 @@ class Tracer:
     ) -> None:
         """Gradients that a loss may be computed from were made: remember from what."""
         operation = seen.operation
-        name, line, inputs = seen.name, None, tuple(seen.inputs)
+        name, inputs = seen.name, tuple(seen.inputs)
         if operation is not None:
-            name, line, inputs = operation.name, operation.line, (*inputs, *operation.inputs)
-        by = Operation(name, line, inputs, seen.call, backward=seen)
+            name, inputs = operation.name, (*inputs, *operation.inputs)
+        lines = () if operation is None else operation.lines
+        by = Operation(name, lines, inputs, seen.call, backward=seen)
         for reading in seen.outputs:
             if reading not in inputs and not reading.is_made:
                 reading.by, reading.is_made = by, True
@@ -270,6 +271,7 @@ class Tracer:
             place, "forward", self.values.read(tensors, outer), call=outer, has_grad=has_grad
         )
         seen.began, seen.backward = self.values.tick(), self._backward
+        _note_caller(seen)
         nodes = _nodes_of(tensors)
         begin = note_random(tensors[0].device) if self._may_read(place, tensors) else None
         stack.calls.append(_Call(self, step, seen, tuple(map(id, tensors)), nodes, begin=begin))
@@ -382,11 +384,12 @@ class Tracer:
             results = arguments[:1]
 
         def describe(inputs: Sequence[Reading]) -> Operation:
-            line = line_of_program(inspect.currentframe())
+            until = 0 if call is None else call.frame
+            lines = calls_of_program(inspect.currentframe(), until)
             floats = (one for one in args if isinstance(one, Real) and not isinstance(one, int))
             # A function of no tensors, such as `torch.tensor`, has its values from the program.
             has_constant = not arguments or not all(map(math.isfinite, floats))
-            return Operation(asked_for(name), line, inputs, call, has_constant)
+            return Operation(asked_for(name), lines, inputs, call, has_constant)
 
         with unheard():  # by another engine as well
             operation = self.values.hear(
@@ -512,7 +515,12 @@ class Tracer:
     def told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
         del session
-        if cause.was_watched and not self._stays:
+        if cause.was_watched:
+            self.told_loss()
+
+    def told_loss(self) -> None:
+        """It was told where a loss was made: that was it. A listener of the ledger."""
+        if not self._stays:
             self.disarm()
 
 
@@ -522,6 +530,7 @@ def make_tracer(engine: EngineCore) -> Tracer:
     looks = not engine.policy.is_dynamic
     tracer = Tracer(engine.models, engine.events, its_master_of, looks=looks)
     engine.ledger.on_overflow.append(tracer.told)
+    engine.ledger.on_loss_traced.append(tracer.told_loss)
     return tracer
 
 
@@ -629,6 +638,16 @@ def places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[P
     prefix = f"{models.index(model)}." if len(models) > 1 else ""
     for name, module in _watchable(model):
         yield Place((prefix + name).rstrip("."), type(module).__name__), module
+
+
+def _note_caller(seen: Pass) -> None:
+    """Note who calls the module whose hook runs; an operation in it is followed up to here only."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    if frame is not None:
+        seen.frame = id(frame)  # alive, and no other's, as long as the forward is under way
+        seen.lines = calls_of_program(frame.f_back, 0 if seen.call is None else seen.call.frame)
 
 
 def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:

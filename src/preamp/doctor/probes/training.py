@@ -182,13 +182,14 @@ class TrainingProbes:
             seen.through_half |= half
         factors: Sequence[float] | None = ()
         scaler, mean, is_mixed = seen.take_scaler(roots)
-        origin = Origin.ENGINE
+        origin, lines = Origin.ENGINE, current_places()
         if scaler is None:
             for root in roots:
                 self._watch.tell("loss_made", root)
-            factors = shared_factors(roots, tensors_in(seed), waits=self._read <= _READ)
+            waits = self._read <= _READ
+            factors = shared_factors(roots, tensors_in(seed), waits=waits)
             mean = seed is None and all(map(is_mean, roots))
-            scaler = seen.scaler_by_hand(factors or ())
+            scaler = seen.scaler_by_hand(factors or (), lines, waits=waits)
             origin = _origin(factors) if scaler is None else Origin.GRAD_SCALER
         elif isinstance(scaler, torch.amp.GradScaler):
             origin = Origin.MIXED if is_mixed else Origin.GRAD_SCALER
@@ -199,7 +200,7 @@ class TrainingProbes:
             updates=0 if scaler is None else seen.updates.get(scaler, 0),
             factor=math.prod(factors or ()),
             is_mean=mean,
-            lines=current_places(),
+            lines=lines,
             forwards=seen.forwards,
         ), half
 

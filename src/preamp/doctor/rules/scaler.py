@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch import nn
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Mark, Origin, Seen
+from preamp.doctor.seen import Mark, Origin, Seen, Source
 from preamp.kernels.autograd import has_hooks, leaves_through
 
 NEVER_SCALED = define_rule(
@@ -27,8 +27,10 @@ NEVER_SCALED = define_rule(
     beginning.""",
     how="""scaler.unscale_ or scaler.step was called while gradients were as a backward had left
     them, and their loss had not been multiplied by the scale, by the scaler or by hand. A scale of
-    1 is left out. Or the script had divided each gradient by the scale, before the scaler did or
-    after it: seen on CPUs, where the loss is an undivided mean, or at two scales.""",
+    1 is left out, and so are steps in which a scaled loss had gradients for no parameter: another
+    loss may have been made of them. Or the script had divided each gradient by the scale, before
+    the scaler did or after it: seen on CPUs, where the loss is an undivided mean, or at two
+    scales.""",
     do="""Call scaler.scale(loss).backward() in place of loss.backward(), and leave unscaling to
     scaler.unscale_ and scaler.step.""",
 )
@@ -140,6 +142,18 @@ class ScalerUse(Detector):
         )
         self._looked_at = 0
         self._divided: set[float] = set()  # scales that the script has divided gradients by
+        # Of each scaler, after how many updates a scaled loss had gradients for no parameter.
+        self._handed_on: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+        """Note scaled gradients that came to no parameter: the script may go on from them."""
+        scaler = None if source.scaler is None else source.scaler()
+        if source.origin is not Origin.GRAD_SCALER or scaler is None:
+            return
+        last = self.seen.gradients.last
+        marks = (mark for param in self.seen.all_params() if (mark := last(param)) is not None)
+        if not any(mark.source is source for mark in marks):
+            self._handed_on[scaler] = source.updates
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         """Note the line."""
@@ -167,6 +181,9 @@ class ScalerUse(Detector):
         plain = [mark for mark in marks if mark.origin in (Origin.PLAIN, Origin.BY_HAND)]
         mixed = [mark for mark in marks if mark.origin is Origin.MIXED]
         place = current_place()
+        # What a scaled loss left at a detached tensor scales the loss that is made of it.
+        updates = self.seen.updates.get(scaler, 0)
+        is_unscaled |= self._handed_on.get(scaler, -1) == updates
         if plain and not is_unscaled and scale() != 1.0:
             count, factor = len(plain), plain[0].source.factor
             what = f"{count} of {len(marks)} gradients are about to be divided by {scale():g}; "
@@ -184,8 +201,7 @@ class ScalerUse(Detector):
             mark
             for mark in marks
             if mark.origin in (Origin.GRAD_SCALER, Origin.UNSCALED) and mark.source.scaler
-            if mark.source.scaler() is not scaler
-            or mark.source.updates != self.seen.updates.get(scaler, 0)
+            if mark.source.scaler() is not scaler or mark.source.updates != updates
         ]
         if late:
             is_own = all(mark.source.scaler and mark.source.scaler() is scaler for mark in late)

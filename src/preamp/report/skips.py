@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measurements that advice rests on: how steps, losses and loss scales went."""
+"""Skipped steps and loss scales: findings on them, and the list of the skips with their causes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Final
 
 from preamp.numerics import FORMATS, OverflowRecord, StepRecord, TraceRecord
 from preamp.report import words
-from preamp.report.evidence import Evidence
+from preamp.report.blocks import Section, Table, Text, columns
+from preamp.report.finding import Finding
 from preamp.report.gather import Run
+from preamp.report.svg import joined, name, tag
 
 SAME_PLACE: Final = 3  # skipped steps that begin in one place before it is told of
 SKIPS_IN_ROW: Final = 12  # the default scale of 2**16 comes down to 16 in as many
@@ -24,6 +26,13 @@ SKIPPED_SPARE: Final = 2
 SMALL: Final = 2.0**-8  # part of the largest number that gradients are small below
 CEILING_SHARE: Final = 0.25
 FLOOR: Final = 1.0
+
+FIRST, LAST = 20, 30
+"""Skipped steps that are listed one by one: from the start, and from the end."""
+
+CAUSES = 40  # parameters that the others are summed up by
+PLACE_LIMIT = 240  # characters of a module, its class, operation and line
+OTHERS = 20  # parameters of one overflow that are named
 
 _LOOK_AT_ZERO: Final = (
     "Look there for a root, norm, division or logarithm at zero or close to it, where its"
@@ -88,7 +97,7 @@ def _places(overflows: Sequence[OverflowRecord]) -> list[tuple[str, list[Overflo
     return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
-def overflows_at_any_scale(run: Run) -> Iterator[Evidence]:
+def overflows_at_any_scale(run: Run) -> Iterator[Finding]:
     """Yield gradients that overflow however small the loss scale is.
 
     That is so if they do at a scale of 1, or at its floor, or if a module makes nan of a small
@@ -110,14 +119,11 @@ def overflows_at_any_scale(run: Run) -> Iterator[Evidence]:
             scales = f"every scale from {scales} down to {words.scale(last.old_scale)}"
         else:
             scales = f"a scale of {scales}"
-        yield Evidence(
-            values={
-                "kind": kind,
-                "count": words.counted(len(found), "skipped step"),
-                "scales": scales,
-                "input": _input(found),
-                "do": _mend(run, found, kind),
-            },
+        yield Finding(
+            id="overflow-at-any-scale",
+            title=f"Gradients become {kind} at any scale",
+            number=f"In {words.counted(len(found), 'skipped step')}, at {scales}.{_input(found)}",
+            do=_mend(run, found, kind),
             step=first.step,
             where=place,
             is_grave=True,
@@ -197,7 +203,7 @@ def ask_for_trace(run: Run) -> str:
     return ' To learn the module, pass overflow="trace" to preamp.initialize.'
 
 
-def overflows_in_one_place(run: Run) -> Iterator[Evidence]:
+def overflows_in_one_place(run: Run) -> Iterator[Finding]:
     """Yield the module or parameter that most skipped steps begin in, if it is most of them.
 
     Skips before the first step that was taken are left out: the scale is still being found. So are
@@ -214,22 +220,23 @@ def overflows_in_one_place(run: Run) -> Iterator[Evidence]:
         what = "large logits, a division by a small number, an exponential"
         do = f"Look at what {'it' if trace else 'its module'} computes ({what}){cure}."
         scales = [o.old_scale for o in found]
-        values = {
-            "place": place,
-            "count": f"{len(found):,}",
-            "total": words.counted(len(causes), "skipped step"),
-            "scales": _span(min(scales), max(scales)),
-            "input": _input(found),
-            "do": do if trace else do + ask_for_trace(run),
-        }
-        yield Evidence(values=values, step=found[0].step, where=place)
+        yield Finding(
+            id="overflow-in-one-place",
+            title=f"Overflows keep beginning in the {place}",
+            number=f"It came first in {len(found):,} of"
+            f" {words.counted(len(causes), 'skipped step')}, at loss scales of"
+            f" {_span(min(scales), max(scales))}.{_input(found)}",
+            do=do if trace else do + ask_for_trace(run),
+            step=found[0].step,
+            where=place,
+        )
 
 
 def _span(low: float, high: float) -> str:
     return words.scale(low) if low == high else f"{words.scale(low)} to {words.scale(high)}"
 
 
-def no_step_taken(run: Run) -> Iterator[Evidence]:
+def no_step_taken(run: Run) -> Iterator[Finding]:
     """Yield the optimizers that skipped all of their steps, not only for losses like nan."""
     by_loss = _skipped_by_loss(run)
     for steps, whose in run.by_optimizer():
@@ -238,8 +245,12 @@ def no_step_taken(run: Run) -> Iterator[Evidence]:
             scales = [o.new_scale for o in run.overflows if o.optimizer == steps[0].optimizer]
             down = f" The scale came down to {words.scale(scales[-1])}." if scales else ""
             count = words.counted(len(steps), "step")
-            yield Evidence(
-                values={"steps": count, "whose": whose, "down": down},
+            yield Finding(
+                id="no-step-taken",
+                title="No step was taken",
+                number=f"{count}{whose}, all of them skipped.{down}",
+                do="The loss scale begins too high for so few steps: train for longer, or begin"
+                " with a lower scale, by preamp.engine_of(optimizer).scaler(0).set_scale(...).",
                 step=steps[0].step,
                 where=_place_of_skips(run, steps),
             )
@@ -261,7 +272,7 @@ def _skipped_by_loss(run: Run) -> set[tuple[int, int]]:
     return found | {(s.optimizer, s.step) for s in bad}
 
 
-def many_skips(run: Run) -> Iterator[Evidence]:
+def many_skips(run: Run) -> Iterator[Finding]:
     """Yield the share of skipped steps, beyond what finding a scale and keeping it takes.
 
     Skips before the first step that was taken are left out: the scale is still being found. So are
@@ -272,15 +283,18 @@ def many_skips(run: Run) -> Iterator[Evidence]:
         rest = steps[_searching(steps) :]
         skipped = [s for s in rest if s.skipped and (s.optimizer, s.step) not in by_loss]
         if _are_many(len(skipped), len(rest)):
-            values = {
-                "skipped": f"{len(skipped):,}",
-                "steps": words.counted(len(rest), "step"),
-                "whose": whose,
-                "share": words.share(len(skipped) / len(rest)),
-                "since": " from the first that was taken" if len(rest) < len(steps) else "",
-                "schedule": _schedule(steps),
-            }
-            yield Evidence(values=values, step=skipped[0].step, where=_place_of_skips(run, skipped))
+            since = " from the first that was taken" if len(rest) < len(steps) else ""
+            part = words.share(len(skipped) / len(rest))
+            yield Finding(
+                id="many-skips",
+                title="Many steps were skipped",
+                number=f"{len(skipped):,} of {words.counted(len(rest), 'step')}{whose}{since}:"
+                f" {part}. Keeping a scale takes about one in 2,000.",
+                do="Gradients vary more than the scale can follow. Clip them, lower the learning"
+                f" rate, or train in bfloat16 (O4, O5).{_schedule(steps)}",
+                step=skipped[0].step,
+                where=_place_of_skips(run, skipped),
+            )
 
 
 def _are_many(skipped: int, steps: int) -> bool:
@@ -289,7 +303,7 @@ def _are_many(skipped: int, steps: int) -> bool:
     return is_half or skipped > max(SKIPPED_SPARE, SKIPPED_SHARE * steps)
 
 
-def skips_in_a_row(run: Run) -> Iterator[Evidence]:
+def skips_in_a_row(run: Run) -> Iterator[Finding]:
     """Yield the longest row of skipped steps of an optimizer that has taken others.
 
     The row that a run begins with is told of, too, where it is most of the run.
@@ -302,15 +316,15 @@ def skips_in_a_row(run: Run) -> Iterator[Evidence]:
         longest = max(rows, key=len, default=list[StepRecord]())
         is_search = longest[:1] == steps[:1] and 1 < len(longest) >= len(steps) / 2
         if len(longest) < len(steps) and (is_search or len(longest) >= SKIPS_IN_ROW):
-            values = {
-                "row": words.counted(len(longest), "step"),
-                "end": f"{longest[-1].step:,}",
-                "whose": whose,
-                "do": _end_search(steps, longest),
-                "schedule": _schedule(steps),
-            }
-            where = _place_of_skips(run, longest)
-            yield Evidence(values=values, step=longest[0].step, where=where)
+            yield Finding(
+                id="skips-in-a-row",
+                title="Many steps in a row were skipped",
+                number=f"{words.counted(len(longest), 'step')}{whose} in a row, up to step"
+                f" {longest[-1].step:,}.",
+                do=f"{_end_search(steps, longest)}{_schedule(steps)}",
+                step=longest[0].step,
+                where=_place_of_skips(run, longest),
+            )
 
 
 def _end_search(steps: Sequence[StepRecord], longest: Sequence[StepRecord]) -> str:
@@ -323,15 +337,22 @@ def _end_search(steps: Sequence[StepRecord], longest: Sequence[StepRecord]) -> s
     )
 
 
-def scale_at_ceiling(run: Run) -> Iterator[Evidence]:
+def scale_at_ceiling(run: Run) -> Iterator[Finding]:
     """Yield a dynamic scale that spends much of the run at its ceiling."""
     ceiling = run.limit("max_loss_scale")
     for loss_id, points in run.scales().items() if run.is_dynamic and ceiling else ():
         at = [step for step, value in points if value == ceiling]
         if len(at) > CEILING_SHARE * len(points):
             part = words.share(len(at) / len(points))
-            values = {"loss": str(loss_id), "scale": words.scale(points[-1][1]), "share": part}
-            yield Evidence(values=values, step=at[0])
+            yield Finding(
+                id="scale-at-ceiling",
+                title="The loss scale stays at its ceiling",
+                number=f"Loss {loss_id} is at {words.scale(points[-1][1])} for {part} of the"
+                " steps.",
+                do="Gradients would bear a larger scale. That is harmless unless the heat map"
+                " shows underflow; then raise max_loss_scale.",
+                step=at[0],
+            )
 
 
 def _searching(steps: Sequence[StepRecord]) -> int:
@@ -349,3 +370,132 @@ def _schedule(steps: Sequence[StepRecord]) -> str:
         return ""
     times = words.counted(went_on, "skipped step")
     return f" The schedule of the learning rate went on after {times}: call {do}."
+
+
+def skips_section(run: Run, prefix: str) -> Section:
+    """Make the part about skipped steps; ``prefix`` is of all ids."""
+    listed = _tables(run, prefix)
+    lead = (
+        "A step is skipped when a gradient is infinite or not a number; the loss scale then falls."
+    )
+    title = "Skipped steps"
+    if any(not overflow.was_skipped for overflow in run.overflows):
+        lead, title = f"{lead} At a static loss scale it is taken all the same.", "Overflows"
+    if not listed:
+        return Section(name=prefix, title=title, blocks=[Text(text="No step was skipped.")])
+    named = (
+        "Named is the parameter whose gradient was the first, in the order of the backward pass."
+    )
+    return Section(name=prefix, title=title, lead=f"{lead} {named}", blocks=listed)
+
+
+def _tables(run: Run, prefix: str) -> list[Table]:
+    """List the skipped steps with their causes; many are summed up."""
+    causes = {(o.step, o.optimizer): o for o in run.overflows}
+    steps = sorted({*causes, *((step.step, step.optimizer) for step in run.skipped)})
+    if not steps:
+        return []
+    listed = steps if len(steps) <= FIRST + LAST else [*steps[:FIRST], *steps[-LAST:]]
+    what = _what(run)
+    caption = f"All {words.counted(len(steps), what)}" if len(steps) > 1 else f"The {what}"
+    if len(listed) < len(steps):
+        caption = f"The first {FIRST} and the last {LAST} of {words.counted(len(steps), what)}"
+    # Each optimizer counts its own steps.
+    has_several = any(step.optimizer for step in run.steps) or any(index for _, index in steps)
+    numbers = ("step", *(["optimizer"] if has_several else []), "loss scale")
+    titles = (*numbers, "cause", "first in", "largest finite", "trace")
+    rows = [
+        [f"{step:,}", *([str(index)] if has_several else []), *_cause(causes.get((step, index)))]
+        for step, index in listed
+    ]
+    table = Table(
+        name=f"{prefix}-list",
+        caption=caption,
+        columns=columns(*titles, numbers=(*numbers, "largest finite"), wide=("first in", "trace")),
+        rows=rows,
+    )
+    return [table] if len(listed) == len(steps) else [table, _by_cause(run, prefix)]
+
+
+def _what(run: Run) -> str:
+    """What overflows did: at a static scale the step is taken all the same."""
+    return "skipped step" if all(o.was_skipped for o in run.overflows) else "overflow"
+
+
+def _cause(overflow: OverflowRecord | None) -> list[str]:
+    if overflow is None:
+        return [words.MISSING, "not recorded", words.MISSING, words.MISSING, words.MISSING]
+    old, new = words.scale(overflow.old_scale), words.scale(overflow.new_scale)
+    largest = overflow.largest[0] if overflow.largest else None
+    return [
+        f"{old} → {new}",
+        _kind(overflow),
+        _first(overflow),
+        words.magnitude(largest),
+        _trace(overflow.trace),
+    ]
+
+
+def _kind(overflow: OverflowRecord) -> str:
+    loss = f" (loss {overflow.loss_id})" if overflow.loss_id else ""
+    if not overflow.loss_was_finite:
+        return f"the loss itself was not finite{loss}"
+    kinds: Sequence[str] = getattr(overflow, "kinds", ())  # newer files have them
+    return f"gradient is {kinds[0] if kinds else 'inf or nan'}{loss}"
+
+
+def _first(overflow: OverflowRecord) -> str:
+    if not overflow.parameters:
+        return "no gradient of this optimizer"
+    first, *others = overflow.parameters
+    if not others:
+        return name(first)
+    which = "one of " if overflow.candidates > 1 else ""
+    named = [tag("li", name(other)) for other in others[:OTHERS]]
+    if len(others) > OTHERS:
+        named.append(tag("li", f"and {len(others) - OTHERS:,} more"))
+    summary = tag("summary", f"and {len(others):,} more")
+    return joined([which, name(first), tag("details", summary, tag("ul", *named))])
+
+
+def _trace(trace: TraceRecord | None) -> str:
+    if trace is None:
+        return words.MISSING
+    what = {
+        "forward": "output",
+        "data": "argument",
+        "given": "argument",
+        "weight": "parameter",
+    }.get(trace.phase, "gradient")
+    what = "value" if trace.phase in ("input cast", "output cast") else what
+    return joined(
+        [
+            name(place_of(trace), PLACE_LIMIT),
+            f": {what} in {trace.dtype} became {trace.output_found}",
+            ""
+            if trace.given_max_abs is None
+            else f"; what went in reached {words.magnitude(trace.given_max_abs)}",
+            ""
+            if trace.float32 is None
+            else f". {words.shown(trace.float32.told(trace.dtype), words.SENTENCE_LIMIT)}",
+        ]
+    )
+
+
+def _by_cause(run: Run, prefix: str) -> Table:
+    first = Counter(
+        (_kind(o), first_parameters(o) if o.parameters else "") for o in run.overflows
+    ).most_common()
+    rows = [
+        [name(parameter) if parameter else "no gradient", kind, f"{count:,}"]
+        for (kind, parameter), count in first[:CAUSES]
+    ]
+    if len(first) > CAUSES:
+        rest = sum(count for _, count in first[CAUSES:])
+        rows.append([f"{len(first) - CAUSES:,} others", "", f"{rest:,}"])
+    return Table(
+        name=f"{prefix}-causes",
+        caption=f"All {_what(run)}s by cause",
+        columns=columns("first in", "cause", "steps", numbers=("steps",), wide=("first in",)),
+        rows=rows,
+    )

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What may be said of a run: all rules, findings with their evidence, and a verdict in brief.
+
+A measurement stands in the file of the section that it looks at, and yields findings in words. What
+each of them is worth, and which others it explains, is a row of `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, Literal
+
+from preamp.numerics import TensorStatistics
+from preamp.report import words
+
+Picture = Literal["loss", "scale", "tensor", "casts"]
+
+
+class Severity(IntEnum):
+    """How much something matters."""
+
+    NOTE = 1
+    WARNING = 2
+    CRITICAL = 3
+
+    @property
+    def word(self) -> str:
+        """The severity in a word."""
+        return self.name.capitalize()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that is worth saying."""
+
+    id: str  # stable name
+    severity: Severity  # how much it matters, unless a finding is grave
+    picture: Picture  # what shows it
+    hides: tuple[str, ...] = ()  # rules whose findings are consequences of this one's
+    when: str = "since"  # what stands before its step
+
+
+_LOSSES = ("diverges", "loss-not-finite", "loss-jumps", "loss-rises", "loss-stays")
+_SKIPS = ("many-skips", "skips-in-a-row", "no-step-taken", "overflow-in-one-place")
+
+RULES: Final = (
+    Rule("eps-is-zero", Severity.WARNING, "loss", ("weights-not-finite",)),
+    Rule(
+        "decay-too-large",
+        Severity.WARNING,
+        "loss",
+        ("weights-rewritten", "weights-not-finite", *_LOSSES, *_SKIPS),
+    ),
+    Rule(
+        "momentum-is-one",
+        Severity.WARNING,
+        "loss",
+        ("loss-stays", "diverges", "loss-rises", "loss-jumps"),
+    ),
+    Rule("weights-rewritten", Severity.WARNING, "loss", ("weights-not-finite", *_LOSSES, *_SKIPS)),
+    Rule("diverges", Severity.WARNING, "loss", ("weights-not-finite", "loss-jumps", *_SKIPS)),
+    Rule("loss-not-finite", Severity.CRITICAL, "loss", ("weights-not-finite",)),
+    Rule("weights-not-finite", Severity.CRITICAL, "loss"),
+    Rule(
+        "gradients-all-zero",
+        Severity.CRITICAL,
+        "tensor",
+        ("gradients-always-zero", "scale-at-ceiling", "loss-stays"),
+    ),
+    Rule("overflow-at-any-scale", Severity.CRITICAL, "scale", _SKIPS),
+    Rule("no-step-taken", Severity.CRITICAL, "scale", ("overflow-in-one-place",)),
+    Rule("loss-jumps", Severity.WARNING, "loss", ("weights-not-finite", *_SKIPS), when="at"),
+    Rule("overflow-in-one-place", Severity.WARNING, "scale"),
+    Rule("many-skips", Severity.WARNING, "scale"),
+    Rule("skips-in-a-row", Severity.WARNING, "scale"),
+    Rule("gradients-lost", Severity.WARNING, "tensor", ("gradients-always-zero",)),
+    Rule("updates-stalled", Severity.WARNING, "tensor"),
+    Rule("little-headroom", Severity.WARNING, "tensor"),
+    Rule("loss-stays", Severity.WARNING, "loss"),
+    Rule(
+        "no-gradient-arrives", Severity.WARNING, "tensor", ("gradients-always-zero", "loss-stays")
+    ),
+    Rule("loss-rises", Severity.NOTE, "loss"),
+    Rule("scale-at-ceiling", Severity.NOTE, "scale"),
+    Rule("gradients-always-zero", Severity.NOTE, "tensor"),
+    Rule("casts-of-one-line", Severity.NOTE, "casts"),
+)
+"""All rules; of findings that matter as much, the first come first."""
+
+_BY_ID: Final = {rule.id: rule for rule in RULES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A number over time that a finding rests on."""
+
+    name: str  # what it is
+    points: Sequence[tuple[float, float]]  # step and number
+    is_share: bool = True  # whether it lies between 0 and 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A rule that applies, in words, with what shows it."""
+
+    id: str  # of the rule
+    title: str  # what is wrong
+    number: str  # the numbers that led to it
+    do: str  # what can be done
+    step: int = 0  # at which it began; 0 where that means nothing
+    where: str = ""  # parameters, module, operation or loss; empty where that means nothing
+    curve: Curve | None = None  # the number by step, where the rule has no other picture
+    tensor: TensorStatistics | None = None  # whose exponents show it
+    is_grave: bool = False  # critical here, although the rule is not so as such
+
+    @property
+    def rule(self) -> Rule:
+        """Its rule."""
+        return _BY_ID[self.id]
+
+    @property
+    def severity(self) -> Severity:
+        """How much it matters."""
+        return Severity.CRITICAL if self.is_grave else self.rule.severity
+
+    @property
+    def line(self) -> str:
+        """What is wrong, and since when or at which step."""
+        return f"{self.title}, {self.rule.when} step {self.step:,}" if self.step else self.title
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What to know before reading on."""
+
+    # ``"good"``, ``"note"``, ``"warning"``, ``"critical"``, or ``"empty"`` where too little is
+    # recorded to say anything good.
+    kind: str
+    title: str  # what is wrong and since when, in a few words
+    where: str  # a parameter, a module, an operation; may be empty
+    text: str  # what else to know of the run, in a few sentences
+
+
+def named(names: Sequence[str]) -> str:
+    """Name the first of several, and how many more there are."""
+    return words.shown(names[0]) + more(len(names) - 1, "")
+
+
+def more(count: int, like: str = " like it") -> str:
+    """Say how many more there are; nothing if there are none."""
+    return f", and {count:,} more{like}" if count > 0 else ""
