@@ -18,7 +18,6 @@ from preamp import amp
 from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.casting.patches import PATCHES
 from preamp.compat.handle import AmpHandle, NoOpHandle, OptimWrapper
-from preamp.compat.handle.handle import _Current
 from preamp.fp16_utils import FP16_Optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -28,9 +27,9 @@ OVERFLOW = 3e38
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    if _Current.handle is not None:
-        _Current.handle.deactivate()
-        _Current.handle = None
+    handle = getattr(amp._amp_state, "handle", None)
+    if handle is not None:
+        handle.deactivate()
     assert not PATCHES._patched
 
 
@@ -328,6 +327,18 @@ def test_exception_in_the_block_restores_gradients() -> None:
 
     assert weights[0].grad.item() == 3.0
     assert "backward" not in vars(loss)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_the_script_drops_in_the_block_are_gone(to_none: bool) -> None:
+    weights, optimizer = one_weight()
+    handle = amp.init()
+    backward(handle, weights, 3.0, optimizer)
+    with handle.scale_loss(weights[0].sum() * 4.0, optimizer) as scaled:
+        optimizer.zero_grad(set_to_none=to_none)
+        scaled.backward()
+
+    assert weights[0].grad.item() == 4.0
 
 
 @pytest.mark.apex("4.1 handle.scale_loss(loss, optimizer)")

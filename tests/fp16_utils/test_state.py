@@ -228,35 +228,6 @@ def test_unusable_scalers_are_refused(scale: Any) -> None:
     assert_same_picture(before, picture(optimizer, model))
 
 
-def test_something_else_is_refused() -> None:
-    _, optimizer = wrapped()
-    text = (
-        "load_state_dict got a list. A state is the dict that state_dict() returned. Take it out "
-        "of the checkpoint first, as in checkpoint['optimizer']."
-    )
-    with refused(TypeError, text):
-        optimizer.load_state_dict([])  # type: ignore[arg-type]
-
-
-@pytest.mark.apex("5.3 pickling and copying: RuntimeError")
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_are_refused(how: Callable[[Any], Any]) -> None:
-    _, optimizer = wrapped()
-    text = (
-        "An FP16_Optimizer cannot be pickled or copied. Its masters belong to one model. Save "
-        "optimizer.state_dict(), and load it into one made for the other model."
-    )
-    with refused(RuntimeError, text):
-        how(optimizer)
-
-
-@pytest.mark.apex("5.3 pickling and copying: RuntimeError")
-def test_being_unpickled_is_refused() -> None:
-    _, optimizer = wrapped()
-    with pytest.raises(RuntimeError, match="cannot be pickled or copied"):
-        optimizer.__setstate__({})
-
-
 # -- errors of the constructor and of calls ------------------------------------------------------
 
 
@@ -265,54 +236,106 @@ def build(optimizer: Any = None, **arguments: Any) -> FP16_Optimizer:
     return FP16_Optimizer(inner, verbose=False, **arguments)
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
-    with refused(
-        TypeError,
-        "init_optimizer is of type Weights. FP16_Optimizer wraps an optimizer with param_groups "
-        "and state. Pass for example torch.optim.SGD(model.parameters(), lr=0.1).",
-    ):
-        build(Weights())
+BOTH = pytest.mark.parametrize(
+    "kind", [FP16_Optimizer, preamp.optimizers.FP16_Optimizer], ids=["general", "flat"]
+)
 
 
-def test_wrapping_twice_is_refused() -> None:
-    _, optimizer = wrapped()
-    with refused(
-        PreampStateError,
-        "init_optimizer is an FP16_Optimizer already. FP16_Optimizer wraps an optimizer once. Use "
-        "it as it is, or make a new optimizer from the model's parameters.",
-    ):
-        build(optimizer)
+def half_sgd() -> torch.optim.Optimizer:
+    return sgd([torch.nn.Parameter(torch.ones(2).half())])
 
 
-@pytest.mark.parametrize("first", [FP16_Optimizer, preamp.optimizers.FP16_Optimizer])
-@pytest.mark.parametrize("second", [FP16_Optimizer, preamp.optimizers.FP16_Optimizer])
-def test_wrapping_an_optimizer_inside_another_wrapper_is_refused(first: Any, second: Any) -> None:
-    """Its parameters are the other's masters: the model would never change."""
-    inner = sgd([torch.nn.Parameter(torch.ones(2).half())])
-    first(inner, verbose=False)
-    masters = inner.param_groups[0]["params"]
-    with refused(
-        PreampStateError,
-        "init_optimizer, an SGD, is inside an FP16_Optimizer. It holds the masters of that one, "
-        "which no other can write to the model. Make a new optimizer from the model's parameters, "
-        "and wrap that.",
-    ):
-        second(inner, verbose=False)
-    assert inner.param_groups[0]["params"] is masters
-
-
-@pytest.mark.apex("5.3 an optimizer that initialize has")
-def test_an_initialized_optimizer_is_refused() -> None:
+def initialized() -> torch.optim.Optimizer:
     model = torch.nn.Linear(2, 2)
     inner = sgd(model.parameters())
     preamp.initialize(model, inner, opt_level="O2", verbosity=0)
-    with refused(
-        PreampStateError,
-        "init_optimizer went through initialize and has loss scaling already. An optimizer "
-        "belongs to initialize or to FP16_Optimizer. Leave FP16_Optimizer out: scale_loss and O2 "
-        "or O5 do what it does.",
-    ):
-        build(inner)
+    return inner
+
+
+def inside_one(kind: Any) -> torch.optim.Optimizer:
+    """Its parameters are the other's masters: the model would never change."""
+    inner = half_sgd()
+    kind(inner, verbose=False)
+    return inner
+
+
+INSIDE = (
+    "init_optimizer, an SGD, is inside an FP16_Optimizer. It holds the masters of that one, which "
+    "no other can write to the model. Make a new optimizer from the model's parameters, and wrap "
+    "that."
+)
+
+
+@pytest.mark.apex("5.3 an optimizer that initialize has")
+@BOTH
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            Weights,
+            TypeError,
+            "init_optimizer is of type Weights. FP16_Optimizer wraps an optimizer with "
+            "param_groups and state. Pass for example torch.optim.SGD(model.parameters(), lr=0.1).",
+        ),
+        (
+            lambda: wrapped()[1],
+            PreampStateError,
+            "init_optimizer is an FP16_Optimizer already. FP16_Optimizer wraps an optimizer once. "
+            "Use it as it is, or make a new optimizer from the model's parameters.",
+        ),
+        (
+            lambda: preamp.optimizers.FP16_Optimizer(half_sgd()),
+            PreampStateError,
+            "init_optimizer is an FP16_Optimizer already. FP16_Optimizer wraps an optimizer once. "
+            "Use it as it is, or make a new optimizer from the model's parameters.",
+        ),
+        (lambda: inside_one(FP16_Optimizer), PreampStateError, INSIDE),
+        (lambda: inside_one(preamp.optimizers.FP16_Optimizer), PreampStateError, INSIDE),
+        (
+            initialized,
+            PreampStateError,
+            "init_optimizer went through initialize and has loss scaling already. An optimizer "
+            "belongs to initialize or to FP16_Optimizer. Leave FP16_Optimizer out: scale_loss and "
+            "O2 or O5 do what it does.",
+        ),
+    ],
+    ids=["no optimizer", "wrapped", "wrapped flat", "inside", "inside a flat one", "initialized"],
+)
+def test_what_cannot_be_wrapped_is_refused(
+    kind: Any, make: Callable[[], Any], error: type[Exception], text: str
+) -> None:
+    inner = make()
+    params = [group["params"] for group in getattr(inner, "param_groups", ())]
+    with refused(error, text):
+        kind(inner, verbose=False)
+    kept = [group["params"] for group in getattr(inner, "param_groups", ())]
+    assert all(now is before for now, before in zip(kept, params, strict=True))
+
+
+NO_COPY = "An FP16_Optimizer cannot be pickled or copied. Its masters belong to one model. Save "
+NO_COPY += "optimizer.state_dict(), and load it into one made for the other model."
+
+
+@pytest.mark.apex("5.3 pickling and copying: RuntimeError")
+@BOTH
+@pytest.mark.parametrize(
+    "how", [copy.copy, copy.deepcopy, pickle.dumps, lambda o: o.__setstate__({})]
+)
+def test_copies_are_refused(kind: Any, how: Callable[[Any], Any]) -> None:
+    optimizer = kind(half_sgd(), verbose=False)
+    with refused(RuntimeError, NO_COPY):
+        how(optimizer)
+
+
+@BOTH
+@pytest.mark.parametrize(("state", "shown"), [([], "a list"), (None, "a NoneType")])
+def test_a_state_that_is_none_is_refused(kind: Any, state: Any, shown: str) -> None:
+    text = (
+        f"load_state_dict got {shown}. A state is the dict that state_dict() returned. Take it out "
+        "of the checkpoint first, as in checkpoint['optimizer']."
+    )
+    with refused(TypeError, text):
+        kind(half_sgd(), verbose=False).load_state_dict(state)
 
 
 def test_untrainable_dtypes_are_refused() -> None:
@@ -364,16 +387,17 @@ def test_a_scale_set_by_hand_has_to_be_usable() -> None:
     assert optimizer.loss_scale == 4.0
 
 
+@BOTH
 @pytest.mark.parametrize(
-    ("loss", "kind"), [(1.5, "float"), (torch.tensor(1), "torch.int64"), (None, "NoneType")]
+    ("loss", "shown"), [(1.5, "float"), (torch.tensor(1), "torch.int64"), (None, "NoneType")]
 )
-def test_a_loss_that_is_none_is_refused(loss: Any, kind: str) -> None:
-    with refused(
-        TypeError,
-        f"optimizer.backward got a loss of {kind}. The loss is a floating-point tensor with one "
-        "element. Pass the loss itself, not loss.item() or a tuple.",
-    ):
-        build().backward(loss)
+def test_a_loss_that_is_none_is_refused(kind: Any, loss: Any, shown: str) -> None:
+    text = (
+        f"optimizer.backward got a loss of {shown}. The loss is a floating-point tensor with one "
+        "element. Pass the loss itself, not loss.item() or a tuple."
+    )
+    with refused(TypeError, text):
+        kind(half_sgd(), verbose=False).backward(loss)
 
 
 @pytest.mark.parametrize(

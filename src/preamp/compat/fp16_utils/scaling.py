@@ -23,27 +23,22 @@ def make_scaler(
     static_scale: float, *, dynamic: bool, options: Mapping[str, Any] | None
 ) -> LossScaler:
     """Make a scaler on the host from Apex's arguments; ``options`` count only if ``dynamic``."""
-    if not dynamic:
-        return scaler_from(_state(static_scale, dynamic=False, options=_DEFAULTS))
-    unknown = sorted(set(options or {}) - set(_DEFAULTS))
+    given = {**(options or {})} if dynamic else {}
+    unknown = sorted(set(given) - set(_DEFAULTS))
     if unknown:
         raise bad_type(
             f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
             f"Known are {', '.join(_DEFAULTS)}",
             "Leave the others out",
         )
-    known = {**_DEFAULTS, **(options or {})}
-    return scaler_from(_state(known["init_scale"], dynamic=True, options=known))
-
-
-def _state(scale: float, *, dynamic: bool, options: Mapping[str, Any]) -> ScalerState:
-    given = {**options, "dynamic": dynamic, "loss_scale": scale, "unskipped": 0}
-    del given["init_scale"]
-    given["min_loss_scale"] = options["min_loss_scale"] or None
-    state = plain_loss_scaler(given)
+    known = {**_DEFAULTS, **given}
+    start = known.pop("init_scale")
+    known["min_loss_scale"] = known["min_loss_scale"] or None
+    scale = start if dynamic else static_scale
+    state = plain_loss_scaler({**known, "dynamic": dynamic, "loss_scale": scale, "unskipped": 0})
     if dynamic:
         state["loss_scale"] = min(state["loss_scale"], state["max_loss_scale"])
-    return state
+    return scaler_from(state)
 
 
 def scaler_from(state: ScalerState) -> LossScaler:

@@ -10,11 +10,11 @@ import torch
 from preamp.compat.amp_state import amp_state
 from preamp.compat.fp16_utils.half_params import HalfParams
 from preamp.compat.fp16_utils.modules import CONVERTED
-from preamp.core.log import say
+from preamp.compat.sessions import session_of
+from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import released
-from preamp.engine.overflow import GradientNote, find_cause
-from preamp.engine.overflow_messages import check_limits, overflow_message
+from preamp.engine.overflow import GradientNote
 from preamp.policy import OPT_LEVELS
 from preamp.scaling import LossScaler
 
@@ -23,13 +23,11 @@ MAX_SKIPS = OPT_LEVELS["O2"].max_consecutive_skips or 50
 
 
 class Skips:
-    """Counts steps, tells of those not taken, and gives up where scaling cannot go on."""
+    """Counts steps, and has an engine's ledger tell of those not taken."""
 
     def __init__(self, optimizer: Any, params: HalfParams) -> None:
-        self._optimizer = optimizer
         self._params = params
-        self._steps = 0
-        self.in_row = 0  # skipped steps since the last one taken
+        self._session = session_of(optimizer)
         self.note: GradientNote | None = None  # what the latest backward found
 
     def _name_of(self, param: torch.Tensor) -> str:
@@ -40,15 +38,15 @@ class Skips:
                     return name
         pairs = zip(self._params.masters, self._params.halves, strict=True)
         updated = next((master for master, half in pairs if half is param), param)
-        return ParameterNames((), (self._optimizer,)).of(updated)
+        return ParameterNames((), (self._session.optimizer,)).of(updated)
 
     def watch(self, loss: torch.Tensor, scaler: LossScaler) -> None:
         """Note what the coming backward starts from. Does not synchronise."""
         finite = torch.isfinite(loss.detach()).all()
+        note = GradientNote(0, loss_finite=finite, scale=scaler.scale.clone())
         if self.note is not None:
-            finite = finite.logical_and(self.note.loss_finite.to(finite.device))
-        graphs = [] if self.note is None else self.note.graphs
-        self.note = GradientNote(0, loss_finite=finite, scale=scaler.scale.clone(), graphs=graphs)
+            note.go_on_from(self.note)
+        self.note = note
 
     def went(self, loss: torch.Tensor) -> None:
         """The backward of ``loss`` is over."""
@@ -57,17 +55,13 @@ class Skips:
 
     def taken(self) -> None:
         """Count a step."""
-        self._steps += 1
-        self.in_row = 0
+        self._session.count(skipped=False)
         self.note = None
 
     def skipped(self, scaler: LossScaler) -> None:
         """Tell of a skipped step; ``LossScaleError`` where scaling cannot go on. Synchronises."""
-        self._steps += 1
-        self.in_row += 1
-        note, self.note = self.note, None
-        notes = [] if note is None else [note]
-        cause = find_cause(notes, self._steps, [scaler.value()], self._name_of)
-        if amp_state.verbosity > 0:
-            say(overflow_message(cause))
-        check_limits(cause, self.in_row, MAX_SKIPS, scaler.rule)
+        self._session.notes = [] if self.note is None else [self.note]
+        self.note = None
+        told = amp_state.verbosity
+        ledger = Ledger([scaler], self._name_of, limit=MAX_SKIPS, verbosity=told)
+        ledger.skipped(self._session)

@@ -13,15 +13,16 @@ from typing import Any, cast
 
 import torch
 
+from preamp.compat.sessions import session_of
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.log import say
-from preamp.core.undo import UndoStack, run_to_end, set_attribute
-from preamp.engine.block import check_loss
+from preamp.core.undo import Step, UndoStack, all_or_nothing, set_attribute
+from preamp.engine.block import check_loss, unscale
 from preamp.engine.lookup import find_engine
 from preamp.engine.optimizer_hooks import excuse_scheduler
-from preamp.kernels import backend
-from preamp.optim import DirectGradients
+from preamp.engine.overflow import GradientNote
+from preamp.engine.session import Plan
 from preamp.scaling import LossScaler
 
 
@@ -68,25 +69,27 @@ def scaled_backward(
     """
     check_loss(loss)
     check_owner(optimizer)
-    ops = backend()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    aside = DirectGradients(ops)
+    session = session_of(optimizer)
+    note = GradientNote(0, loss_finite=torch.ones(()), scale=scaler.scale.clone())
     overflow = torch.zeros((), device=scaler.device)
+
+    def prepare() -> list[Step]:
+        session.end_body()
+        steps, found_inf = unscale([session], scaler, note)
+        if found_inf is not None:
+            scaler.record(found_inf)
+            steps.append(partial(overflow.copy_, found_inf))
+        return [*steps, scaler.reaction()]
+
     try:
-        aside.begin(params)
+        session.begin_backward(Plan(scaler), set())
         scaled = scaler.scale_loss(loss)
         with _warning(loss, scaled):
             yield scaled, lambda: bool(overflow.item())
-        if scaler.is_dynamic:
-            grads = [p.grad for p in params if p.grad is not None]
-            scaler.record(ops.census(grads, scaler.device).found_inf)
-        aside.merge(None if scaler.is_identity else scaler.inverse())
     except BaseException:
-        aside.put_back()
+        session.undo()
         raise
-    found_inf = scaler.found_inf.clone() if scaler.is_dynamic else torch.zeros_like(overflow)
-    tell = partial(overflow.copy_, found_inf)
-    run_to_end(aside.commit, tell, scaler.reaction())
+    all_or_nothing(prepare, session.undo)
 
 
 @contextmanager

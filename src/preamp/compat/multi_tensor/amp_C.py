@@ -9,7 +9,10 @@ not fit raises ``RuntimeError`` before anything is changed. Operations work on r
 nothing for autograd, and requiring a gradient changes nothing. None waits for the device.
 
 In formulas ``lr`` is the step size, ``beta1`` and ``beta2`` are the decays of the moments, ``eps``
-is ``epsilon``, ``wd`` the weight decay and ``tc`` the trust coefficient.
+is ``epsilon``, ``wd`` the weight decay and ``tc`` the trust coefficient. ``step`` counts from 1
+unless said otherwise. ``c1 = 1 - beta1 ** step`` and ``c2 = 1 - beta2 ** step``, or both 1 without
+``bias_correction``; ``beta3`` is ``1 - beta1`` with ``grad_averaging``, else 1. In ``mode`` 0 the
+decay ``wd * p`` is added to the gradient ``g`` and not to the update.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Signatures are Apex's, and have several arguments on a line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -124,20 +124,16 @@ def multi_tensor_lars(
             optionally ``copies`` that receive the rounded parameters.
         grad_norms: float32, one for each tensor: norms of the gradients as they are.
         param_norms: float32, one for each tensor.
-        dampening: Has no effect, as in Apex.
-        first_run: Has no effect, as in Apex.
-        weight_decay_after_momentum: Has no effect, as in Apex.
-        scale: Has no effect, as in Apex.
         is_skipped: Whether these tensors take plain steps of size ``lr``.
+
+    As in Apex ``dampening``, ``first_run``, ``weight_decay_after_momentum`` and ``scale`` have no
+    effect.
 
     Mutates parameters, buffers and copies.
     """
     names = ("grads", "params", "momentum_buffers")
     call = checked("multi_tensor_lars", tensor_lists, names, ("copies",))
-    g_norms, p_norms = (
-        call.vector("grad_norms", grad_norms),
-        call.vector("param_norms", param_norms),
-    )
+    norms = [call.vector("param_norms", param_norms), call.vector("grad_norms", grad_norms)]
     rule = LarsRule(
         lr=lr,
         momentum=momentum,
@@ -151,7 +147,7 @@ def multi_tensor_lars(
     update = Update(
         found_inf=call.found_inf(noop_flag),
         halves=copies[0] if copies else None,
-        norms=stack([p_norms, g_norms]),
+        norms=stack(norms),
     )
     backend().update_(params, grads, buffers, rule=rule, update=update)
 
@@ -165,12 +161,10 @@ def multi_tensor_adagrad(
         h = h + g²
         p = p - lr * (g / (sqrt(h) + eps) + wd * p)
 
-    In mode 0 the decay ``wd * p`` is added to ``g`` instead. Source: Duchi et al., 2011.
+    Source: Duchi et al., 2011.
 
     Args:
         tensor_lists: ``[grads, params, sums]``, each of any floating dtype.
-        epsilon: Added outside the root.
-        mode: 0 for L2 regularisation, 1 for decoupled decay.
 
     Mutates parameters and sums.
     """
@@ -194,7 +188,7 @@ def multi_tensor_novograd(
 
         v = sqrt(beta2 * v² + (1 - beta2) * n²)    for the L2 norm
         v = beta2 * v + (1 - beta2) * n            for the largest magnitude
-        d = v / sqrt(1 - beta2 ** step) + eps
+        d = v / sqrt(c2) + eps
 
     and then, in mode 0,
 
@@ -206,17 +200,12 @@ def multi_tensor_novograd(
         m = beta1 * m + beta3 * g
         p = p - lr * ((m / c1) / d + wd * p)
 
-    where ``beta3`` is ``1 - beta1`` if averaging, else 1, and ``c1 = 1 - beta1 ** step``. Source:
-    Ginsburg et al., 2019.
+    Source: Ginsburg et al., 2019.
 
     Args:
         tensor_lists: ``[grads, params, exp_avgs]``, each of any floating dtype.
         grad_norms: ``v``: float32, one running norm (not its square) for each tensor, whose sign
             does not matter. What it holds before the first step is the caller's choice.
-        epsilon: Added to the norm.
-        step: Counts from 1.
-        bias_correction: Whether to divide by ``c1`` and by the root in ``d``.
-        grad_averaging: Whether ``beta3`` is ``1 - beta1``.
         moment_mode: 0 normalises and decays inside the moment, 1 outside.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
 
@@ -248,9 +237,7 @@ def multi_tensor_novograd(
         uses_max_norm=norm_type == 0,
     )
     grads, params, exp_avgs = call.lists
-    norms = (
-        call.vector("grad_norms", grad_norms).abs_().unbind()
-    )  # a negative one would be none yet
+    norms = call.vector("grad_norms", grad_norms).abs_().unbind()  # negative: none yet
     backend().update_(params, grads, exp_avgs, norms, rule=rule, update=Update(step=step))
 
 
@@ -272,7 +259,8 @@ def _checked_adam(
 
 def _adam_rule(
     lr: Scalar,
-    betas: tuple[float, float],
+    beta1: float,
+    beta2: float,
     eps: float,
     weight_decay: float,
     mode: int,
@@ -280,8 +268,8 @@ def _adam_rule(
 ) -> AdamRule:
     return AdamRule(
         lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
+        beta1=beta1,
+        beta2=beta2,
         eps=eps,
         weight_decay=weight_decay,
         decoupled=mode == 1,
@@ -289,18 +277,16 @@ def _adam_rule(
     )
 
 
-def _capturable(
-    call: Call,
-    rule: AdamRule,
-    scalars: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    lists: Sequence[Sequence[torch.Tensor]],
-    copies: Sequence[torch.Tensor] | None = None,
+def _capturable_(
+    call: Call, rule: AdamRule, step: torch.Tensor, inv_scale: torch.Tensor, noop_flag: torch.Tensor
 ) -> None:
     """Update, and unscale the gradients in memory as well; neither where the flag is set."""
-    step, scale = call.scalar("step", scalars[0], torch.int32), call.scalar("inv_scale", scalars[1])
-    found_inf = call.found_inf(scalars[2])
-    grads, params, exp_avgs, exp_avg_sqs = lists
-    update = Update(step=step, inv_scale=scale, found_inf=found_inf, halves=copies)
+    count, scale = call.scalar("step", step, torch.int32), call.scalar("inv_scale", inv_scale)
+    found_inf = call.found_inf(noop_flag)
+    grads, params, exp_avgs, exp_avg_sqs, *masters = call.lists
+    update = Update(step=count, inv_scale=scale, found_inf=found_inf)
+    if masters:
+        update, params = replace(update, halves=params), masters[0]
     ops = backend()
     ops.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
     ops.scale_add_(grads, torch.where(found_inf != 0, 1.0, scale), [None] * len(grads))
@@ -317,22 +303,17 @@ def multi_tensor_adam(
         v = beta2 * v + (1 - beta2) * g²
         p = p - lr * ((m / c1) / (sqrt(v / c2) + eps) + wd * p)
 
-    with ``c = 1 - beta ** step``. In mode 0 the decay ``wd * p`` is added to ``g`` instead.
     Sources: Kingma and Ba, 2015; Loshchilov and Hutter, 2019.
 
     Args:
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``. Both moments are float32
             (float64 for float64 parameters).
-        epsilon: Added outside the root.
-        step: Counts from 1.
-        mode: 0 for L2 regularisation, 1 for decoupled decay.
-        bias_correction: Whether to divide by ``c1`` and ``c2``.
 
     Mutates parameters and moments.
     """
     call = _checked_adam("multi_tensor_adam", tensor_lists, mode)
     call.flag(noop_flag)
-    rule = _adam_rule(lr, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
+    rule = _adam_rule(lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction)
     grads, params, exp_avgs, exp_avg_sqs = call.lists
     backend().update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=Update(step=step))
 
@@ -349,15 +330,15 @@ def multi_tensor_adam_capturable(
     Args:
         noop_flag: int32, shape ``(1,)``; nothing is changed where it is set.
         lr: float32, shape ``(1,)``.
-        step: int32, shape ``(1,)``; counts from 1.
+        step: int32, shape ``(1,)``.
         inv_scale: float32, shape ``(1,)``; gradients are multiplied by it in place.
 
     Mutates gradients, parameters and moments.
     """
     call = _checked_adam("multi_tensor_adam_capturable", tensor_lists, mode)
     rate = call.scalar("lr", lr)
-    rule = _adam_rule(rate, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
-    _capturable(call, rule, (step, inv_scale, noop_flag), call.lists)
+    rule = _adam_rule(rate, beta1, beta2, epsilon, weight_decay, mode, bias_correction)
+    _capturable_(call, rule, step, inv_scale, noop_flag)
 
 
 def multi_tensor_adam_capturable_master(
@@ -376,33 +357,18 @@ def multi_tensor_adam_capturable_master(
     name = "multi_tensor_adam_capturable_master"
     call = _checked_adam(name, tensor_lists, mode, masters=("masters",))
     rate = call.scalar("lr", lr)
-    rule = _adam_rule(rate, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
-    grads, params, exp_avgs, exp_avg_sqs, masters = call.lists
-    lists = (grads, masters, exp_avgs, exp_avg_sqs)
-    _capturable(call, rule, (step, inv_scale, noop_flag), lists, copies=params)
-
-
-@dataclass(frozen=True, slots=True)
-class _Decay:
-    """Weight decay: how much, 0 in ``mode`` for L2, and whether tensors without have a rate."""
-
-    weight: float
-    mode: int
-    use_nvlamb: bool | None
-
-    @property
-    def is_layerwise(self) -> bool:
-        return bool(self.use_nvlamb) or self.weight != 0
+    rule = _adam_rule(rate, beta1, beta2, epsilon, weight_decay, mode, bias_correction)
+    _capturable_(call, rule, step, inv_scale, noop_flag)
 
 
 def _lamb_rule(
-    betas: tuple[float, float], eps: float, bias_correction: int, grad_averaging: int
+    beta1: float, beta2: float, eps: float, bias_correction: int = 1, grad_averaging: int = 1
 ) -> LambRule:
     """The rule that leaves the direction of a step where there was zero."""
     return LambRule(
         lr=-1.0,
-        beta1=betas[0],
-        beta2=betas[1],
+        beta1=beta1,
+        beta2=beta2,
         eps=eps,
         weight_decay=0.0,
         decoupled=True,
@@ -412,7 +378,7 @@ def _lamb_rule(
     )
 
 
-def clip_factor(norm: torch.Tensor, largest: Scalar) -> torch.Tensor:
+def _clip_factor(norm: torch.Tensor, largest: Scalar) -> torch.Tensor:
     """``largest / norm`` where the norm is larger, else 1; a ``largest`` of 0 clips nothing."""
     return torch.where((norm > largest) & (largest > 0), largest / norm, 1.0)
 
@@ -441,23 +407,32 @@ def _apply_(params: Tensors, updates: Tensors, lr: Scalar, update: Update) -> No
 
 
 def _lamb_(
-    lists: Sequence[Tensors], rule: LambRule, update: Update, lr: Scalar, decay: _Decay
+    call: Call,
+    rule: LambRule,
+    update: Update,
+    lr: Scalar,
+    weight: float,
+    mode: int,
+    use_nvlamb: bool | None,
 ) -> None:
-    """Update ``(grads, params, exp_avgs, exp_avg_sqs)``; the updates go to the gradients."""
-    grads, params, *moments = lists
-    ops, weight = backend(), decay.weight
+    """Update ``(grads, params, exp_avgs, exp_avg_sqs)``; the updates go to the gradients.
+
+    Tensors have a rate of their own where there is weight decay, or with ``use_nvlamb``.
+    """
+    grads, params, *moments = call.lists[:4]
+    ops = backend()
     told = replace(update, halves=None)
     decayed: Tensors = grads
-    if weight and decay.mode == 0:
+    if weight and mode == 0:
         factor = 1.0 if update.inv_scale is None else update.inv_scale
         decayed = [torch.empty_like(p, dtype=math_dtype(p.dtype)) for p in params]
         ops.axpby_(decayed, factor, grads, weight, params)
         told = replace(told, inv_scale=None)
     updates = _directions((decayed, params, *moments), rule, told)
-    if weight and decay.mode == 1:
+    if weight and mode == 1:
         ops.axpby_(updates, 1.0, updates, weight, params)
     norms = None
-    if decay.is_layerwise:
+    if use_nvlamb or weight != 0:
         device = params[0].device
         norms = stack([ops.l2norms(params, None, device), ops.l2norms(updates, None, device)])
     for grad, value in zip(grads, updates, strict=True):
@@ -482,17 +457,11 @@ def multi_tensor_lamb(
         u = (m / c1) / (sqrt(v / c2) + eps) + wd * p
         p = p - lr * |p| / |u| * u
 
-    with ``c = 1 - beta ** step``, and ``beta3`` being ``1 - beta1`` if averaging, else 1. In mode
-    0 the decay ``wd * p`` is added to ``g`` instead. The step is ``lr * u`` where either norm is
-    0, and wherever ``wd`` is 0 unless ``use_nvlamb``. Source: You et al., 2020.
+    The step is ``lr * u`` where either norm is 0, and wherever ``wd`` is 0 unless ``use_nvlamb``.
+    Source: You et al., 2020.
 
     Args:
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, each of any floating dtype.
-        epsilon: Added outside the root.
-        step: Counts from 1.
-        bias_correction: Whether to divide by ``c1`` and ``c2``.
-        grad_averaging: Whether ``beta3`` is ``1 - beta1``.
-        mode: 0 for L2 regularisation, 1 for decoupled decay.
         global_grad_norm: ``|G|``: float32, one element.
         max_grad_norm: ``max``; 0 clips nothing, where Apex would zero the gradients.
         use_nvlamb: Whether tensors without decay have a rate of their own too.
@@ -503,10 +472,9 @@ def multi_tensor_lamb(
     call.flag(noop_flag)
     check_mode(call, mode)
     norm = call.scalar("global_grad_norm", global_grad_norm)
-    rule = _lamb_rule((beta1, beta2), epsilon, bias_correction, grad_averaging)
-    update = Update(step=step, inv_scale=clip_factor(norm, max_grad_norm))
-    decay = _Decay(weight_decay, mode, use_nvlamb)
-    _lamb_(call.lists, rule, update, lr, decay)
+    rule = _lamb_rule(beta1, beta2, epsilon, bias_correction, grad_averaging)
+    update = Update(step=step, inv_scale=_clip_factor(norm, max_grad_norm))
+    _lamb_(call, rule, update, lr, weight_decay, mode, use_nvlamb)
 
 
 def multi_tensor_lamb_mp(
@@ -525,7 +493,7 @@ def multi_tensor_lamb_mp(
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, and optionally ``copies`` that
             receive the rounded parameters.
         lr: float32, shape ``(1,)``.
-        step: int32, shape ``(1,)``; counts from 1.
+        step: int32, shape ``(1,)``.
         global_grad_norm: float32, shape ``(1,)``: norm of the scaled gradients.
         max_grad_norm: float32, shape ``(1,)``: times the loss scale as well; 0 clips nothing.
         found_inf: float32, shape ``(1,)``; nothing is changed where it is not 0.
@@ -539,12 +507,11 @@ def multi_tensor_lamb_mp(
     norm = call.scalar("global_grad_norm", global_grad_norm)
     largest = call.scalar("max_grad_norm", max_grad_norm)
     found_inf = call.found_inf(noop_flag) + call.scalar("found_inf", found_inf).abs()
-    rule = _lamb_rule((beta1, beta2), epsilon, bias_correction, grad_averaging)
-    factor = clip_factor(norm, largest) * call.scalar("inv_scale", inv_scale)
+    rule = _lamb_rule(beta1, beta2, epsilon, bias_correction, grad_averaging)
+    factor = _clip_factor(norm, largest) * call.scalar("inv_scale", inv_scale)
     copies = call.lists[4] if len(call.lists) == 5 else None
     update = Update(step=count, inv_scale=factor, found_inf=found_inf, halves=copies)
-    decay = _Decay(weight_decay, mode, use_nvlamb)
-    _lamb_(call.lists[:4], rule, update, call.scalar("lr", lr), decay)
+    _lamb_(call, rule, update, call.scalar("lr", lr), weight_decay, mode, use_nvlamb)
 
 
 def multi_tensor_lamb_stage1_cuda(
@@ -562,7 +529,6 @@ def multi_tensor_lamb_stage1_cuda(
             dtype.
         per_tensor_decay: float32, one weight decay for each tensor.
         step: Counts from 0.
-        epsilon: Added outside the root.
         global_grad_norm: Number, or a tensor of one element on the CPU, where Apex wants it, or
             on the tensors' device.
         max_global_grad_norm: Larger norms are clipped to it; 0 clips nothing, where Apex would
@@ -577,14 +543,13 @@ def multi_tensor_lamb_stage1_cuda(
     given = call.number("global_grad_norm", global_grad_norm)
     if not isinstance(given, torch.Tensor):  # a scalar on the host goes with tensors anywhere
         given = torch.tensor(given, dtype=torch.float32, device="cpu")
-    rule = _lamb_rule((beta1, beta2), epsilon, bias_correction=1, grad_averaging=1)
-    factor = clip_factor(given.to(torch.float32), max_global_grad_norm)
+    rule = _lamb_rule(beta1, beta2, epsilon)
+    factor = _clip_factor(given.to(torch.float32), max_global_grad_norm)
     *lists, targets = call.lists
     directions = _directions(lists, rule, Update(step=step + 1, inv_scale=factor))
     ops = backend()
-    for place, target in enumerate(targets):
-        direction, param = directions[place], lists[1][place]
-        ops.axpby_([target], 1.0, [direction], decays[place], [param])
+    for target, direction, decay, param in zip(targets, directions, decays, lists[1], strict=True):
+        ops.axpby_([target], 1.0, [direction], decay, [param])
 
 
 def multi_tensor_lamb_stage2_cuda(
