@@ -25,7 +25,7 @@ from preamp.optim.fused.base import (
     place_on_device,
     rate_of,
 )
-from preamp.optim.fused.checks import check_masters, check_numbers, refuse_amsgrad
+from preamp.optim.fused.checks import check_counter, check_masters, check_numbers, refuse_amsgrad
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.entries import Entries, batches
 from preamp.optim.fused.full_precision import FullPrecision
@@ -236,6 +236,7 @@ class FusedAdam(FusedOptimizer):
         for index, (group, entries) in enumerate(zip(self.param_groups, work, strict=True)):
             if not entries:
                 continue
+            check_counter(group)  # it counts per parameter, on the host
             inv_scale = early.inverse_scale(
                 index, entries, group.get("max_grad_norm", 0.0), backend(self.backend)
             )
