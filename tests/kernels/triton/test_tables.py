@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -113,7 +113,7 @@ def test_a_step_uploads_only_what_changed(
 class Graph:
     """As ``torch.cuda.CUDAGraph`` while it is captured."""
 
-    captured: list[Any] = []
+    captured: ClassVar[list[Any]] = []
 
     @classmethod
     def get_currently_capturing_graph(cls) -> Any:

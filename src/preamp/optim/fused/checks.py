@@ -102,8 +102,9 @@ def check_masters(kind: str, *, capturable: bool, master_weights: bool) -> None:
 def check_counter(group: dict[str, Any]) -> None:
     """Raise ``PreampStateError`` for a counter on the host in a step that a CUDA graph captures."""
     if group["params"] and is_capturing(group["params"][0].device):
+        step = group.get("step", 0)
         raise bad_state(
-            f"optimizer.step() was captured in a CUDA graph with group['step']={group.get('step', 0)}",
+            f"optimizer.step() was captured in a CUDA graph with group['step']={step}",
             "Replays see numbers of the host as they were at the capture, so all of them would be "
             "the same step",
             "Pass capturable=True to FusedAdam; of another optimizer make it a tensor before: "
