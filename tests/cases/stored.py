@@ -143,6 +143,15 @@ class Case:
         )
 
 
+def on(device: torch.device, case: Case) -> Case:
+    """The same there."""
+    move: Any = lambda rows: [[t.to(device) for t in row] for row in rows]  # noqa: E731
+    stored = case.stored
+    scales = tuple([None if row is None else move([row])[0] for row in stored.scales])
+    lows = None if stored.lows is None else move([stored.lows])[0]
+    return replace(case, lists=move(case.lists), stored=replace(stored, lows=lows, scales=scales))
+
+
 def kept_as(value: torch.Tensor, kind: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A float32 tensor as a list of that format has it, and scales."""
     if kind is Format.PLAIN:

@@ -25,6 +25,7 @@ COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
 COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
     "levels": ("levels",),
+    "bench": ("bench", "--device", "cpu", "--params", "2e3", "--tensors", "2", "--seconds", "0"),
     "plan": ("plan", "train.py", "--steps", "1", "--verify-steps", "1"),
     "checkpoint": ("checkpoint", "show", "run.pt"),
     "help": ("--help",),

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import preamp
 from cases.waits import waits_refused
+from preamp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_name() != "pretended",
@@ -63,3 +68,87 @@ def test_memory_is_counted() -> None:
     assert tensor.device.index == 1
     del tensor
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_captured_step_asks_nothing_in_triton(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking an event, or for pinned memory, would end a capture; steps are done here meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8).cuda()
+    optimizer = FusedAdam(model.parameters(), lr=0.1, capturable=True)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    preamp.engine_of(model).scaler(0).set_scale(64.0)  # no overflow, which numpy warns of
+    inputs = torch.ones(4, 16, device="cuda")
+
+    def step() -> None:
+        with preamp.scale_loss(model(inputs).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        preamp.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    for _ in range(3):
+        step()
+    before = [param.clone() for param in model.parameters()]
+    empty = torch.empty
+    with monkeypatch.context() as patch, waits_refused():
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(torch.cuda.Event, "query", refused)
+        patch.setattr(torch.Tensor, "pin_memory", refused)
+        patch.setattr(
+            torch, "empty", lambda *a, **k: refused() if k.get("pin_memory") else empty(*a, **k)
+        )
+        step()
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(param, old)
+    assert preamp.engine_of(model).steps_applied == 3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_kernels_go_to_their_tensors_stream_in_triton(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of their own device, which is not the current one; and each stream has tables of its own."""
+    models = [nn.Linear(8, 4).to(f"cuda:{i}") for i in range(2)]
+    model = nn.ModuleList(models)
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    preamp.engine_of(model).scaler(0).set_scale(64.0)  # no overflow, which numpy warns of
+    noted: list[tuple[int, torch.cuda.Stream, int]] = []
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    call = executor.__call__
+
+    def noting(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        pointers: torch.Tensor = kwargs.get("pointers", args[0] if args else None)
+        assert pointers.device.index == torch.cuda.current_device()
+        noted.append((pointers.device.index, torch.cuda.current_stream(), pointers.data_ptr()))
+        return call(kernel, *args, **kwargs)
+
+    def step() -> None:
+        outs = [part(torch.ones(2, 8, device=f"cuda:{i}")) for i, part in enumerate(models)]
+        loss = sum(out.float().sum().to("cuda:0") for out in outs)
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        preamp.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # so that addresses are the same in the next step
+
+    for _ in range(2):
+        step()
+    monkeypatch.setattr(executor, "__call__", noting)
+    step()
+    default, tables = [(device, stream) for device, stream, _ in noted], {at for *_, at in noted}
+    assert set(default) == {(i, torch.cuda.default_stream(i)) for i in range(2)}
+    noted.clear()
+    assert preamp.engine_of(model).steps_applied == 3  # nothing holds the graphs of earlier steps
+    side = [torch.cuda.Stream(i) for i in range(2)]
+    with torch.cuda.stream(side[0]), torch.cuda.stream(side[1]), torch.cuda.device(0):
+        step()
+    assert [(device, stream) for device, stream, _ in noted] == [(i, side[i]) for i, _ in default]
+    assert not tables & {at for *_, at in noted}
+    assert torch.cuda.current_device() == 0

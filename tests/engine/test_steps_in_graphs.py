@@ -14,7 +14,8 @@ import torch
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
 from preamp.engine import ledger
-from preamp.optimizers import FusedAdam
+from preamp.optim.fused import checks
+from preamp.optimizers import FusedAdam, FusedLAMB
 
 
 class _Event:
@@ -65,6 +66,46 @@ def test_a_captured_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None
     _step(model, optimizer)
     assert engine.steps_applied == 2
     assert optimizer.param_groups[0]["step"].item() == 3
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB])
+def test_a_counter_of_the_host_is_not_captured(
+    kind: Any, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All replays would be the same step; a tensor is counted, whatever the optimizer."""
+    far_from_the_host(monkeypatch)
+    model = torch.nn.Linear(2, 1)
+    optimizer = kind(model.parameters(), lr=0.125)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    _step(model, optimizer)
+    before = model.weight.detach().clone()
+    monkeypatch.setattr(checks, "is_capturing", lambda _: True)
+    with pytest.raises(preamp.PreampStateError) as refused:
+        _step(model, optimizer)
+    assert str(refused.value).startswith(
+        "optimizer.step() was captured in a CUDA graph with group['step']=1. Replays see"
+    )
+    assert torch.equal(model.weight, before)
+    assert optimizer.param_groups[0]["step"] == 1
+    optimizer.zero_grad()
+    group = optimizer.param_groups[0]
+    group["step"] = torch.tensor(group["step"], dtype=torch.int32)
+    _step(model, optimizer)
+    assert int(group["step"]) == 2
+    assert not torch.equal(model.weight, before)
+
+
+def test_new_state_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays would zero the moments."""
+    far_from_the_host(monkeypatch)
+    model = torch.nn.Linear(2, 1)
+    optimizer = FusedAdam(model.parameters(), lr=0.125, capturable=True)
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    monkeypatch.setattr(checks, "is_capturing", lambda _: True)
+    with pytest.raises(preamp.PreampStateError, match="a parameter that has no state yet"):
+        _step(model, optimizer)
+    assert not any(optimizer.state.values())
 
 
 def test_a_flag_is_waited_for_where_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:

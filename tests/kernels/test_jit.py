@@ -34,12 +34,14 @@ from cases import layouts
 from cases.back_ends import JIT, REFERENCE
 from cases.rules import BF16, F16, F32, F64, ONE_EACH, ROWS
 from cases.selection import examples
-from cases.stored import Case
+from cases.stored import STORAGES, Case, assert_bits
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import Update, backend, dispatch, explain, places
 from preamp.kernels.jit import compiler, loops, words
+from preamp.kernels.jit import ops as jit_ops
+from preamp.kernels.jit.formats import Layout
 from preamp.kernels.places import addresses
 from preamp.kernels.rules import AdamRule, BiasCorrection, SgdRule
 
@@ -620,7 +622,7 @@ def test_processes_compile_at_once_and_later_ones_not_at_all(tmp_path: Path) -> 
 _UPDATES = """
 from cases.back_ends import JIT
 from cases.rules import BF16, ONE_EACH
-from cases.stored import Case
+from cases.stored import STORAGES, Case, assert_bits
 from preamp.kernels.jit import loops
 for row in ONE_EACH:
     if row.op in ("adam_", "sgd_"):
@@ -907,3 +909,56 @@ def test_a_norm_beyond_float32_is_no_overflow() -> None:
         assert census.found_inf.item() == 0
         assert census.norm is not None
         assert math.isinf(census.norm.item())
+
+
+FAR = 25_600 * 100_000
+"""Elements before the first one: more than 2**31, and whole rows of each of `FAR_SHAPES`."""
+
+FAR_SHAPES = ((48, 200), (9, 1024))
+
+
+def walk_far_away(
+    kernel: Any, chunks: Any, rows: Any, at: np.ndarray, *arguments: Any, walk: Any
+) -> None:
+    """As if ``FAR`` elements, which nothing works on, were before those of every tensor."""
+    table, places = chunks.table.copy(), at.copy()
+    table[1] += FAR
+    for number, tensors in enumerate(rows):
+        for place, tensor in enumerate(tensors):
+            shape = rows[0][place].shape
+            if tensor.shape == shape:
+                places[number, place] -= FAR * tensor.itemsize
+            else:  # a scale for every 128 elements of a row, or what is left of them
+                places[number, place] -= FAR // shape[1] * -(-shape[1] // 128) * 4
+    told = [
+        one._replace(starts=one.starts - FAR) if isinstance(one, Layout) else one
+        for one in arguments
+    ]
+    walk(kernel, replace(chunks, table=table), rows, places, *told)
+
+
+@pytest.mark.parametrize(("half", "kind"), STORAGES)
+def test_updates_beyond_31_bits(half: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements behind the first 2**31 of a tensor, without the memory for those before them."""
+    row = next(row for row in ONE_EACH if row.op == "adam_")
+    case = Case.of(row, half, kind, shapes=FAR_SHAPES)
+    wanted = case.run(JIT)
+    monkeypatch.setattr(jit_ops, "walk", functools.partial(walk_far_away, walk=jit_ops.walk))
+    assert_bits(case.run(JIT).kept, wanted.kept)
+
+
+def test_other_ops_beyond_31_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> list[torch.Tensor]:
+        wide = [torch.linspace(-3.0, 5.0, math.prod(shape)).view(shape) for shape in FAR_SHAPES]
+        half = [tensor.half() for tensor in wide]
+        census = JIT.census(half, CPU, with_norm=True)
+        JIT.axpby_(wide, 2.0, wide, 0.5, half)
+        lows = [torch.empty_like(tensor, dtype=torch.int16) for tensor in wide]
+        JIT.split_(wide, half, lows)
+        counts = [tally.counts for tally in JIT.tally(half)]
+        return [census.found_inf, census.norm, census.max_abs, *wide, *half, *lows, *counts]
+
+    wanted = results()
+    monkeypatch.setattr(jit_ops, "walk", functools.partial(walk_far_away, walk=jit_ops.walk))
+    for ours, other in zip(results(), wanted, strict=True):
+        assert torch.equal(ours, other)

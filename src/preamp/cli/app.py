@@ -10,6 +10,7 @@ import typer
 
 import preamp
 from preamp.cli import run as program
+from preamp.cli.bench import bench
 from preamp.cli.checkpoint import checkpoint, convert_checkpoint
 from preamp.cli.console import make_console, print_table, print_wrapped
 from preamp.cli.demo import demo
@@ -74,6 +75,7 @@ app.command()(levels)
 app.command()(estimate)
 app.command()(plan)
 app.command()(report)
+app.command()(bench)
 app.add_typer(checkpoint)
 
 

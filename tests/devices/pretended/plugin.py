@@ -40,7 +40,9 @@ _LEFT_OUT = {
 }
 """Tests of what the pretended device does not have."""
 
-_TRITON = re.compile(r"test_triton|waits_for_the_device\[O2-Fused|loop_waits\[O[12]-FusedAdam-clip")
+_TRITON = re.compile(
+    r"test_triton|in_triton|waits_for_the_device\[O2-Fused|loop_waits\[O[12]-FusedAdam-clip"
+)
 """Tests that run in Triton's kernels."""
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compile updates for NVIDIA's GPUs without one: ``python compiling.py 80 90``.
+"""Compile kernels for NVIDIA's GPUs without one: ``python compiling.py 80 90``.
 
-Prints a list in JSON, a row for each architecture and update: ``registers`` of a thread and bytes
-of its ``stack`` in the machine code, ``fused`` products, ``inexact`` instructions, and ``moves`` of
-values between threads in the loop over whole blocks.
+Prints in JSON a list of ``updates``, a row for each architecture and update: ``registers`` of a
+thread and bytes of its ``stack`` in the machine code, ``fused`` products, ``inexact`` instructions,
+and ``moves`` of values between threads in the loop over whole blocks. And by the names of all
+kernels what is ``narrow`` in them: instructions that make addresses from what has 32 bits.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ LAMB = next(
     row for row in ROWS if row.op == "lamb_" and row.rule.decoupled and row.rule.uses_trust_ratio
 )
 SGD = next(row for row in ROWS if row.op == "sgd_" and row.rule.momentum)
+NOVOGRAD = next(row for row in ROWS if row.op == "novograd_")
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,30 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def compiled(kernel: Any, values: dict[str, Any], arch: int, update: str) -> Compiled:
+def narrow(ttir: str) -> list[str]:
+    """Instructions by which a program, or where its chunk begins, has 32 bits in an address.
+
+    Within a chunk 32 bits are enough, so the offsets of a vector may have them. So may constants
+    and the number of programs, which are added to addresses of small tables.
+    """
+    small = re.findall(r"(%\S+) = (?:arith.constant|tt.get_num_programs)", ttir)
+    programs = re.findall(r"(%\S+) = tt.get_program_id", ttir)
+    found: list[str] = []
+    for line in ttir.splitlines():
+        code = line.split(" loc(")[0].strip()
+        offset = re.search(r"tt.addptr %\S+, (%\S+) .*: !tt.ptr<\w+>, i32$", code)
+        narrows = offset is not None and offset[1] not in small
+        used = [name for name in programs if re.search(rf" {name}\b", code.partition("= ")[2])]
+        if narrows or (used and "arith.extsi" not in code):
+            found.append(code)
+    return found
+
+
+def made_of(kernel: Any, values: dict[str, Any], arch: int) -> Any:
+    """What Triton compiles of a launch."""
     names = {"num_warps", "enable_fp_fusion"} & values.keys()
     options = {name: values.pop(name) for name in names}
-    made: Any = triton.compile(
+    return triton.compile(
         ASTSource(
             fn=kernel,
             signature=signature_of(kernel, values),
@@ -115,6 +137,9 @@ def compiled(kernel: Any, values: dict[str, Any], arch: int, update: str) -> Com
         target=GPUTarget("cuda", arch, 32),
         options=options,
     )
+
+
+def compiled(made: Any, arch: int, update: str) -> Compiled:
     ptx = made.asm["ptx"]
     registers, stack = resources(made.asm["cubin"])
     return Compiled(
@@ -128,24 +153,47 @@ def compiled(kernel: Any, values: dict[str, Any], arch: int, update: str) -> Com
     )
 
 
+def use_all_others(ops: Triton) -> None:
+    """Start every kernel but that of most updates, and this one where it measures."""
+    wide, half, one = [torch.ones(16, 256)], [torch.ones(16, 256, dtype=F16)], torch.ones(())
+    ops.census(half, one.device, with_norm=True)
+    ops.l2norms(wide, one, one.device)
+    ops.axpby_(wide, one, wide, 2.0, half)
+    ops.widen_add(half, [one], [None])
+    low = [torch.ones(16, 256, dtype=torch.int16)]
+    ops.split_(wide, half, low)
+    ops.join_(half, low, wide)
+    ops.update_(wide, half, wide, wide, rule=LAMB.rule, update=Update(step=1))
+    ops.update_(wide, half, wide, [one], rule=NOVOGRAD.rule, update=Update(step=1))
+
+
 def main(archs: list[int]) -> None:
     vars(launch)["COMPILED_FOR"] = ("cpu",)
     launched: list[tuple[Any, dict[str, Any]]] = []
 
     def run(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        if kernel.fn.__name__ == "update_kernel" and not named["MEASURE"]:
-            launched.append((kernel, dict(zip(kernel.arg_names, given, strict=False)) | named))
+        launched.append((kernel, dict(zip(kernel.arg_names, given, strict=False)) | named))
 
     triton.JITFunction.run = run
     found: list[Compiled] = []
+    narrows: dict[str, set[str]] = {}
     one = torch.ones(())
     for arch, (name, rule, lists, told) in itertools.product(archs, updates()):
         step = torch.ones((), dtype=torch.int32)
         update = Update(step=step, inv_scale=one, found_inf=one, **told)
         Triton().update_(*lists, rule=rule, update=update)
-        found += [compiled(kernel, values, arch, name) for kernel, values in launched]
+        for kernel, values in launched:
+            if kernel.fn.__name__ == "update_kernel" and not values["MEASURE"]:
+                made = made_of(kernel, values, arch)
+                found.append(compiled(made, arch, name))
+                narrows.setdefault("update_kernel", set()).update(narrow(made.asm["ttir"]))
         launched.clear()
-    print(json.dumps(list(map(asdict, found))))
+    use_all_others(Triton())
+    for kernel, values in launched:
+        made = made_of(kernel, values, archs[0])
+        narrows.setdefault(kernel.fn.__name__, set()).update(narrow(made.asm["ttir"]))
+    rows = list(map(asdict, found))
+    print(json.dumps({"updates": rows, "narrow": {k: sorted(v) for k, v in narrows.items()}}))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ ARCHS = (80, 89, 90, 100)
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Rows of ``compiling.py``, in a process whose kernels are not interpreted."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is said by ``compiling.py``, in a process whose kernels are not interpreted."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     version = importlib.metadata.version("triton").split(".")
@@ -45,13 +45,26 @@ MOST = {"adam-compact": 200}
 
 
 @pytest.mark.full
-def test_updates_on_nvidia(updates: list[dict[str, Any]]) -> None:
+def test_updates_on_nvidia(compiled: dict[str, Any]) -> None:
     """Rounding is exact, nothing is spilled, and registers and waits stay as few as they are.
 
     A barrier in the loop is one wait of all threads for each block of 1,024 elements.
     """
+    updates: list[dict[str, Any]] = compiled["updates"]
     assert {row["arch"] for row in updates} == set(ARCHS)
     for row in updates:
         assert row["fused"] == row["inexact"] == row["stack"] == 0, row
         assert row["registers"] <= MOST.get(row["update"], 80), row
         assert row["moves"] == (2 if row["update"] == "adam-compact" else 0), row
+
+
+@pytest.mark.full
+def test_addresses_have_64_bits(compiled: dict[str, Any]) -> None:
+    """So that tensors, and lists, may have more than 2**31 elements."""
+    assert compiled["narrow"] == {
+        name: []
+        for name in (
+            *("update_kernel", "measure_chunks", "gather_kernel"),
+            *("combine_kernel", "convert_kernel", "average_norms"),
+        )
+    }

@@ -12,7 +12,7 @@ import torch
 from cases.back_ends import REFERENCE
 from cases.layouts import channels_last, transposed, unaligned
 from cases.rules import BF16, F16, ONE_EACH, ROWS, RuleRow
-from cases.stored import STORAGES, Case, assert_bits, spaced
+from cases.stored import STORAGES, Case, assert_bits, on, spaced
 from preamp.kernels import Update
 
 SHAPES = ((17, 100), (2, 300), (9, 128), (2, 3, 3, 3), (0, 20))
@@ -24,15 +24,6 @@ every_storage = pytest.mark.parametrize(
     ("half", "kind"), STORAGES, ids=[f"{str(h).removeprefix('torch.')}-{k}" for h, k in STORAGES]
 )
 one_each = pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.op)
-
-
-def on(device: torch.device, case: Case) -> Case:
-    """The same there."""
-    move: Any = lambda rows: [[t.to(device) for t in row] for row in rows]  # noqa: E731
-    stored = case.stored
-    scales = tuple([None if row is None else move([row])[0] for row in stored.scales])
-    lows = None if stored.lows is None else move([stored.lows])[0]
-    return replace(case, lists=move(case.lists), stored=replace(stored, lows=lows, scales=scales))
 
 
 def made(device: torch.device, *given: Any, **told: Any) -> Case:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -108,24 +110,64 @@ def test_a_step_uploads_only_what_changed(
     assert uploads == [1]
 
 
-def test_a_captured_graph_has_tables_of_its_own(
-    part: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Graph:
+    """As ``torch.cuda.CUDAGraph`` while it is captured."""
+
+    captured: ClassVar[list[Any]] = []
+
+    @classmethod
+    def get_currently_capturing_graph(cls) -> Any:
+        if not cls.captured:
+            raise RuntimeError("another library captures")
+        return cls.captured[0]
+
+
+@pytest.fixture
+def capturing(part: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of tables, as if a graph were captured."""
     tables = part("tables")
-    rows = [[torch.ones(7, device=device)]]
-    before = tables.table(rows, range(1))
-    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(tables, "is_capturing", lambda device: True)
-    monkeypatch.setattr(tables, "_read_by_graphs", kept)
+    monkeypatch.setattr(tables, "_read_by_unknown", [])
     monkeypatch.setattr(tables._reserve, "_free", torch.zeros(100, dtype=torch.int64))
-    captured = tables.table(rows, range(1))
+    return tables
+
+
+def test_a_captured_graph_has_tables_of_its_own(
+    part: Any, device: torch.device, request: Any, monkeypatch: Any
+) -> None:
+    rows = [[torch.ones(7, device=device)]]
+    before = part("tables").table(rows, range(1))
+    captured = request.getfixturevalue("capturing").table(rows, range(1))
     monkeypatch.undo()
-    after = tables.table(rows, range(1))
+    after = part("tables").table(rows, range(1))
     for name in ("layout", "pointers"):
         assert getattr(after, name) is getattr(before, name)
         assert getattr(captured, name) is not getattr(before, name)
         assert torch.equal(getattr(captured, name), getattr(before, name))
-        assert any(getattr(captured, name) is tensor for tensor in kept)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_a_graph_reads_lives_as_long_as_it(
+    capturing: Any, device: torch.device, knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or as the process, where this torch does not tell which graph is captured."""
+    monkeypatch.setattr(Graph, "captured", [Graph()] if knows else [])
+    freed: list[str] = []
+    take = capturing._reserve.take
+
+    def taken(values: torch.Tensor) -> torch.Tensor:
+        pinned = take(values)
+        weakref.finalize(pinned, freed.append, "pinned")
+        return pinned
+
+    monkeypatch.setattr(capturing._reserve, "take", taken)
+    table = capturing.table([[torch.ones(7, device=device)]], range(1))
+    del table
+    assert freed == []
+    Graph.captured.clear()
+    gc.collect()
+    assert freed == (["pinned"] * 2 if knows else [])
 
 
 def test_graphs_read_what_was_reserved_before(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.tensors import dtype_of
+from preamp.core.tensors import dtype_of, is_capturing
 from preamp.kernels.ops import Tensors
 from preamp.kernels.places import Column, are_contiguous, are_plain
 from preamp.kernels.reference import Reference
@@ -194,7 +194,10 @@ class Block:
             return each
         if each.numel() == 1:
             return each.reshape(())
-        sizes = torch.tensor([tensor.numel() for tensor in self.columns[0]], device="cpu")
+        numels = [tensor.numel() for tensor in self.columns[0]]
+        if is_capturing(each.device):  # replays would copy the sizes from memory long free
+            return cat([value.expand(n) for value, n in zip(each.unbind(), numels, strict=True)])
+        sizes = torch.tensor(numels, device="cpu")
         if each.device.type != "cpu":
             sizes = sizes.pin_memory().to(each.device, non_blocking=True)
         return torch.repeat_interleave(each, sizes, output_size=self.numel)

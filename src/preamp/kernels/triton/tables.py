@@ -8,9 +8,9 @@ chunk the tensor it belongs to. Addresses change with every backward that alloca
 layouts hardly ever; so a step with new gradients costs one small asynchronous copy.
 
 A CUDA graph copies its tables again at every replay. So while one is captured nothing remembered
-is used, nothing is remembered, and what the graph reads is kept as long as the process lives. It
-reads pinned memory that was reserved before: torch's allocator of such memory asks events whether
-older copies are done, which ends a capture before torch 2.11.
+is used, nothing is remembered, and the memory of the host that it reads is kept as long as the
+graph. That memory is pinned, and was reserved before: torch's allocator asks events whether older
+copies are done, which ends a capture before torch 2.11, and never takes back what it gave in one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -42,7 +43,11 @@ _TABLES_OF_A_GRAPH = 8
 _SMALLEST_RESERVE = 1 << 17
 """Values, one MiB of them."""
 
-_read_by_graphs: list[torch.Tensor] = []
+_read_by_graphs: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
+"""Of each graph what its replays read."""
+
+_read_by_unknown: list[torch.Tensor] = []
+"""What is read by graphs that this torch does not tell, which live as long as they like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +134,27 @@ def _upload(host: np.ndarray, device: torch.device) -> torch.Tensor:
     values: torch.Tensor = cast("Any", torch).from_numpy(host)
     if is_capturing(device):
         pinned = _reserve.take(values)
-        uploaded = pinned.to(device, non_blocking=True)
-        _read_by_graphs.extend((pinned, uploaded))
-        return uploaded
+        graph = _captured_graph()
+        kept = _read_by_unknown if graph is None else _read_by_graphs.setdefault(graph, [])
+        kept.append(pinned)
+        # The copy itself is memory of the graph, as any result within it.
+        return pinned.to(device, non_blocking=True)
     if device.type == "cpu":
         return values
     if device.type == "cuda":
         _reserve.prepare(len(host))
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def _captured_graph() -> Any:
+    """The graph that the current stream is captured into; ``None`` where torch does not say."""
+    find = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)  # torch 2.13
+    try:
+        graph = None if find is None else find()
+    except RuntimeError:  # another library captures
+        return None
+    # Of a graph made in C++ this is a new wrapper, which dies before the graph.
+    return graph if isinstance(graph, torch.cuda.CUDAGraph) else None
 
 
 class _Reserve:

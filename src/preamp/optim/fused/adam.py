@@ -14,6 +14,7 @@ from preamp.kernels import backend
 from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import Closure, FusedOptimizer, Group, evaluate, names_scaler, rule_of
+from preamp.optim.fused.checks import check_counter
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.entries import batches
 from preamp.optim.fused.moments import TWO_MOMENTS
@@ -197,6 +198,7 @@ class FusedAdam(FusedOptimizer):
         for index, (group, entries) in enumerate(zip(self.param_groups, work, strict=True)):
             if not entries:
                 continue
+            check_counter(group)  # it counts per parameter, on the host
             inv_scale = early.inverse_scale(
                 index, entries, group.get("max_grad_norm", 0.0), backend(self.backend)
             )

@@ -27,7 +27,13 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, host_reaches
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
-from preamp.optim.fused.checks import check_arguments, check_gradients, check_group
+from preamp.optim.fused.checks import (
+    check_arguments,
+    check_counter,
+    check_gradients,
+    check_group,
+    check_has_state,
+)
 from preamp.optim.fused.entries import Entries, batches, entries_of
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.keeping import KeepsMoments
@@ -370,7 +376,7 @@ class FusedOptimizer(KeepsMoments):
             if set(map(dtype_of, kept)) == {dtype}:
                 return kept
         except (KeyError, AttributeError):  # one has none, or None
-            pass
+            check_has_state(params[0])
         if key in self.moments:
             self._as_kept(params, states, key)
             return [state[key] for state in states]
@@ -437,6 +443,7 @@ def place_on_device(group: Group) -> None:
 def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tensor:
     """Advance the group's counter unless the step is skipped, and return it."""
     if not isinstance(group.get("step"), torch.Tensor):  # a number that a script has put there
+        check_counter(group)
         place_on_device(group)
     step: torch.Tensor = group["step"]
     step += 1 if found_inf is None else (found_inf == 0).to(step.device)
@@ -447,6 +454,8 @@ def count_step(group: Group, signals: Signals) -> int | torch.Tensor:
     """Advance the group's counter unless skipped; a number while the host knows which."""
     knows = signals.found_inf is None or host_reaches(signals.found_inf)
     step = group.get("step", 0)
+    if not isinstance(step, torch.Tensor):
+        check_counter(group)
     if knows and not isinstance(step, torch.Tensor):
         group["step"] = int(step) + 1
         return group["step"]

@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.core.errors import bad_type, bad_value, message, with_article
-from preamp.core.tensors import dtype_of, kinds_of, layout_of
+from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
+from preamp.core.tensors import dtype_of, is_capturing, kinds_of, layout_of
 
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 """Parameter and gradient dtypes that the update rules know."""
@@ -96,6 +96,29 @@ def check_arguments(kind: str, given: Mapping[str, Any]) -> None:
             f"dampening={given['dampening']!r}",
             "Nesterov momentum needs momentum > 0 and dampening 0",
             "Pass momentum=0.9 and no dampening, or leave nesterov out",
+        )
+
+
+def check_counter(group: dict[str, Any]) -> None:
+    """Raise ``PreampStateError`` for a counter on the host in a step that a CUDA graph captures."""
+    if group["params"] and is_capturing(group["params"][0].device):
+        step = group.get("step", 0)
+        raise bad_state(
+            f"optimizer.step() was captured in a CUDA graph with group['step']={step}",
+            "Replays see numbers of the host as they were at the capture, so all of them would be "
+            "the same step",
+            "Pass capturable=True to FusedAdam; of another optimizer make it a tensor before: "
+            "group['step'] = torch.tensor(group['step'], dtype=torch.int32, device='cuda')",
+        )
+
+
+def check_has_state(param: torch.Tensor) -> None:
+    """Raise ``PreampStateError`` where state would be made while a CUDA graph is captured."""
+    if is_capturing(param.device):
+        raise bad_state(
+            "optimizer.step() was captured in a CUDA graph for a parameter that has no state yet",
+            "Replays would begin with new state each time",
+            "Take a step with gradients of all parameters before the capture",
         )
 
 

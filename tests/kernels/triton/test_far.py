@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Elements behind the first 2**31 of a tensor, without the memory for those before them.
+
+Tables are changed on their way to the kernels: every tensor seems to have so many elements more,
+which no program works on, and to begin so far before its memory. Results must be the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cases.rules import BF16, F16, ONE_EACH, ROWS, RuleRow
+from cases.stored import STORAGES, Case, assert_bits, on
+from preamp.kernels.stored import BLOCK as SLOTS
+
+CHUNK = 8192
+FAR = 3 * 2**31
+"""Elements, or slots, before the first one."""
+
+SHAPES = ((48, 200), (9, 1024))
+"""Rows of two blocks with a gap, and of whole ones; both divide chunks."""
+
+BY_TENSOR = {"gather_kernel", "average_norms"}
+"""Kernels that take partial results of whole tensors."""
+
+ADAM = next(row for row in ROWS if row.op == "adam_")
+
+
+def far_from(table: Any, rows: Any, numbers: Any, sizes: Any) -> tuple[Any, Any]:
+    """Pointers and layout of a table as if ``FAR`` elements were before those it has."""
+    count = table.count
+    layout, pointers = table.layout.clone(), table.pointers.clone().view(-1, count)
+    layout[:count] += FAR
+    layout[count : 2 * count] -= FAR // CHUNK
+    in_slots = bool(numbers) and sizes is not None
+    for place, tensor in enumerate(rows[0]):
+        elements = FAR
+        if in_slots:
+            row = math.prod(tensor.shape[1:])
+            slots = -(-row // SLOTS) * SLOTS
+            assert CHUNK % slots == 0
+            elements = FAR // slots * row
+        for number, others in enumerate(rows):
+            if others[place].shape == tensor.shape:  # else a number of each tensor
+                pointers[number, place] -= elements * others[place].itemsize
+        if numbers:  # behind them are scales of both lists, and where the tensors begin
+            for number in (0, 1):
+                pointers[len(rows) + number, place] -= FAR // SLOTS * 4
+            pointers[len(rows) + 3, place] -= elements
+    return pointers.view(-1), layout
+
+
+@pytest.fixture
+def far(ops: Any, part: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Put all that kernels work on far away; returns the names of those that were started."""
+    tables, launch = part("tables").table, part("launch").launch
+    twins: dict[int, tuple[Any, Any]] = {}
+    started: set[str] = set()
+
+    def far_table(rows: Any, positions: Any, numbers: Any = (), sizes: Any = None) -> Any:
+        table = tables(rows, positions, numbers, sizes)
+        twins[id(table)] = table, far_from(table, rows, numbers, sizes)
+        return table
+
+    def far_launch(function: Any, grid: Any, table: Any, **arguments: Any) -> None:
+        name = function.fn.__name__
+        started.add(name)
+        if name not in BY_TENSOR:
+            pointers, layout = twins[id(table)][1]
+            table = part("tables").Table(pointers, layout, table.count, table.chunks)
+        launch(function, grid, table, **arguments)
+
+    for name in ("places", "reductions", "elementwise"):
+        monkeypatch.setattr(part(name), "table", far_table)
+        monkeypatch.setattr(part(name), "launch", far_launch)
+    monkeypatch.setattr(part("launch"), "launch", far_launch)
+    return started
+
+
+@pytest.mark.parametrize(("half", "kind"), STORAGES)
+def test_updates_in_fewer_bits(
+    ops: Any, device: torch.device, half: Any, kind: str, request: pytest.FixtureRequest
+) -> None:
+    case = on(device, Case.of(ADAM, half, kind, shapes=SHAPES))
+    wanted = case.run(ops)
+    request.getfixturevalue("far")
+    assert_bits(case.run(ops).kept, wanted.kept)
+
+
+@pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.op)
+def test_updates_of_every_rule(
+    ops: Any, device: torch.device, row: RuleRow, request: pytest.FixtureRequest
+) -> None:
+    case = on(device, Case.of(row, BF16, "float32", shapes=SHAPES))
+    wanted = case.run(ops)
+    started = request.getfixturevalue("far")
+    assert_bits(case.run(ops).kept, wanted.kept)
+    assert "update_kernel" in started
+
+
+def test_all_other_ops(ops: Any, device: torch.device, request: pytest.FixtureRequest) -> None:
+    wanted = results(ops, device)
+    started = request.getfixturevalue("far")
+    for name, tensors in results(ops, device).items():
+        for ours, other in zip(tensors, wanted[name], strict=True):
+            assert torch.equal(ours, other), name
+    assert started == {"measure_chunks", "gather_kernel", "combine_kernel", "convert_kernel"}
+
+
+def results(ops: Any, device: torch.device) -> dict[str, list[torch.Tensor]]:
+    """What every op that is no update returns or writes."""
+    random = torch.Generator().manual_seed(0)
+    wide = [torch.randn(shape, generator=random).to(device) for shape in SHAPES]
+    half = [tensor.to(F16) for tensor in wide]
+    one, two = torch.ones((), device=device), torch.full((), 2.0, device=device)
+    census = ops.census(half, device, with_norm=True)
+    kept = {
+        "census": [census.found_inf, census.norm, census.max_abs, census.max_finite],
+        "norms": [ops.l2norms(half, two, device)],
+        "widened": ops.widen_add(half, [one, two], [None, None]),
+    }
+    for name, dtype in (("split", F16), ("split bfloat16", BF16)):
+        halves = [torch.empty_like(tensor, dtype=dtype) for tensor in wide]
+        lows = [torch.empty_like(tensor, dtype=torch.int16) for tensor in wide]
+        joined = [torch.empty_like(tensor) for tensor in wide]
+        ops.split_(wide, halves, lows)
+        ops.join_(halves, lows, joined)
+        kept[name] = [*halves, *lows, *joined]
+    sums = [torch.zeros_like(tensor) for tensor in wide]
+    ops.axpby_(sums, two, wide, 0.5, half)
+    return kept | {"sums": sums}
