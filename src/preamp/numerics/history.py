@@ -295,7 +295,7 @@ def _size_of(record: Record) -> int:
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Record]:
-    """Read a file of records, in their order, also those that a `ResumeRecord` made void.
+    """Read the records of ``path`` in their order, also those that a `ResumeRecord` made void.
 
     A half-written last line, as a killed process leaves it, is left out, and so are kinds of
     records that this version does not know.

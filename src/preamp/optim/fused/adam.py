@@ -138,7 +138,7 @@ class FusedAdam(FusedOptimizer):
             ]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; if ``capturable``, its ``lr`` and ``step`` become tensors of its own."""
+        """Add ``param_group``; if ``capturable``, its ``lr`` and ``step`` become its own tensors."""
         super().add_param_group(param_group)
         if self.capturable:
             place_on_device(self.param_groups[-1])

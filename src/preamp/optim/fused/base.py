@@ -189,7 +189,7 @@ class FusedOptimizer(KeepsMoments):
         raise NotImplementedError
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; refuses what the constructor refuses."""
+        """Add ``param_group``; refuses what the constructor refuses."""
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             check_group(type(self).__name__, param_group)
         super().add_param_group(param_group)

@@ -117,7 +117,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             ]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; its ``lr`` and ``step`` become tensors of its own."""
+        """Add ``param_group``; its ``lr`` and ``step`` become tensors of its own."""
         super().add_param_group(param_group)
         place_on_device(self.param_groups[-1])
 
