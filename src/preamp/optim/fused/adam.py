@@ -138,7 +138,7 @@ class FusedAdam(FusedOptimizer):
             ]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add ``param_group``; if ``capturable``, its ``lr`` and ``step`` become its own tensors."""
+        """Add ``param_group``; its ``lr`` and ``step`` become tensors where ``capturable``."""
         super().add_param_group(param_group)
         if self.capturable:
             place_on_device(self.param_groups[-1])
