@@ -382,6 +382,21 @@ def test_a_file_that_another_process_made_is_not_removed(
     assert path.read_bytes() == line
 
 
+def test_an_unused_file_is_closed_before_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows removes no file that is open."""
+    calls: list[str] = []
+    close, unlink = os.close, Path.unlink
+    monkeypatch.setattr(history, "_KEEPS_OPEN_FILES", True)
+    unused = history.Journal(tmp_path / "run.jsonl")
+    monkeypatch.setattr(os, "close", lambda file: (calls.append("close"), close(file)))
+    monkeypatch.setattr(Path, "unlink", lambda path: (calls.append("unlink"), unlink(path)))
+    unused.close()
+    assert calls == ["close", "unlink"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_was_removed_as_empty_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

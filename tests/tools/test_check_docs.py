@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from check_docs import undocumented
+from check_docs import main, undocumented, unexplained
 
 
 def documented() -> None:
@@ -47,3 +47,21 @@ def test_a_facade_may_point_at_the_original() -> None:
     facade = module("m.amp", documented=documented)
     assert undocumented(facade, home, "the same: `documented`") == []
     assert len(undocumented(facade, home, "nothing")) == 1
+
+
+class Told:
+    """Takes ``first``."""
+
+    def method(self, first: int, second: int) -> None:
+        """Take both."""
+
+
+def test_arguments_that_nothing_tells_of_are_named() -> None:
+    home = module("m", Told=Told, documented=documented)
+    texts = {"m.Told": "", "m.documented": ""}
+    assert unexplained(home, texts) == ["m.Told.method: nothing tells what 'second' is"]
+    assert unexplained(home, {"m.Told": "`second` comes last"}) == []
+
+
+def test_every_public_name_has_its_entry_and_every_argument_is_told() -> None:
+    assert main() == 0

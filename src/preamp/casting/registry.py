@@ -139,7 +139,7 @@ def half_function(fn: Fn) -> Fn:
 
 
 def bfloat16_function(fn: Fn) -> Fn:
-    """``half_function``, but always to bfloat16."""
+    """Decorate ``fn`` as `half_function` does, but always cast to bfloat16."""
     return cast("Fn", wrap_raw(fn, _bfloat16))
 
 

@@ -92,7 +92,7 @@ def replacing(path: Path) -> Generator[DraftFile]:
                     draft = DraftFile(file)
                     yield draft
                     draft.check()
-                    os.fsync(file.fileno())
+                    _sync(file.fileno())
                 os.chmod(name, _mode(target))
                 os.replace(name, target)
         except BaseException:
@@ -186,6 +186,17 @@ def unlock(handle: int) -> None:
     """Give the lock up for all processes that share it."""
     if fcntl is not None:
         fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def _sync(handle: int) -> None:
+    """Have all of a file on the disk. On macOS ``fsync`` leaves it in the disk's own memory."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if fcntl is not None and full is not None:
+        # Network file systems have none of it; `os.fsync` does there what can be done.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(handle, full)
+            return
+    os.fsync(handle)
 
 
 def _sync_folder(folder: Path) -> None:

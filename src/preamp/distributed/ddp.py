@@ -144,7 +144,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return forward_without_reducer(self, inputs, kwargs)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let torch's reducer call ``hook`` for each bucket, as in torch's class.
+        """Let torch's reducer call ``hook(state, bucket)`` for each bucket, as in torch's class.
 
         Raises:
             PreampStateError: With ``delay_allreduce``, which does without the reducer.

@@ -261,7 +261,7 @@ class Engine(EngineCore):
         return scalers_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, or Apex's ``amp.state_dict()``.
+        """Take over ``state``: what `state_dict` returned, or Apex's ``amp.state_dict()``.
 
         Raises:
             ValueError: Scalers are missing, left over or unreadable; nothing was applied.

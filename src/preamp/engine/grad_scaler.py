@@ -165,15 +165,15 @@ class GradScaler(torch.amp.GradScaler):
         return getattr(self._loss_scaler.rule, "growth_interval", 1)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the multiplier after ``growth_interval`` updates without an overflow, from 1."""
+        """Multiply by ``new_factor``, at least 1, after enough updates without an overflow."""
         self._take({"growth_factor": new_factor})
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the multiplier after an overflow, between 0 and 1."""
+        """Multiply by ``new_factor``, between 0 and 1, after an overflow."""
         self._take({"backoff_factor": new_factor})
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set how many updates without an overflow precede a growth.
+        """Let the scale grow after ``new_interval`` updates without an overflow.
 
         Where as many have been counted already, the next one grows; torch's own scaler would not
         grow again before an overflow.

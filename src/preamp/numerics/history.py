@@ -18,6 +18,8 @@ from preamp.core.files import lock, naming, open_regular, unlock
 from preamp.core.undo import run_all
 from preamp.numerics.records import NumericsRecord, Record, ResumeRecord, from_json, to_line
 
+_KEEPS_OPEN_FILES = os.name == "nt"  # Windows removes no file that is open
+
 
 class Journal:
     """An open file of lines; whoever opens it has it alone until it is closed.
@@ -82,15 +84,18 @@ class Journal:
             return
         try:
             # Still under the lock, so nobody else can have begun to write to it.
-            if self._is_new and os.fstat(file).st_size == 0 and _is_at(file, self._path):
+            is_unused = self._is_new and os.fstat(file).st_size == 0 and _is_at(file, self._path)
+            if is_unused and not _KEEPS_OPEN_FILES:
                 self._path.unlink()
         finally:
             self._finalizer()
+        if is_unused and _KEEPS_OPEN_FILES:
+            self._path.unlink()
 
 
 def _open(path: Path) -> tuple[int, bool]:
     """Open and lock ``path``, which others may remove until then; tell whether this created it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)  # for Windows
     while True:
         try:
             file, is_new = os.open(path, flags | os.O_EXCL, 0o666), True
@@ -290,7 +295,7 @@ def _size_of(record: Record) -> int:
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Record]:
-    """Read a file of records, in their order, also those that a `ResumeRecord` made void.
+    """Read the records of ``path`` in their order, also those that a `ResumeRecord` made void.
 
     A half-written last line, as a killed process leaves it, is left out, and so are kinds of
     records that this version does not know.

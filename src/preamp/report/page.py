@@ -66,8 +66,9 @@ def render(
     """Write what is known of a run as one HTML page that refers to nothing outside itself.
 
     ``records`` are a history, or the records of a file in their order; several of them, by name,
-    are compared. The sections ``before`` and ``after`` stand around all others. What is not
-    recorded is named on the page, with what to switch on.
+    are compared. ``title`` heads the page, and ``intro`` is a sentence below it. The sections
+    ``before`` and ``after`` stand around all others. What is not recorded is named on the page,
+    with what to switch on.
 
     Raises:
         ValueError: A mapping without runs.
@@ -115,7 +116,11 @@ def write(
     before: Sequence[Section] = (),
     after: Sequence[Section] = (),
 ) -> Path:
-    """Write the page of `render`, all of it or, with ``OSError``, nothing; makes its folder."""
+    """Write the page of `render` to ``path``, and make its folder; returns the path.
+
+    All of it is written, or nothing, with ``OSError``. ``title``, ``intro``, the other arguments
+    and the errors are those of `render`.
+    """
     path = Path(path)
     page = render(records, title=title, intro=intro, before=before, after=after)
     replace_text(path, page)

@@ -123,7 +123,7 @@ class FP16_Optimizer(OptimizerWrapper):
             self.cur_scale = float(static_loss_scale)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        """Fill the gradients of the model's parameters with zeros, or drop them."""
+        """Drop the model's gradients; fill them with zeros if ``set_grads_to_None`` is false."""
         for param in (param for group in self._groups for param in group.params):
             if set_grads_to_None:
                 param.grad = None

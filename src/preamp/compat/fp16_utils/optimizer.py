@@ -144,7 +144,7 @@ class FP16_Optimizer(OptimizerWrapper):
     # -- gradients -------------------------------------------------------------------------------
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Fill the gradients of masters, half and float32 parameters with zeros, or drop them."""
+        """Fill all gradients, of masters too, with zeros; ``set_grads_to_None`` drops them."""
         for param in (*self._optimizer_params(), *self._params.halves):
             if set_grads_to_None:
                 param.grad = None

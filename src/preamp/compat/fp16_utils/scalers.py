@@ -92,7 +92,7 @@ class DynamicLossScaler(_Scaling):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return whether a gradient has an infinite or nan value. Synchronises once.
+        """Return whether a gradient of ``params`` has an infinite or nan value. Synchronises once.
 
         Values are looked at, not their sum, which may overflow where they do not.
         Parameters without a gradient are passed over.

@@ -251,7 +251,7 @@ class FusedOptimizer(KeepsMoments):
         return [state.get(key) is not None for state in self._states_of(params)]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; refuses what the constructor refuses.
+        """Add ``param_group``; refuses what the constructor refuses.
 
         Where steps are counted on the device its ``lr`` and ``step`` become tensors of its own.
         """

@@ -86,7 +86,7 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, {**locals(), "moment_mode": 0 if reg_inside_moment else 1})
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group."""
+        """Add ``param_group``; refuses what the constructor refuses."""
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             _check_norm_type(param_group.get("norm_type", 2))
         super().add_param_group(param_group)
