@@ -189,7 +189,6 @@ class OptimizerSession:
         self,
         optimizer: torch.optim.Optimizer,
         ops: Ops,
-        name_of: NameOf,
         masters: Masters | None,
         reductions: Reductions,
     ) -> None:
@@ -221,7 +220,6 @@ class OptimizerSession:
         self.splits = reductions.splits
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
-        self._name_of = name_of
         self._ops = ops
         self._params: list[torch.Tensor] = []  # of which the two lists below are
         self._leaves: list[torch.Tensor] = []
@@ -264,11 +262,6 @@ class OptimizerSession:
     def gradients(self) -> list[DirectGradients | HalfGradients]:
         """All, each kind with the same acts in a backward."""
         return [self.direct, *self.half_gradients]
-
-    def refuse_known(self, params: Sequence[torch.Tensor]) -> None:
-        """Refuse new parameters whose master the optimizer has already."""
-        if self.masters is not None:
-            refusals.check_group(params, self.masters, self._name_of)
 
     def check_can_share(self) -> None:
         """Raise `PreampStateError` where a weight cannot go into another optimizer as well."""
@@ -740,11 +733,6 @@ class OptimizerSession:
                 (table.pack if takes_stored else table.make)()
                 table.is_stepping = True
 
-    def pack(self) -> None:
-        """Keep masters as the storage says; see `WeightTable.pack`."""
-        for table in self.tables:
-            table.pack()
-
     def write_halves(self) -> None:
         """Round the masters into the half weights."""
         for table in self.tables:
@@ -815,5 +803,5 @@ def make_sessions(
     sessions: dict[int, OptimizerSession] = {}
     for optimizer in optimizers:
         masters = Masters(optimizer, weights) if has_masters else None
-        sessions[id(optimizer)] = OptimizerSession(optimizer, ops, name_of, masters, reductions)
+        sessions[id(optimizer)] = OptimizerSession(optimizer, ops, masters, reductions)
     return sessions
