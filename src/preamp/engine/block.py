@@ -332,7 +332,7 @@ def unscale(
             steps.append(partial(session.remember_watched, own))
             note.found_inf = [flag for each in notes for flag in each.found_inf]
     pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
-    flags = [session.unheard(flag) for session, flag in pairs]
+    flags = [session.new_overflow(flag) for session, flag in pairs]
     for _, found_inf in pairs:
         steps += [partial(session.remember, found_inf, note) for session in sessions]
     return steps, functools.reduce(torch.maximum, flags) if flags else None

@@ -93,7 +93,7 @@ def clip_grad_norm_(
 
 def _check_can_clip(session: OptimizerSession) -> None:
     session.end_left_open()
-    session.take_in_shown()
+    session.read_back_shown()
     if session.is_open:
         raise refusals.inside_block("clip_grad_norm_")
     if session.stage is Stage.SCALED:

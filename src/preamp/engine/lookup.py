@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import PreampStateError, bad_state, with_article
+from preamp.core.errors import bad_state, with_article
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.engine.engine import Engine
 from preamp.optim import LARC
@@ -18,25 +18,20 @@ _WRAPPED_IN = ("module", "_orig_mod", "_forward_module")
 
 
 def bare(optimizer: Any) -> Any:
-    """Return the optimizer inside a `LARC` or a framework's wrapper; anything else as it is."""
-    inner = _inside(optimizer)
-    return optimizer if inner is None else bare(inner)
+    """Return the optimizer inside a `LARC` or a framework's wrapper; anything else as it is.
 
-
-def _inside(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer that ``optimizer`` forwards to, groups and state being the very same objects.
-
-    So do the wrappers of Accelerate, Lightning and Fabric. One with state of its own, as Lookahead
-    has, is an optimizer by itself; one that tells of its ``overflow`` scales by itself.
+    The wrappers of Accelerate, Lightning and Fabric forward to an optimizer whose groups and state
+    are the very same objects. One with state of its own, as Lookahead has, is an optimizer by
+    itself; one that tells of its ``overflow`` scales by itself.
     """
     if isinstance(optimizer, LARC):
-        return optimizer.optim
+        return bare(optimizer.optim)
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "overflow"):
-        return None
+        return optimizer
     groups, state = inner.param_groups, inner.state
     is_same = getattr(optimizer, "param_groups", None) is groups
-    return inner if is_same and getattr(optimizer, "state", state) is state else None
+    return bare(inner) if is_same and getattr(optimizer, "state", state) is state else optimizer
 
 
 def is_optimizer(thing: Any) -> bool:
@@ -123,9 +118,7 @@ def common_engine(
                 f"Initialize them together: {initialize}([model_a, model_b], "
                 "[optimizer_a, optimizer_b], …)",
             )
-    if first is None:  # unreachable: the loop above has raised
-        raise PreampStateError("no engine")
-    return first
+    return cast("Engine", first)  # which is one, or the loop has raised
 
 
 # -- what resumes a run, addressed by what belongs to the engine ----------------------------------

@@ -142,7 +142,8 @@ class OptimizerHooks:
         self._end_sharing()
         withheld = self._give_back_gradients()
         try:
-            self._session.pack()
+            for table in self._session.tables:
+                table.pack()
         finally:  # those that are not packed; packed ones are in their half weights already
             self._session.write_halves()
         if self._session.sharing is not None and not withheld:
@@ -268,7 +269,8 @@ class OptimizerHooks:
             if self._engine.closed:
                 return inner(optimizer, *args, **kwargs)
             params = params_of_group(args[0] if args else kwargs.get("param_group"))
-            self._session.refuse_known(params)
+            if self._session.masters is not None:
+                refusals.check_group(params, self._session.masters, self._engine.names.of)
             known, before = self._engine.updated_params(), len(optimizer.param_groups)
             added = set(map(id, params))
             sessions = self._engine.sessions.values()

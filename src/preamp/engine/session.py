@@ -189,7 +189,6 @@ class OptimizerSession:
         self,
         optimizer: torch.optim.Optimizer,
         ops: Ops,
-        name_of: NameOf,
         masters: Masters | None,
         reductions: Reductions,
     ) -> None:
@@ -221,7 +220,6 @@ class OptimizerSession:
         self.splits = reductions.splits
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
-        self._name_of = name_of
         self._ops = ops
         self._params: list[torch.Tensor] = []  # of which the two lists below are
         self._leaves: list[torch.Tensor] = []
@@ -264,11 +262,6 @@ class OptimizerSession:
     def gradients(self) -> list[DirectGradients | HalfGradients]:
         """All, each kind with the same acts in a backward."""
         return [self.direct, *self.half_gradients]
-
-    def refuse_known(self, params: Sequence[torch.Tensor]) -> None:
-        """Refuse new parameters whose master the optimizer has already."""
-        if self.masters is not None:
-            refusals.check_group(params, self.masters, self._name_of)
 
     def check_can_share(self) -> None:
         """Raise `PreampStateError` where a weight cannot go into another optimizer as well."""
@@ -374,7 +367,7 @@ class OptimizerSession:
         else:
             # Of a scale that has fallen since it says nothing new.
             is_news = delayed.scaler.scale >= delayed.note.scale
-            delayed.scaler.record(self.unheard(found_inf) * is_news)
+            delayed.scaler.record(self.new_overflow(found_inf) * is_news)
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
         """Make room for a backward. Mutates the parameters' ``grad``.
@@ -591,7 +584,7 @@ class OptimizerSession:
         direct, grads = with_gradients(self.direct_params())
         for table in self.tables:
             halves = table.gradients
-            (halves.bring_up_to_date if all_of_them else halves.complete)()
+            (halves.make_all if all_of_them else halves.make_accumulated)()
             if halves.may_have_bases:
                 pairs = zip(table.halves, halves.bases(), strict=True)
                 made = [(half, base) for half, base in pairs if base is not None]
@@ -605,14 +598,14 @@ class OptimizerSession:
         changes = [(id(halves), halves.changes) for halves in self.half_gradients]
         return changes, grads, versions_of(grads)
 
-    def take_in_shown(self) -> None:
+    def read_back_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
         tables = [table for table in self.tables if table.gradients.is_showing]
         are_split = [self.splits.concern(table.halves) for table in tables]
         is_lost = any(are_split) and self.overflowed()
         for table, is_split in zip(tables, are_split, strict=True):
             if is_lost:
-                table.gradients.overlook()
+                table.gradients.ignore_writes()
             elif is_split:
                 table.gradients.reconcile(self.splits.agree, looks=True)
             else:
@@ -641,7 +634,7 @@ class OptimizerSession:
 
     # -- an overflow -------------------------------------------------------------------------
 
-    def unheard(self, found_inf: torch.Tensor) -> torch.Tensor:
+    def new_overflow(self, found_inf: torch.Tensor) -> torch.Tensor:
         """What the loss scale has yet to learn of ``found_inf``; nothing twice."""
         heard = self.heard
         if heard is None:
@@ -723,7 +716,7 @@ class OptimizerSession:
     def prepare_step(self) -> None:
         """Bring masters up to date with what the user did to half weights and gradients."""
         self.check_unscaled()
-        self.take_in_shown()
+        self.read_back_shown()
         if self.masters is not None:
             self.masters.adopt()
             # No block may have come yet; more may be written before it if there are no gradients.
@@ -739,11 +732,6 @@ class OptimizerSession:
                 takes_stored = getattr(self.optimizer, "takes_stored", False)
                 (table.pack if takes_stored else table.make)()
                 table.is_stepping = True
-
-    def pack(self) -> None:
-        """Keep masters as the storage says; see `WeightTable.pack`."""
-        for table in self.tables:
-            table.pack()
 
     def write_halves(self) -> None:
         """Round the masters into the half weights."""
@@ -815,5 +803,5 @@ def make_sessions(
     sessions: dict[int, OptimizerSession] = {}
     for optimizer in optimizers:
         masters = Masters(optimizer, weights) if has_masters else None
-        sessions[id(optimizer)] = OptimizerSession(optimizer, ops, name_of, masters, reductions)
+        sessions[id(optimizer)] = OptimizerSession(optimizer, ops, masters, reductions)
     return sessions

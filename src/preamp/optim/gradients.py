@@ -234,7 +234,7 @@ class HalfGradients:
         shown = [row for row in shown if _is_shown(self.records[row]) and now[row] is not None]
         if shown or (looks and agree is not None):
             changed = [row for row in changed if row not in shown]
-            if not self._take_in_shown({row: now[row] for row in shown}, agree, lost):
+            if not self._read_back_shown({row: now[row] for row in shown}, agree, lost):
                 return
         # Zeros are a clip's if it left other rows something, else a script's.
         self._is_rewriting = self._rewriting.is_ignored and any(
@@ -314,9 +314,9 @@ class HalfGradients:
 
         Called again after a clip, it shows the clipped ones. Scaled half gradients are kept apart
         meanwhile: unscaled, what is small becomes zero in float16. What the script does counts; see
-        `_take_in_shown`.
+        `_read_back_shown`.
         """
-        self.complete()
+        self.make_accumulated()
         bases = self.bases()
         if not self.is_showing:
             self.grads = [
@@ -375,7 +375,7 @@ class HalfGradients:
         self._ops.cast_copy_(wide, [targets[row] for row in made])
 
     @torch.no_grad()
-    def _take_in_shown(
+    def _read_back_shown(
         self, now: Mapping[int, Any], agree: Agree | None, lost: torch.Tensor | None
     ) -> bool:
         """Take in what the script has made of gradients that it was shown unscaled, by row.
@@ -388,7 +388,7 @@ class HalfGradients:
         now = {row: grad for row, grad in now.items() if row not in written}
         factors = self._multiplied(now, lost) if agree is None else {}
         if factors is None:
-            self.overlook()
+            self.ignore_writes()
             return False
         for row, grad in written.items():  # to the master's gradient since `show`: that one counts
             if grad is not self.seen[row] or version_of(grad) != self.versions[row]:
@@ -435,7 +435,7 @@ class HalfGradients:
             if base is not None:
                 self._base_versions[row] = version_of(base)
 
-    def overlook(self) -> None:
+    def ignore_writes(self) -> None:
         """Take for nothing what the script did to shown gradients that no step will use."""
         now = list(map(grad_of, self._weights.halves))
         for row, (grad, version) in enumerate(zip(now, self._versions_of(now), strict=True)):
@@ -568,23 +568,23 @@ class HalfGradients:
             [record.factor for record in records],
         )
 
-    def bring_up_to_date(self) -> None:
+    def make_all(self) -> None:
         """Make the masters' gradients: ``grad += float32(half.grad) * factor``, all in one op."""
         if not self.is_open:
             self.reconcile(looks=self._weights.has_sharded)
-            self.materialize(self.pending_rows())
+            self.make(self.pending_rows())
             # A write to the masters' may leave no trace.
             if self._weights.has_sharded and self.is_showing:
                 self._hide()
 
-    def complete(self) -> None:
+    def make_accumulated(self) -> None:
         """Do so for rows whose master has an earlier gradient; the others stay half."""
         self.reconcile()
         if self.may_have_bases:
             bases = self.bases()
-            self.materialize([row for row in self.pending_rows() if bases[row] is not None])
+            self.make([row for row in self.pending_rows() if bases[row] is not None])
 
-    def materialize(self, rows: Sequence[int]) -> None:
+    def make(self, rows: Sequence[int]) -> None:
         """Bring the masters' gradients of some pending rows up to date."""
         if not rows:
             return
@@ -667,7 +667,7 @@ class HalfGradients:
         if self.may_have_bases or _has_any(self.records):
             zeroed = {row for row, record in enumerate(self.records) if record and record.is_zeroed}
             alone = {row for row in zeroed if bases[row] is None}  # nothing is added to zeros
-            self.materialize([row for row in self.pending_rows() if row not in alone])
+            self.make([row for row in self.pending_rows() if row not in alone])
             self._forget_half_gradients(alone)  # zeros stay where they are: the new ones join them
             self.zeros_aside = alone
         self.is_open = True
@@ -728,14 +728,14 @@ class HalfGradients:
         if self.is_open:
             self._forget_half_gradients()
             self.end()
-        self._stand_in()
+        self._show_zeros_for_missing()
 
     def merge(self, factor: torch.Tensor | None) -> None:
         """Keep new gradients apart from earlier ones, which the masters have: add nothing yet."""
         del factor
-        self._stand_in()
+        self._show_zeros_for_missing()
 
-    def _stand_in(self) -> None:
+    def _show_zeros_for_missing(self) -> None:
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
@@ -769,7 +769,7 @@ class HalfGradients:
             self._collect(factor)
         watch = self._rewriting  # the script may write over what masters' gradients are made of
         if watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED):
-            self.materialize([row for row in self.pending_rows() if _has_scale(self.records[row])])
+            self.make([row for row in self.pending_rows() if _has_scale(self.records[row])])
 
     def _collect(self, factor: torch.Tensor | None) -> None:
         """Note what the backward has left; add nothing yet. Cannot fail."""
@@ -809,7 +809,7 @@ class HalfGradients:
 
     def note_raw(self) -> None:
         """A block ends that leaves its gradients scaled: remember them as they are."""
-        self._stand_in()
+        self._show_zeros_for_missing()
         self._forget_dropped()
         now = list(map(grad_of, self._weights.halves))
         versions = self._versions_of(now)
@@ -841,7 +841,7 @@ class HalfGradients:
             return
         self._drop_bases()
         if self.is_showing:
-            self.overlook()
+            self.ignore_writes()
             self.grads = self.seen
         if (record := self.shared_record) is not None:
             self.records = [_SPENT[record.is_plain]] * len(self._weights)
@@ -911,7 +911,7 @@ class HalfGradients:
         if not self.is_open:
             self.reconcile()
             if _is_shown(self.records[row]) and not _is_made(self.records[row]):
-                self.materialize([row])  # what the script sees is less than there is
+                self.make([row])  # what the script sees is less than there is
         raw = None if self.raw is None else self.raw[row]
         now = self._weights.halves[row].grad
         is_raw = None if raw is None else now is not None and version_of(now) == raw

@@ -76,7 +76,7 @@ class Twin:
 
     def gradient(self) -> torch.Tensor | None:
         """The whole unscaled float32 gradient, made if need be."""
-        self.table.gradients.bring_up_to_date()
+        self.table.gradients.make_all()
         return self.table.gradients.base(self.row)
 
     def own_gradient(self) -> torch.Tensor | None:

@@ -157,7 +157,7 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     if len(masters) != len(params) or table.has_parts or not all(map(is_, params, masters)):
         return None
     gradients = table.gradients
-    gradients.complete()
+    gradients.make_accumulated()
     records, n = gradients.records[start:stop], stop - start
     record = records[0]
     if record is None or record.factor is None or gradients.is_open or records.count(record) != n:
@@ -190,7 +190,7 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
             continue
         table, gradients = twin.table, twin.table.gradients
         if table is not latest:
-            gradients.complete()
+            gradients.make_accumulated()
             latest = table
         half, record, made = twin.half, gradients.records[twin.row], stored_grad(param)
         factor = None if record is None or made is not None or gradients.is_open else record.factor
