@@ -118,13 +118,14 @@ def _dtypes(value: Any) -> set[torch.dtype]:
 
 
 def _called(row: OpRow, half: torch.dtype, which: str) -> set[torch.dtype]:
-    """The dtypes of what the function returns; all arguments are half, or the first alone."""
+    """The dtypes of what the function returns; all arguments are half, the first alone, or none."""
     count = 0
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal count
         count += 1
-        return tensor.to(half) if which == "all" or count == 1 else tensor
+        is_half = which == "all" or (which == "first" and count == 1)
+        return tensor.to(half) if is_half else tensor
 
     args = tuple(map_tensors(convert, arg) for arg in example(row))
     if which == "first" and count == 1:
@@ -137,7 +138,13 @@ def _called(row: OpRow, half: torch.dtype, which: str) -> set[torch.dtype]:
         handle.remove()
 
 
-@pytest.mark.apex("4.2", "10 A-28")
+@pytest.mark.apex(
+    "4.2",
+    "4.2 low precision, torch.nn.functional",
+    "4.2 low precision, torch",
+    "4.2 low precision, torch.Tensor",
+    "10 A-28",
+)
 @pytest.mark.parametrize("rule_and_namespace", EXPECTED, ids=" ".join)
 def test_results_have_the_expected_dtype(rule_and_namespace: tuple[Rule, Namespace]) -> None:
     of_half = {"half": "half", "float": "float32"}
@@ -149,6 +156,7 @@ def test_results_have_the_expected_dtype(rule_and_namespace: tuple[Rule, Namespa
             mixed = half if row.rule == "half" else torch.float32
             assert _called(row, half, "all") <= {alone}, row.name
             assert _called(row, half, "first") <= {mixed}, row.name
+            assert _called(row, half, "none") <= {mixed}, row.name
 
 
 def test_the_lists_and_the_table_have_the_same_functions() -> None:

@@ -171,13 +171,28 @@ FUNCTIONS: list[tuple[Any, int, bool, bool]] = [
     (fused_layer_norm.fused_rms_norm_affine, 1, False, False),
     (fused_layer_norm.mixed_dtype_fused_rms_norm_affine, 1, False, True),
 ]
-BY_FUNCTION = pytest.mark.parametrize(
-    ("fn", "params", "centred", "mixed"), FUNCTIONS, ids=lambda v: getattr(v, "__name__", "")
+CLASSES: list[tuple[Any, int, bool, bool]] = [
+    (FusedLayerNormFunction.apply, 0, True, False),
+    (FusedLayerNormAffineFunction.apply, 2, True, False),
+    (FusedLayerNormAffineMixedDtypesFunction.apply, 2, True, True),
+    (FusedRMSNormFunction.apply, 0, False, False),
+    (FusedRMSNormAffineFunction.apply, 1, False, False),
+    (FusedRMSNormAffineMixedDtypesFunction.apply, 1, False, True),
+]
+"""The function, how many parameters it takes, whether it centres, and has the weight's dtype."""
+
+BY_FUNCTION, BY_CLASS, BY_EITHER = (
+    pytest.mark.parametrize(
+        ("fn", "params", "centred", "mixed"),
+        rows,
+        ids=lambda fn: getattr(getattr(fn, "__self__", fn), "__name__", ""),
+    )
+    for rows in (FUNCTIONS, CLASSES, FUNCTIONS + CLASSES)
 )
 
 
-@pytest.mark.apex("9.6 the six functions")
-@BY_FUNCTION
+@pytest.mark.apex("9.6 the six functions", "9.6 the autograd.Function classes")
+@BY_EITHER
 @EFFICIENT
 def test_functions(fn: Any, params: int, centred: bool, mixed: bool, efficient: bool) -> None:
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
@@ -190,7 +205,7 @@ def test_functions(fn: Any, params: int, centred: bool, mixed: bool, efficient: 
     given_all = [*affine, None, None][:2]
     torch.testing.assert_close(call(x, *affine), oracle(x, *given_all, 2, 1e-3, centred=centred))
     assert torch.autograd.gradcheck(call, (x, *affine))
-    out = fn(x.half(), *(t.float() for t in affine), (2, 4))
+    out = fn(x.half(), *(t.float() for t in affine), (2, 4), 1e-3)
     assert out.dtype is (torch.float32 if mixed else torch.float16)
 
 
@@ -374,48 +389,19 @@ def test_signatures_are_those_of_apex() -> None:
 
 # -- the autograd.Function classes, by Apex's order of arguments -------------------------------
 
-FUNCTIONS: dict[Any, int] = {  # with the number of tensors that come first
-    FusedLayerNormFunction: 1,
-    FusedRMSNormFunction: 1,
-    FusedLayerNormAffineFunction: 3,
-    FusedRMSNormAffineFunction: 2,
-    FusedLayerNormAffineMixedDtypesFunction: 3,
-    FusedRMSNormAffineMixedDtypesFunction: 2,
-}
-ALL_FUNCTIONS = pytest.mark.parametrize("kind", FUNCTIONS, ids=lambda kind: kind.__name__)
-
-
-def tensors_for(kind: Any, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    x = (torch.randn(2, 4, 6, generator=generator) + 1).to(dtype)
-    w, b = ((torch.rand(4, 6, generator=generator) + 0.5).to(weight_dtype) for _ in range(2))
-    return [x, w, b][: FUNCTIONS[kind]]
-
 
 @pytest.mark.apex("9.6 the autograd.Function classes")
-@ALL_FUNCTIONS
-@EFFICIENT
-def test_gradients_of_functions_in_float64(kind: Any, efficient: bool) -> None:
-    tensors = [t.requires_grad_() for t in tensors_for(kind, torch.float64, torch.float64)]
-
-    def fn(*tensors: torch.Tensor) -> torch.Tensor:
-        return kind.apply(*tensors, (4, 6), 1e-2, efficient)
-
-    assert torch.autograd.gradcheck(fn, tensors)
-    y = fn(*tensors)
-    x, w, b = (*tensors, None, None)[:3]
-    centred = "Layer" in kind.__name__
-    torch.testing.assert_close(y, oracle(x, w, b, 2, 1e-2, centred=centred))
-
-
-@pytest.mark.apex("9.6 the autograd.Function classes")
-@ALL_FUNCTIONS
+@BY_CLASS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_functions_in_half_against_float64(kind: Any, dtype: torch.dtype) -> None:
-    mixed, centred = "Mixed" in kind.__name__, "Layer" in kind.__name__
-    tensors = tensors_for(kind, dtype, torch.float32 if mixed else dtype)
+def test_functions_in_half_against_float64(
+    fn: Any, params: int, centred: bool, mixed: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
     out = torch.float32 if mixed else dtype
-    dy = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(4)).to(out)
+    x = (torch.randn(2, 4, 6, generator=generator) + 1).to(dtype)
+    affine = [(torch.rand(4, 6, generator=generator) + 0.5).to(out) for _ in range(params)]
+    dy = torch.randn(2, 4, 6, generator=generator).to(out)
+    tensors = [x, *affine]
 
     def formula(x: Any, w: Any = None, b: Any = None) -> torch.Tensor:
         return oracle(x, w, b, 2, 1e-5, centred=centred)
@@ -425,13 +411,11 @@ def test_functions_in_half_against_float64(kind: Any, dtype: torch.dtype) -> Non
         return (F.layer_norm if centred else F.rms_norm)(x, (4, 6), w, *args, 1e-5)
 
     exact = run(formula, [t.double() for t in tensors], dy.double())
-    low = [t.to(out) for t in tensors]
-    coarse = run(torchs_own, low, dy)
-    ours = run(lambda *given: kind.apply(*given, (4, 6), 1e-5), tensors, dy)
-    kept = [out, *(t.dtype for t in tensors)]
-    for mine, wanted, torchs, own_dtype in zip(ours, exact, coarse, kept, strict=True):
-        assert mine.dtype is own_dtype
-        rounded = further(wanted.to(own_dtype).double(), torchs.to(own_dtype).double(), wanted)
+    coarse = run(torchs_own, [t.to(out) for t in tensors], dy)
+    ours = run(lambda *given: fn(*given, (4, 6), 1e-5), tensors, dy)
+    for mine, wanted, torchs, own in zip(ours, exact, coarse, [dy, *tensors], strict=True):
+        assert mine.dtype is own.dtype
+        rounded = further(wanted.to(own.dtype).double(), torchs.to(own.dtype).double(), wanted)
         assert_within_budget(mine, rounded, wanted)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from preamp.compat.multi_tensor.apex_C import flatten, unflatten
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state, bad_type
 from preamp.kernels import Ops
@@ -22,16 +23,13 @@ class FlatGroup(WeightPairs):
         """Lay ``params``, which `check_group` lets through, out in one buffer. Mutates them."""
         super().__init__(ops)
         self.params = self.halves  # the model's parameters; their data are views of ``flat``
-        pieces = [param.detach().reshape(-1) for param in params]
-        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)  # their values, in their dtype
+        # their values, in their dtype
+        self.flat = flatten([param.detach() for param in params]) if params else torch.zeros(0)
         # float32 parameter, what the optimizer updates
         self.master = torch.nn.Parameter(self.flat.to(torch.float32, copy=True))
-        sizes = [param.numel() for param in params]
-        self._views: list[list[torch.Tensor]] = []
-        for flat in (self.flat, self.master.detach()):
-            parts: Sequence[torch.Tensor] = torch.split_with_sizes(flat, sizes)
-            self._views.append([v.view(p.shape) for v, p in zip(parts, params, strict=True)])
-        for param, view, master in zip(params, *self._views, strict=True):
+        self._views = unflatten(self.flat, params)
+        masters = unflatten(self.master.detach(), params)
+        for param, view, master in zip(params, self._views, masters, strict=True):
             param.data = view
             self.add_row(param, master)
 
@@ -51,7 +49,7 @@ class FlatGroup(WeightPairs):
 
     def take_over(self, row: int) -> None:
         """Let the master have what a parameter holds, which becomes a view of ``flat`` again."""
-        param, view = self.params[row], self._views[0][row]
+        param, view = self.params[row], self._views[row]
         if param.data_ptr() != view.data_ptr():
             view.copy_(param.detach())
         take_over(view, self.masters[row])
@@ -68,7 +66,7 @@ class FlatGroup(WeightPairs):
         """All gradients, still scaled, in one tensor with zeros for those missing, or ``None``."""
         if all(param.grad is None for param in self.params):
             return None
-        return torch.cat([_dense(param).reshape(-1) for param in self.params])
+        return flatten(list(map(_dense, self.params)))
 
     def idle_values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the slices of the master that have no gradient, and copies of their values."""

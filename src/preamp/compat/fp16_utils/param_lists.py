@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from preamp.compat.multi_tensor.apex_C import flatten, unflatten
 from preamp.core.errors import bad_state, bad_type, bad_value
 from preamp.kernels import backend
 
@@ -38,8 +39,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Param
     if not flat_master:
         return model_params, [nn.Parameter(_widened(param)) for param in model_params]
     _check_uniform(model_params)
-    flat = torch.cat([param.detach().reshape(-1) for param in model_params])
-    master = nn.Parameter(_widened(flat))
+    master = nn.Parameter(_widened(flatten([param.detach() for param in model_params])))
     master.grad = torch.zeros_like(master)
     return model_params, [master]
 
@@ -67,7 +67,7 @@ def model_grads_to_master_grads(
         for model, master in zip(model_params, master_params, strict=True):
             _copy_grad(model.grad, master)
         return
-    slices = _slices(model_params, master_params)
+    master = _flat_master(model_params, master_params)
     missing = [index for index, param in enumerate(model_params) if param.grad is None]
     if missing:
         raise bad_state(
@@ -75,12 +75,10 @@ def model_grads_to_master_grads(
             "With flat_master=True every parameter needs one, as they share a master",
             "Freeze unused parameters before prep_param_lists, or pass flat_master=False",
         )
-    (master,) = master_params
     if master.grad is None:
         master.grad = torch.zeros_like(master)
-    flat = master.grad
-    for param, (start, stop) in zip(model_params, slices, strict=True):
-        _copy_grad_into(param.grad, flat[start:stop])
+    for param, piece in zip(model_params, unflatten(master.grad, model_params), strict=True):
+        _copy_grad_into(param.grad, piece)
 
 
 def master_params_to_model_params(
@@ -100,12 +98,7 @@ def master_params_to_model_params(
     """
     model_params, master_params = list(model_params), list(master_params)
     if flat_master:
-        slices = _slices(model_params, master_params)
-        whole = master_params[0].detach()
-        sources = [
-            whole[start:stop].view(param.shape)
-            for param, (start, stop) in zip(model_params, slices, strict=True)
-        ]
+        sources = unflatten(_flat_master(model_params, master_params).detach(), model_params)
     else:
         _check_pairs(model_params, master_params)
         sources = [master.detach() for master in master_params]
@@ -161,20 +154,10 @@ def _check_pairs(models: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]
         raise _mismatch(models, masters, "one master of the same shape for each parameter")
 
 
-def _slices(
-    models: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]
-) -> list[tuple[int, int]]:
-    slices = list(_offsets(models))
-    if len(masters) != 1 or masters[0].numel() != (slices[-1][1] if slices else 0):
+def _flat_master(models: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(masters) != 1 or masters[0].numel() != sum(param.numel() for param in models):
         raise _mismatch(models, masters, "one flat master with as many elements as all parameters")
-    return slices
-
-
-def _offsets(params: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for param in params:
-        yield start, start + param.numel()
-        start += param.numel()
+    return masters[0]
 
 
 def _mismatch(

@@ -37,12 +37,15 @@ def manual_rms_norm(
     return weight * (result.to(weight.dtype) if is_half(weight) else result)
 
 
-def _forward(
-    ctx: Any, shape: Shape, eps: float, memory_efficient: bool, *tensors: Any, **kind: bool
-) -> torch.Tensor:
-    ctx.tensors = len(tensors)
-    norm = norm_of(shape, eps, memory_efficient, **kind)
-    return NormFunction.forward(ctx, norm, *tensors, *[None] * (3 - len(tensors)))
+def _forward_of(tensors: int, **kind: bool) -> Any:
+    """A ``forward`` whose arguments are ``tensors`` tensors and then those of `norm_of`."""
+
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        ctx.tensors = tensors
+        norm, missing = norm_of(*arguments[tensors:], **kind), [None] * (3 - tensors)
+        return NormFunction.forward(ctx, norm, *arguments[:tensors], *missing)
+
+    return staticmethod(forward)
 
 
 class _Function(torch.autograd.Function):
@@ -56,29 +59,13 @@ class _Function(torch.autograd.Function):
 class FusedLayerNormFunction(_Function):
     """`fused_layer_norm` as ``apply(input, normalized_shape, eps, memory_efficient=False)``."""
 
-    @staticmethod
-    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        input: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _forward(ctx, normalized_shape, eps, memory_efficient, input, is_centred=True)
+    forward = _forward_of(1, is_centred=True)
 
 
 class FusedRMSNormFunction(_Function):
     """`fused_rms_norm` as ``apply(input, normalized_shape, eps, memory_efficient=False)``."""
 
-    @staticmethod
-    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        input: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        return _forward(ctx, normalized_shape, eps, memory_efficient, input, is_centred=False)
+    forward = _forward_of(1, is_centred=False)
 
 
 class FusedLayerNormAffineFunction(_Function):
@@ -87,18 +74,7 @@ class FusedLayerNormAffineFunction(_Function):
     ``apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)``.
     """
 
-    @staticmethod
-    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        tensors = input, weight, bias
-        return _forward(ctx, normalized_shape, eps, memory_efficient, *tensors, is_centred=True)
+    forward = _forward_of(3, is_centred=True)
 
 
 class FusedRMSNormAffineFunction(_Function):
@@ -107,47 +83,16 @@ class FusedRMSNormAffineFunction(_Function):
     ``apply(input, weight, normalized_shape, eps, memory_efficient=False)``.
     """
 
-    @staticmethod
-    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        tensors = input, weight
-        return _forward(ctx, normalized_shape, eps, memory_efficient, *tensors, is_centred=False)
+    forward = _forward_of(2, is_centred=False)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
     """`FusedLayerNormAffineFunction` whose result has the weight's dtype."""
 
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        kind = {"is_centred": True, "is_mixed": True}
-        return _forward(ctx, normalized_shape, eps, memory_efficient, input, weight, bias, **kind)
+    forward = _forward_of(3, is_centred=True, is_mixed=True)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     """`FusedRMSNormAffineFunction` whose result has the weight's dtype."""
 
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        kind = {"is_centred": False, "is_mixed": True}
-        return _forward(ctx, normalized_shape, eps, memory_efficient, input, weight, **kind)
+    forward = _forward_of(2, is_centred=False, is_mixed=True)

@@ -22,11 +22,16 @@ Shape = int | Sequence[int]
 
 
 def norm_of(
-    shape: Shape, eps: float, memory_efficient: bool, *, is_centred: bool, is_mixed: bool = False
+    normalized_shape: Shape,
+    eps: float,
+    memory_efficient: bool = False,
+    *,
+    is_centred: bool,
+    is_mixed: bool = False,
 ) -> Norm:
     """The `Norm` of arguments as the functions take them."""
     return Norm(
-        shape=as_shape(shape),
+        shape=as_shape(normalized_shape),
         eps=eps,
         is_centred=is_centred,
         is_mixed=is_mixed,
