@@ -235,10 +235,9 @@ def test_an_overflow_keeps_every_bit(
     halves: list[Any] = [None] * len(SIZES) if h is None else draw(3, h)
     halves[0] = None
     kept = [half.clone() for half in halves if half is not None]
-    # Two ranks that both found one, summed
-    options = {"inv_scale": torch.tensor(0.5), "found_inf": torch.tensor(2.0), "halves": halves}
-    for step in (1, torch.tensor(1)):
-        ours = run(ops, row, before, step=step, **options)
+    options = {"inv_scale": torch.tensor(0.5), "halves": halves}
+    for step, flag in ((1, 2.0), (torch.tensor(1), math.nan)):  # of two ranks, summed; of any kind
+        ours = run(ops, row, before, step=step, found_inf=torch.tensor(flag), **options)
         for one, old in zip(ours, before, strict=True):
             assert_bits(one, old)
         assert_bits([half for half in halves if half is not None], kept)

@@ -117,14 +117,6 @@ def test_copies_in_full_precision(case: FusedCase, options: Options, dtype: torc
         assert torch.equal(param, master.to(dtype))
 
 
-PUBLIC = [name for name in vars(optimizers) if name.startswith("Fused")]
-
-
-@pytest.mark.apex("0 apex.optimizers.FusedLARS")
-def test_every_public_optimizer_has_a_row() -> None:
-    assert {case.name for case in FUSED} == set(PUBLIC)
-
-
 APEX_ORDER = {
     "FusedAdam": "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none "
     "capturable master_weights",

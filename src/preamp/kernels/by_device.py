@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.tensors import device_of, has_sharded, locals_of
-from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.shards import sharded_as
 from preamp.kernels.update import Update
@@ -65,7 +65,6 @@ class ByDevice(Ops):
         with_norm: bool = False,
         with_max_abs: bool = True,
     ) -> Census:
-        """See `preamp.kernels.ops.Ops.census`."""
         grads = locals_of(grads)
         groups = _by_device(grads)
         options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
@@ -94,12 +93,8 @@ class ByDevice(Ops):
         )
 
     def widen_add(
-        self,
-        halves: Tensors,
-        factors: Sequence[torch.Tensor],
-        addends: Sequence[torch.Tensor | None],
+        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
     ) -> list[torch.Tensor]:
-        """See `preamp.kernels.ops.Ops.widen_add`."""
         wide = _widen_add(self, halves, factors, addends)
         if has_sharded(halves):
             return [sharded_as(local, half) for local, half in zip(wide, halves, strict=True)]
@@ -115,7 +110,6 @@ class ByDevice(Ops):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norms`."""
         tensors = locals_of(tensors)
         groups = _by_device(tensors)
         if len(groups) < 2:
@@ -128,10 +122,7 @@ class ByDevice(Ops):
             norms.update(zip(places, part.unbind(), strict=True))
         return _in_order(norms)
 
-    def l2norm(
-        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-    ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norm`."""
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         tensors = locals_of(tensors)
         groups = _by_device(tensors)
         if len(groups) < 2:
@@ -145,7 +136,6 @@ class ByDevice(Ops):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `preamp.kernels.ops.Ops.update_`; its lists lie on one device."""
         if params:
             own, update = _own_parts((params, grads, *state), update)
             self.on(own[0][0].device).update_(*own, rule=rule, update=update)
@@ -153,7 +143,6 @@ class ByDevice(Ops):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.lamb_norms`; its lists lie on one device."""
         own, update = _own_parts((params, grads, *state), update)
         return self.on(own[0][0].device).lamb_norms(*own, rule=rule, update=update)
 

@@ -32,9 +32,12 @@ from typing import Final
 import torch
 
 from preamp.kernels.rules import LambRule, Rule
-from preamp.kernels.update import Update
+from preamp.kernels.update import Scalar, Update
 
 Tensors = Sequence[torch.Tensor]
+
+Column = Sequence["torch.Tensor | None"]
+"""One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +105,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def scale_add_(
-        self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
-    ) -> None:
+    def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
         """``grad = grad * factor + addend`` in place, for each pair; no addend means zero.
 
         The factor is a float32 scalar, an addend of its gradient's dtype; both may be sparse.
@@ -112,10 +113,7 @@ class Ops(ABC):
 
     @abstractmethod
     def widen_add(
-        self,
-        halves: Tensors,
-        factors: Sequence[torch.Tensor],
-        addends: Sequence[torch.Tensor | None],
+        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
     ) -> list[torch.Tensor]:
         """Return ``float32(half) * factor + addend`` for each triple, with a float32 scalar each.
 
@@ -127,7 +125,7 @@ class Ops(ABC):
         """``target = source`` rounded to the target's dtype, for each pair; mutates targets."""
 
     @abstractmethod
-    def split_(self, wides: Tensors, halves: Tensors, lows: Sequence[torch.Tensor | None]) -> None:
+    def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
         """Split float32 values into half ones and the int16 beside these; mutates both.
 
         See `preamp.kernels.stored`. Without lows, halves alone are rounded, ties away from zero.
@@ -138,14 +136,7 @@ class Ops(ABC):
         """Write the float32 values that `split_` has made the others of; mutates ``wides``."""
 
     @abstractmethod
-    def axpby_(
-        self,
-        targets: Tensors,
-        a: torch.Tensor | float,
-        xs: Tensors,
-        b: torch.Tensor | float,
-        ys: Sequence[torch.Tensor | None],
-    ) -> None:
+    def axpby_(self, targets: Tensors, a: Scalar, xs: Tensors, b: Scalar, ys: Column) -> None:
         """``target = a * x + b * y``, for each triple; no ``y`` means ``a * x``.
 
         Products are rounded to float32 (float64 for a float64 tensor), their sum to the wider of
@@ -165,9 +156,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def l2norm(
-        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-    ) -> torch.Tensor:
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         """Return the float32 L2 norm over all ``tensor * factor``, a scalar on ``device``.
 
         Norms are per tensor first, then of the norms, as ``torch.nn.utils.clip_grad_norm_``

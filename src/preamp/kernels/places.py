@@ -22,12 +22,9 @@ import torch
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_value
 from preamp.core.tensors import dtype_of, layout_of
-from preamp.kernels.ops import Ops, Tensors
+from preamp.kernels.ops import Column, Ops, Tensors
 from preamp.kernels.stored import Format, scales_shape
-from preamp.kernels.update import Update
-
-Column = Sequence["torch.Tensor | None"]
-"""One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
+from preamp.kernels.update import Scalar, Update
 
 _torch: Any = torch
 _is_contiguous = torch.Tensor.is_contiguous
@@ -497,11 +494,7 @@ class Combining(Ops):
 
     @abstractmethod
     def _combine(
-        self,
-        group: Any,
-        a: torch.Tensor | float,
-        b: torch.Tensor | float = 1.0,
-        factors: Sequence[torch.Tensor] = (),
+        self, group: Any, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
         """``target = a * x + b * y`` for the lists of a group; no ``y`` means ``a * x``.
 
@@ -513,15 +506,7 @@ class Combining(Ops):
         """Split the first list of a group into the others, or join these into it."""
 
     @torch.no_grad()
-    def axpby_(
-        self,
-        targets: Tensors,
-        a: torch.Tensor | float,
-        xs: Tensors,
-        b: torch.Tensor | float,
-        ys: Column,
-    ) -> None:
-        """See `preamp.kernels.ops.Ops.axpby_`."""
+    def axpby_(self, targets: Tensors, a: Scalar, xs: Tensors, b: Scalar, ys: Column) -> None:
         check_lengths(targets, xs, ys)
         groups, others = self._groups(targets, xs, ys)
         for group in groups:
@@ -530,8 +515,7 @@ class Combining(Ops):
             self.reference.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
 
     @torch.no_grad()
-    def scale_add_(self, grads: Tensors, factor: torch.Tensor | float, addends: Column) -> None:
-        """See `preamp.kernels.ops.Ops.scale_add_`."""
+    def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
         check_lengths(grads, addends)
         groups, others = self._groups(grads, grads, addends)
         for group in groups:
@@ -541,7 +525,6 @@ class Combining(Ops):
 
     @torch.no_grad()
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.cast_copy_`."""
         check_lengths(sources, targets)
         groups, others = self._groups(targets, sources, [None] * len(targets))
         for group in groups:
@@ -551,7 +534,6 @@ class Combining(Ops):
 
     @torch.no_grad()
     def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
-        """See `preamp.kernels.ops.Ops.split_`."""
         groups, others = self._groups(wides, halves, lows, codes=_LOWS)
         for group in groups:
             self._convert(group, joins=False)
@@ -560,7 +542,6 @@ class Combining(Ops):
 
     @torch.no_grad()
     def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.join_`."""
         groups, others = self._groups(wides, halves, lows, codes=_LOWS)
         for group in groups:
             self._convert(group, joins=True)
@@ -571,7 +552,6 @@ class Combining(Ops):
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
     ) -> list[torch.Tensor]:
-        """See `preamp.kernels.ops.Ops.widen_add`."""
         check_lengths(halves, factors, addends)
         results = [
             torch.empty_like(half, dtype=torch.float32) if addend is None else addend

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 
 from preamp.core.tensors import dtype_of, is_capturing
-from preamp.kernels.ops import Tensors
-from preamp.kernels.places import Column, are_contiguous, are_plain
+from preamp.kernels.ops import Column, Tensors
+from preamp.kernels.places import are_contiguous, are_plain
 from preamp.kernels.reference import Reference
 from preamp.kernels.update import Scalar
 from preamp.kernels.vectors import cat
@@ -285,9 +285,7 @@ def _is_of_one_dtype(column: Column) -> bool:
     return len(set(map(dtype_of, column))) <= 1
 
 
-def _in_memory_order(
-    row: Sequence[torch.Tensor | None], codes: Set[torch.dtype]
-) -> Sequence[torch.Tensor | None] | None:
+def _in_memory_order(row: Column, codes: Set[torch.dtype]) -> Sequence[torch.Tensor | None] | None:
     tensors = [tensor for tensor in row if tensor is not None]
     if not are_plain(tensors, codes):
         return None

@@ -37,10 +37,9 @@ from preamp.kernels.blocks.cut import (
     regular,
     split,
 )
-from preamp.kernels.ops import Census, Ops, Tally, Tensors
+from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.places import (
     STORED_DTYPES,
-    Column,
     check_lengths,
     check_shapes,
     check_stored,
@@ -61,7 +60,6 @@ _SMALL = 1 << 16
 _PARAM, _GRAD, _STATE = 0, 1, 2  # columns of an update
 _BESIDE = -1  # the last one: halves, or what is beside packed parameters, which are halves
 
-Factor = torch.Tensor | float
 Fused = Callable[[Sequence[Any], Sequence[Any], Sequence[Sequence[Any]]], None]
 """A kernel of torch's on parameters, gradients and state."""
 
@@ -95,8 +93,7 @@ class Blocks(Ops):
     # -- scaling, adding, casting ----------------------------------------------------------------
 
     @torch.no_grad()
-    def scale_add_(self, grads: Tensors, factor: Factor, addends: Column) -> None:
-        """See `preamp.kernels.ops.Ops.scale_add_`."""
+    def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
         check_lengths(grads, addends)
         columns, odd = regular(grads, addends)
         if odd:
@@ -117,7 +114,6 @@ class Blocks(Ops):
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
     ) -> list[torch.Tensor]:
-        """See `preamp.kernels.ops.Ops.widen_add`."""
         check_lengths(halves, factors, addends)
         if any(half.layout is not torch.strided for half in halves):
             return REFERENCE.widen_add(halves, factors, addends)
@@ -138,21 +134,15 @@ class Blocks(Ops):
 
     @torch.no_grad()
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.cast_copy_`."""
         if targets:
             copy_(targets, sources)
 
-    def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
-        """See `preamp.kernels.ops.Ops.split_`."""
-        REFERENCE.split_(wides, halves, lows)
-
-    def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.join_`."""
-        REFERENCE.join_(halves, lows, wides)
+    split_: Any = REFERENCE.split_
+    join_: Any = REFERENCE.join_
+    tally: Any = REFERENCE.tally
 
     @torch.no_grad()
-    def axpby_(self, targets: Tensors, a: Factor, xs: Tensors, b: Factor, ys: Column) -> None:
-        """See `preamp.kernels.ops.Ops.axpby_`."""
+    def axpby_(self, targets: Tensors, a: Scalar, xs: Tensors, b: Scalar, ys: Column) -> None:
         check_lengths(targets, xs, ys)
         columns, odd = regular(targets, xs, ys)
         if odd:
@@ -168,7 +158,7 @@ class Blocks(Ops):
                     wide = wide + block.flat(2, y_dtype) * by_y
                 block.write(0, wide)
 
-    def _multiply_(self, tensors: Tensors, by: Factor) -> None:
+    def _multiply_(self, tensors: Tensors, by: Scalar) -> None:
         """Multiply dense tensors of one dtype, that of the factor."""
         is_tensor = isinstance(by, torch.Tensor) and by.dtype is torch.float32
         if is_tensor and tensors[0].dtype is torch.float32 and self._is_near(tensors[0]):
@@ -222,7 +212,6 @@ class Blocks(Ops):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norms`."""
         if self._are_near(tensors):
             return self._norms_of_each(tensors, factor).to(device)
         places, others = _sort(tensors)
@@ -239,10 +228,7 @@ class Blocks(Ops):
         return norms
 
     @torch.no_grad()
-    def l2norm(
-        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-    ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norm`."""
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         if not self._are_near(tensors):
             norms = self.l2norms(tensors, None, device)
             if any(factor is not None for factor in factors):
@@ -346,15 +332,9 @@ class Blocks(Ops):
     # -- update rules -----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        """See `preamp.kernels.ops.Ops.tally`."""
-        return REFERENCE.tally(tensors)
-
-    @torch.no_grad()
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `preamp.kernels.ops.Ops.update_`."""
         if not params:
             return
         is_near = self._is_near(params[0])
@@ -383,7 +363,6 @@ class Blocks(Ops):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.lamb_norms`."""
         if _has_fewer_bits(params, state, update):
             return REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
         rule = replace(rule, uses_trust_ratio=True)
@@ -405,7 +384,7 @@ def _has_fewer_bits(params: Tensors, state: Sequence[Tensors], update: Update) -
     return update.stored is not None and {*update.stored.formats} - {formats.Format.PLAIN} != set()
 
 
-def _beside(factor: Factor, tensor: torch.Tensor, dtype: torch.dtype) -> Factor:
+def _beside(factor: Scalar, tensor: torch.Tensor, dtype: torch.dtype) -> Scalar:
     return factor.to(tensor.device, dtype) if isinstance(factor, torch.Tensor) else factor
 
 
@@ -449,9 +428,7 @@ def _regular(tensors: Tensors) -> tuple[Tensors, list[int]]:
     return column, odd
 
 
-def _by_factor(
-    tensors: Tensors, factors: Sequence[torch.Tensor | None]
-) -> list[tuple[torch.Tensor | None, Tensors]]:
+def _by_factor(tensors: Tensors, factors: Column) -> list[tuple[torch.Tensor | None, Tensors]]:
     """The tensors of each factor."""
     if tensors and all(map(operator.is_, factors, itertools.repeat(factors[0]))):
         return [(factors[0], tensors)]

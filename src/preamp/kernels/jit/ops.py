@@ -18,10 +18,9 @@ from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
 from preamp.kernels.jit.loops import Chunks, blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
-from preamp.kernels.ops import BINS, NONFINITE, Census, Tally, Tensors
+from preamp.kernels.ops import BINS, NONFINITE, Census, Column, Tally, Tensors
 from preamp.kernels.places import (
     STORED_DTYPES,
-    Column,
     Combining,
     Group,
     addresses,
@@ -45,8 +44,6 @@ _REFERENCE = Reference()
 _CPU = torch.device("cpu")
 _torch: Any = torch
 _MOST = torch.finfo(torch.float32).max
-
-Factor = torch.Tensor | float
 
 
 class Part(NamedTuple):
@@ -189,17 +186,13 @@ class Jit(Combining):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norms`."""
         parts, others = parts_of(tensors)
         if not parts:
             return _REFERENCE.l2norms(tensors, factor, device)
         norms = _norms_of(tensors, parts, others, factor)
         return cast("torch.Tensor", _float32(norms, device))
 
-    def l2norm(
-        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-    ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norm`."""
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         check_lengths(tensors, factors)
         parts, others = parts_of(tensors)
         if not parts:
@@ -214,7 +207,6 @@ class Jit(Combining):
 
     @torch.no_grad()
     def tally(self, tensors: Tensors) -> list[Tally]:
-        """See `preamp.kernels.ops.Ops.tally`."""
         found: dict[int, Tally] = {}
         flat = list(map(flat_of, tensors))
         parts, others = parts_of(flat)
@@ -243,7 +235,7 @@ class Jit(Combining):
         return usual, others
 
     def _combine(
-        self, group: Part, a: Factor, b: Factor = 1.0, factors: Sequence[torch.Tensor] = ()
+        self, group: Part, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
         x, y = group.dtypes[1:]
         math = torch.float64 if torch.float64 in (x, y) else torch.float32
@@ -269,7 +261,6 @@ class Jit(Combining):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `preamp.kernels.ops.Ops.update_`."""
         works, others = _works(params, grads, *state, rule=rule, update=update)
         if update.found_inf is not None and _plain(update.found_inf) != 0:
             return
@@ -284,7 +275,6 @@ class Jit(Combining):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.lamb_norms`."""
         works, others = _works(params, grads, *state, rule=rule, update=update)
         if others or len(works) != 1:
             return _REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
@@ -367,7 +357,7 @@ def _norm(norms: np.ndarray) -> float:
     return math.sqrt(float((norms * norms).sum()))
 
 
-def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
+def _numbers(factors: Column) -> dict[int, float]:
     """What each of the distinct ``factors`` says, by its ``id``; 1 for ``None``."""
     distinct = dict(zip(map(id, factors), factors, strict=True))
     return {key: 1.0 if by is None else _plain(by) for key, by in distinct.items()}

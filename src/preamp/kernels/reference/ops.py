@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.tensors import in_memory_order
-from preamp.kernels.ops import Census, Ops, Tally, Tensors
+from preamp.kernels.ops import Census, Column, Ops, Tally, Tensors
 from preamp.kernels.places import check_lengths, check_shapes, check_stored
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
 from preamp.kernels.reference.stored import Unpacked, update_stored
@@ -19,7 +19,7 @@ from preamp.kernels.reference.tally import blocks_of, tally
 from preamp.kernels.reference.update import Slot, slots
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.stored import join, split
-from preamp.kernels.update import Update
+from preamp.kernels.update import Scalar, Update
 from preamp.kernels.vectors import max_norm, norm, stack
 
 
@@ -40,9 +40,7 @@ def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
-def _scale_add_sparse_(
-    grad: torch.Tensor, factor: torch.Tensor | float, addend: torch.Tensor | None
-) -> None:
+def _scale_add_sparse_(grad: torch.Tensor, factor: Scalar, addend: torch.Tensor | None) -> None:
     dtype = math_dtype(grad.dtype)  # torch has no sum of sparse float16 tensors either
     total = grad.to(dtype).coalesce()
     result: torch.Tensor = cast("Any", torch).sparse_coo_tensor(
@@ -115,10 +113,8 @@ class Reference(Ops):
         return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.to(torch.float32))
 
     @torch.no_grad()
-    def scale_add_(
-        self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
-    ) -> None:
-        factors: dict[tuple[torch.device, torch.dtype], torch.Tensor | float] = {}
+    def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
+        factors: dict[tuple[torch.device, torch.dtype], Scalar] = {}
         for grad, addend in zip(grads, addends, strict=True):
             dtype = math_dtype(grad.dtype)
             key = (grad.device, dtype)
@@ -137,10 +133,7 @@ class Reference(Ops):
 
     @torch.no_grad()
     def widen_add(
-        self,
-        halves: Tensors,
-        factors: Sequence[torch.Tensor],
-        addends: Sequence[torch.Tensor | None],
+        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
     ) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
         for half, factor, addend in zip(halves, factors, addends, strict=True):
@@ -155,7 +148,7 @@ class Reference(Ops):
             target.copy_(source)
 
     @torch.no_grad()
-    def split_(self, wides: Tensors, halves: Tensors, lows: Sequence[torch.Tensor | None]) -> None:
+    def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
         for wide, half, low in zip(wides, halves, lows, strict=True):
             targets = [half] if low is None else [half, low]
             for source, *parts in _aligned_blocks(wide, *targets):
@@ -169,14 +162,7 @@ class Reference(Ops):
                 wide.copy_(join(half, low))
 
     @torch.no_grad()
-    def axpby_(
-        self,
-        targets: Tensors,
-        a: torch.Tensor | float,
-        xs: Tensors,
-        b: torch.Tensor | float,
-        ys: Sequence[torch.Tensor | None],
-    ) -> None:
+    def axpby_(self, targets: Tensors, a: Scalar, xs: Tensors, b: Scalar, ys: Column) -> None:
         for target, x, y in zip(targets, xs, ys, strict=True):
             wide = x.to(math_dtype(x.dtype)) * a
             target.copy_(wide if y is None else wide + y.to(math_dtype(y.dtype)) * b)
@@ -193,9 +179,7 @@ class Reference(Ops):
         return stack([_norm(tensor, device) for tensor in scaled])
 
     @torch.no_grad()
-    def l2norm(
-        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-    ) -> torch.Tensor:
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         norms: list[torch.Tensor] = []
         for tensor, factor in zip(tensors, factors, strict=True):
             one = _norm(tensor, device)

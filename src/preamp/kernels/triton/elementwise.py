@@ -10,11 +10,13 @@ from typing import cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.places import Column, Combining, Group, sort
+from preamp.kernels.ops import Column
+from preamp.kernels.places import Combining, Group, sort
 from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar, width_of
 from preamp.kernels.triton.tables import CHUNK, sizes_of, table
+from preamp.kernels.update import Scalar
 
 
 class Elementwise(Combining):
@@ -29,11 +31,7 @@ class Elementwise(Combining):
         return sort(*columns, codes=codes)
 
     def _combine(
-        self,
-        group: Group,
-        a: torch.Tensor | float,
-        b: torch.Tensor | float = 1.0,
-        factors: Sequence[torch.Tensor] = (),
+        self, group: Group, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
         rows = [row for row in group.rows if row]
         if factors:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.ops import Census, Ops, Tally, Tensors
+from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.places import Group, pick, sort
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
@@ -188,15 +188,10 @@ class Reductions(Ops):
             _put(total, others, REFERENCE.l2norms(pick(tensors, others), factor, device))
         return total
 
-    @torch.no_grad()
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        """See `preamp.kernels.ops.Ops.tally`."""
-        return REFERENCE.tally(tensors)
+    tally: Any = REFERENCE.tally
 
     @torch.no_grad()
-    def l2norm(
-        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-    ) -> torch.Tensor:
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         norms = self.l2norms(tensors, None, device)
         distinct = dict(zip(map(id, factors), factors, strict=True))
         numbers = {

@@ -222,7 +222,10 @@ class FusedOptimizer(KeepsMoments):
 
     def _update(self, calls: Sequence[Call]) -> None:
         ops = backend(self.backend)
-        for call, norms in zip(calls, norms_of_wholes(calls, ops, self.splits), strict=True):
+        found: list[torch.Tensor | None] = [None] * len(calls)
+        if any([call.rule.takes_norms for call in calls]):
+            found = norms_of_wholes(calls, ops, self.splits)
+        for call, norms in zip(calls, found, strict=True):
             update = call.update if norms is None else replace(call.update, norms=norms)
             ops.update_(*call.lists, rule=call.rule, update=update)
             call.batch.note_written()
