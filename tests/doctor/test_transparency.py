@@ -249,3 +249,33 @@ def test_modules_still_work_where_nothing_is_a_tensor(tmp_path: Path) -> None:
 
     with Examination(select_rules()).watching():
         assert Odd()() is None
+
+
+def test_the_scale_of_a_scaler_is_not_read_in_each_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host waits for it; a script that scales by hand may know it without."""
+    read: list[int] = []
+    get_scale = torch.amp.GradScaler.get_scale
+
+    def counted(scaler: torch.amp.GradScaler) -> float:
+        read.append(1)
+        return get_scale(scaler)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", counted)
+    examination, _ = examine(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)\n"
+        "scaler.scale(torch.ones(()))\n"
+        "for _ in range(200):\n"
+        "    loss = model(torch.ones(2, 4)).square().mean()\n"
+        "    (loss * 1024.0).backward()\n"
+        "    scaler.step(optimizer)\n"
+        "    scaler.update()\n"
+        "    optimizer.zero_grad()\n",
+        tmp_path,
+    )
+    assert not examination.findings
+    assert 64 <= len(read) < 140  # once in each of the first 64 backwards, and at the first step

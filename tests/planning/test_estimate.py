@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import re
 from typing import Any
 
@@ -410,3 +411,21 @@ def test_storages_that_take_less_are_named() -> None:
     assert list(preamp.estimate(3e9, "O5", "AdamW").smaller) == ['"split"']
     assert not preamp.estimate(3e9, "O1", "AdamW").smaller
     assert released not in preamp.estimate(3e9, "O5", "FusedAdam", world_size=2).smaller
+
+
+def test_smaller_storages_are_counted_when_they_are_looked_at() -> None:
+    """Of the model as it was, whatever has become of it since."""
+    made: list[int] = []
+
+    class Counted(torch.optim.Adam):
+        def __init__(self, params: Any) -> None:
+            made.append(1)
+            super().__init__(params)
+
+    model = torch.nn.Linear(300, 300)
+    found = preamp.estimate(model, "O2", Counted)
+    assert len(made) == 1
+    model.half()
+    assert list(found.smaller) == ['"split"']
+    assert pickle.loads(pickle.dumps(found)).smaller == found.smaller
+    assert len(made) > 1

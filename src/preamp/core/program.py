@@ -7,7 +7,6 @@ import itertools
 import linecache
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Sequence
 from types import FrameType, TracebackType
@@ -42,7 +41,7 @@ def calls_of_program(frame: FrameType | None, until: int = 0) -> tuple[Call, ...
     return tuple(found)
 
 
-_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = ("site-packages", "dist-packages")
 
 

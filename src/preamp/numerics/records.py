@@ -351,6 +351,16 @@ class TensorStatistics:
         if not self.scale > 0:
             raise ValueError(f"scale: {self.scale} is no loss scale")
 
+    @property
+    def nonzero(self) -> int:
+        """Elements that are finite and not zero."""
+        return self.elements - self.zeros - self.nonfinite
+
+    @property
+    def underflow(self) -> float:
+        """Part of these that is below the smallest normal value of the format."""
+        return self.below_normal / self.nonzero if self.nonzero else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsRecord:

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from preamp.core.errors import PreampPolicyError, bad_value
+from preamp.core.pytree import plain
 from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
 from preamp.engine.lookup import bare
 from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
+    Make,
     OptimizerLike,
     Shape,
     ShardSize,
@@ -65,7 +68,8 @@ class MemoryEstimate:
             those new gradients that exist at that moment. ``None`` without ``loss_fn``.
         peak: The worst moment of a training step; ``None`` without ``loss_fn``.
         smaller: With ``storage="full"``, the total with each storage that takes less, as far as
-            level and optimizer can have it, by what `initialize` is given for it.
+            level and optimizer can have it, by what `initialize` is given for it. They are
+            counted when they are first looked at.
     """
 
     opt_level: str
@@ -83,7 +87,7 @@ class MemoryEstimate:
     master_gradients: int
     activations: int | None = None
     peak: int | None = None
-    smaller: dict[str, int] = field(default_factory=dict[str, int])
+    smaller: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def categories(self) -> dict[str, int]:
@@ -110,7 +114,7 @@ class MemoryEstimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data."""
-        return {**asdict(self), "total": self.total}
+        return {**plain(self), "total": self.total}
 
 
 def estimate(
@@ -167,15 +171,84 @@ def estimate(
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None, releases=releases)
     if not isinstance(model, (int, float)) or loss_fn is not None:
         model = made(model)
-    slots = slots_of(model, policy.keep_fp32, in_rows=policy.storage.moments == "8bit")
-    part = _part_of(sharding, world_size, policy.storage)
-    state = _state_of(slots, policy, optimizer, part)
-    updated = [slot for slot in slots if slot.has_master_at(policy)]
-    updated = _of_optimizer(updated, optimizer)
-    fixed = _kept_bytes(slots, policy, world_size if sharding == "fsdp" else 1)
-    found = MemoryEstimate(
-        opt_level=policy.opt_level,
+    training = _training_of(model, policy, optimizer, world_size, sharding)
+    found = _count(training, policy)
+    if storage_name(policy.storage) == "full":
+        found = replace(found, smaller=_Smaller(training, policy, found.total))
+    if loss_fn is None or not isinstance(model, nn.Module):
+        return found
+    return found.with_activations(trace_pass(model, policy, loss_fn, batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """What is estimated, without tensors: enough to count it at any policy, at any time."""
+
+    slots_in: Callable[[bool], list[Slot]]  # the model's tensors; of a number, in rows or not
+    optimizer: str  # its name
+    make: Make | None  # makes one over other parameters
+    options: Sequence[Mapping[str, Any]]  # of its groups
+    groups: Mapping[int, int] | None  # those of its parameters; ``None`` if it has all, in one
+    world_size: int
+    sharding: Sharding
+
+    def of_optimizer(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those that the optimizer has."""
+        if self.make is None:
+            return []
+        return [slot for slot in slots if self.groups is None or slot.key in self.groups]
+
+
+def _training_of(
+    model: nn.Module | Factory | float,
+    policy: Policy,
+    optimizer: OptimizerLike | None,
+    world_size: int,
+    sharding: Sharding,
+) -> _Training:
+    slots_in = partial(_slots_of_number, model)
+    if isinstance(model, nn.Module):
+        slots = slots_of(model, policy.keep_fp32)
+        slots_in = partial(_same, slots)
+    groups: dict[int, int] | None = None
+    options: list[Mapping[str, Any]] = [{}]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        given = optimizer.param_groups
+        groups = {id(p): index for index, group in enumerate(given) for p in group["params"]}
+        # Copies: an update counts in tensors of its group, which are the caller's.
+        options = [copy.deepcopy({k: group[k] for k in optimizer.defaults}) for group in given]
+    return _Training(
+        slots_in=slots_in,
         optimizer=name_of(optimizer),
+        make=None if optimizer is None else optimizer_factory(optimizer),
+        options=options,
+        groups=groups,
+        world_size=world_size,
+        sharding=sharding,
+    )
+
+
+def _slots_of_number(model: Any, in_rows: bool) -> list[Slot]:
+    return slots_of(model, in_rows=in_rows)
+
+
+def _same(slots: list[Slot], in_rows: bool) -> list[Slot]:
+    del in_rows
+    return slots
+
+
+def _count(training: _Training, policy: Policy) -> MemoryEstimate:
+    """Count what stays from step to step; raises as `estimate` does."""
+    world_size, sharding = training.world_size, training.sharding
+    slots = training.slots_in(policy.storage.moments == "8bit")
+    part = _part_of(sharding, world_size, policy.storage)
+    state = _state_of(slots, policy, training, part)
+    updated = [slot for slot in slots if slot.has_master_at(policy)]
+    updated = training.of_optimizer(updated)
+    fixed = _kept_bytes(slots, policy, world_size if sharding == "fsdp" else 1)
+    return MemoryEstimate(
+        opt_level=policy.opt_level,
+        optimizer=training.optimizer,
         world_size=world_size,
         sharding=sharding,
         storage=storage_name(policy.storage),
@@ -188,12 +261,6 @@ def estimate(
         * (4 if policy.storage.masters == "float32" else 8)
         * state.reads_master_gradients,
     )
-    if storage_name(policy.storage) == "full":
-        ranks: Any = {"world_size": world_size, "sharding": sharding}
-        found.smaller.update(_smaller(found.total, model, policy, optimizer, **ranks))
-    if loss_fn is None or not isinstance(model, nn.Module):
-        return found
-    return found.with_activations(trace_pass(model, policy, loss_fn, batch))
 
 
 _FEWER_BYTES = (
@@ -212,16 +279,45 @@ def at_level(policy: Policy, storage: Storage) -> Storage:
     )
 
 
-def _smaller(
-    total: int, model: Any, policy: Policy, *optimizer: Any, **ranks: Any
-) -> Iterator[tuple[str, int]]:
-    """Yield what other storages are written as, and the totals with them, each less than before."""
+class _Smaller(Mapping[str, int]):
+    """What other storages are written as, and the totals with them, counted when first asked for.
+
+    Each is less than the ones before.
+    """
+
+    def __init__(self, training: _Training, policy: Policy, total: int) -> None:
+        self._count = partial(_totals_below, training, policy, total)
+
+    @cached_property
+    def _found(self) -> dict[str, int]:
+        return dict(self._count())
+
+    def __getitem__(self, storage: str) -> int:
+        return self._found[storage]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return repr(self._found)
+
+    def __reduce__(self) -> Any:
+        """Be copied and pickled as the dictionary that it stands for."""
+        return dict, (self._found,)
+
+
+def _totals_below(training: _Training, policy: Policy, total: int) -> Iterator[tuple[str, int]]:
     for storage in dict.fromkeys(at_level(policy, storage) for storage in _FEWER_BYTES):
-        if storage == policy.storage:
+        if storage == policy.storage or (storage.release_gradients and training.world_size > 1):
             continue
         try:
-            found = estimate(model, policy.replace(storage=storage), *optimizer, **ranks)
-        except (ValueError, PreampPolicyError):  # the optimizer or the ranks cannot have it
+            with_storage = policy.replace(storage=storage)
+            check_storage(with_storage)
+            found = _count(training, with_storage)
+        except (ValueError, PreampPolicyError):  # the optimizer cannot have it
             continue
         if found.total < total:
             total = found.total
@@ -269,39 +365,21 @@ def _part_of(sharding: Sharding, world_size: int, storage: Storage) -> ShardSize
     return lambda shape: -(-math.prod(shape) // (world_size if sharding == "fsdp" else 1))
 
 
-def _of_optimizer(slots: Sequence[Slot], optimizer: OptimizerLike | None) -> list[Slot]:
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, torch.optim.Optimizer):
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [slot for slot in slots if slot.key in own]
-    return list(slots)
-
-
 def _state_of(
-    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, part: ShardSize
+    slots: Sequence[Slot], policy: Policy, training: _Training, part: ShardSize
 ) -> StateBytes:
-    if optimizer is None:
+    if training.make is None:
         return StateBytes(0, reads_master_gradients=False)
-    parameters = [slot for slot in slots if slot.is_parameter]
-    groups: dict[int, int] = {}
-    options: list[Mapping[str, Any]] = [{}]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        given = optimizer.param_groups
-        groups = {id(p): index for index, group in enumerate(given) for p in group["params"]}
-        # Copies: an update counts in tensors of its group, which are the caller's.
-        options = [copy.deepcopy({k: group[k] for k in optimizer.defaults}) for group in given]
     tensors = [
         Updated(
             shape=slot.shape,
             dtype=torch.float32 if slot.has_master_at(policy) else slot.dtype_at(policy),
             has_gradient=slot.is_trainable,
-            group=groups.get(slot.key, 0),
+            group=0 if training.groups is None else training.groups[slot.key],
         )
-        for slot in _of_optimizer(parameters, optimizer)
+        for slot in training.of_optimizer([slot for slot in slots if slot.is_parameter])
     ]
-    make = optimizer_factory(optimizer)
-    return state_bytes(make, tensors, options, part, policy.storage)
+    return state_bytes(training.make, tensors, training.options, part, policy.storage)
 
 
 def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, Any]:

@@ -104,15 +104,7 @@ class Facts:
     facts: Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """HTML that somebody else made."""
-
-    kind: ClassVar[str] = "ready"
-    body: Html
-
-
-Block = Figure | Gallery | Table | Text | Missing | Advice | Facts | Ready
+Block = Figure | Gallery | Table | Text | Missing | Advice | Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

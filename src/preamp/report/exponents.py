@@ -46,7 +46,7 @@ def choose(run: Run) -> list[Chosen]:
             break
     else:
         return []
-    losing = sorted((t for t in known if _share(t) > 0), key=lambda t: -_share(t))
+    losing = sorted((t for t in known if t.underflow > 0), key=lambda t: -t.underflow)
     largest = sorted(known, key=lambda t: -t.max_abs / t.scale)
     chosen: dict[tuple[str, str], Chosen] = {}
     for tensors, count, reason in (
@@ -90,7 +90,7 @@ def caption(chosen: Chosen) -> str:
     parts.append(f"largest {words.magnitude(tensor.max_abs)}")
     if tensor.headroom is not None:
         parts.append(f"headroom in {_short(tensor.form)} {tensor.headroom:.1f} powers of two")
-    parts.append(f"{words.share(_share(tensor))} below its normal range")
+    parts.append(f"{words.share(tensor.underflow)} below its normal range")
     if tensor.scale != 1:
         parts.append(f"loss scale {words.scale(tensor.scale)} on the values")
     return "; ".join(parts) + "."
@@ -98,11 +98,6 @@ def caption(chosen: Chosen) -> str:
 
 def _short(form: str) -> str:
     return _SHORT.get(form, form)
-
-
-def _share(tensor: TensorStatistics) -> float:
-    nonzero = tensor.elements - tensor.zeros - tensor.nonfinite
-    return tensor.below_normal / nonzero if nonzero else 0.0
 
 
 def _axis(counts: dict[int, int], shift: int) -> Scale:

@@ -58,7 +58,7 @@ class Underflow:
         """Count one more tensor."""
         self.elements += tensor.elements
         self.exact_zeros += tensor.zeros
-        self.nonzero += tensor.elements - tensor.zeros - tensor.nonfinite
+        self.nonzero += tensor.nonzero
         self.below_normal += tensor.below_normal
         self.below_subnormal += tensor.below_subnormal
 

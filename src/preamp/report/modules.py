@@ -45,7 +45,7 @@ def _of_module(looks: Sequence[tuple[int, TensorStatistics]]) -> tuple[float, li
     broken = [(step, t) for step, t in looks if t.nonfinite]
     step, worst = broken[0] if broken else max(looks, key=lambda look: look[1].max_abs)
     headroom = min((t.headroom for _, t in looks if t.headroom is not None), default=math.inf)
-    under = max(t.below_normal / max(1, t.elements - t.zeros - t.nonfinite) for _, t in looks)
+    under = max(t.underflow for _, t in looks)
     return -math.inf if broken else headroom, [
         name(worst.name, 48),
         worst.what,

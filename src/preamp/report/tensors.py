@@ -217,7 +217,7 @@ def no_gradient_arrives(run: Run) -> Iterator[Finding]:
 
 def lost_share(tensor: TensorStatistics) -> float:
     """Part of the values that are not zero that lie below the smallest value of the format."""
-    return _share(tensor.below_subnormal, tensor.elements - tensor.zeros - tensor.nonfinite)
+    return _share(tensor.below_subnormal, tensor.nonzero)
 
 
 def _lost_beside_subnormal(tensor: TensorStatistics) -> float:
@@ -229,8 +229,7 @@ def _lost_beside_subnormal(tensor: TensorStatistics) -> float:
 
 def _is_subnormal(tensor: TensorStatistics) -> bool:
     """Whether most of what is left of a gradient lies below the normal range."""
-    nonzero = tensor.elements - tensor.zeros - tensor.nonfinite
-    return nonzero > 0 and tensor.below_normal > SUBNORMAL_SHARE * nonzero
+    return tensor.underflow > SUBNORMAL_SHARE
 
 
 def totals(run: Run, part: Callable[[TensorStatistics], int | None]) -> list[tuple[float, float]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -58,8 +58,9 @@ class Frames:
             return
         frames: list[FrameRecord] = []
         for module, kind, places in self._found:
-            rows: Any = [[self.copies[place].tolist() for place in row] for row in places]
-            inputs, outputs, weights = rows
+            inputs, outputs, weights = (
+                [cast("Any", self.copies[place]).tolist() for place in row] for row in places
+            )
             frames.append(
                 FrameRecord(
                     module=module,

@@ -214,7 +214,9 @@ class ScalerUse(Detector):
         gradients = self.seen.gradients
         known = [(p, mark) for p in params if (mark := gradients.last(p)) is not None]
         ratios = [gradients.divided_by(p, stored_grad(p)) for p, _ in known]
-        value = scale() if ratios else 1.0
+        if not ratios or any(map(math.isnan, ratios)):  # as on GPUs: the scale need not be read
+            return
+        value = scale()
         if value == 1.0 or not all(math.isclose(ratio, value, rel_tol=1e-5) for ratio in ratios):
             return
         self._divided.add(value)
