@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``tools/gpu.sh`` on the pretended device: parts start, measure and write, and tell what failed."""
+"""``tools/gpu.sh`` on the pretended device: parts measure and write, and tell what failed."""
 
 from __future__ import annotations
 
