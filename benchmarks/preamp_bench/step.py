@@ -124,6 +124,16 @@ HALF = {
     for half, level in ((torch.float16, "O2"), (torch.bfloat16, "O5"))
 }
 
+WITH_MASTERS = (
+    Contender(
+        name="TransformerEngine FusedAdam",
+        build=of_module("transformer_engine.pytorch.optimizers", "FusedAdam", master_weights=True),
+        bytes=_half,
+        may_fail=True,
+    ),
+)
+"""Of other packages, with float32 masters of bfloat16 weights."""
+
 BF16_ONLY = (
     Contender(
         name="torch AdamW, no masters",
@@ -235,6 +245,7 @@ def _contenders(case: StepCase) -> Iterator[tuple[str, Contender, Gradients]]:
     yield from (("float32", contender, wide) for contender in FP32)
     yield from ((half, contender, narrow) for contender in HALF[case.half])
     if case.half is torch.bfloat16:
+        yield from ((half, contender, narrow) for contender in WITH_MASTERS)
         yield from (("bfloat16 only", contender, narrow) for contender in BF16_ONLY)
 
 

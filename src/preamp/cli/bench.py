@@ -73,7 +73,7 @@ def bench(
     rows: list[Row] = []
     for sizes in cases:
         for name in _BYTES:
-            row = {**facts, "name": name, "parameters": sum(sizes), "tensors": len(sizes)}
+            row: Row = {**facts, "name": name, "parameters": sum(sizes), "tensors": len(sizes)}
             try:
                 row |= _measured(_step_of(name, sizes, where), sum(sizes), where, seconds)
                 row["gb_s"] = _BYTES[name] * sum(sizes) / row["step_ms"] / 1e6
@@ -119,6 +119,7 @@ def _step_of(name: str, sizes: list[int], device: torch.device) -> Step:
     shapes = [(size // _ROW, _ROW) if size > _ROW else (size,) for size in sizes]
     weights = nn.ParameterList(torch.full(shape, 0.02, device=device) for shape in shapes)
     loss = torch.ones((), device=device)
+    optimizer: Any = None
     if name != _TORCH:
         level, storage = name.removeprefix("preamp ").split(", ")
         optimizer = FusedAdam(weights.parameters(), lr=1e-4)
@@ -169,7 +170,7 @@ def _times(step: Step, device: torch.device, seconds: float) -> tuple[list[float
     """Of each step how long its calls took, and how long it took until the device was done."""
     host: list[float] = []
     whole: list[float] = []
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    wait: Callable[[Any], object] = torch.cuda.synchronize if device.type == "cuda" else id
     end = perf_counter() + seconds
     while len(whole) < _FEWEST or perf_counter() < end:
         wait(device)

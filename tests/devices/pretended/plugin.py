@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Plugin of pytest: run tests for CUDA without a GPU, on memory and kernels of the host.
 
+For other programs `pytest_configure` does the rest, see ``tools/gpu.sh --dry``.
+
 ``python -m pytest -p devices.pretended.plugin tests/devices`` (``make test-device``) compiles
 ``device.cpp`` once for this torch, which takes a minute and a C++ compiler, loads it, and gives
 ``torch.cuda`` what tests ask of it. Triton's kernels run in its interpreter.
@@ -283,7 +285,9 @@ _STANDS_FOR: dict[str, Any] = {
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
     "max_memory_allocated": lambda device=None: _device.pretended_peak(0),
+    "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
     "memory_allocated": lambda device=None: _device.pretended_allocated(),
+    "memory_reserved": lambda device=None: _device.pretended_allocated(),
     "reset_peak_memory_stats": lambda device=None: _device.pretended_peak(1),
     "set_device": lambda device: _exchange(_index(device)),
     "set_rng_state": lambda state, device=None: None,
@@ -294,6 +298,7 @@ _STANDS_FOR: dict[str, Any] = {
 }
 for _name, _value in _STANDS_FOR.items():
     setattr(torch.cuda, _name, _value)
+torch.accelerator.synchronize = _synchronize
 
 
 # -- Triton --------------------------------------------------------------------------------------

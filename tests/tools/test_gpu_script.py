@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``tools/gpu.sh`` on the pretended device: parts measure and write, and tell what failed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "gpu.sh"
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the pretended device needs g++"),
+    pytest.mark.skipif(sys.platform != "linux", reason="it is built for Linux"),
+]
+
+
+def run(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    command = [str(SCRIPT), "--dry", str(folder), sys.executable, *parts]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_parts_measure_and_say_how_they_ended(tmp_path: Path) -> None:
+    done = run(tmp_path, "memory", "bench", "graphs")
+    assert done.returncode == 0, done.stdout
+    said = (tmp_path / "summary.txt").read_text(encoding="utf-8").splitlines()
+    assert said[0].endswith(" pretended")
+    ends = [line.split(", ")[0] for line in said[1:]]
+    assert ends[1:] == ["bench: done", "graphs: skipped"]
+    if shutil.which("compute-sanitizer") is None:  # which is no success
+        assert ends[0] == "memory: skipped"
+    rows = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
+    assert {row["status"] for row in rows} == {"measured"}
+    assert {row["device"] for row in rows} == {"pretended"}
+
+
+def test_a_part_out_of_time_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIMIT", "0.1")
+    done = run(tmp_path, "d")
+    assert done.returncode == 1
+    said = (tmp_path / "summary.txt").read_text(encoding="utf-8")
+    assert "checkpoint: out of time" in said
+
+
+def test_parts_are_known(tmp_path: Path) -> None:
+    done = run(tmp_path, "speed")
+    assert done.returncode == 2
+    assert done.stderr.startswith("no such part: speed; there are ")
