@@ -23,29 +23,21 @@ in ``benchmarks/results/attacks.jsonl``.
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import shutil
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import Any
 
 from attack_cases import KINDS, Case
+from attack_frame import RESULTS, Forks, Report, asked, keep
 from attack_targets import Broken, Guard
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from preamp_bench.records import append, provenance
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "attacks.jsonl"
 MOST_BROKEN = 20  # of one kind, then it stops
 
 
@@ -65,7 +57,7 @@ def attack(kind: str, cases: int, seed: int, folder: Path) -> Iterator[str]:
             yield f"end {'loaded' if 'loaded' in outcomes else 'refused'}"
         except Broken as error:
             broken += 1
-            yield f"broken {error}".replace("\n", " ")
+            yield f"broken {error}"
             yield f"kept {_kept(case, folder.parent / f'{kind}-{number}')}"
             shutil.rmtree(guard.mark, ignore_errors=True)
             if broken == MOST_BROKEN:
@@ -83,42 +75,29 @@ def _kept(case: Case, place: Path) -> Path:
     return place
 
 
-def be_child(lines: Iterable[str], pipe: int) -> NoReturn:
-    """Report lines; the process may end in any of them."""
-    try:
-        for line in lines:
-            os.write(pipe, f"{line}\n".encode("utf-8", "backslashreplace"))
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
 def counted(kind: str, cases: int, seed: int, folder: Path) -> dict[str, Any]:
     """Attack in another process, which may crash; return counts and what broke."""
-    reading, writing = os.pipe()
-    sys.stdout.flush()
     own = folder / kind
     own.mkdir(parents=True)
     begin = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        be_child(attack(kind, cases, seed, own), writing)
-    os.close(writing)
+
+    def work(_: int, report: Report) -> None:
+        for line in attack(kind, cases, seed, own):
+            report(line)
+
+    forks = Forks(work)
     counts, broken, last, most = Counter[str](), list[str](), "its start", "0 0"
-    with os.fdopen(reading, errors="replace") as lines:
-        for line in lines:
-            word, _, rest = line.rstrip("\n").partition(" ")
-            if word == "begin":
-                last = rest
-            elif word == "end":
-                counts[rest] += 1
-            elif word in ("broken", "kept"):
-                broken.append(f"{last}: {rest}" if word == "broken" else f"  kept in {rest}")
-            else:
-                most = rest
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    for line in forks.lines:
+        word, _, rest = line.rstrip("\n").partition(" ")
+        if word == "begin":
+            last = rest
+        elif word == "end":
+            counts[rest] += 1
+        elif word in ("broken", "kept"):
+            broken.append(f"{last}: {rest}" if word == "broken" else f"  kept in {rest}")
+        else:
+            most = rest
+    _, (code,) = forks.wait()
     if code:
         broken.append(f"{last}: the process ended with {code}; its files are in {own}")
     seconds, size = most.split()
@@ -134,15 +113,14 @@ def counted(kind: str, cases: int, seed: int, folder: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Attack in the given ways; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = asked(
+        __doc__,
+        arguments,
+        cases=(5000, "of each kind"),
+        seed=(0, "what the cases are drawn from"),
+        kinds=(",".join(KINDS), "which kinds"),
+        out=(RESULTS / "attacks.jsonl", "file that gets the row"),
     )
-    parser.add_argument("--cases", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file that gets the row")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     folder, found = Path(tempfile.mkdtemp(prefix="attacks-")), dict[str, Any]()
     print(f"seed {given.seed}, {given.cases} cases")
@@ -163,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_broken:
         return 1
     folder.rmdir()
-    where = {"benchmark": "attacks", "status": "measured", **provenance(torch.device("cpu"))}
-    append(given.out, [{"seed": given.seed, "cases": given.cases, "kinds": found, **where}])
+    keep(given.out, "attacks", [{"seed": given.seed, "cases": given.cases, "kinds": found}])
     return 0
 
 

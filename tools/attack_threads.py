@@ -12,7 +12,6 @@ counts become a row in ``benchmarks/results/attacks.jsonl``.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import sys
@@ -22,19 +21,15 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import preamp
+from attack_frame import RESULTS, asked, keep
 from preamp.optimizers import FusedAdam, FusedSGD
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from preamp_bench.records import append, provenance
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "attacks.jsonl"
 OPTIMIZERS = (FusedAdam, FusedSGD, torch.optim.AdamW, torch.optim.SGD)
 DOORS = ("scale_loss", "GradScaler", "clip", "casts off")
 ENDS = ("close", "drop")
@@ -165,14 +160,13 @@ def attack(draw: random.Random) -> tuple[int, list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Attack; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = asked(
+        __doc__,
+        arguments,
+        rounds=(480, "how many"),
+        seed=(0, "what the programs are drawn from"),
+        out=(RESULTS / "attacks.jsonl", "file that gets the row"),
     )
-    parser.add_argument("--rounds", type=int, default=480)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file that gets the row")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sys.setswitchinterval(5e-6)
     draw, threads, broken = random.Random(given.seed), 0, list[str]()
@@ -184,9 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {given.seed}: {given.rounds} rounds, {threads} threads, {len(broken)} differed")
     if broken:
         return 1
-    where = {"benchmark": "attacks", "status": "measured", **provenance(torch.device("cpu"))}
     kinds = {"threads": {"rounds": given.rounds, "threads": threads}}
-    append(given.out, [{"seed": given.seed, "kinds": kinds, **where}])
+    keep(given.out, "attacks", [{"seed": given.seed, "kinds": kinds}])
     return 0
 
 

@@ -11,26 +11,19 @@ called damaged, and no draft may be left at the end. What passes becomes a row i
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import preamp
+from attack_frame import RESULTS, Forks, Report, asked, keep
 from preamp.checkpoint import latest_checkpoint, read_checkpoint
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from preamp_bench.records import append, provenance
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "attacks.jsonl"
 WRITERS, READERS, KEPT = 4, 2, 2
 SUFFIXES = (".pt", ".safetensors")
 SIZE = 20_000
@@ -53,9 +46,8 @@ def saves(folder: Path, writer: int, count: int) -> Iterator[str]:
             yield "saved"
 
 
-def reads(folder: Path, _: int, count: int) -> Iterator[str]:
+def reads(folder: Path, *_: int) -> Iterator[str]:
     """Read until the writers have finished, in turn one path and the newest; yield what came."""
-    del count
     is_there = False
     while not (folder / FINISHED).exists():
         for suffix in SUFFIXES:
@@ -78,42 +70,33 @@ def _read(path: Path) -> str:
     return "read" if is_one else f"failed: {path} is of two"
 
 
-def start(lines: Callable[[Path, int, int], Iterator[str]], *arguments: Any) -> tuple[int, Any]:
-    """Run something in a process of its own; return its number and the pipe of its lines."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, os.fdopen(reading)
-    try:
-        with os.fdopen(writing, "w") as pipe:
-            for outcome, times in Counter(lines(*arguments)).items():
-                pipe.write(f"{times} {outcome}".replace("\n", " ") + "\n")
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+def start(
+    lines: Callable[[Path, int, int], Iterator[str]], processes: int, folder: Path, count: int
+) -> Forks:
+    """Run something in processes of their own, each of which reports how often what came."""
+
+    def work(number: int, report: Report) -> None:
+        for outcome, times in Counter(lines(folder, number, count)).items():
+            report(f"{times} {outcome}")
+
+    return Forks(work, processes)
 
 
-def finish(started: Sequence[tuple[int, Any]]) -> Counter[str]:
+def finish(started: Forks) -> Counter[str]:
     """Wait for processes to end; count what they told."""
     told = Counter[str]()
-    for pid, pipe in started:
-        for line in pipe:
-            times, _, outcome = line.rstrip("\n").partition(" ")
-            told[outcome] += int(times)
-        pipe.close()
-        if os.waitpid(pid, 0)[1]:
-            told["failed: a process has died"] += 1
-    return told
+    lines, codes = started.wait()
+    for line in lines:
+        times, _, outcome = line.rstrip("\n").partition(" ")
+        told[outcome] += int(times)
+    told["failed: a process has died"] += sum(map(bool, codes))
+    return +told
 
 
 def attack(folder: Path, count: int) -> tuple[Counter[str], list[str]]:
     """Save ``count`` times while others read; return how often what came, and what is left."""
-    readers = [start(reads, folder, number, 0) for number in range(READERS)]
-    writers = [start(saves, folder, number, count // WRITERS) for number in range(WRITERS)]
-    told = finish(writers)
+    readers = start(reads, READERS, folder, 0)
+    told = finish(start(saves, WRITERS, folder, count // WRITERS))
     (folder / FINISHED).touch()
     told += finish(readers)
     (folder / FINISHED).unlink()
@@ -133,13 +116,12 @@ def complaints(told: Counter[str], left: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Attack; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = asked(
+        __doc__,
+        arguments,
+        saves=(5000, "of all writers together"),
+        out=(RESULTS / "attacks.jsonl", "file that gets the row"),
     )
-    parser.add_argument("--saves", type=int, default=5000, help="of all writers together")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file that gets the row")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         told, left = attack(Path(name), given.saves)
@@ -148,9 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*found, sep="\n", end="\n" * bool(found))
     if found:
         return 1
-    where = {"benchmark": "attacks", "status": "measured", **provenance(torch.device("cpu"))}
     row = {"kinds": {"writers": dict(told)}, "seconds": round(time.monotonic() - begin, 1)}
-    append(given.out, [{**row, **where}])
+    keep(given.out, "attacks", [row])
     return 0
 
 

@@ -1,110 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``results.json`` contains, and a reader that refuses anything else."""
+"""A reader of ``results.json`` that refuses all but what the demo's records say is in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from preamp.core.errors import message
-from preamp.demo.records import SCHEMA_VERSION
+from preamp.demo.parallel import RankResult
+from preamp.demo.records import COMPARED, DERIVED, SCHEMA_VERSION, DemoResult, LevelResult, Memory
 
+_MEASURED = (LevelResult, RankResult)
+"""Their numbers are measured, and null where they were not finite."""
 
-@dataclass(frozen=True, slots=True)
-class _Optional:
-    """An object with these keys, or null."""
+_MORE: Mapping[type, dict[str, Any]] = {
+    DemoResult: {"schema_version": int},
+    LevelResult: dict.fromkeys((*DERIVED, *COMPARED), float | None),
+    Memory: {"total": float},
+}
+"""What the file has besides the fields."""
 
-    keys: dict[str, Any]
-
-
-_NUMBER = (int, float)
-_OPTIONAL_NUMBER = (int, float, type(None))
-
-_MODEL = {"layers": int, "width": int, "heads": int, "context": int}
-_OPTIMIZER = {
-    "learning_rate": _NUMBER,
-    "final_fraction": _NUMBER,
-    "warmup_fraction": _NUMBER,
-    "betas": [_NUMBER],
-    "eps": _NUMBER,
-    "weight_decay": _NUMBER,
-    "max_norm": _NUMBER,
-}
-_CONFIG = {
-    "levels": [str],
-    "steps": int,
-    "batch": int,
-    "seed": int,
-    "device": str,
-    "held_out_windows": int,
-    "storage": str,
-    "parallel": str,
-    "ranks": int,
-    "model": _MODEL,
-    "optimizer": _OPTIMIZER,
-}
-_MEMORY = {
-    "weights": _NUMBER,
-    "masters": _NUMBER,
-    "gradients": _NUMBER,
-    "optimizer_state": _NUMBER,
-    "total": _NUMBER,
-}
-_RANK = {
-    "rank": int,
-    "steps_skipped": int,
-    "loss_scale": _OPTIONAL_NUMBER,
-    "losses": str,
-    "weights": str,
-    "median_seconds": _OPTIONAL_NUMBER,
-    "bytes_per_parameter": _OPTIONAL_NUMBER,
-    "peak_bytes": _OPTIONAL_NUMBER,
-}
-_LEVEL = {
-    "level": str,
-    "status": str,
-    "reason": str,
-    "steps_done": int,
-    "steps_skipped": int,
-    "loss_scale": _OPTIONAL_NUMBER,
-    "losses": [_OPTIONAL_NUMBER],
-    "step_seconds": [_NUMBER],
-    "warmup_steps": int,
-    "tokens_per_step": int,
-    "held_out_bits": _OPTIONAL_NUMBER,
-    "dtypes": _Optional({"weights": str, "compute": str, "masters": str}),
-    "memory": _Optional(_MEMORY),
-    "activation_bytes": _OPTIONAL_NUMBER,
-    "peak_bytes": _OPTIONAL_NUMBER,
-    "ranks": [_RANK],
-    "best_seconds": _OPTIONAL_NUMBER,
-    "median_seconds": _OPTIONAL_NUMBER,
-    "tokens_per_second": _OPTIONAL_NUMBER,
-    "best_ratio": _OPTIONAL_NUMBER,
-    "median_ratio": _OPTIONAL_NUMBER,
-    "held_out_ratio": _OPTIONAL_NUMBER,
-}
-_DOCUMENT = {
-    "schema_version": int,
-    "config": _CONFIG,
-    "versions": {"python": str, "torch": str, "preamp": str},
-    "device": str,
-    "parameters": int,
-    "train_bytes": int,
-    "held_out_bytes": int,
-    "interrupted": bool,
-    "levels": [_LEVEL],
-}
+_LEFT_OUT = {LevelResult: {"records"}}
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a ``results.json`` and check every field of it.
-
-    Raises:
-        ValueError: Something is missing, superfluous or of another type; the message says where.
-    """
+    """Read a ``results.json`` and check every field of it; raises as `check_results` does."""
     document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     check_results(document)
     return document
@@ -119,7 +43,7 @@ def check_results(document: Any) -> None:
     Raises:
         ValueError: Something is missing, superfluous or of another type; the message says where.
     """
-    _check(document, _DOCUMENT, "results")
+    _check(document, DemoResult, "results")
     if document["schema_version"] != SCHEMA_VERSION:
         raise ValueError(
             message(
@@ -130,27 +54,43 @@ def check_results(document: Any) -> None:
         )
 
 
-def _check(value: Any, expected: Any, where: str) -> None:
-    if isinstance(expected, dict):
-        _check_keys(value, cast("dict[str, Any]", expected), where)
-    elif isinstance(expected, list):
+def _check(value: Any, kind: Any, where: str) -> None:
+    origin, parts = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        _check_record(value, kind, where)
+    elif origin in (Union, UnionType):
+        (present,) = (part for part in parts if part is not NoneType)
+        if value is not None:
+            _check(value, present, where)
+    elif origin is tuple:
         _require(isinstance(value, list), where, "a list", value)
         for index, item in enumerate(value):
-            _check(item, expected[0], f"{where}[{index}]")
-    elif isinstance(expected, _Optional):
-        if value is not None:
-            _check_keys(value, expected.keys, where)
+            _check(item, parts[0], f"{where}[{index}]")
+    elif origin is dict:
+        _require(isinstance(value, dict), where, "an object", value)
+        for key, item in value.items():
+            _check(item, parts[1], f"{where}.{key}")
+    elif origin is Literal:
+        _require(value in parts, where, f"one of {', '.join(parts)}", value)
     else:
         # bool is an int to Python, not to a reader of the file.
-        right = isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
-        _require(right, where, _spell(expected), value)
+        right = isinstance(value, (int, float) if kind is float else kind)
+        right &= kind is bool or not isinstance(value, bool)
+        _require(right, where, kind.__name__, value)
 
 
-def _check_keys(value: Any, expected: dict[str, Any], where: str) -> None:
+def _check_record(value: Any, kind: Any, where: str) -> None:
+    hints = get_type_hints(kind)
+    names = [item.name for item in dataclasses.fields(kind)]
+    fields = {name: hints[name] for name in names if name not in _LEFT_OUT.get(kind, ())}
+    fields |= _MORE.get(kind, {})
+    if kind in _MEASURED:
+        wide = {float: float | None, tuple[float, ...]: tuple[float | None, ...]}
+        fields = {name: wide.get(hint, hint) for name, hint in fields.items()}
     _require(isinstance(value, dict), where, "an object", value)
-    _require(value.keys() == expected.keys(), where, f"the keys {sorted(expected)}", sorted(value))
-    for key, item in expected.items():
-        _check(value[key], item, f"{where}.{key}")
+    _require(value.keys() == fields.keys(), where, f"the keys {sorted(fields)}", sorted(value))
+    for name, hint in fields.items():
+        _check(value[name], hint, f"{where}.{name}")
 
 
 def _require(holds: bool, where: str, allowed: str, got: Any) -> None:
@@ -158,8 +98,3 @@ def _require(holds: bool, where: str, allowed: str, got: Any) -> None:
         raise ValueError(
             message(f"Found {got!r} at {where}", f"It has to be {allowed}", "Run the demo again")
         )
-
-
-def _spell(expected: type | tuple[type, ...]) -> str:
-    kinds = expected if isinstance(expected, tuple) else (expected,)
-    return " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)

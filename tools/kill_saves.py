@@ -15,16 +15,11 @@ one of them is killed or all. Those that are left must raise, and not wait for e
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import preamp
+from attack_frame import TOLD, Forks, Report, asked, meet
 from preamp.checkpoint import latest_checkpoint
 
 LONGEST_WAIT = 0.25  # seconds of saving before the kill, at most, after
@@ -40,7 +36,6 @@ MOST_FILES = 3  # so many files: a slow machine may take longer for each
 GROUP_SECONDS, HANG_SECONDS = 20, 60  # until torch gives up on a rank, until this program does
 MOST_KILLS = 200  # until one has hit an unfinished file
 SIZE = 60_000
-TOLD = 3  # exit status of a rank that has raised because another one is gone
 
 
 def content(number: int, mesh: Any = None) -> dict[str, Any]:
@@ -52,11 +47,11 @@ def content(number: int, mesh: Any = None) -> dict[str, Any]:
     return {"number": number, "values": values}
 
 
-def save_forever(folder: Path, number: int, pipe: int, mesh: Any) -> NoReturn:
+def save_forever(folder: Path, number: int, report: Report, mesh: Any) -> NoReturn:
     """Save until killed."""
     suffix = (".pt", ".safetensors")[number % 2]
     way = number % 3
-    os.write(pipe, b"start\n")
+    report("start")
     while True:
         number += 1
         name = f"step_{number}{suffix}" if way else f"only{suffix}"
@@ -67,71 +62,33 @@ def save_forever(folder: Path, number: int, pipe: int, mesh: Any) -> NoReturn:
             asynchronous=way == 2,
         )
         saving.wait()
-        os.write(pipe, f"{number}\n".encode())
+        report(str(number))
 
 
-def be_child(folder: Path, number: int, pipe: int, place: tuple[int, int, str]) -> NoReturn:
-    """Run in a process of its own; ``place`` is its rank, of how many, and where they meet."""
-    rank, ranks, meet = place
-    try:
-        mesh = None
-        if ranks > 1:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{meet}",
-                rank=rank,
-                world_size=ranks,
-                timeout=timedelta(seconds=GROUP_SECONDS),
-            )
-            mesh = init_device_mesh("cpu", (ranks,))
-            dist.barrier()
-        save_forever(folder, number, pipe, mesh)
-    except preamp.PreampError:
-        os._exit(TOLD)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def kill_once(folder: Path, number: int, ranks: int, generator: random.Random) -> int:
+def kill_once(folder: Path, number: int, ranks: int, draw: random.Random) -> int:
     """Start children, kill one or all while they save; return the last number reported."""
-    files, wait = generator.randint(0, MOST_FILES), generator.uniform(0, LONGEST_WAIT)
-    ours, theirs = os.pipe()
-    children: list[int] = []
-    with tempfile.TemporaryDirectory() as meet, os.fdopen(ours) as reports:
-        for rank in range(ranks):
-            child = os.fork()
-            if child == 0:
-                be_child(folder, number, theirs, (rank, ranks, f"{meet}/meet"))
-            children.append(child)
-        os.close(theirs)
+    files, wait = draw.randint(0, MOST_FILES), draw.uniform(0, LONGEST_WAIT)
+    with tempfile.TemporaryDirectory() as meeting:
+
+        def work(rank: int, report: Report) -> int:
+            mesh = None
+            try:
+                meet(rank, ranks, f"{meeting}/meet", GROUP_SECONDS)
+                if ranks > 1:
+                    mesh = init_device_mesh("cpu", (ranks,))
+                    dist.barrier()
+                save_forever(folder, number, report, mesh)
+            except preamp.PreampError:
+                return TOLD
+
+        children = Forks(work, ranks)
         # The first line of each child tells of the start.
-        lines = [reports.readline() for _ in range(ranks * (1 + files))]
+        lines = [children.lines.readline() for _ in range(ranks * (1 + files))]
         time.sleep(wait)
-        victims = children if generator.random() < 0.5 else [generator.choice(children)]
-        for child in victims:
-            os.kill(child, signal.SIGKILL)
-        wait_for(children, victims)
-        told = (line.strip() for line in [*lines, *reports.readlines()])
-        return max((int(line) for line in told if line.isdigit()), default=number)
-
-
-def wait_for(children: Sequence[int], victims: Sequence[int]) -> None:
-    """Wait until all have ended, those that were not killed by raising."""
-    deadline = time.monotonic() + HANG_SECONDS
-    for child in children:
-        wanted = -signal.SIGKILL if child in victims else TOLD
-        ended, status = os.waitpid(child, os.WNOHANG)
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.01)
-            ended, status = os.waitpid(child, os.WNOHANG)
-        if not ended:
-            for one in children:
-                os.kill(one, signal.SIGKILL)
-            raise SystemExit("a rank waits for one that was killed")
-        if os.waitstatus_to_exitcode(status) != wanted:
-            raise SystemExit(f"a child ended with {os.waitstatus_to_exitcode(status)}")
+        children.kill(draw)
+        lines += children.wait_after_kill(HANG_SECONDS, may_finish=False)
+    told = (line.strip() for line in lines)
+    return max((int(line) for line in told if line.isdigit()), default=number)
 
 
 def check(folder: Path, reported: int) -> int:
@@ -152,12 +109,13 @@ def check(folder: Path, reported: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the given number of kills; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    options = asked(
+        __doc__,
+        arguments,
+        kills=(100, "how many, at least"),
+        ranks=(1, "processes that save together"),
+        seed=(0, "what the moments are drawn from"),
+    )
     generator = random.Random(options.seed)
     number, kills, drafts = 0, 0, 0
     with tempfile.TemporaryDirectory() as name:

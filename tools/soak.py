@@ -26,117 +26,59 @@ must not grow after a warm-up. What passes becomes a row in ``benchmarks/results
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import random
 import re
-import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from attack_frame import RESULTS, TOLD, Forks, Report, asked, keep, meet
 from preamp.checkpoint import read_checkpoint
 from soak_checks import check, growth
 from soak_training import Memory, Options, Run, Step, train
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from preamp_bench.records import append, provenance
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.jsonl"
 GROUP_SECONDS = 60  # until a rank gives up on another
-TOLD = 3  # exit status of a rank that has raised because another one is gone
 
 
-class Job:
-    """A process for each rank, a fork of this one, and the lines that they report."""
+def start(options: Options, folder: Path, **how: bool) -> Forks:
+    """Train in a fork for each rank, which report steps, saves and memory."""
+    place = str(Path(tempfile.mkdtemp(dir=folder.parent), "meet"))
 
-    def __init__(self, options: Options, folder: Path, **how: bool) -> None:
-        reading, writing = os.pipe()
-        meet = Path(tempfile.mkdtemp(dir=folder.parent), "meet")
-        sys.stdout.flush()
-        self._pids: list[int] = []
-        self._killed: list[int] = []
-        for rank in range(options.ranks):
-            pid = os.fork()
-            if pid == 0:
-                os.close(reading)
-                _be_rank(options, folder, (rank, writing, meet), how)
-            self._pids.append(pid)
-        os.close(writing)
-        self.lines = os.fdopen(reading)
-
-    def kill(self, draw: random.Random) -> None:
-        """Stop all ranks at once, or one of them."""
-        self._killed = self._pids if draw.random() < 0.5 else [draw.choice(self._pids)]
-        for pid in self._killed:
-            os.kill(pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        """Wait for all ranks to end.
-
-        Raises:
-            SystemExit: One has neither finished nor been killed, nor raised because another was.
-        """
-        self.lines.read()  # or they could write no more
-        self.lines.close()
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self._pids]
-        allowed = {0, -signal.SIGKILL, TOLD} if self._killed else {0}
-        if not allowed.issuperset(codes):
-            raise SystemExit(f"processes ended with {codes}")
-
-
-def _be_rank(
-    options: Options, folder: Path, place: tuple[int, int, Path], how: dict[str, bool]
-) -> NoReturn:
-    rank, pipe, meet = place
-    status = 1
-    try:
-        if options.ranks > 1:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{meet}",
-                rank=rank,
-                world_size=options.ranks,
-                timeout=timedelta(seconds=GROUP_SECONDS),
-            )
-        gc.freeze()  # what is there already is none of the training's
-
-        def report(line: str) -> None:
+    def work(rank: int, report: Report) -> int:
+        def tell(line: str) -> None:
             if rank == 0 or line.startswith("memory"):
-                os.write(pipe, f"{line} {rank}\n".encode())
+                report(f"{line} {rank}")
 
-        train(options, folder, report=report, **how)
-        status = 0
-    except BaseException as error:
-        if options.ranks > 1 and re.search("closed by peer|reset by peer|imed out", str(error)):
-            status = TOLD
-        else:
-            traceback.print_exc()
-    finally:
-        os._exit(status)
+        try:
+            meet(rank, options.ranks, place, GROUP_SECONDS)
+            gc.freeze()  # what is there already is none of the training's
+            train(options, folder, report=tell, **how)
+        except Exception as error:
+            gone = "closed by peer|reset by peer|imed out"
+            if options.ranks > 1 and re.search(gone, str(error)):
+                return TOLD
+            raise
+        return 0
+
+    return Forks(work, options.ranks)
 
 
 def run_once(options: Options, folder: Path, **how: bool) -> dict[int, list[Memory]]:
     """Train in one process, or one for each rank; return the memory of each."""
-    job = Job(options, folder, **how)
+    job = start(options, folder, **how)
     found: dict[int, list[Memory]] = defaultdict(list)
     for line in job.lines:
         kind, *numbers, rank = line.split()
         if kind == "memory":
             found[int(rank)].append(Memory(*map(int, numbers)))
-    job.wait()
+    job.wait_after_kill(may_finish=True)
     return found
 
 
@@ -149,7 +91,7 @@ def run_killed(options: Options, folder: Path) -> tuple[int, int]:
     ways = [b - a for a, b in zip([0, *saves], [*saves, options.steps], strict=True)]
     longest = max(ways) + 20
     while True:
-        job = Job(options, folder, checkpoints=True, reloads=False)
+        job = start(options, folder, checkpoints=True, reloads=False)
         life, at_saving = draw.randrange(longest), draw.random() < 0.5
         for line in job.lines:
             if line.startswith("step"):
@@ -162,7 +104,7 @@ def run_killed(options: Options, folder: Path) -> tuple[int, int]:
                 job.kill(draw)
                 kills += 1
                 break
-        job.wait()
+        job.wait_after_kill(may_finish=True)
         if Path(folder, "final.pt").exists():
             return kills, again
 
@@ -234,19 +176,17 @@ def load_everything() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak the given levels; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = asked(
+        __doc__,
+        arguments,
+        steps=(100_000, "of one process"),
+        steps_on_two=(10_000, "of two ranks; 0 for none"),
+        seed=(0, "what steps and kills are drawn from"),
+        levels=("O1,O2,O5", "opt levels"),
+        results=(RESULTS / "soak.jsonl", "file that gets the rows"),
     )
-    parser.add_argument("--steps", type=int, default=100_000, help="of one process")
-    parser.add_argument("--steps-on-two", type=int, default=10_000, help="of two ranks; 0 for none")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--levels", default="O1,O2,O5", help="opt levels")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file that gets the rows")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     load_everything()
-    where = {"benchmark": "soak", "status": "measured", **provenance(torch.device("cpu"))}
     for level in given.levels.split(","):
         for ranks, steps in ((1, given.steps), (2, given.steps_on_two)):
             if not steps:
@@ -254,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as name:
                 row = soak(Options(level, steps, given.seed, ranks), Path(name))
             print(told(row), flush=True)
-            append(given.results, [{**row, **where}])
+            keep(given.results, "soak", [row])
     return 0
 
 

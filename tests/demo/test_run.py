@@ -20,7 +20,7 @@ from preamp.demo.config import DEFAULT_LEVELS, OptimizerConfig
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.run import prepare, run, warmup_steps
-from preamp.demo.train import DivergedError, Progress, Tape, Watcher, record_step, set_learning_rate
+from preamp.demo.train import DivergedError, Progress, Tape, Watcher, set_learning_rate
 from preamp.numerics import History, MemoryRecord, OverflowRecord, RunRecord, StepRecord
 
 
@@ -150,9 +150,9 @@ def test_level_that_fails_is_a_row_and_the_next_one_runs(
 def test_loss_may_be_infinite_for_a_while_but_not_for_good() -> None:
     tape = Tape(level="O1")
     for loss in (1.0, math.inf, math.nan, math.inf, math.nan, 2.0, *[math.nan] * 4):
-        record_step(tape, loss, 0.1)
+        tape.add(loss, 0.1)
     with pytest.raises(DivergedError, match="the loss is not finite from step 7 on"):
-        record_step(tape, math.inf, 0.1)
+        tape.add(math.inf, 0.1)
     assert len(tape.losses) == 11
 
 

@@ -14,6 +14,16 @@ from preamp.numerics import Record
 
 SCHEMA_VERSION = 3
 
+DERIVED = ("best_seconds", "median_seconds", "tokens_per_second")
+"""What a level has in the file besides its fields, computed from them."""
+
+COMPARED = {
+    "best_ratio": "best_seconds",
+    "median_ratio": "median_seconds",
+    "held_out_ratio": "held_out_bits",
+}
+"""The same, over what O0 has."""
+
 Status = Literal["finished", "diverged", "refused", "interrupted"]
 
 
@@ -118,14 +128,14 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _level_to_json(row: LevelResult, base: LevelResult | None) -> dict[str, Any]:
-    plain = asdict(replace(row, records=()))
-    del plain["records"]
-    return plain | {
+    fields = asdict(replace(row, records=()))
+    del fields["records"]
+    return {
+        **fields,
         "memory": row.memory and asdict(row.memory) | {"total": row.memory.total},
-        "best_seconds": row.best_seconds,
-        "median_seconds": row.median_seconds,
-        "tokens_per_second": row.tokens_per_second,
-        "best_ratio": ratio(row.best_seconds, base and base.best_seconds),
-        "median_ratio": ratio(row.median_seconds, base and base.median_seconds),
-        "held_out_ratio": ratio(row.held_out_bits, base and base.held_out_bits),
+        **{name: getattr(row, name) for name in DERIVED},
+        **{
+            name: ratio(getattr(row, of), base and getattr(base, of))
+            for name, of in COMPARED.items()
+        },
     }

@@ -18,15 +18,7 @@ from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
 from preamp.demo.model import GPT
 from preamp.demo.parallel import RankResult, digest, shard_before, wrap_after
 from preamp.demo.records import DemoResult, LevelResult, Status
-from preamp.demo.train import (
-    DivergedError,
-    Tape,
-    Watcher,
-    make_optimizer,
-    note_start,
-    records_of,
-    train,
-)
+from preamp.demo.train import DivergedError, Tape, Watcher, make_optimizer, train
 from preamp.distributed.groups import gather_to_all, own_rank
 from preamp.policy.resolve import level_hint
 
@@ -136,7 +128,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     engine = preamp.engine_of(optimizer)
     wrapped = wrap_after(model, optimizer, config.parallel)
     tape = Tape(level=level)
-    note_start(tape.history, engine, describe_device(setting.device))
+    tape.begin(engine, describe_device(setting.device))
     try:
         status, reason = outcome_of(
             lambda: train(
@@ -159,7 +151,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
             memory=tape.memory,
             activation_bytes=None,
             peak_bytes=peak_of(setting.device),
-            records=records_of(tape.history, engine),
+            records=tape.records(engine),
         )
         if status != "interrupted":
             row = look_closer(with_ranks(row, model), setting, model, optimizer)

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,39 +55,6 @@ class Watcher:
         """An opt level is over, finished or not."""
 
 
-def note_start(history: History, engine: preamp.Engine, device: str) -> None:
-    """Write down how a training is set up; ``device`` is in words."""
-    for record in engine.history.of(RunRecord):
-        history.add(dataclasses.replace(record, device=device))
-
-
-def note_step(history: History, step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
-    """Write down a step from 1, its loss in bits per byte, and why it was skipped. Synchronises."""
-    engine = preamp.engine_of(optimizer)
-    skipped = engine.last_step_skipped
-    rate = optimizer.param_groups[0]["lr"]
-    scales = {0: engine.loss_scale(0)}
-    history.add(StepRecord(step=step, losses={0: loss}, scales=scales, skipped=skipped, lr=rate))
-    if skipped and engine.overflow_causes:
-        history.add(dataclasses.replace(engine.overflow_causes[-1].to_record(), step=step))
-
-
-def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -> None:
-    """Write down what is held, given as bytes per parameter."""
-    count = sum(p.numel() for p in model.parameters())
-    held = {
-        name.replace("_", " "): round(part * count)
-        for name, part in dataclasses.asdict(memory).items()
-    }
-    history.add(MemoryRecord(step=step, categories=held))
-
-
-def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
-    """All records of a training, but for those the loop wrote down itself, in its own units."""
-    own = engine.history
-    return (*history, *own.of(NumericsRecord), *own.of(CastsRecord))
-
-
 PATIENCE = 5
 """Losses in a row that may be non-finite: a loss scaler recovers from one, no model from five."""
 
@@ -106,27 +73,66 @@ class Tape:
     memory: Memory | None = None  # bytes per parameter, from the second step that was taken on
     history: History = field(default_factory=History)  # what happened to the numbers
 
+    def begin(self, engine: preamp.Engine, device: str) -> None:
+        """Write down how a training is set up; ``device`` is in words."""
+        for record in engine.history.of(RunRecord):
+            self.history.add(replace(record, device=device))
+
+    def count_bytes_once(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Count memory at the first backward that finds the optimizer's state in place."""
+        if self.memory is None and optimizer.state:
+            self.memory = memory_of(model, optimizer)
+            count = sum(p.numel() for p in model.parameters())
+            held = {
+                name.replace("_", " "): round(part * count)
+                for name, part in asdict(self.memory).items()
+            }
+            self.history.add(MemoryRecord(step=len(self.losses) + 1, categories=held))
+
+    def note(self, nats: float, optimizer: torch.optim.Optimizer) -> None:
+        """Add a step to the history, and why it was skipped. Synchronises."""
+        engine, step = preamp.engine_of(optimizer), len(self.losses) + 1
+        skipped = engine.last_step_skipped
+        self.history.add(
+            StepRecord(
+                step=step,
+                losses={0: nats / math.log(2)},
+                scales={0: engine.loss_scale(0)},
+                skipped=skipped,
+                lr=optimizer.param_groups[0]["lr"],
+            )
+        )
+        if skipped and engine.overflow_causes:
+            self.history.add(replace(engine.overflow_causes[-1].to_record(), step=step))
+
+    def add(self, nats: float, seconds: float) -> None:
+        """Keep loss and time of a step; `DivergedError` at one non-finite loss too many."""
+        self.losses.append(nats / math.log(2))
+        self.seconds.append(seconds)
+        latest = self.losses[-PATIENCE:]
+        if len(latest) == PATIENCE and not any(map(math.isfinite, latest)):
+            first = len(self.losses) - PATIENCE + 1
+            raise DivergedError(f"the loss is not finite from step {first} on")
+
+    def records(self, engine: preamp.Engine) -> tuple[Record, ...]:
+        """All records of a training; those of steps are its own, in bits per byte."""
+        own = engine.history
+        return (*self.history, *own.of(NumericsRecord), *own.of(CastsRecord))
+
 
 def make_optimizer(
     model: GPT, config: OptimizerConfig, storage: str = "full"
 ) -> torch.optim.Optimizer:
     """Create the optimizer as if there were no mixed precision; moments in fewer bits are ours."""
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
     if storage != "full":
-        return FusedAdam(
-            model.parameters(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+        return FusedAdam(model.parameters(), **options)
+    return torch.optim.AdamW(model.parameters(), fused=True, **options)
 
 
 def train(
@@ -153,16 +159,24 @@ def train(
         with preamp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()  # pyright: ignore[reportUnknownMemberType]
         preamp.clip_grad_norm_(optimizer, config.optimizer.max_norm)
-        count_bytes_once(model, optimizer, tape)
+        tape.count_bytes_once(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
         wait_for(loss.device)
         seconds = time.perf_counter() - started
         nats = mean_over_ranks(loss).item()
-        note_step(tape.history, len(tape.losses) + 1, bits_of(nats), optimizer)
-        record_step(tape, nats, seconds)
-        report_step(tape, optimizer, config.batch * config.model.context, watcher)
+        tape.note(nats, optimizer)
+        tape.add(nats, seconds)
+        watcher.step_done(
+            Progress(
+                level=tape.level,
+                step=len(tape.losses),
+                loss=tape.losses[-1],
+                loss_scale=preamp.engine_of(optimizer).loss_scale(0),
+                tokens_per_second=config.batch * config.model.context / seconds,
+            )
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: DemoConfig) -> None:
@@ -180,40 +194,3 @@ def wait_for(device: torch.device) -> None:
     """Wait until the device has done all it was told to do; the CPU has nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def count_bytes_once(model: nn.Module, optimizer: torch.optim.Optimizer, tape: Tape) -> None:
-    """Count memory at the first backward that finds the optimizer's state in place."""
-    if tape.memory is None and optimizer.state:
-        tape.memory = memory_of(model, optimizer)
-        note_memory(tape.history, len(tape.losses) + 1, tape.memory, model)
-
-
-def bits_of(nats: float) -> float:
-    """Bits per byte of a loss in nats."""
-    return nats / math.log(2)
-
-
-def record_step(tape: Tape, loss: float, seconds: float) -> None:
-    """Write down a loss in nats; raises `DivergedError` at one non-finite loss too many."""
-    tape.losses.append(bits_of(loss))
-    tape.seconds.append(seconds)
-    latest = tape.losses[-PATIENCE:]
-    if len(latest) == PATIENCE and not any(map(math.isfinite, latest)):
-        first = len(tape.losses) - PATIENCE + 1
-        raise DivergedError(f"the loss is not finite from step {first} on")
-
-
-def report_step(
-    tape: Tape, optimizer: torch.optim.Optimizer, tokens: int, watcher: Watcher
-) -> None:
-    """Tell the watcher about the step just recorded."""
-    watcher.step_done(
-        Progress(
-            level=tape.level,
-            step=len(tape.losses),
-            loss=tape.losses[-1],
-            loss_scale=preamp.engine_of(optimizer).loss_scale(0),
-            tokens_per_second=tokens / tape.seconds[-1],
-        )
-    )
