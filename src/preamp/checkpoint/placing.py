@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.shards import Box, Frame, SavedShards, cut, shape_of, shard_of
-from preamp.checkpoint.subjects import MasterShard, MasterShards, Subjects, params_of
+from preamp.checkpoint.subjects import MasterShard, MasterShards, Subjects, named_tensors, params_of
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
@@ -56,11 +56,7 @@ def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
 
 
 def _model_state(state: Mapping[str, Any], model: nn.Module | None) -> Any:
-    if model is None:
-        return state
-    likes: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    likes |= dict(model.named_buffers(remove_duplicate=False))
-    return _like(state, likes)
+    return state if model is None else _like(state, named_tensors(model))
 
 
 def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
