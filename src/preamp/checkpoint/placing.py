@@ -119,15 +119,15 @@ def _scales(value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
         return value
     if shape_of(value) != frame.shape:
         return value  # for the optimizer to complain about
-    own = cut(value, frame, box).to(param.device)
-    return sharded_as(own, param, frame.shape) if share is None else own
+    own = cut(value, frame, box)
+    return sharded_as(own.to(param.device), param, frame.shape) if share is None else own
 
 
 def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
     if not isinstance(value, (torch.Tensor, SavedShards)):
         return value
     if share is not None and key != "step" and shape_of(value) == share.frame.shape:
-        return cut(value, share.frame, share.box).to(param.device)
+        return cut(value, share.frame, share.box)
     if (
         isinstance(value, SavedShards)
         and is_sharded(param)
