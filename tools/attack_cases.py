@@ -30,7 +30,7 @@ from preamp.checkpoint import (
     read_apex_checkpoint,
     read_checkpoint,
 )
-from preamp.checkpoint.codec import Stored, encode
+from preamp.checkpoint.codec import encode, store
 from preamp.checkpoint.formats import read_format, write_format
 from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.checkpoint.storage import Draft, ShardFile, write
@@ -210,7 +210,7 @@ def save_sharded(folder: Path) -> None:
         tree, tensors = encode({**content, "extra": {"x": shard, "rank": rank}})
         (name,) = tensors
         member = ShardFile(token="mark", number=1, rank=rank, ranks=2)
-        stored = {name: Stored.of(shard.data, copy=True)}
+        stored = store({name: shard.data}, copy=True)()
         write(Draft([tree], stored, member, {name: box}), member.file_in(folder))
 
 

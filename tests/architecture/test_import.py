@@ -73,11 +73,11 @@ assert "__doc__" in dir(preamp) and "TYPE_CHECKING" not in dir(preamp.checkpoint
 
 READERS_OF_APEX_FILES = """
 import preamp.checkpoint
-assert "preamp.checkpoint.convert" not in sys.modules
+assert "preamp.checkpoint.apex.findings" not in sys.modules
 assert not hasattr(preamp.checkpoint, "nothing")
 assert "describe" not in vars(preamp.checkpoint)
 from preamp.checkpoint import *
-assert describe is sys.modules["preamp.checkpoint.convert"].describe
+assert describe is sys.modules["preamp.checkpoint.apex.findings"].describe
 assert vars(preamp.checkpoint)["describe"] is describe
 assert all(name in globals() for name in preamp.checkpoint.__all__)
 """

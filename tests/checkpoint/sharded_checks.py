@@ -170,7 +170,7 @@ def check_a_copy_that_fails_is_everybodys() -> None:
     for asynchronous in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(gathering.Stored, "of", no_memory)
+                patch.setattr(gathering, "store", no_memory)
             if asynchronous:
                 run.save(folder / "a", asynchronous=True)  # the next call raises
             with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -17,13 +17,8 @@ from checkpoint.apex_files import AMP, AMP_ATTRIBUTES, SCALERS, apex_class, writ
 from engine.harness import engines_closed as engines_closed
 from fp16_utils.steps import Weights
 from preamp import amp
-from preamp.checkpoint import (
-    Finding,
-    convert,
-    convert_apex_checkpoint,
-    describe,
-    read_apex_checkpoint,
-)
+from preamp.checkpoint import Finding, convert_apex_checkpoint, describe, read_apex_checkpoint
+from preamp.checkpoint.apex import convert
 from preamp.cli.app import app
 from preamp.fp16_utils import FP16_Optimizer
 

@@ -9,27 +9,27 @@ from preamp.checkpoint.stopping import stop_on_signal as stop_on_signal
 from preamp.core.late import names
 
 if TYPE_CHECKING:
-    from preamp.checkpoint.convert import Finding as Finding
-    from preamp.checkpoint.convert import ScalerState as ScalerState
-    from preamp.checkpoint.convert import convert_apex_checkpoint as convert_apex_checkpoint
-    from preamp.checkpoint.convert import describe as describe
-    from preamp.checkpoint.convert import plain_loss_scaler as plain_loss_scaler
-    from preamp.checkpoint.reader import ApexRecord as ApexRecord
-    from preamp.checkpoint.reader import read_apex_checkpoint as read_apex_checkpoint
+    from preamp.checkpoint.apex.convert import convert_apex_checkpoint as convert_apex_checkpoint
+    from preamp.checkpoint.apex.findings import Finding as Finding
+    from preamp.checkpoint.apex.findings import describe as describe
+    from preamp.checkpoint.apex.reader import ApexRecord as ApexRecord
+    from preamp.checkpoint.apex.reader import read_apex_checkpoint as read_apex_checkpoint
+    from preamp.checkpoint.apex.scalers import ScalerState as ScalerState
+    from preamp.checkpoint.apex.scalers import plain_loss_scaler as plain_loss_scaler
     from preamp.checkpoint.saving import latest_checkpoint as latest_checkpoint
     from preamp.checkpoint.saving import read_checkpoint as read_checkpoint
 
 # Checkpoints would be a third of the time of importing preamp.
 __getattr__, __dir__ = names(
     "preamp.checkpoint",
-    ApexRecord="reader",
-    Finding="convert",
-    ScalerState="convert",
-    convert_apex_checkpoint="convert",
-    describe="convert",
+    ApexRecord="apex.reader",
+    Finding="apex.findings",
+    ScalerState="apex.scalers",
+    convert_apex_checkpoint="apex.convert",
+    describe="apex.findings",
     latest_checkpoint="saving",
-    plain_loss_scaler="convert",
-    read_apex_checkpoint="reader",
+    plain_loss_scaler="apex.scalers",
+    read_apex_checkpoint="apex.reader",
     read_checkpoint="saving",
 )
 

@@ -21,9 +21,10 @@ import torch
 
 from preamp.checkpoint.formats import DTYPES, bytes_of
 from preamp.checkpoint.shards import Box, Shard, describe_frame, saved_shards, shard_of
+from preamp.checkpoint.staging import download
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_type, bad_value, with_article
-from preamp.core.tensors import is_sharded
+from preamp.core.tensors import is_sharded, memory_order
 from preamp.kernels.sparse import stored_parts
 
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter's lock
@@ -101,20 +102,6 @@ class Stored:
     shape: tuple[int, ...]  # of that tensor
     order: tuple[int, ...] | None  # see `ManifestEntry`
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, *, copy: bool) -> Stored:
-        """Bring ``tensor`` to the CPU, sharing no memory with it if ``copy``. Synchronises."""
-        value = tensor.detach().resolve_conj().resolve_neg()
-        dtype, shape, order = value.dtype, tuple(value.shape), _memory_order(value)
-        if order is not None:
-            value = value.permute(order)
-        value = value.to("cpu", copy=copy).contiguous()
-        if value.untyped_storage().nbytes() != value.numel() * value.element_size():
-            value = value.clone()  # files hold whole storages
-        if dtype not in DTYPES:  # its bytes are stored
-            value = value.reshape(-1).view(torch.uint8)
-        return cls(value, dtype, shape, order)
-
     def entry(self) -> ManifestEntry:
         """Return the manifest's entry, reading all of it for the checksum."""
         return ManifestEntry(
@@ -124,6 +111,36 @@ class Stored:
             bytes=self.data.numel() * self.data.element_size(),
             sha256=_checksum(self.data),
         )
+
+
+def store(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> Callable[[], dict[str, Stored]]:
+    """Begin to bring ``tensors`` to the CPU; return what waits for them and returns them.
+
+    With ``copy`` none shares memory with what it was, and what is queued later changes none;
+    without it the host may wait here already.
+    """
+    values = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors.values()]
+    orders = list(map(_dense_order, values))
+    laid = [
+        v if order is None else v.permute(order) for v, order in zip(values, orders, strict=True)
+    ]
+    laid = [value.clone() if copy and value.device.type == "cpu" else value for value in laid]
+    arrive = download(laid, waits=not copy)
+
+    def finish() -> dict[str, Stored]:
+        return {
+            name: Stored(_as_stored(data), value.dtype, tuple(value.shape), order)
+            for name, data, value, order in zip(tensors, arrive(), values, orders, strict=True)
+        }
+
+    return finish
+
+
+def _as_stored(value: torch.Tensor) -> torch.Tensor:
+    value = value.contiguous()
+    if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+        value = value.clone()  # files hold whole storages
+    return value if value.dtype in DTYPES else value.reshape(-1).view(torch.uint8)  # its bytes
 
 
 def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, ManifestEntry]:
@@ -170,12 +187,11 @@ def _verified(name: str, part: ManifestEntry, data: Any, checksums: bool) -> tor
     return value
 
 
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions from the largest stride to the smallest, if that makes it contiguous."""
-    if tensor.is_contiguous():
-        return None
-    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tuple(dims) if tensor.permute(dims).is_contiguous() else None
+def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """See `ManifestEntry`; ``None`` also where no order makes it contiguous."""
+    order = memory_order(tensor)
+    is_usual = tensor.is_contiguous() or not tensor.permute(order).is_contiguous()
+    return None if is_usual else order
 
 
 def _checksum(data: torch.Tensor) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +27,7 @@ _SAFETENSORS = ".safetensors"
 _ABOUT = "__metadata__"  # in the header of safetensors
 ZIP = b"PK\x03\x04"
 _END, _LOCATOR, _RECORD = 22, 20, 56  # bytes at the end of a zip, the latter two of a large one
+_ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -179,3 +182,21 @@ def path_of(file: BinaryIO) -> str:
     own = f"/dev/fd/{file.fileno()}"
     # Windows has none, and replaces no file that is open.
     return own if os.path.exists(own) else file.name
+
+
+def class_asked_for(error: Exception) -> str | None:
+    """What torch's restricted unpickler refused, if that is the error."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is None or not isinstance(error, pickle.UnpicklingError):
+        return None
+    return named[1].removeprefix("builtins.")  # only some versions of torch write it
+
+
+def cause_of(error: Exception) -> str:
+    """The line that says what is wrong with a file; torch puts advice before and after it."""
+    name = class_asked_for(error)
+    if name is not None:
+        return f"it asks for {name}, which is no plain data"
+    lines = [line.strip() for line in str(error).splitlines()]
+    causes = [line for line in lines if line and not line.startswith(_ADVICE)]
+    return causes[-1] if causes else type(error).__name__

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.codec import Stored, Tensors
+from preamp.checkpoint.codec import Stored, Tensors, store
 from preamp.checkpoint.ranks import (
     Print,
     check_shared,
@@ -34,12 +34,13 @@ from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.files import naming
 
 Encoded = tuple[Any, Tensors]
+Finish = Callable[[], Draft | None]
 _Prints = dict[str, Print]
 
 
 def gather(
     make: Callable[[], Encoded], path: Path, buffers: frozenset[str]
-) -> Callable[[bool], Draft | None]:
+) -> Callable[[bool], Finish]:
     """Agree with the other ranks on what this one is to write; return what brings it to the CPU.
 
     Where nothing is sharded that is everything on the first rank and nothing on the others, which
@@ -49,11 +50,11 @@ def gather(
     of single tensors are exchanged only where something is not as it usually is.
 
     ``make`` returns the content of this rank; where it fails on one rank, all raise. ``buffers``
-    are the names of tensors that are buffers of models. What is returned synchronises, may fail on
-    one rank alone, and returns the draft, or ``None`` on ranks that write nothing; its argument is
-    whether later changes must not change the draft. Raises `PreampStateError` if weights or
-    optimizer states are not the same on all ranks, copies of one piece differ, or pieces do not
-    make up a tensor.
+    are the names of tensors that are buffers of models. What is returned may fail on one rank
+    alone; its argument is whether later changes must not change the draft. It returns what waits
+    for the copies, and returns the draft, or ``None`` on ranks that write nothing. Raises
+    `PreampStateError` if weights or optimizer states are not the same on all ranks, copies of one
+    piece differ, or pieces do not make up a tensor.
     """
     tree: Any = None
     tensors: Tensors = {}
@@ -75,7 +76,7 @@ def gather(
     try:
         told = [one for one in exchanged(tell) if one is not None]
         if not told:
-            return lambda copy: Draft([tree], _stored(_plain(tensors), copy=copy))
+            return lambda copy: _alone(tree, store(_plain(tensors), copy=copy))
         found = _Findings.of(told, tensors, prints, buffers)
     except BaseException:
         with contextlib.suppress(OSError):  # it is not empty, or not there
@@ -93,19 +94,29 @@ def _pieces(tensors: Tensors) -> dict[str, Shard]:
     return {name: kept for name, kept in tensors.items() if not isinstance(kept, torch.Tensor)}
 
 
-def _collected(tree: Any, tensors: Tensors, found: _Findings, *, copy: bool) -> Draft | None:
-    plain, mine = _plain(tensors), found.own
+def _alone(tree: Any, finish: Callable[[], dict[str, Stored]]) -> Finish:
+    return lambda: Draft([tree], finish())
+
+
+def _collected(tree: Any, tensors: Tensors, found: _Findings, *, copy: bool) -> Finish:
+    plain, mine = _plain(tensors), set(found.own)
+    renamed = _renamed(tree, mine, rank())
     if found.has_pieces:
-        kept = plain if rank() == 0 else {name: plain[name] for name in mine}
-        return _one_of_several(_renamed(tree, set(mine), rank()), kept, tensors, found, copy=copy)
-    parts = _stored({name: plain[name] for name in mine}, copy=False)
-    others = gathered_on_first((_renamed(tree, set(mine), rank()), parts) if rank() else None)
+        names = plain if rank() == 0 else found.own
+        kept = {_name(rank(), name): plain[name] for name in names}
+        kept |= {name: cast("Shard", tensors[name]).data for name in found.pieces}
+        return _one_of_several(renamed, store(kept, copy=copy), tensors, found)
+    parts = store({name: plain[name] for name in found.own}, copy=False)()
+    others = gathered_on_first((renamed, parts) if rank() else None)
     if rank():
-        return None
-    stored = _stored(plain, copy=copy)
-    for number, (_, added) in enumerate(others[1:], start=1):
-        stored |= {_name(number, name): part for name, part in added.items()}
-    return Draft([tree, *(other for other, _ in others[1:])], stored)
+        return lambda: None
+    added = {
+        _name(number, name): part
+        for number, (_, theirs) in enumerate(others[1:], start=1)
+        for name, part in theirs.items()
+    }
+    trees, finish = [tree, *(other for other, _ in others[1:])], store(plain, copy=copy)
+    return lambda: Draft(trees, finish() | added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,26 +310,16 @@ def _not_one_tensor(name: str, reason: str) -> PreampStateError:
 
 
 def _one_of_several(
-    tree: Any, plain: dict[str, torch.Tensor], tensors: Tensors, found: _Findings, *, copy: bool
-) -> Draft:
-    number, ranks = rank(), world_size()
-    pieces = {name: cast("Shard", tensors[name]) for name in found.pieces}
-    stored = {
-        name if number == 0 else _name(number, name): Stored.of(tensor, copy=copy)
-        for name, tensor in plain.items()
-    }
-    stored |= {name: Stored.of(piece.data, copy=copy) for name, piece in pieces.items()}
-    member = ShardFile(token=found.token, number=found.number, rank=number, ranks=ranks)
-    boxes = {name: piece.box for name, piece in pieces.items()}
-    return Draft([tree], stored, member, boxes)
-
-
-def _stored(tensors: dict[str, torch.Tensor], *, copy: bool) -> dict[str, Stored]:
-    return {name: Stored.of(tensor, copy=copy) for name, tensor in tensors.items()}
+    tree: Any, finish: Callable[[], dict[str, Stored]], tensors: Tensors, found: _Findings
+) -> Finish:
+    member = ShardFile(token=found.token, number=found.number, rank=rank(), ranks=world_size())
+    boxes = {name: cast("Shard", tensors[name]).box for name in found.pieces}
+    return lambda: Draft([tree], finish(), member, boxes)
 
 
 def _name(number: int, name: str) -> str:
-    return f"ranks/{number}/{name}"
+    """What a rank's own tensor is called in a file; those of the first keep their names."""
+    return f"ranks/{number}/{name}" if number else name
 
 
 def _renamed(tree: Any, names: set[str], number: int) -> Any:

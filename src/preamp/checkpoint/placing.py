@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.shards import Box, Frame, SavedShards, cut, shape_of, shard_of
-from preamp.checkpoint.subjects import MasterShard, MasterShards, Subjects, params_of
+from preamp.checkpoint.subjects import MasterShard, MasterShards, Subjects, named_tensors, params_of
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
@@ -56,11 +56,7 @@ def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
 
 
 def _model_state(state: Mapping[str, Any], model: nn.Module | None) -> Any:
-    if model is None:
-        return state
-    likes: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    likes |= dict(model.named_buffers(remove_duplicate=False))
-    return _like(state, likes)
+    return state if model is None else _like(state, named_tensors(model))
 
 
 def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -123,15 +119,15 @@ def _scales(value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
         return value
     if shape_of(value) != frame.shape:
         return value  # for the optimizer to complain about
-    own = cut(value, frame, box).to(param.device)
-    return sharded_as(own, param, frame.shape) if share is None else own
+    own = cut(value, frame, box)
+    return sharded_as(own.to(param.device), param, frame.shape) if share is None else own
 
 
 def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
     if not isinstance(value, (torch.Tensor, SavedShards)):
         return value
     if share is not None and key != "step" and shape_of(value) == share.frame.shape:
-        return cut(value, share.frame, share.box).to(param.device)
+        return cut(value, share.frame, share.box)
     if (
         isinstance(value, SavedShards)
         and is_sharded(param)

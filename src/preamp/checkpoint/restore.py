@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,12 +16,13 @@ from torch import nn
 from preamp.checkpoint.capture import describe_params
 from preamp.checkpoint.random_states import prepare_random_states
 from preamp.checkpoint.ranks import together
+from preamp.checkpoint.staging import download, upload
 from preamp.checkpoint.storage import taken_apart
-from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, params_of
+from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, named_tensors, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value, with_article
 from preamp.core.pytree import map_plain
-from preamp.core.tensors import is_sharded, store_grad
+from preamp.core.tensors import is_sharded, local_of, store_grad
 from preamp.core.undo import UndoStack
 from preamp.engine.pending import drop_pending, is_idle, prepare_pending
 from preamp.engine.state import read_scalers
@@ -93,9 +94,7 @@ def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -
 def _check_tied(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Of values for one tensor under several names the last would silently be the one."""
     first: dict[int, str] = {}
-    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))
-    for name, tensor in own.items():
+    for name, tensor in named_tensors(model).items():
         known = first.setdefault(id(tensor), name)
         if known == name or is_sharded(tensor) or not {name, known} <= saved.keys():
             continue
@@ -255,20 +254,30 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
-    optimizers = owned([saved["state"] for saved in content["optimizers"]])
+    pairs = list(zip(subjects.optimizers, content["optimizers"], strict=False))
+    homes = [home for optimizer, saved in pairs for home in _homes(optimizer, saved["state"])]
+    optimizers = owned([saved["state"] for _, saved in pairs], homes)
     for model, saved in zip(subjects.models, content["models"], strict=False):
         _load_model(model, saved, subjects, undo)
     if subjects.optimizers:
         _load_own_params(content["own_params"], subjects, undo)
-    for index, optimizer in enumerate(subjects.optimizers):
-        _load_optimizer(optimizer, content["optimizers"][index], optimizers[index], undo)
+    for (optimizer, saved), state in zip(pairs, optimizers, strict=True):
+        _load_optimizer(optimizer, saved, state, undo)
     for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
         _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-def owned(tree: Any) -> Any:
-    """Copy a tree of plain data, so that nothing in it is mapped from the file any more."""
-    copies: dict[int, torch.Tensor] = {}  # of a tensor that is there twice there is one
+Home = tuple[Any, torch.Tensor]
+"""A value, and a tensor whose device it is going to be on."""
+
+
+def owned(tree: Any, homes: Sequence[Home] = ()) -> Any:
+    """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
+
+    Of a tensor that is there twice there is one copy. What has a home on a device goes there.
+    """
+    pairs = zip(homes, _uploaded(homes), strict=True)
+    copies = {id(value): copied for (value, _), copied in pairs if copied is not value}
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -280,6 +289,29 @@ def owned(tree: Any) -> Any:
     return map_plain(own, tree)
 
 
+def _uploaded(homes: Sequence[Home]) -> list[Any]:
+    """The values; copies of dense tensors of the CPU whose home is a CUDA device in their place."""
+    going: dict[torch.device, list[int]] = {}
+    for place, (value, like) in enumerate(homes):
+        is_here = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        if is_here and like.is_cuda and value.layout is torch.strided:
+            going.setdefault(like.device, []).append(place)
+    found = [value for value, _ in homes]
+    for device, places in going.items():
+        for place, copied in zip(places, upload([found[n] for n in places], device), strict=True):
+            found[place] = copied
+    return found
+
+
+def _homes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[Home]:
+    """Where torch and the fused optimizers put state: beside its parameter, but for step counts."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, params_of(optimizer), strict=True):
+        own: Any = state["state"].get(number)
+        entries = cast("dict[str, Any]", own if isinstance(own, dict) else {})
+        yield from ((value, param) for key, value in entries.items() if key != "step")
+
+
 # -- models --------------------------------------------------------------------------------------
 
 
@@ -289,7 +321,12 @@ def _load_model(
     masters = subjects.masters()
     touched = [*model.parameters(), *model.buffers()]
     touched += [masters[id(param)] for param in model.parameters() if id(param) in masters]
-    before = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in touched]
+    here = [local_of(tensor.detach()) for tensor in touched]
+    copies = download(here, waits=True)()
+    before = [
+        (tensor, value.clone() if value is tensor else value)
+        for tensor, value in zip(here, copies, strict=True)
+    ]
     extra = [
         (module, module.get_extra_state())
         for module in model.modules()
@@ -305,7 +342,13 @@ def _load_model(
                 module.set_extra_state(state)
 
     undo.push(restore_model)
+    own = named_tensors(model)
     state: OrderedDict[str, Any] = OrderedDict(saved["state"])
+    names = [name for name in state if name in own]
+    # Where the device has no room for them, torch copies them one by one.
+    with contextlib.suppress(torch.OutOfMemoryError):
+        there = _uploaded([(state[name], own[name]) for name in names])
+        state.update(zip(names, there, strict=True))
     setattr(state, "_metadata", saved["metadata"])  # noqa: B010
     model.load_state_dict(state)
 
@@ -382,7 +425,7 @@ def _load_scheduler(scheduler: Any, state: Any, undo: UndoStack) -> None:
 def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     """Bring the gradients to their devices; return what puts them in place of those there."""
     masters = subjects.masters()
-    places: list[tuple[Callable[[torch.Tensor | None], None], torch.Tensor | None]] = []
+    places: list[tuple[Callable[[torch.Tensor | None], None], Any, torch.Tensor]] = []
     known: set[str] = set()
     for name, param in subjects.named_params():
         sides, master = saved.get(name, {}), masters.get(id(param))
@@ -393,17 +436,22 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
                 if grad is not None:
                     raise _other_gradients(f"{name!r} has no master")
             elif grad is None:
-                places.append((_keeper(tensor), None))
+                places.append((_keeper(tensor), None, tensor))
             elif (grad.dtype, grad.shape) != (tensor.dtype, param.shape):
                 raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")
             else:
-                places.append((_keeper(tensor), grad.to(tensor.device, copy=True)))
+                places.append((_keeper(tensor), grad, tensor))
     unknown = sorted(saved.keys() - known)
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")
+    # Each place has a copy of its own, also where two gradients were one tensor.
+    grads = _uploaded([(grad, like) for _, grad, like in places])
+    for place, (_, saved_one, like) in enumerate(places):
+        if grads[place] is saved_one is not None:
+            grads[place] = saved_one.to(like.device, copy=True)
 
     def apply() -> None:
-        for keep, grad in places:
+        for (keep, _, _), grad in zip(places, grads, strict=True):
             keep(grad)
 
     return apply

@@ -19,14 +19,13 @@ from torch import nn
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.codec import encode
-from preamp.checkpoint.gathering import Encoded, gather
+from preamp.checkpoint.gathering import Encoded, Finish, gather
 from preamp.checkpoint.placing import placed, whole
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.storage import (
     LOADED,
     SHOWN,
-    Draft,
     Loaded,
     Reader,
     check_shared_folder,
@@ -80,8 +79,9 @@ def save_checkpoint(
         extra: Plain data of your own: numbers, strings, tensors, and containers of them.
         keep_last: Remove older checkpoints whose name differs from this one's in its last number
             only, up to so many of the newest, this one included; afterwards. Other files stay.
-        asynchronous: Return when everything is copied to the CPU's memory, and write in the
-            background. The next call waits for the writing to end.
+        asynchronous: Return when tensors of the CPU are copied and copies of those on CUDA devices
+            are queued, and write in the background. What trains on cannot change the file. The
+            next call waits for the writing to end.
 
     Returns:
         A handle, whose ``wait()`` returns when the file is on the disk.
@@ -94,10 +94,12 @@ def save_checkpoint(
         PreampStateError: Inside a ``scale_loss`` block; an optimizer of the ``initialize`` call
             is missing; gradients lie unreduced inside of ``fully_shard``; or ranks differ in what
             they have to share.
+        PreampUnavailableError: The host has no pinned memory for copies of CUDA devices.
         PreampError: Another rank has failed, or did not answer within the group's timeout.
 
     Mutates:
-        Nothing, except that masters take over what was written to their half weights. Synchronises.
+        Nothing, except that masters take over what was written to their half weights. Synchronises:
+        loss scales and counters are read, and without ``asynchronous`` the copies are waited for.
     """
     path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)
     LATEST.wait()
@@ -109,21 +111,21 @@ def save_checkpoint(
     collect = gather(content, path, subjects.buffer_names())
     saving = Saving(path)
     if asynchronous:
-        saving.start(_writing(_collected_now(collect), path, keep_last, alone=True))
+        saving.start(_writing(_begun(collect), path, keep_last, alone=True))
         LATEST.set(saving)
     else:
         with together():
-            _writing(lambda: collect(False), path, keep_last)()
+            _writing(lambda: collect(False)(), path, keep_last)()
     return saving
 
 
-def _collected_now(collect: Callable[[bool], Draft | None]) -> Callable[[], Draft | None]:
-    """Copy what is to be written; return what returns it, or raises what has failed.
+def _begun(collect: Callable[[bool], Finish]) -> Finish:
+    """Queue the copies of what is to be written; return what returns it, or raises what has failed.
 
     An error of one rank is for all to learn of: with its next call, as that of a failed write.
     """
     try:
-        draft = collect(True)
+        return collect(True)
     except Exception as error:
         if world_size() == 1:
             raise
@@ -133,11 +135,10 @@ def _collected_now(collect: Callable[[bool], Draft | None]) -> Callable[[], Draf
             raise failed
 
         return fail
-    return lambda: draft
 
 
 def _writing(
-    collected: Callable[[], Draft | None], path: Path, keep_last: int | None, *, alone: bool = False
+    collected: Finish, path: Path, keep_last: int | None, *, alone: bool = False
 ) -> Callable[[], None]:
     place = path.absolute()  # the working directory may be another one when it is written
 
@@ -201,6 +202,7 @@ def load_checkpoint(
             message names the newest complete checkpoint of the folder.
         ValueError: The file does not fit the objects.
         PreampStateError: Inside a ``scale_loss`` block; or ranks load different checkpoints.
+        PreampUnavailableError: The host has no pinned memory for copies to CUDA devices.
         PreampError: Another rank has failed, or did not answer within the group's timeout.
     """
     path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)

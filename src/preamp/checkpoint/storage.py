@@ -29,8 +29,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from preamp.checkpoint.codec import Found, ManifestEntry, Stored, decode, describe, verified
-from preamp.checkpoint.formats import read_format, suffix_of, write_format
-from preamp.checkpoint.reader import cause_of
+from preamp.checkpoint.formats import cause_of, read_format, suffix_of, write_format
 from preamp.checkpoint.shards import Box
 from preamp.core.errors import CheckpointError, PreampError, worded
 from preamp.core.files import open_regular, remove_leftovers, replacing

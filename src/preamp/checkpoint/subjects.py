@@ -107,6 +107,12 @@ class Subjects:
         return found
 
 
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by each of their names."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return found | dict(model.named_buffers(remove_duplicate=False))
+
+
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What an optimizer updates, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]

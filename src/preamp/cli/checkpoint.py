@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from preamp.checkpoint import Finding, convert_apex_checkpoint
-from preamp.checkpoint.convert import RECORD
+from preamp.checkpoint.apex.findings import RECORD
 from preamp.checkpoint.summary import Summary, summarize_checkpoint
 from preamp.cli.console import REFUSED, make_console, print_plainly, print_wrapped, refused
 from preamp.core.errors import PreampError

@@ -24,6 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,15 +147,33 @@ class _Waits(TorchDispatchMode):
 
 
 _refusing: list[_Waits] = []
+_counting: list[list[str]] = []
+_thread = [threading.get_ident()]  # that waits are refused in; a writer in the background may wait
 
 
 def _refuse_waiting(what: str) -> None:
-    if _refusing:
+    if not _refusing or threading.get_ident() != _thread[0]:
+        return
+    if not _counting:
         raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+    _counting[-1].append(what)
+
+
+@contextmanager
+def waits_counted() -> Iterator[list[str]]:
+    """Note what waits, instead of refusing it, in this thread."""
+    _counting.append([])
+    _set_sync_debug_mode("error")
+    try:
+        yield _counting[-1]
+    finally:
+        _set_sync_debug_mode("default")
+        _counting.pop()
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
     if mode in ("error", 2) and not _refusing:
+        _thread[0] = threading.get_ident()
         _refusing.append(_Waits())
         _refusing[0].__enter__()
     elif mode in ("default", 0) and _refusing:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import re
 import threading
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.formats import ZIP, check_zip
+from preamp.checkpoint.formats import ZIP, cause_of, check_zip, class_asked_for
 from preamp.checkpoint.pickles import check_pickle
 from preamp.core.errors import message
 from preamp.core.files import open_regular
@@ -28,9 +27,6 @@ APEX_CLASSES = (
     "apex.fp16_utils.loss_scaler.DynamicLossScaler",
 )
 """The classes whose objects Apex's own state dicts contain."""
-
-
-_ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
 
 
 _OLD_PICKLES = 5  # in a file of the older format: three of its head, the content, the storages
@@ -123,7 +119,7 @@ def _check(file: BinaryIO) -> None:
 
 
 def _refusal(path: str | os.PathLike[str], error: Exception) -> str:
-    name = _class_asked_for(error)
+    name = class_asked_for(error)
     if name is not None:
         return message(
             f"{os.fspath(path)} asks for {name}, which is neither a tensor nor plain data",
@@ -137,20 +133,3 @@ def _refusal(path: str | os.PathLike[str], error: Exception) -> str:
         "Files written by torch.save are read, in the zip and in the older format",
         "Check that the file is complete and is a checkpoint",
     )
-
-
-def _class_asked_for(error: Exception) -> str | None:
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    if named is None or not isinstance(error, pickle.UnpicklingError):
-        return None
-    return named[1].removeprefix("builtins.")  # only some versions of torch write it
-
-
-def cause_of(error: Exception) -> str:
-    """The line that says what is wrong with a file; torch puts advice before and after it."""
-    name = _class_asked_for(error)
-    if name is not None:
-        return f"it asks for {name}, which is no plain data"
-    lines = [line.strip() for line in str(error).splitlines()]
-    causes = [line for line in lines if line and not line.startswith(_ADVICE)]
-    return causes[-1] if causes else type(error).__name__

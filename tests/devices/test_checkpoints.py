@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of tensors on a device: few large copies, nothing that the host need not wait for."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.waits import waits_refused
+from engine.harness import same
+from preamp.checkpoint import read_checkpoint, staging
+from preamp.core.pytree import map_plain
+from preamp.optimizers import FusedAdam
+
+IS_PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "pretended"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+LEVELS = ("O1", "O2", "O5")
+SMALL = 512  # bytes of a chunk, so that tensors are cut
+
+
+class Run:
+    """Six parameters, and buffers that a forward changes."""
+
+    def __init__(self, level: str = "O2", seed: int = 0, device: str = "cuda") -> None:
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 7)
+        )
+        self.model: Any = cast("Any", model).to(device, memory_format=torch.channels_last)
+        self.optimizer: Any = FusedAdam(self.model.parameters(), lr=0.0625, eps=1e-4)
+        preamp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+        self.inputs = torch.linspace(-1, 1, 432).view(4, 3, 6, 6).to(device)
+
+    def backward(self) -> None:
+        loss = self.model(self.inputs).float().square().mean()
+        with preamp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, path: Path, **options: Any) -> Any:
+        return preamp.save_checkpoint(path, self.model, self.optimizer, **options)
+
+    def load(self, path: Path) -> Any:
+        # The pretended device has no random generators.
+        return preamp.load_checkpoint(path, self.model, self.optimizer, rng=False)
+
+    def numbers(self) -> Any:
+        states = self.model.state_dict(), self.optimizer.state_dict()
+        grads = [param.grad for param in self.model.parameters()]
+        every = [*states, preamp.engine_of(self.optimizer).state_dict(), grads]
+        return map_plain(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, every)
+
+
+def _odd_tensors(device: str) -> dict[str, torch.Tensor]:
+    """Each form of a tensor that is stored in a way of its own."""
+    numbers = torch.arange(960.0, device=device)
+    return {
+        "bool": numbers > 5,
+        "complex": torch.complex(numbers, -numbers).conj(),
+        "double": numbers.double() / 3,
+        "float8": numbers.to(torch.float8_e4m3fn),
+        "half": numbers.half(),
+        "empty": numbers[:0],
+        "scalar": numbers[7].clone(),
+        "odd bytes": torch.arange(13, device=device).to(torch.uint8),
+        "channels last": numbers.view(2, 6, 8, 10).to(memory_format=torch.channels_last),
+        "gaps": numbers.view(30, 32)[::2, 1:9],
+        "spread": numbers[:4].view(4, 1).expand(4, 5),
+        "twice": numbers,
+        "again": numbers,
+    }
+
+
+def _content(path: Path) -> Any:
+    content = read_checkpoint(path)
+    return {key: value for key, value in content.items() if key != "rng"}
+
+
+@pytest.mark.parametrize("chunk", [SMALL, staging.CHUNK])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_every_form_arrives_bitwise(
+    chunk: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CHUNK", chunk)
+    here, there = _odd_tensors("cpu"), _odd_tensors("cuda:0")
+    also_there = _odd_tensors("cuda:1") if torch.cuda.device_count() > 1 else {}
+    path = tmp_path / f"a.{suffix}"
+    preamp.save_checkpoint(path, extra=[here, there, also_there])
+    preamp.save_checkpoint(
+        tmp_path / f"b.{suffix}", extra=[here, there, also_there], asynchronous=True
+    ).wait()
+    for name in ("a", "b"):
+        first, second, third = _content(tmp_path / f"{name}.{suffix}")["extra"]
+        assert same(first, second)
+        assert same(first, third) or not also_there
+        orders = {key: value.stride() for key, value in first.items()}
+        assert {key: value.stride() for key, value in second.items()} == orders
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_is_saved_and_loaded_bitwise(level: str, tmp_path: Path) -> None:
+    run = Run(level)
+    run.step()
+    run.backward()  # gradients are saved as well
+    run.save(tmp_path / "device.pt")
+    other, host = Run(level, seed=1), Run(level, seed=2, device="cpu")
+    for one in (other, host):
+        one.step()
+        one.load(tmp_path / "device.pt")
+    assert same(other.numbers(), run.numbers())
+    host.save(tmp_path / "host.pt")
+    assert same(_content(tmp_path / "host.pt"), _content(tmp_path / "device.pt"))
+    for one in (run, other):
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        one.step()
+    assert same(other.numbers(), run.numbers())
+    assert next(other.model.parameters()).is_cuda
+    assert other.optimizer.state_dict()["state"][0]["exp_avg"].is_cuda
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("chunk", [SMALL, staging.CHUNK])
+def test_training_goes_on_while_it_is_saved(
+    level: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CHUNK", chunk)
+    run = Run(level)
+    run.step()
+    run.save(tmp_path / "before.pt")
+    saving = run.save(tmp_path / "meanwhile.pt", asynchronous=True)
+    for _ in range(3):
+        run.step()
+    with torch.no_grad():
+        for tensor in (*run.model.parameters(), *run.model.buffers()):
+            tensor.zero_()
+    saving.wait()
+    assert same(_content(tmp_path / "meanwhile.pt"), _content(tmp_path / "before.pt"))
+
+
+def test_copies_are_queued_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "CHUNK", SMALL)
+    tensors = [torch.full((n,), float(n), device="cuda") for n in (3, 700, 5)]
+    with waits_refused():
+        finish = staging.download(tensors, waits=False)
+        for tensor in tensors:
+            tensor.zero_()
+    assert [value.tolist() for value in finish()] == [[float(n)] * n for n in (3, 700, 5)]
+
+
+@pytest.mark.skipif(not IS_PRETENDED, reason="waits are counted on the pretended device")
+def test_waits_do_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    from devices.pretended.plugin import waits_counted
+
+    def waits(layers: int) -> list[list[str]]:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))).cuda()
+        optimizer: Any = FusedAdam(model.parameters())
+        preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        loss = model(torch.ones(4, 8, device="cuda")).sum()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        path = tmp_path / f"{layers}.pt"
+        with waits_counted() as saved:
+            preamp.save_checkpoint(path, model, optimizer)
+        with waits_counted() as queued:
+            saving = preamp.save_checkpoint(path, model, optimizer, asynchronous=True)
+        saving.wait()
+        with waits_counted() as loaded:
+            preamp.load_checkpoint(path, model, optimizer, rng=False)
+        return [saved, queued, loaded]
+
+    saved, queued, loaded = waits(3)
+    assert waits(30) == [saved, queued, loaded]
+    # Only numbers of the manifest, such as the loss scale, are waited for before the copies.
+    assert saved == [*queued, "Event.synchronize"]
+    assert set(queued) == {"_local_scalar_dense"}
+    assert len(queued) <= 4
+    assert loaded == ["Event.synchronize"]  # what would be put back if the load failed
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chunk, alive, most, sizes = 1 << 16, [], 0, []
+    monkeypatch.setattr(staging, "CHUNK", chunk)
+    empty = torch.empty
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal most, alive
+        made = empty(*args, **options)
+        if options.get("pin_memory"):
+            alive = [ref for ref in alive if ref() is not None] + [weakref.ref(made)]
+            most = max(most, len(alive))
+            sizes.append(made.nbytes)
+        return made
+
+    run = {"large": torch.randn(300_000).cuda(), "small": torch.randn(100).cuda()}
+    total = sum(tensor.nbytes for tensor in run.values())
+    monkeypatch.setattr(torch, "empty", noted)
+    for asynchronous in (False, True):
+        sizes.clear()
+        most = 0
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        preamp.save_checkpoint(tmp_path / "a.pt", extra=run, asynchronous=asynchronous).wait()
+        assert torch.cuda.max_memory_allocated() - before <= staging.AT_ONCE * chunk
+        assert torch.cuda.memory_allocated() == before
+        assert max(sizes) <= chunk
+        assert sum(sizes) == total
+        assert most == (len(sizes) if asynchronous else staging.AT_ONCE)
+    sizes.clear()
+    most = 0
+    loaded = staging.upload([torch.randn(300_000)], torch.device("cuda"))
+    assert loaded[0].is_cuda
+    assert max(sizes) <= chunk
+    assert most == staging.AT_ONCE
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_host_without_pinned_memory_is_refused(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = Run()
+    run.save(tmp_path / "a.pt")
+    empty = torch.empty
+
+    def without(*args: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", without)
+    with pytest.raises(preamp.PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
+        run.save(tmp_path / "a.pt", asynchronous=asynchronous)
+    with pytest.raises(preamp.PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
+        run.load(tmp_path / "a.pt")
+    monkeypatch.setattr(torch, "empty", empty)
+    run.load(tmp_path / "a.pt")
+
+
+def test_gradients_of_one_memory_are_loaded_as_two(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).cuda()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        preamp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        return model, optimizer
+
+    model, optimizer = build()
+    shared = torch.ones(4, 4, device="cuda")
+    for param in model.parameters():
+        param.grad = shared
+    preamp.save_checkpoint(tmp_path / "a.pt", model, optimizer)
+    model, optimizer = build()
+    preamp.load_checkpoint(tmp_path / "a.pt", model, optimizer, rng=False)
+    first, second = (param.grad for param in model.parameters())
+    assert first is not None
+    assert second is not None
+    first.zero_()
+    assert second.sum() == 16
