@@ -360,7 +360,7 @@ class WriteMasters(Call):
     """Write to what an optimizer holds."""
 
     optimizer: int
-    how: Literal["mul_", "copy_", "data ="]
+    how: Literal["mul_", "copy_", "data =", "data.fill_"]
 
     def run(self, world: World) -> None:
         world.write_masters(self.optimizer, self.how)

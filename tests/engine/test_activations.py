@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import preamp
 from cases.levels import LEVEL_NAMES
 from cases.ranks import run_ranks
-from engine.harness import engines_closed as engines_closed
 from preamp.core.errors import PreampStateError
 from preamp.numerics import FORMATS, NumericsRecord, TensorStatistics, add_up_ranks, measure
 

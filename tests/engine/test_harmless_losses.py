@@ -13,10 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from engine import harness
 from preamp.engine import Engine
-
-engines_closed = harness.engines_closed
 
 HARMLESS = "A loss is infinite or nan, and all gradients of its optimizer's parameters are finite."
 Loss = Callable[[torch.Tensor, bool], torch.Tensor]

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import Net, engines_closed, same, train_step
+from engine.harness import Net, same, train_step
 from preamp.kernels import named_state
 from preamp.kernels.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
-__all__ = ["engines_closed"]
 BUILDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1),
     "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.01),

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from engine.harness import engines_closed, same
+from engine.harness import same
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import release
 from preamp.engine import storage as engine_storage
@@ -41,7 +41,6 @@ from preamp.optimizers import (
 )
 from preamp.policy.storage import describe_storage
 
-__all__ = ["engines_closed"]
 Build = Callable[[Any], Any]
 
 BUILDS: dict[str, Build] = {

@@ -32,7 +32,6 @@ from engine.harness import (
     train_step,
     weights,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)

@@ -25,7 +25,7 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVELS
-from engine.harness import Net, engines_closed, everything, loss_of, same, train_step
+from engine.harness import Net, everything, loss_of, same, train_step
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import Engine
 from preamp.kernels.stored import join, split
@@ -42,7 +42,6 @@ from preamp.optimizers import (
     FusedSGD,
 )
 
-__all__ = ["engines_closed"]
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
 Build = Callable[[Iterable[Any]], Any]
 
