@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.levels import CASTING_FUNCTIONS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     Net,
     differences,
@@ -863,7 +863,7 @@ def test_lazy_modules(door: Any, level: str, lazy: Any, name: str) -> None:
 
 
 @DOORS
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 @pytest.mark.parametrize("partly", [False, True])
 def test_devices_without_autocast(door: Any, level: str, partly: bool) -> None:
     """Refused before torch is asked for the casts of such a device, by any engine."""
@@ -890,7 +890,7 @@ def test_devices_without_autocast(door: Any, level: str, partly: bool) -> None:
     assert model(torch.ones(1, 3)).shape == (1, 2)
 
 
-@pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level not in ("O1", "O4")])
+@pytest.mark.parametrize("level", sorted({*LEVEL_NAMES} - {*CASTING_FUNCTIONS}))
 def test_models_without_memory_may_be_cast_and_filled_later(level: str) -> None:
     model = nn.Linear(3, 4, device="meta")
     preamp.initialize(model, opt_level=level, verbosity=0)

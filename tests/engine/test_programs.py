@@ -372,6 +372,8 @@ SHORT: dict[str, list[Call]] = {
     "loaded": [Checkpoint("save"), Checkpoint("load")],
     "restarted": [Checkpoint("save"), Checkpoint("restart")],
     "again": [Again("O2")],
+    "again, in float32": [Again("O0")],
+    "again, split": [Again("O5", splits=True)],
 }
 """What a script may do, in few calls."""
 SCALES = ("dynamic", 128.0, 1.0)

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import preamp
+from cases.levels import WITH_MASTERS
 from engine.harness import same
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import release
@@ -162,7 +163,7 @@ def test_training_is_that_without(
     level: str, name: str, storage: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(release, "TOGETHER", together)
-    if level not in ("O2", "O5") and "masters" in STORAGES[storage]:
+    if level not in WITH_MASTERS and "masters" in STORAGES[storage]:
         storage = "8bit"
     runs = both(opt_level=level, build=BUILDS[name], storage=storage, **LEVELS[level])
     for model, optimizer in runs:
