@@ -20,6 +20,7 @@ import torch
 
 from alias.harness import Zygote
 from cases.selection import SUITE, SUITES, select
+from preamp.compat.amp_state import AmpState, amp_state
 from preamp.engine import Engine
 from preamp.kernels import dispatch
 from preamp.kernels.operations import may_be_compiled
@@ -123,7 +124,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(autouse=True)
 def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seed everything; afterwards close the engines left open and check what they leave.
+    """Seed everything; afterwards close the engines left open, and check what they leave.
 
     An engine that a test does not close would cast functions in the tests that come after it.
     """
@@ -143,6 +144,8 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for engine in [ref() for ref in reversed(engines)]:
         if engine is not None:
             engine.close()
+    vars(amp_state).clear()
+    vars(amp_state).update(vars(AmpState()))
     if may_be_compiled():  # where something is, modules that are watched in later tests hear less
         torch.compiler.reset()
     left = _autocast_state()

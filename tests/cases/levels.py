@@ -51,6 +51,7 @@ BY_KIND = tuple(
 """For costly tests: bfloat16's levels in the full suite only, whose kinds float16 has too."""
 BY_NAME = {row.name: row for row in LEVELS}
 WITH_MASTERS = tuple(row.name for row in LEVELS if row.has_masters)
+CASTING_FUNCTIONS = tuple(row.name for row in LEVELS if row.casts_functions)
 HALF_WEIGHTS = tuple(row.name for row in LEVELS if row.weight is not torch.float32)
 F32_WEIGHTS = tuple(row.name for row in LEVELS if row.weight is torch.float32)
 EXACT = tuple(row.name for row in LEVELS if row.weight is torch.float32 or row.has_masters)

@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 from checkpoint.apex_files import AMP, AMP_ATTRIBUTES, SCALERS, apex_class, write_run
-from engine.harness import engines_closed as engines_closed
 from fp16_utils.steps import Weights
 from preamp import amp
 from preamp.checkpoint import Finding, convert_apex_checkpoint, describe, read_apex_checkpoint

@@ -15,7 +15,6 @@ from torch import nn
 
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from engine.harness import Net, halves_match, loss_of, make, masters, same, weights
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.core.errors import PreampStateError
 

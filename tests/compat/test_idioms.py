@@ -17,7 +17,6 @@ from torch import nn
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from engine.harness import Net, batch, halves_match, loss_of, make, masters, same, weights
-from engine.harness import engines_closed as engines_closed
 from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
 

@@ -16,7 +16,6 @@ from torch import nn
 import preamp
 from cases.levels import LEVEL_NAMES
 from engine.harness import Net, loss_of, make, same
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import WITH_MASTERS
 from cases.waits import waits_refused
 from preamp.engine import ledger
 from preamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
@@ -156,7 +157,7 @@ def test_no_loop_waits(level: str, optimizer: str, step: Step) -> None:
 @pytest.mark.parametrize("step", [clipped, accumulated], ids=lambda step: step.__name__)
 @pytest.mark.parametrize("storage", ["split", "compact"])
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedSGD"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_no_storage_waits(level: str, optimizer: str, storage: str, step: Step) -> None:
     assert_as_on_the_cpu(step, optimizer, level, storage)
 
@@ -171,7 +172,7 @@ def test_after_unscale_results_are_those_of_the_cpu(level: str) -> None:
     assert_as_on_the_cpu(by_grad_scaler_unscaled, "FusedAdam", level, refuses=False)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_to_look_at_each_loss_waits_for_nothing(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import preamp
-from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import BY_NAME, CASTING_FUNCTIONS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, batch, values
 from cases.selection import combinations
 from cases.tolerances import assert_same
@@ -289,6 +289,6 @@ def _reduce(model: nn.Module) -> None:
 
 def check_reducing_by_hand_belongs_into_the_block() -> None:
     """Looked for is what the block ends with: after it, the other rank does not know."""
-    for level in ("O1", "O4"):
+    for level in CASTING_FUNCTIONS:
         assert _by_hand(level, inside=True) == (1, True)
         assert _by_hand(level, inside=False) == ((1, True) if _is_second() else (0, False))

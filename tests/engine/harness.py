@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import preamp
 from cases.levels import LEVELS
-from preamp.compat.amp_state import AmpState, amp_state
-from preamp.engine import Engine
 
 HALF = {row.name: row.half for row in LEVELS}
 
@@ -25,24 +22,6 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.0625, eps=1e-4),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.0625, eps=1e-4, weight_decay=0.1),
 }
-
-
-@pytest.fixture(autouse=True)
-def engines_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close every engine a test made, and put the current-engine state back to what it was."""
-    made: list[Engine] = []
-    construct = Engine.__init__
-
-    def recording(self: Engine, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        made.append(self)
-
-    monkeypatch.setattr(Engine, "__init__", recording)
-    yield
-    for engine in reversed(made):
-        engine.close()
-    vars(amp_state).clear()
-    vars(amp_state).update(vars(AmpState()))
 
 
 class Net(nn.Module):

@@ -360,7 +360,7 @@ class WriteMasters(Call):
     """Write to what an optimizer holds."""
 
     optimizer: int
-    how: Literal["mul_", "copy_", "data ="]
+    how: Literal["mul_", "copy_", "data =", "data.fill_"]
 
     def run(self, world: World) -> None:
         world.write_masters(self.optimizer, self.how)
@@ -436,13 +436,6 @@ class Again(Call):
         world.again(self.level, splits=self.splits)
 
 
-# -- known faults --------------------------------------------------------------------------------
-
-
-AVOIDED: frozenset[str] = frozenset()
-"""What programs keep away from, since it goes wrong; `test_doors` has a test of each."""
-
-
 # -- both sides ----------------------------------------------------------------------------------
 
 
@@ -468,12 +461,11 @@ class World:
         loss_scale: Any = None,
         *,
         frozen: Iterable[str] = (),
-        avoided: frozenset[str] = AVOIDED,
         storage: str = "full",
     ) -> None:
         self.storage, self.moments = storage, STORAGES[storage].moments
         self.splits = STORAGES[storage].masters == "split"
-        self.kind, self.loss_scale, self.avoided = optimizer, loss_scale, avoided
+        self.kind, self.loss_scale = optimizer, loss_scale
         self.log: list[str] = []
         self.exact = "SGD" in optimizer
         self.was_half = False  # whether float16 arithmetic has made any of the weights
@@ -573,9 +565,6 @@ class World:
     def holds(self, optimizer: int) -> bool:
         return any(bool(grad.any()) for grad in self.grads(optimizer).values())
 
-    def avoids(self, fault: str) -> bool:
-        return fault in self.avoided
-
     def refused(self, call: Callable[[], object]) -> bool:
         try:
             call()
@@ -595,8 +584,6 @@ class World:
         if any(self.delayed[i] or self.overflowed[i] or self.is_stale[i] for i in owners):
             return
         if any(self.master(n) is not None and self.both(n)[0].grad is not None for n in params):
-            return
-        if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
         for name in params:
             if self.master(name) is not None:
@@ -622,18 +609,12 @@ class World:
         call = replace(call, parts=self.ours.present(call.parts))
         if not any(self.both(n)[0].requires_grad for n in self.names() if n[0] in call.parts):
             return
-        if any(self.master_written) and self.avoids("masters written before anybody looks"):
-            return
         owners = sorted({OWNER[part] for part in call.parts} | ({0, 1} if call.both else set()))
         for i in owners:
             if self.is_stale[i]:
                 self.zero(i, to_none=True)
         poison = call.poison and self.is_dynamic
         fails = call.fails and not any(self.delayed[i] for i in owners)
-        if fails and not self.is_scaled and self.avoids("a failing block without a scale"):
-            return
-        if call.delay and any(self.overflowed) and self.avoids("the scale after an overflow"):
-            return
         self.log.append(
             f"with scale_loss(loss({call.parts!r}, {call.index}){' * inf' if poison else ''}, "
             f"{[f'opt{i}' for i in owners]}, loss_id={call.loss_id}"
@@ -795,8 +776,6 @@ class World:
         parts = "aqn" if i == 0 else "b"
         if not any(self.both(n)[0].requires_grad for n in self.names(i) if n[0] in parts):
             return  # as of layers that were added, which are not in this loss
-        if any(self.master_written) and self.avoids("masters written before anybody looks"):
-            return
         self.log.append(f"opt{i}.step(closure of loss({parts!r}, {index}))")
 
         def closure() -> torch.Tensor:
@@ -823,14 +802,6 @@ class World:
         how = "None" if to_none else "zeros"
         names = [whose] if isinstance(whose, str) and whose != "model" else self.names()
         names = self.names(whose) if isinstance(whose, int) else names
-        if self.avoids("zeroing of what was left scaled"):
-            scaled = any(self.delayed[OWNER[n[0]]] for n in names)
-            is_o3 = self.plain.q.dtype is torch.float16
-            if scaled and (not isinstance(whose, int) or (is_o3 and not to_none)):
-                return
-        if not isinstance(whose, int):
-            if not to_none and self.row.has_masters and self.avoids("zeroing in place"):
-                return
         if isinstance(whose, int):
             self.log.append(f"opt{whose}.zero_grad()  # {how}")
             self.opts[whose].zero_grad(set_to_none=to_none)
@@ -926,7 +897,7 @@ class World:
         has_master = self.master(name) is not None
         if has_master and self.master_written[OWNER[name[0]]]:
             return  # whose write counts is nobody's business
-        if how == "data.fill_" and has_master and (self.started or self.avoids("quiet writes")):
+        if how == "data.fill_" and has_master and self.started:
             return
         self.log.append(f"model.{name}.{how}")
         if how == "exact":
@@ -1016,12 +987,6 @@ class World:
             side.requires_grad_(trains)
 
     def look(self, through: str) -> None:
-        if through == "exact_weights" and self.avoids("exact weights"):
-            return
-        if through == "deepcopy" and self.avoids("deep copies"):
-            return
-        if through == "forward" and self.avoids("masters written before anybody looks"):
-            return
         self.log.append(through)
         if through == "forward":
             with torch.no_grad():
@@ -1038,8 +1003,7 @@ class World:
         else:
             found = {n: v for n, v in self.ours.state_dict().items() if n in self.names()}
             self.half_written = [False, False]
-            if not self.avoids("masters written before anybody looks"):
-                self.master_written = [False, False]
+            self.master_written = [False, False]
         for name, value in found.items():
             self.compare(value, self.plain.get_parameter(name), f"{through} {name}")
 
@@ -1084,16 +1048,13 @@ class World:
         self.half_written, self.master_written = [False, False], [False, False]
         self.round_frozen()
         self.check()
-        if self.avoids("masters written after loading"):
-            self.half_written = [True, True]
 
     def restart(self) -> None:
         level, saved = self.row.name, (self.saved, self.saved_halved)
         exact, was_half, has_added = self.exact, self.was_half, hasattr(self.ours, "c")
         self.engine.close()
         log = self.log
-        options: Any = {"avoided": self.avoided, "storage": self.storage}
-        self.__init__(level, self.kind, self.loss_scale, **options)  # type: ignore[misc]
+        self.__init__(level, self.kind, self.loss_scale, storage=self.storage)  # type: ignore[misc]
         self.log = [*log, *self.log]
         if has_added:
             self.add()
@@ -1166,7 +1127,7 @@ class World:
         self.check()
         if "SGD" in self.kind:
             self.check_momentum()
-        if self.is_dynamic and not self.avoids("the scale after an overflow"):
+        if self.is_dynamic:
             for loss_id in range(LOSSES):
                 scale, least = self.engine.loss_scale(loss_id), 2.0 ** (16 - self.halved[loss_id])
                 assert least <= scale <= 2.0**16, f"loss scale {scale} of loss {loss_id}"
@@ -1225,11 +1186,10 @@ def run(
     loss_scale: Any = None,
     *,
     frozen: Iterable[str] = (),
-    avoided: frozenset[str] = AVOIDED,
     storage: str = "full",
 ) -> World:
     """Run a program; what went wrong is told together with the calls up to there."""
-    world = World(level, optimizer, loss_scale, frozen=frozen, avoided=avoided, storage=storage)
+    world = World(level, optimizer, loss_scale, frozen=frozen, storage=storage)
     try:
         for call in program:
             call.run(world)

@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from cases.ranks import run_ranks
-from engine.harness import engines_closed as engines_closed
 from preamp.core.errors import PreampStateError
 from preamp.numerics import (
     FORMATS,
@@ -129,7 +128,7 @@ def by_name(statistics: list[TensorStatistics]) -> dict[tuple[str, str], TensorS
     return {(t.name, t.what): t for t in statistics}
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_they_are_of_all_forwards_and_backwards_of_the_step(level: str) -> None:
     model, optimizer = started(level)
     preamp.engine_of(model).watch_activations(["layers.*", "halves"], kinds=KINDS)

@@ -13,7 +13,6 @@ from torch import nn
 import preamp
 from cases.levels import LEVEL_NAMES
 from engine.harness import HALF
-from engine.harness import engines_closed as engines_closed
 
 ORDERS = [0.5, 1, 2, 3, math.inf]
 

@@ -29,7 +29,6 @@ from engine.harness import (
     train_step,
     weights,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.optim import MasterParameter
 
@@ -119,22 +118,6 @@ def test_training_goes_on_in_float32(level: str) -> None:
         train_plain(twin, other, step)
     assert same(weights(model), weights(twin))
     assert model(torch.ones(2, 4, dtype=torch.float32)).dtype is torch.float32
-
-
-@ALL_LEVELS
-@pytest.mark.parametrize("then", LEVEL_NAMES)
-def test_again_at_another_level(level: str, then: str) -> None:
-    model, optimizer = started(level)
-    train_step(model, optimizer, 0)
-    preamp.engine_of(model).close()
-    exact = {name: param.detach().clone() for name, param in model.named_parameters()}
-    preamp.initialize(model, optimizer, opt_level=then, verbosity=0)
-    assert preamp.engine_of(optimizer).policy.opt_level == then
-    if then != "O3":
-        assert same({k: v for k, v in model.state_dict().items() if k in exact}, exact)
-    train_step(model, optimizer, 1)
-    assert halves_match(model)
-    assert preamp.engine_of(model).steps_applied == 1
 
 
 @ALL_LEVELS
@@ -259,24 +242,6 @@ def test_what_was_added_meanwhile_stays(level: str) -> None:
     preamp.engine_of(model).close()
     assert [len(group["params"]) for group in optimizer.param_groups] == [8, 2]
     assert optimizer.param_groups[1]["params"][0] is extra.weight
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_loaded_weights_survive_the_close(level: str) -> None:
-    model, optimizer = started(level)
-    other = Net()
-    model.load_state_dict(other.state_dict())
-    preamp.engine_of(optimizer).close()
-    assert same(weights(model), weights(other))
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_half_weights_written_by_hand_survive_the_close(level: str) -> None:
-    model, _ = started(level)
-    with torch.no_grad():
-        model.first.weight.fill_(0.5)
-    preamp.engine_of(model).close()
-    assert torch.equal(model.first.weight, torch.full((8, 4), 0.5))
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from cases.levels import BY_KIND
+from cases.levels import BY_KIND, CASTING_FUNCTIONS
 from preamp.numerics import NumericsRecord, StepRecord
 from preamp.optimizers import FusedAdam
 
@@ -213,7 +213,7 @@ def test_a_model_compiled_before_initialize(level: str) -> None:
     assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0))
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 def test_casts_inside_the_model_only(level: str) -> None:
     """Outside its forward casts are off, so the hook has to turn them on: the graph breaks."""
     training = Training(Perceptron, level, loss_scale=64.0, scope="model")

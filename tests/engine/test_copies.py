@@ -21,7 +21,6 @@ import preamp
 import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from engine.harness import Net, loss_of, make, same, train_plain, train_step, weights
-from engine.harness import engines_closed as engines_closed
 from preamp.compat.stash import attach_stashes
 
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)

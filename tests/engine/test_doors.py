@@ -444,18 +444,6 @@ def test_exact_weights_leave_with_an_exception(level: str) -> None:
     pair.check()
 
 
-@levels
-def test_gradients_survive_exact_weights(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    with engine_of(pair.model).exact_weights():
-        pass
-    pair.check_grads()
-    pair.backward(1)
-    pair.step()
-    pair.check()
-
-
 @with_masters
 @pytest.mark.parametrize("write", [False, True])
 def test_exact_weights_between_a_forward_and_its_backward(level: str, write: bool) -> None:
@@ -475,21 +463,6 @@ def test_exact_weights_between_a_forward_and_its_backward(level: str, write: boo
         pair.plain(torch.ones(4)).backward()
         pair.step()
         pair.check()
-
-
-@with_masters
-def test_what_is_written_to_exact_weights_stays(level: str) -> None:
-    """Merging, or going back to an average, writes to the weights that it walks over."""
-    pair = Pair(level)
-    train(pair)
-    with engine_of(pair.model).exact_weights(), torch.no_grad():
-        for model in (pair.model, pair.plain):
-            for param in model.parameters():
-                param.mul_(1.0 + 2.0**-20)
-    check_halves(pair)
-    pair.check()
-    train(pair, start=1)
-    pair.check()
 
 
 class Mixture(nn.Module):
@@ -941,64 +914,6 @@ def test_steps_through_data_train_as_torch(level: str) -> None:
     pair.check()
 
 
-@with_masters
-@pytest.mark.parametrize("then", ["forward", "train", "state", "copy", "close"])
-@pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
-def test_what_is_written_to_masters_is_seen(level: str, then: str, write: str) -> None:
-    """Lookahead, swapping in an average, and whatever else writes what the optimizer holds."""
-    pair = Pair(level)
-    slow = [values(optimizer) for optimizer in (pair.optimizer, pair.plain_optimizer)]
-    train(pair, 2)
-    for optimizer, kept in zip((pair.optimizer, pair.plain_optimizer), slow, strict=True):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for param, old in zip(params, kept, strict=True):
-            new = torch.lerp(old, param.detach(), 0.5)
-            if write == "data =":
-                param.data = new
-            elif write == "copy_":
-                with torch.no_grad():
-                    param.copy_(new)
-            else:
-                param.data.copy_(new)
-    if then == "forward":
-        check_halves_at_forward(pair)
-    if then == "train":
-        train(pair, start=2)
-        pair.check()
-    if then == "state":
-        for key, value in pair.model.state_dict().items():
-            assert_same(value, pair.plain.state_dict()[key], key)
-        train(pair, start=2)
-        pair.check()
-    if then == "copy":
-        twin = copy.deepcopy(pair.model)
-        for ours, wanted in zip(twin.parameters(), pair.plain.parameters(), strict=True):
-            assert_same(ours.detach().float(), wanted.detach().to(ours.dtype).float())
-    if then == "close":
-        pair.engine.close()
-        for ours, wanted in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-            assert_same(ours.detach(), wanted.detach())
-
-
-@with_masters
-@pytest.mark.parametrize("then", ["train", "close"])
-def test_what_is_written_to_masters_after_loading_stays(level: str, then: str) -> None:
-    """Loading writes half weights too; the masters know of it already."""
-    pair = Pair(level)
-    train(pair)
-    pair.model.load_state_dict(copy.deepcopy(pair.model.state_dict()))
-    with torch.no_grad():
-        for param in (*masters_of(pair), *pair.plain.parameters()):
-            param.mul_(0.5)
-    if then == "train":
-        train(pair, start=1)
-        pair.check()
-    else:
-        pair.engine.close()
-        for ours, wanted in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-            assert_same(ours.detach(), wanted.detach())
-
-
 # -- the wrong loss (4) ------------------------------------------------------------------------
 
 
@@ -1240,130 +1155,13 @@ def test_process_groups_are_left_as_they_were(level: str) -> None:
     assert dict(vars(dist.ProcessGroup)) == before
 
 
-# -- zeroing and dropping (9) -------------------------------------------------------------------
-
-
-def _one(model: nn.Module) -> list[torch.Tensor]:
-    return [model.get_parameter("a.weight"), model.get_parameter("b.bias")]
-
-
-def _zero(params: Iterable[torch.Tensor]) -> None:
-    for param in params:
-        if param.grad is not None:
-            param.grad.zero_()
-
-
-def _drop(params: Iterable[torch.Tensor]) -> None:
-    for param in params:
-        param.grad = None
-
-
-ZEROING: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
-    "optimizer, None": lambda model, opt: opt.zero_grad(),
-    "optimizer, zeros": lambda model, opt: opt.zero_grad(set_to_none=False),
-    "model, None": lambda model, opt: model.zero_grad(),
-    "model, zeros": lambda model, opt: model.zero_grad(set_to_none=False),
-    "each, None": lambda model, opt: _drop(model.parameters()),
-    "each, zeros": lambda model, opt: _zero(model.parameters()),
-    "some, None": lambda model, opt: _drop(_one(model)),
-    "some, zeros": lambda model, opt: _zero(_one(model)),
-}
-zeroing = pytest.mark.parametrize("how", ZEROING)
-scales = pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
-
-
-def zero_both(pair: Pair, how: str) -> None:
-    ZEROING[how](pair.model, pair.optimizer)
-    ZEROING[how](pair.plain, pair.plain_optimizer)
-
-
 def finish(pair: Pair) -> None:
     pair.check_grads()
     pair.step()
     pair.check()
 
 
-@scales
-@levels
-@zeroing
-@pytest.mark.parametrize("read", [False, True])
-def test_zeroing_reaches_everything_accumulated(
-    level: str, how: str, read: bool, scale: Any
-) -> None:
-    for after in ((), (2,)):
-        pair = Pair(level, loss_scale=scale)
-        for index in (0, 1):
-            pair.backward(index)
-            if read:
-                pair.check_grads()
-        zero_both(pair, how)
-        for index in after:
-            pair.backward(index)
-        finish(pair)
-
-
-@scales
-@levels
-@zeroing
-def test_zeroing_reaches_what_was_left_scaled(level: str, how: str, scale: Any) -> None:
-    """Whichever loss the next block is of."""
-    for before in ((), (0,)):
-        for loss_id in (0, 1):
-            pair = Pair(level, loss_scale=scale, num_losses=2)
-            for index in before:
-                pair.backward(index)
-            pair.backward(1, delay_unscale=True)
-            zero_both(pair, how)
-            pair.backward(2, loss_id=loss_id)
-            finish(pair)
-
-
-@scales
-@levels
-@pytest.mark.parametrize("how", ["optimizer, zeros", "model, zeros", "each, zeros"])
-@pytest.mark.parametrize("then", ["step", "backward"])
-def test_what_is_zeroed_beside_scaled_gradients_is_zeros(
-    level: str, how: str, then: str, scale: Any
-) -> None:
-    """Not gone: momentum and weight decay go on, as in torch."""
-    pair = Pair(level, loss_scale=scale)
-    pair.train(0)
-    pair.backward(1, "a")
-    pair.backward(2, "b", delay_unscale=True)
-    zero_both(pair, how)
-    if then == "backward" or not how.startswith("optimizer"):
-        pair.backward(3, "b")
-    finish(pair)
-
-
-@scales
-@levels
-def test_what_is_dropped_beside_scaled_gradients_is_not_zeroed_later(
-    level: str, scale: Any
-) -> None:
-    pair = Pair(level, loss_scale=scale)
-    pair.backward(0)
-    pair.backward(1, delay_unscale=True)
-    zero_both(pair, "some, None")
-    zero_both(pair, "optimizer, zeros")
-    finish(pair)
-
-
-@scales
-@levels
-@zeroing
-def test_zeroing_inside_a_block_reaches_what_came_before(level: str, how: str, scale: Any) -> None:
-    for parts in ("ab", "a"):
-        pair = Pair(level, loss_scale=scale)
-        pair.backward(0)
-        with preamp.scale_loss(pair.loss(1, parts), pair.optimizer) as scaled:
-            zero_both(pair, how)
-            scaled.backward()
-        pair.theirs(1, parts)
-        finish(pair)
-
-
-# -- clipping by other norms, failing blocks, the scale after an overflow (10) -----------------
+# -- clipping by other norms, the scale after an overflow (10) --------------------------------
 
 
 @levels
@@ -1380,26 +1178,6 @@ def test_norms_of_large_gradients(level: str, norm_type: float) -> None:
     (param,) = preamp.master_params(optimizer)
     rtol = max(2.0**-18, torch.finfo(param.dtype).eps)  # the formula adds 1e-6 to the norm
     torch.testing.assert_close(param.grad, torch.full_like(param, 0.25), rtol=rtol, atol=0)
-
-
-@levels
-@pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
-@pytest.mark.parametrize("earlier", [False, True])
-def test_an_exception_after_the_backward_restores_gradients(
-    level: str, scale: Any, earlier: bool
-) -> None:
-    pair = Pair(level, loss_scale=scale)
-    if earlier:
-        pair.backward(0)
-
-    def fail() -> None:
-        with preamp.scale_loss(pair.loss(1), pair.optimizer) as scaled:
-            scaled.backward()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    finish(pair)
 
 
 @levels

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import BY_KIND, LEVEL_NAMES
+from cases.levels import BY_KIND, CASTING_FUNCTIONS, LEVEL_NAMES
 from preamp import amp
 from preamp.optimizers import FusedSGD
 
@@ -435,7 +435,7 @@ result = [loss.detach(), *[p.detach() for p in other.parameters()]]
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
     cell: str, level: str
@@ -475,7 +475,7 @@ class _Interrupted(nn.Module):
 
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 def test_interrupted_forward(level: str, scope: Any) -> None:
     before = _casts()
     model, _ = preamp.initialize(_Interrupted(), [], opt_level=level, scope=scope, verbosity=0)
@@ -488,7 +488,7 @@ def test_interrupted_forward(level: str, scope: Any) -> None:
     assert _casts() == before
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
 def test_casts_of_the_model_end_with_the_exception(
     level: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -522,7 +522,7 @@ class _Dtypes:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons, with threads
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 def test_forked_worker_starts_without_casts(level: str) -> None:
     model, _ = _engine(opt_level=level, scope="thread")
     loader: Any = torch.utils.data.DataLoader(

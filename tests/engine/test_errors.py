@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import CASTING_FUNCTIONS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     Net,
     differences,
@@ -29,7 +29,6 @@ from engine.harness import (
     train_step,
     weights,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.core.errors import LossScaleError, PreampPolicyError, PreampStateError
 from preamp.engine import Engine
@@ -521,26 +520,6 @@ def test_loss_scale_of_a_wrong_loss_id() -> None:
         preamp.engine_of(model).loss_scale(5)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_exception_in_the_body_restores_gradients(level: str) -> None:
-    model, optimizer = started(level)
-    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        scaled.backward()
-    before = [param.grad.clone() for param in preamp.master_params(optimizer)]
-    scale = preamp.engine_of(model).loss_scale()
-
-    def interrupted() -> None:
-        with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
-            scaled.backward()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    after = [param.grad for param in preamp.master_params(optimizer)]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert preamp.engine_of(model).loss_scale() == scale
-
-
 # -- sparse gradients ------------------------------------------------------------------------
 
 
@@ -564,27 +543,14 @@ def test_sparse_gradient_of_a_master(level: str) -> None:
         "take dense gradients; sparse ones work at O0, O1 and O4. Build the embedding with "
         "sparse=False, or choose O1 (O4 for bfloat16)."
     )
-    before = picture(model, optimizer)
-    loss = model(torch.tensor([1, 1, 2]))
+    with refused(PreampStateError, text, model, optimizer):
+        enter(preamp, model(torch.tensor([1, 1, 2])), optimizer)
+    enter(preamp, model.out.weight.float().sum() * 2.0**-8, optimizer)
     with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):
-        enter(preamp, loss, optimizer)
-    assert differences(before, picture(model, optimizer)) == []
+        enter(preamp, model(torch.tensor([1, 1, 2])), optimizer)
+    grads = [param.grad for param in preamp.master_params(optimizer) if param.grad is not None]
+    assert same(grads, [torch.full((1, 3), 2.0**-8)])  # the earlier one is still there
     assert preamp.engine_of(model).loss_scale() == 2.0**16
-
-
-@pytest.mark.parametrize("level", F32_WEIGHTS)
-def test_sparse_gradients_where_they_work(level: str) -> None:
-    model = Words()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
-    preamp.engine_of(model).scaler(0).set_scale(8.0)
-    before = weights(model)
-    enter(preamp, model(torch.tensor([1, 1, 2])), optimizer)
-    assert model.table.weight.grad is not None
-    assert model.table.weight.grad.is_sparse
-    optimizer.step()
-    moved = (weights(model)["table.weight"] != before["table.weight"]).any(dim=1)
-    assert moved.tolist() == [False, True, True, False, False]
 
 
 # -- step, clip, groups ----------------------------------------------------------------------
@@ -597,6 +563,7 @@ def left_scaled(level: str) -> tuple[Any, Any]:
     return model, optimizer
 
 
+@pytest.mark.apex("2.7 a step while gradients are left scaled")
 @ALL_LEVELS
 def test_step_with_scaled_gradients(level: str) -> None:
     model, optimizer = left_scaled(level)
@@ -811,25 +778,6 @@ def damage(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_loss: bool)
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_too_many_skips_in_a_row(level: str) -> None:
-    model, optimizer = started(level, loss_scale="dynamic", max_consecutive_skips=3)
-    before = weights(model)
-    damage(model, optimizer, in_loss=False)
-    damage(model, optimizer, in_loss=False)
-    text = (
-        "3 optimizer steps in a row skipped; the loss is finite but gradients overflow in "
-        "'last.weight' at loss scale 16384.0 (loss 0). Dynamic loss scaling needs a clean "
-        "backward now and then. Lower the learning rate or clip, run that layer in float32, or "
-        "train in bfloat16 (O4, O5); for weights pre-trained in bfloat16, float16 is often too "
-        "narrow."
-    )
-    with pytest.raises(LossScaleError, match=f"^{re.escape(text)}$"):
-        damage(model, optimizer, in_loss=False)
-    assert same(weights(model), before)
-    assert preamp.engine_of(model).steps_skipped == 3
-
-
 def test_too_many_skips_from_the_loss_itself() -> None:
     model, optimizer = started("O2", max_consecutive_skips=1)
     text = (
@@ -842,31 +790,11 @@ def test_too_many_skips_from_the_loss_itself() -> None:
         damage(model, optimizer, in_loss=True)
 
 
-def test_a_clean_step_starts_the_count_again() -> None:
-    model, optimizer = started("O2", max_consecutive_skips=2)
-    for step in range(3):
-        damage(model, optimizer, in_loss=False)
-        train_step(model, optimizer, step)
-    assert preamp.engine_of(model).steps_skipped == 3
-
-
 def test_no_limit_on_skips() -> None:
     model, optimizer = started("O2", max_consecutive_skips=None, min_loss_scale=1.0)
     for _ in range(60):
         damage(model, optimizer, in_loss=False)
     assert preamp.engine_of(model).loss_scale() == 1.0
-
-
-def test_the_scale_falls_to_its_built_in_minimum() -> None:
-    model, optimizer = started("O2", max_consecutive_skips=None)
-    for _ in range(39):
-        damage(model, optimizer, in_loss=False)
-    text = (
-        "The loss scale fell to its minimum, 5.960464477539063e-08 (2**-24); the loss is finite "
-        "but gradients overflow in 'last.weight' at loss scale 1.1920928955078125e-07 (loss 0)."
-    )
-    with pytest.raises(LossScaleError, match=f"^{re.escape(text)}"):
-        damage(model, optimizer, in_loss=False)
 
 
 def test_training_can_go_on_after_the_error() -> None:
@@ -935,7 +863,7 @@ def test_lazy_modules(door: Any, level: str, lazy: Any, name: str) -> None:
 
 
 @DOORS
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 @pytest.mark.parametrize("partly", [False, True])
 def test_devices_without_autocast(door: Any, level: str, partly: bool) -> None:
     """Refused before torch is asked for the casts of such a device, by any engine."""
@@ -962,7 +890,7 @@ def test_devices_without_autocast(door: Any, level: str, partly: bool) -> None:
     assert model(torch.ones(1, 3)).shape == (1, 2)
 
 
-@pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level not in ("O1", "O4")])
+@pytest.mark.parametrize("level", sorted({*LEVEL_NAMES} - {*CASTING_FUNCTIONS}))
 def test_models_without_memory_may_be_cast_and_filled_later(level: str) -> None:
     model = nn.Linear(3, 4, device="meta")
     preamp.initialize(model, opt_level=level, verbosity=0)

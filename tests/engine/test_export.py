@@ -21,7 +21,6 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND, BY_NAME
 from cases.tolerances import assert_same
-from engine.harness import engines_closed as engines_closed
 
 levels = pytest.mark.parametrize("level", BY_KIND)
 casting = pytest.mark.parametrize("level", ["O1", pytest.param("O4", marks=pytest.mark.full)])

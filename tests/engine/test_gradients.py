@@ -17,7 +17,7 @@ from torch import nn
 import preamp
 from cases.levels import EXACT, LEVEL_NAMES, WITH_MASTERS
 from cases.models import batch, values
-from cases.pair import Pair, adam, sgd
+from cases.pair import Pair
 from cases.tolerances import assert_same
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -48,35 +48,6 @@ def test_master_gradients_are_made_when_read(level: str) -> None:
     pair.step()
     assert not any(master.has_materialized_grad for master in masters(pair))
     assert all(master.grad is None for master in masters(pair))
-    pair.check()
-
-
-@with_masters
-@pytest.mark.parametrize("read_after", [(0,), (1,), (0, 1), (0, 1, 2), ()])
-def test_master_gradients_are_right_whenever_they_are_read(
-    level: str, read_after: tuple[int, ...]
-) -> None:
-    pair = Pair(level)
-    for index in range(3):
-        pair.backward(index)
-        if index in read_after:
-            pair.check_grads()
-            pair.check_grads()  # reading again changes nothing
-    pair.step()
-    pair.check()
-    pair.zero()
-    pair.backward(3)
-    pair.check_grads()
-
-
-@with_masters
-def test_reading_one_master_gradient_between_accumulations(level: str) -> None:
-    pair = Pair(level)
-    for index in range(3):
-        pair.backward(index)
-        assert_same(masters(pair)[index].grad, plain_params(pair)[index].grad)
-    pair.check_grads()
-    pair.step()
     pair.check()
 
 
@@ -173,32 +144,6 @@ def test_with_a_loss_scale_rewriting_a_half_gradient_is_refused(
         pair.optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
-@with_masters
-def test_plain_backwards_may_be_looked_at_in_between(level: str) -> None:
-    pair = Pair(level)
-    for step in range(2):
-        pair.plain_loss(step).backward()
-        pair.loss(step).backward()
-        pair.check_grads()
-    pair.step()
-    pair.check()
-
-
-@with_masters
-def test_a_plain_backward_after_a_step_starts_afresh(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    pair.step()
-    pair.model.zero_grad()  # the optimizer is not told
-    pair.plain.zero_grad()
-    pair.plain_loss(1).backward()
-    pair.loss(1).backward()
-    pair.check_grads()
-    pair.step()
-    pair.check()
-
-
 @with_masters
 def test_a_plain_backward_over_a_dropped_scaled_one_is_refused(level: str) -> None:
     pair = Pair(level, loss_scale=128.0)
@@ -207,24 +152,6 @@ def test_a_plain_backward_over_a_dropped_scaled_one_is_refused(level: str) -> No
     pair.loss(1).backward()
     with pytest.raises(preamp.PreampStateError, match="call every backward inside scale_loss"):
         pair.optimizer.step()
-
-
-@with_masters
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
-def test_zeroing_a_half_gradient_is_a_gradient_of_zeros(level: str, read: bool, build: Any) -> None:
-    pair = Pair(level, build)
-    pair.train(0)
-    pair.backward(1)
-    if read:
-        pair.check_grads()
-    for model in (pair.model, pair.plain):
-        grad = model.get_parameter("b.weight").grad
-        assert grad is not None
-        grad.zero_()
-    pair.check_grads()
-    pair.step()
-    pair.check()
 
 
 @pytest.mark.apex("2.1 half gradients keep the scale after the block")
@@ -377,21 +304,3 @@ def test_clipping_counts_all_dtypes(level: str, norm_type: float) -> None:
     assert extra.grad is not None
     assert extra.grad.dtype is torch.float64
     assert extra.grad.item() == pytest.approx(1.5, rel=1e-3)
-
-
-def test_clipping_scaled_gradients_is_refused() -> None:
-    pair = Pair("O2")
-    pair.ours(0, delay_unscale=True)
-    text = (
-        "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True. Only unscaled "
-        "gradients have a norm that means anything. Clip after the last scale_loss of the "
-        "accumulation, called without delay_unscale."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
-        preamp.clip_grad_norm_(pair.optimizer, 1.0)
-
-
-def test_clipping_an_unknown_optimizer_is_refused() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    with pytest.raises(preamp.PreampStateError, match=r"^This SGD has no engine\. "):
-        preamp.clip_grad_norm_(optimizer, 1.0)

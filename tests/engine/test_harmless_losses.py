@@ -13,10 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from engine import harness
+from cases.levels import WITH_MASTERS
 from preamp.engine import Engine
-
-engines_closed = harness.engines_closed
 
 HARMLESS = "A loss is infinite or nan, and all gradients of its optimizer's parameters are finite."
 Loss = Callable[[torch.Tensor, bool], torch.Tensor]
@@ -96,7 +94,7 @@ def test_where_modules_are_watched_it_is_told_where_it_was_made(
     assert "pass overflow" not in out
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_what_was_asked_for_ends_with_such_a_loss(
     level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +115,7 @@ def test_what_was_asked_for_ends_with_such_a_loss(
     engine.close()
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_at_verbosity_0_nobody_is_told_who_has_not_asked(
     level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +123,7 @@ def test_at_verbosity_0_nobody_is_told_who_has_not_asked(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_nothing_is_said_twice_of_a_loss_with_bad_gradients(
     level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +164,7 @@ def weighted(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
     return (y.square().mean(1) * advantage(rewards)).mean()
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_a_weight_that_the_program_computes_of_data(
     level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,7 +243,7 @@ def test_a_harmless_loss_does_not_silence_a_harmful_one(
     assert "weights whose gradients are infinite or nan are lost" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_what_was_told_is_told_once_more_with_its_line_if_asked(
     level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

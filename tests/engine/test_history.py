@@ -28,7 +28,6 @@ from engine.harness import (
     train_plain,
     train_step,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp.core.version import __version__
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.kernels.reference import tally

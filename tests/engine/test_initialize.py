@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import preamp
-from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     HALF,
     Net,
@@ -33,7 +33,6 @@ from engine.harness import (
     train_step,
     weights,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.optim import MasterParameter
 
@@ -48,86 +47,73 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 # -- shapes ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=DOORS, ids=["preamp", "amp"])
-def start(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Either spelling of ``initialize``, quiet."""
-    return lambda *args, **kwargs: request.param(*args, verbosity=0, **kwargs)
+def _two() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    models: list[nn.Module] = [Net(), Net()]
+    return models, [sgd(model) for model in models]
 
 
+def _one() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net()
+    return model, sgd(model)
+
+
+SHAPES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "model": lambda: (Net(),),
+    "model, none": lambda: (Net(), None),
+    "model, optimizer": _one,
+    "model, no optimizers": lambda: (Net(), []),
+    "model, list of one": lambda: ((given := _one())[0], [given[1]]),
+    "model, list of two": lambda: ((model := Net()), [sgd(model.first), sgd(model.last)]),
+    "list": lambda: (_two()[0],),
+    "list, optimizer": lambda: ([(given := _one())[0]], given[1]),
+    "list, list": _two,
+    "no models, optimizer": lambda: ([], _one()[1]),
+}
+
+
+@pytest.mark.apex(
+    "1.2 Module, none → module",
+    "1.2 Module, Optimizer → pair",
+    "1.2 Module, list → pair",
+    "1.2 list, none → list",
+    "1.2 list, Optimizer → pair",
+    "1.2 list, list → pair",
+)
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-class TestShapes:
-    @pytest.mark.apex("1.2 Module, none → module")
-    def test_model_alone(self, start: Any, level: str, enabled: bool) -> None:
-        model = Net()
-        assert start(model, opt_level=level, enabled=enabled) is model
-
-    @pytest.mark.apex("1.2 Module, none → module")
-    def test_model_and_none(self, start: Any, level: str, enabled: bool) -> None:
-        model = Net()
-        assert start(model, None, opt_level=level, enabled=enabled) is model
-
-    @pytest.mark.apex("1.2 Module, Optimizer → pair")
-    def test_model_and_optimizer(self, start: Any, level: str, enabled: bool) -> None:
-        model = Net()
-        optimizer = sgd(model)
-        result = start(model, optimizer, opt_level=level, enabled=enabled)
+@pytest.mark.parametrize("door", DOORS, ids=["preamp", "amp"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_what_is_given_comes_back(
+    door: Any, level: str, enabled: bool, shape: str, by_keyword: bool
+) -> None:
+    given = SHAPES[shape]()
+    before = [list(each) if isinstance(each, list) else each for each in given]
+    named = dict(zip(("models", "optimizers"), given, strict=False))
+    args, kwargs = ((), named) if by_keyword else (given, {})
+    result = door(*args, **kwargs, opt_level=level, enabled=enabled, verbosity=0)
+    if "optimizers" in named and given[1] is not None:
         assert type(result) is tuple
-        assert result[0] is model
-        assert result[1] is optimizer
+    else:
+        result = (result,)
+    for found, own, kept in zip(result, given, before, strict=False):
+        assert found is own
+        if isinstance(own, list):
+            assert all(a is b for a, b in zip(own, kept, strict=True))
 
-    @pytest.mark.apex("1.2 Module, list → pair")
-    @pytest.mark.parametrize("count", [0, 1, 2])
-    def test_model_and_list(self, start: Any, level: str, enabled: bool, count: int) -> None:
-        model = Net()
-        optimizers = [sgd(child) for child in (model.first, model.last)[:count]]
-        kept = list(optimizers)
-        result = start(model, optimizers, opt_level=level, enabled=enabled)
-        assert result[0] is model
-        assert result[1] is optimizers
-        assert all(a is b for a, b in zip(optimizers, kept, strict=True))
 
-    @pytest.mark.apex("1.2 list, none → list")
-    def test_list_alone(self, start: Any, level: str, enabled: bool) -> None:
-        models = [Net(), Net()]
-        kept = list(models)
-        assert start(models, opt_level=level, enabled=enabled) is models
-        assert all(a is b for a, b in zip(models, kept, strict=True))
-
-    @pytest.mark.apex("1.2 list, Optimizer → pair")
-    def test_list_and_optimizer(self, start: Any, level: str, enabled: bool) -> None:
-        models = [Net()]
-        optimizer = sgd(models[0])
-        result = start(models, optimizer, opt_level=level, enabled=enabled)
-        assert result[0] is models
-        assert result[1] is optimizer
-
-    @pytest.mark.apex("1.2 list, list → pair")
-    def test_list_and_list(self, start: Any, level: str, enabled: bool) -> None:
-        models, optimizers = [Net(), Net()], []
-        optimizers += [sgd(model) for model in models]
-        result = start(models, optimizers, opt_level=level, enabled=enabled)
-        assert result[0] is models
-        assert result[1] is optimizers
-
-    @pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
-    def test_no_models(self, start: Any, level: str, enabled: bool) -> None:
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([weight], lr=0.5)
-        models: list[nn.Module] = []
-        result = start(models, optimizer, opt_level=level, enabled=enabled)
-        assert result[0] is models
-        with preamp.scale_loss((weight * 2).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert weight.tolist() == [0.0, 0.0]
-
-    def test_all_by_keyword(self, start: Any, level: str, enabled: bool) -> None:
-        model = Net()
-        optimizer = sgd(model)
-        result = start(models=model, optimizers=optimizer, opt_level=level, enabled=enabled)
-        assert result[0] is model
-        assert result[1] is optimizer
+@pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
+@pytest.mark.parametrize("door", DOORS, ids=["preamp", "amp"])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_no_models(door: Any, level: str, enabled: bool) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    door([], optimizer, opt_level=level, enabled=enabled, verbosity=0)
+    with preamp.scale_loss((weight * 2).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert weight.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.apex(
@@ -367,7 +353,7 @@ def test_conversion_of_half_models(level: str) -> None:
 
 
 @pytest.mark.apex("1.7 O1 and O4 convert nothing", "B 19: float64 and integer buffers")
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 def test_function_levels_convert_nothing(level: str) -> None:
     model = Zoo()
     before = dtypes(model)
@@ -845,7 +831,7 @@ def test_gradients_reach_the_inputs() -> None:
 def test_outputs(level: str, scope: Any) -> None:
     """Models answer in float32; those around which functions are cast too are left alone."""
     model = echo(level, scope=scope)
-    expected = F16 if scope == "thread" and level in ("O1", "O4") else F32
+    expected = F16 if scope == "thread" and level in CASTING_FUNCTIONS else F32
 
     def x() -> torch.Tensor:
         return torch.ones(2, dtype=F16)
@@ -879,7 +865,7 @@ def test_outputs(level: str, scope: Any) -> None:
 
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 def test_function_casts_leave_float64_outputs_alone(level: str) -> None:
     model = echo(level)
     model.answer = (torch.ones(1, dtype=F64), torch.ones(1, dtype=BF16))

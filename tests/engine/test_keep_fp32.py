@@ -18,7 +18,6 @@ from torch.nn import functional as F
 import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import HALF
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.numerics import RunRecord

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import WITH_MASTERS
 from preamp.optimizers import FusedAdam
 
 SCALES = pytest.mark.parametrize(("level", "scale"), [("O2", "dynamic"), ("O5", "dynamic")])
@@ -88,7 +89,7 @@ def test_a_penalty_on_a_master(level: str, scale: str) -> None:
     check_norm(run, optimizer)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_a_write_to_some_elements(level: str) -> None:
     """No loss scale is on them, so the script may; a dynamic one has the norm taken along."""
     run = Run(level)

@@ -31,7 +31,6 @@ from engine.harness import (
     train_step,
     weights,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.optim import MasterParameter
 

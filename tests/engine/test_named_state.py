@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import Net, engines_closed, same, train_step
+from cases.levels import WITH_MASTERS
+from engine.harness import Net, same, train_step
 from preamp.kernels import named_state
 from preamp.kernels.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
-__all__ = ["engines_closed"]
 BUILDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1),
     "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.01),
@@ -141,7 +141,7 @@ def functions_of(module: Any) -> list[Any]:
 
 def test_torchs_module_is_changed_for_as_long_as_an_engine_needs_it(torchs: Any) -> None:
     before = functions_of(torchs)
-    engines = [preamp.engine_of(start(level)[0]) for level in ("O2", "O5")]
+    engines = [preamp.engine_of(start(level)[0]) for level in WITH_MASTERS]
     changed = functions_of(torchs)
     assert not any(one is other for one, other in zip(before, changed, strict=True))
     engines[0].close()

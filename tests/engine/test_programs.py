@@ -216,9 +216,15 @@ def smallest(case: Case) -> Case:
     return case
 
 
-PARTS = [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 8))]
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 5))]
 
 
+@pytest.mark.apex(
+    "2.6 master gradients are gone after step",
+    "2.7 a plain block for each micro-batch",
+    "2.7 delay_unscale=True",
+    "B 4: accumulation with clipping each time, or delay_unscale",
+)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")  # a dynamic scale without a block
@@ -287,6 +293,26 @@ FOUND: dict[str, list[Call]] = {
         Checkpoint("load"),
         WriteMasters(0, "mul_"),
     ],
+    "zeros beside what was left scaled": [
+        Step(0),
+        Backward("a", 1),
+        Backward("b", 2, both=True, delay=True),
+        Zero("model", to_none=False),
+        Backward("b", 3, both=True),
+    ],
+    "dropped beside what was left scaled, and zeroed later": [
+        Backward("ab", 0),
+        Backward("ab", 1, delay=True),
+        Zero("a.weight", to_none=True),
+        Zero("b.bias", to_none=True),
+        Zero(0, to_none=False),
+        Zero(1, to_none=False),
+    ],
+    "left scaled, dropped one by one, and of another loss": [
+        Backward("ab", 1, delay=True),
+        *(Zero(name, to_none=True) for name in NAMES),
+        Backward("ab", 2, loss_id=1),
+    ],
     "an overflow of which one gradient is zeroed twice": [
         Backward("aqn", 5, poison=True),
         Zero("a.bias", to_none=False),
@@ -295,6 +321,78 @@ FOUND: dict[str, list[Call]] = {
         Backward("a", 3, loss_id=1),
     ],
 }
+
+SHORT: dict[str, list[Call]] = {
+    "a backward": [Backward("ab", 1)],
+    "of a part": [Backward("aq", 2, both=True)],
+    "of another loss": [Backward("bn", 3, loss_id=1)],
+    "left scaled": [Backward("abqn", 4, delay=True)],
+    "a part left scaled": [Backward("b", 5, delay=True)],
+    "another loss left scaled": [Backward("ab", 1, loss_id=1, delay=True)],
+    "an overflow": [Backward("ab", 2, poison=True)],
+    "an overflow left scaled": [Backward("ab", 3, poison=True, delay=True)],
+    "an overflow told later": [Backward("abqn", 4, poison=True, checks_late=True)],
+    "a body that fails": [Backward("abqn", 5, fails=True)],
+    "an overflow in a body that fails": [Backward("ab", 1, poison=True, fails=True)],
+    "no block": [Backward("abqn", 2, outside=True)],
+    "zeroed in the body": [Backward("ab", 3, both=True, zeroes=True)],
+    "step": [Step(0), Step(1)],
+    "step of one": [Step(0)],
+    "closure": [Step(1, 4)],
+    "GradScaler": [Iteration("abqnc", 5, max_norm=2.0**-8, by="torch")],
+    "GradScaler, an overflow": [Iteration("aqn", 1, loss_id=1, max_norm=1.0, poison=True)],
+    "model, None": [Zero("model", to_none=True)],
+    "model, zeros": [Zero("model", to_none=False)],
+    "optimizers, None": [Zero(0, to_none=True), Zero(1, to_none=True)],
+    "optimizer, zeros": [Zero(0, to_none=False)],
+    "some, None": [Zero("a.weight", to_none=True), Zero("b.bias", to_none=True)],
+    "some, zeros": [Zero("a.weight", to_none=False), Zero("n.weight", to_none=False)],
+    "clip": [Clip(0, 2.0**-8)],
+    "clip of masters": [Clip(1, 2.0**-8, "masters")],
+    "clip of the model": [Clip(0, math.inf, "model")],
+    "read": [Read(name) for name in NAMES],
+    "read one": [Read("a.weight")],
+    "filled": [Write("a.weight", "fill_"), Write("b.bias", "fill_")],
+    "multiplied": [Write("q", "mul_")],
+    "assigned": [Write("b.weight", "data =")],
+    "filled without a trace": [Write("a.bias", "data.fill_")],
+    "written exactly": [Write("a.weight", "exact")],
+    "masters multiplied": [WriteMasters(0, "mul_")],
+    "masters copied to": [WriteMasters(1, "copy_")],
+    "masters assigned": [WriteMasters(0, "data =")],
+    "masters filled without a trace": [WriteMasters(1, "data.fill_")],
+    "moved by the optimizer": [Halve(0)],
+    "a layer more": [Add()],
+    "frozen": [Freeze("a.weight")],
+    "thawed": [Freeze("b.weight", trains=True)],
+    "forward": [Look("forward")],
+    "copy": [Look("deepcopy")],
+    "state": [Look("state_dict")],
+    "exact weights": [Look("exact_weights")],
+    "loaded": [Checkpoint("save"), Checkpoint("load")],
+    "restarted": [Checkpoint("save"), Checkpoint("restart")],
+    "again": [Again("O2")],
+    "again, in float32": [Again("O0")],
+    "again, split": [Again("O5", splits=True)],
+}
+"""What a script may do, in few calls."""
+SCALES = ("dynamic", 128.0, 1.0)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("first", SHORT)
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 6, 9))])
+@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
+def test_each_thing_may_follow_each_other(level: str, first: str, turn: int) -> None:
+    """Between two backwards; each turn has half of all pairs at some level, all have each twice."""
+    turn += LEVEL_NAMES.index(level) + list(SHORT).index(first)
+    for number, second in enumerate(SHORT):
+        if (turn + number) % 12 == 0:
+            frozen = ("b.weight",) if "thawed" in (first, second) else ()
+            ends: list[list[Call]] = [[], [Backward("ab", 2, loss_id=1)]]
+            program = [Backward("abqn", 0), *SHORT[first], *SHORT[second], *ends[number // 12 % 2]]
+            run(program, level, loss_scale=SCALES[(turn + number // 12) % 3], frozen=frozen)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)

@@ -15,7 +15,6 @@ from torch import nn
 
 import preamp
 from cases.selection import examples
-from engine.harness import engines_closed as engines_closed
 from preamp.numerics import NumericsRecord, StepRecord
 
 LOSSES = 2

@@ -16,7 +16,6 @@ import preamp
 from cases.host_reads import far_from_the_host
 from cases.levels import WITH_MASTERS
 from engine.harness import Net, loss_of, make, started, train_step
-from engine.harness import engines_closed as engines_closed
 from preamp.engine import ledger
 from preamp.kernels.reference import tally
 from preamp.numerics import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import re
 import weakref
@@ -21,7 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from engine.harness import engines_closed, same
+from cases.levels import WITH_MASTERS
+from engine.harness import same
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import release
 from preamp.engine import storage as engine_storage
@@ -41,7 +43,6 @@ from preamp.optimizers import (
 )
 from preamp.policy.storage import describe_storage
 
-__all__ = ["engines_closed"]
 Build = Callable[[Any], Any]
 
 BUILDS: dict[str, Build] = {
@@ -155,16 +156,23 @@ def assert_rounded(optimizer: Any) -> None:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+PLACES = [
+    (level, storage)
+    for level, storage in itertools.product(LEVELS, STORAGES)
+    if level in WITH_MASTERS or "masters" not in STORAGES[storage]
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "storage", "together"),
+    [(*place, n) for place, n in zip(PLACES, itertools.cycle([1, 4096, release.TOGETHER]))],
+)
 @pytest.mark.parametrize("name", BUILDS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("together", [1, 4096, release.TOGETHER])
 def test_training_is_that_without(
-    level: str, name: str, storage: str, together: int, monkeypatch: pytest.MonkeyPatch
+    level: str, storage: str, together: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """How many wait for each other takes turns: at each level all numbers come."""
     monkeypatch.setattr(release, "TOGETHER", together)
-    if level not in ("O2", "O5") and "masters" in STORAGES[storage]:
-        storage = "8bit"
     runs = both(opt_level=level, build=BUILDS[name], storage=storage, **LEVELS[level])
     for model, optimizer in runs:
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

@@ -32,7 +32,6 @@ from engine.harness import (
     train_step,
     weights,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -270,14 +269,6 @@ def test_state_of_a_part_is_exact(level: str) -> None:
     assert halves_match(other)
 
 
-@MASTERS
-def test_state_sees_what_was_written_to_half_weights(level: str) -> None:
-    model, _ = started(level)
-    with torch.no_grad():
-        model.last.weight.fill_(0.5)
-    assert torch.equal(model.state_dict()["last.weight"], torch.full((3, 8), 0.5))
-
-
 @pytest.mark.apex("1.7 float32 state loads into a half model")
 @MASTERS
 def test_state_round_trip_changes_nothing(level: str) -> None:
@@ -301,22 +292,6 @@ def test_half_values_load_too(level: str) -> None:
     assert same(model.state_dict()["first.weight"], state["first.weight"].float())
     train_step(model, optimizer, 0)
     assert halves_match(model)
-
-
-@MASTERS
-def test_loaded_weights_are_not_undone_by_the_next_step(level: str) -> None:
-    model, optimizer = started(level)
-    train_step(model, optimizer, 0)
-    target = Net()
-    model.load_state_dict(target.state_dict())
-    optimizer.zero_grad()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    train_step(model, optimizer, 1)
-    assert same(
-        [p.detach() for p in amp.master_params(optimizer)],
-        [p.detach() for p in target.parameters()],
-    )
 
 
 @MASTERS

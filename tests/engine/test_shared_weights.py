@@ -15,7 +15,7 @@ from torch import nn
 import preamp
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Damage, Parts
-from cases.pair import Build, Pair, sgd
+from cases.pair import Build, sgd
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 from preamp.parallel import shard_optimizer
@@ -82,38 +82,6 @@ def test_an_exception_restores_a_shared_gradient_once(level: str) -> None:
         fail()
     for param, grad in zip(preamp.master_params(ours[0]), before, strict=True):
         assert_same(param.grad, grad)
-
-
-def drop_by_module(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-def zero_by_module(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def drop_each(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = None
-
-
-@levels
-@pytest.mark.parametrize("drop", [drop_by_module, zero_by_module, drop_each])
-def test_dropping_the_models_gradients_reaches_parts_unused_last(
-    level: str, drop: Callable[[nn.Module], Any]
-) -> None:
-    """Part a has its gradient from an earlier backward than the latest."""
-    pair = Pair(level, sgd, loss_scale=128.0)
-    pair.backward(0, "a")
-    pair.backward(1, "b")
-    pair.check_grads()
-    drop(pair.model)
-    drop(pair.plain)
-    pair.check_grads()
-    pair.backward(2, "b")
-    pair.check_grads()
-    pair.step()
-    pair.check()
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)

@@ -23,37 +23,11 @@ from cases.tolerances import assert_same
 from preamp.optimizers import FusedSGD
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
-with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 dynamic = pytest.mark.parametrize("level", LEVEL_NAMES)
 """All levels, for tests that ask for ``loss_scale="dynamic"``."""
 
 
 # -- accumulation and delays ------------------------------------------------------------------
-
-
-@pytest.mark.apex(
-    "2.7 a plain block for each micro-batch",
-    "2.7 delay_unscale=True",
-    "B 4: accumulation with clipping each time, or delay_unscale",
-)
-@levels
-@pytest.mark.parametrize("scale", [None, "dynamic", 1.0, 128.0])
-@pytest.mark.parametrize(
-    "delays",
-    [(0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)],
-    ids=lambda d: "".join("nd"[i] for i in d),
-)
-def test_accumulation_with_and_without_delay(
-    level: str, scale: Any, delays: tuple[int, ...]
-) -> None:
-    pair = Pair(level, loss_scale=scale)
-    for step in range(2):
-        for index, delayed in enumerate(delays):
-            pair.backward(step * len(delays) + index, delay_unscale=bool(delayed))
-        pair.check_grads()
-        pair.step()
-        pair.zero()
-        pair.check()
 
 
 @pytest.mark.apex("2.7 plain and delayed blocks mixed")
@@ -261,54 +235,6 @@ def _start_from_rounded(pair: Pair) -> None:
 
 
 @levels
-@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
-def test_a_part_frozen_at_first_is_trained_when_unfrozen(level: str, build: Any) -> None:
-    """A-22: it got no master, and scaled gradients were applied."""
-    pair = Pair(level, build, prepare=lambda model: model.get_submodule("b").requires_grad_(False))
-    _start_from_rounded(pair)
-    pair.train(0)
-    pair.check()
-    for model in (pair.model, pair.plain):
-        model.get_submodule("b").requires_grad_(True)
-    for index in (1, 2):
-        pair.backward(index)
-        pair.check_grads()
-        pair.step()
-        pair.zero()
-        pair.check(f"step {index}")
-    if level in WITH_MASTERS:
-        assert pair.engine.master_of(pair.model.get_parameter("b.weight")) is not None
-
-
-@levels
-@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
-def test_a_part_frozen_later_stands_still(level: str, build: Any) -> None:
-    pair = Pair(level, build)
-    pair.train(0)
-    for model in (pair.model, pair.plain):
-        model.get_submodule("b").requires_grad_(False)
-    pair.train(1)
-    pair.check()
-
-
-@levels
-@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
-@pytest.mark.parametrize("zeros", [False, True], ids=["none", "zeros"])
-@pytest.mark.parametrize("whose", ["model", "optimizer"])
-def test_a_part_unused_in_one_iteration(level: str, build: Any, zeros: bool, whose: str) -> None:
-    """Without gradient it is left alone; with a gradient of zeros momentum and decay go on."""
-    pair = Pair(level, build)
-    for index, parts in enumerate(["ab", "a", "b", "ab"]):
-        pair.backward(index, parts)
-        pair.step()
-        for thing in (
-            (pair.model, pair.plain) if whose == "model" else (pair.optimizer, pair.plain_optimizer)
-        ):
-            thing.zero_grad(set_to_none=not zeros)
-        pair.check(f"step {index}")
-
-
-@levels
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_part_unused_with_the_zeroing_an_optimizer_was_built_for(level: str, fails: bool) -> None:
     """FusedSGD zeroes gradients unless it is told otherwise, and its momentum goes on."""
@@ -322,86 +248,6 @@ def test_a_part_unused_with_the_zeroing_an_optimizer_was_built_for(level: str, f
         pair.step()
         pair.optimizer.zero_grad()
         pair.plain_optimizer.zero_grad()
-        pair.check(f"step {index}")
-
-
-@levels
-def test_a_gradient_set_to_none_before_the_step_does_not_count(level: str) -> None:
-    pair = Pair(level)
-    pair.train(0)
-    pair.backward(1)
-    for model in (pair.model, pair.plain):
-        model.get_parameter("b.weight").grad = None
-    pair.step()
-    pair.check()
-
-
-@levels
-def test_a_step_before_any_backward_does_nothing(level: str) -> None:
-    pair = Pair(level)
-    pair.step()
-    pair.check()
-    pair.train(0)
-    pair.check()
-
-
-@levels
-def test_a_step_the_user_did_not_take(level: str) -> None:
-    pair = Pair(level)
-    pair.train(0)
-    pair.backward(1)
-    pair.zero()
-    pair.train(2)
-    pair.check()
-
-
-@levels
-def test_a_step_without_a_backward_after_zeroing_does_nothing(level: str) -> None:
-    pair = Pair(level)
-    pair.train(0)
-    pair.step()
-    pair.check()
-
-
-@pytest.mark.apex("2.6 master gradients are gone after step")
-@with_masters
-def test_two_steps_on_one_backward_apply_it_once(level: str) -> None:
-    """Master gradients are gone after a step, as scripts zero only the model's."""
-    pair = Pair(level)
-    pair.backward(0)
-    pair.step()
-    pair.optimizer.step()
-    pair.check()
-
-
-@levels
-def test_a_backward_outside_scale_loss_is_an_unscaled_one(level: str) -> None:
-    pair = Pair(level)
-    pair.train(0)
-    for index in (1, 2):
-        pair.loss(index).backward()
-        pair.theirs(index)
-    pair.check_grads()
-    pair.step()
-    pair.zero()
-    pair.check()
-    pair.loss(3).backward()  # and one inside is added to it
-    pair.theirs(3)
-    pair.backward(4)
-    pair.step()
-    pair.check()
-
-
-@levels
-def test_optimizer_zero_grad_in_the_body(level: str) -> None:
-    pair = Pair(level)
-    for index in range(3):
-        with preamp.scale_loss(pair.loss(index), pair.optimizer) as scaled:
-            pair.optimizer.zero_grad()
-            scaled.backward()
-        pair.plain_optimizer.zero_grad()
-        pair.theirs(index)
-        pair.step()
         pair.check(f"step {index}")
 
 
@@ -610,46 +456,6 @@ def test_a_skip_prints_apex_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-@dynamic
-@pytest.mark.parametrize("earlier", [0, 1, 2])
-@pytest.mark.parametrize(
-    "drop", ["model none", "model zeros", "optimizer none", "optimizer zeros", "by hand"]
-)
-def test_dropped_overflow_does_not_skip_the_next_step(level: str, earlier: int, drop: str) -> None:
-    """The user saw nan and called zero_grad instead of step."""
-    pair = Pair(level, loss_scale="dynamic")
-    pair.train(0)
-    for index in range(earlier):
-        pair.ours(index)
-    pair.overflow()
-    if drop == "by hand":
-        for param in pair.model.parameters():
-            param.grad = None
-    else:
-        whose, how = drop.split()
-        thing: Any = pair.model if whose == "model" else pair.optimizer
-        thing.zero_grad(set_to_none=how == "none")
-        if how == "zeros":
-            pair.plain_optimizer.zero_grad(set_to_none=False)
-    pair.backward(1)
-    pair.step()
-    assert not pair.engine.last_step_skipped
-    pair.check()
-
-
-@dynamic
-def test_an_overflow_is_not_cleared_by_a_later_clean_backward(level: str) -> None:
-    pair = Pair(level, loss_scale="dynamic")
-    before = values(pair.optimizer)
-    pair.overflow()
-    pair.ours(1)
-    pair.ours(2)
-    pair.optimizer.step()
-    assert pair.engine.last_step_skipped
-    for now, was in zip(values(pair.optimizer), before, strict=True):
-        assert_same(now, was)
-
-
 @pytest.mark.apex("2.6 only optimizers of the overflowing loss skip")
 @dynamic
 def test_only_the_optimizers_of_the_overflowing_loss_are_skipped(level: str) -> None:
@@ -739,26 +545,6 @@ def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
     pair.check()
 
 
-def _skip_infinite_loss(pair: Pair) -> None:
-    pair.overflow()
-    pair.optimizer.step()
-
-
-def test_a_loss_that_is_not_finite_is_told_apart() -> None:
-    pair = Pair("O2", max_consecutive_skips=1)
-    text = (
-        "1 optimizer steps in a row skipped; the loss itself was infinite or nan before scaling "
-        "(loss 0), so no loss scale can help. The forward must yield a finite loss. Look for the "
-        "first non-finite activation in the forward: a log or division by zero, a float16 "
-        "activation above 65504, a learning rate that is too high."
-    )
-    with pytest.raises(preamp.LossScaleError, match=f"^{re.escape(text)}$"):
-        _skip_infinite_loss(pair)
-    cause = pair.engine.overflow_causes[-1]
-    assert not cause.loss_was_finite
-    assert (cause.step, cause.old_scale, cause.new_scale) == (1, 2.0**16, 2.0**15)
-
-
 @pytest.mark.apex("1.5 min_loss_scale", "2.6 overflows without end")
 def test_the_scale_falling_to_its_minimum_is_an_error() -> None:
     pair = Pair("O2", max_consecutive_skips=None)
@@ -795,50 +581,6 @@ def test_an_infinite_loss_with_finite_gradients_is_not_the_cause() -> None:
     (cause,) = pair.engine.overflow_causes
     assert cause.parameters == ("a.bias",)
     assert cause.loss_was_finite
-
-
-# -- weights written from outside ------------------------------------------------------------
-
-
-def _write_copy(param: torch.Tensor) -> None:
-    with torch.no_grad():
-        param.copy_(torch.full_like(param, 0.75))
-
-
-def _write_clamp(param: torch.Tensor) -> None:
-    with torch.no_grad():
-        param.clamp_(-0.5, 0.5)
-
-
-def _write_data(param: torch.Tensor) -> None:
-    param.data = torch.full_like(param, 0.25)
-
-
-@levels
-@pytest.mark.parametrize("write", [_write_copy, _write_clamp, _write_data])
-@pytest.mark.parametrize("when", ["before backward", "before step"])
-def test_weights_written_from_outside_reach_the_optimizer(
-    level: str, write: Callable[[torch.Tensor], None], when: str
-) -> None:
-    pair = Pair(level)
-    pair.train(0)
-
-    def write_both() -> None:
-        # The oracle's float32 weight keeps its low bits only where the half one did not change.
-        half, plain = pair.model.get_parameter("a.weight"), pair.plain.get_parameter("a.weight")
-        write(half)
-        with torch.no_grad():
-            kept = plain.to(half.dtype) == half
-            plain.copy_(torch.where(kept, plain, half.to(plain.dtype)))
-
-    if when == "before backward":
-        write_both()
-    pair.backward(1)
-    if when == "before step":
-        write_both()
-    pair.step()
-    pair.zero()
-    pair.check()
 
 
 # -- sparse gradients ------------------------------------------------------------------------
@@ -914,62 +656,7 @@ def _backward(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         scaled.backward()
 
 
-@pytest.mark.apex("2.1 sparse gradients")
-@with_masters
-def test_sparse_gradients_are_refused_where_there_are_masters(level: str) -> None:
-    model = nn.Sequential(Sparse(), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    linear = model[1].weight
-    _backward((linear.float() * 2.0**-8).sum(), optimizer)
-    text = (
-        "The gradient of '0.embedding.weight' is sparse and the parameter has a float32 master. "
-        "Masters take dense gradients; sparse ones work at O0, O1 and O4. Build the embedding "
-        "with sparse=False, or choose O1 (O4 for bfloat16)."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
-        _backward(model(torch.tensor([1])).sum() * 2.0**-8, optimizer)
-    master = preamp.engine_of(model).master_of(linear)
-    assert master is not None
-    assert_same(master.grad, torch.full((2, 2), 2.0**-8))  # the earlier gradient is still there
-
-
-@pytest.mark.apex("2.7 a step while gradients are left scaled")
-def test_stepping_on_scaled_gradients_is_refused() -> None:
-    pair = Pair("O2")
-    pair.ours(0, delay_unscale=True)
-    text = (
-        "optimizer.step() with gradients left scaled by delay_unscale=True. The last scale_loss "
-        "before a step must unscale. Call scale_loss without delay_unscale for the last backward "
-        "before step()."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
-        pair.optimizer.step()
-
-
 # -- blocks that do not end well -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_abandoned_delayed_accumulation_leaves_nothing_behind(level: str) -> None:
-    pair = Pair(level)
-    pair.ours(0)
-    pair.ours(1, delay_unscale=True)
-    pair.model.zero_grad()
-    pair.backward(2)
-    pair.check_grads()
-    pair.step()
-    pair.check()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_after_an_abandoned_delayed_accumulation_does_nothing(level: str) -> None:
-    pair = Pair(level)
-    pair.train(0)
-    pair.ours(1, delay_unscale=True)
-    pair.model.zero_grad()
-    pair.step()
-    pair.check()
 
 
 @pytest.mark.apex("2.1 a block inside another of the same optimizer")

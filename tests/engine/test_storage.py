@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import LEVELS
-from engine.harness import Net, engines_closed, everything, loss_of, same, train_step
+from cases.levels import LEVELS, WITH_MASTERS
+from engine.harness import Net, everything, loss_of, same, train_step
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import Engine
 from preamp.kernels.stored import join, split
@@ -42,8 +42,7 @@ from preamp.optimizers import (
     FusedSGD,
 )
 
-__all__ = ["engines_closed"]
-levels = pytest.mark.parametrize("level", ["O2", "O5"])
+levels = pytest.mark.parametrize("level", WITH_MASTERS)
 Build = Callable[[Iterable[Any]], Any]
 
 BUILDS: dict[str, Build] = {

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import engines_closed, loss_of, same, train_step
+from engine.harness import loss_of, same, train_step
 from engine.test_storage import BUILDS, exact, is_packed, levels, start, twins
 from preamp.optimizers import FusedAdam, FusedSGD
-
-__all__ = ["engines_closed"]
 
 
 def tables(optimizer: Any) -> list[Any]:

@@ -27,7 +27,6 @@ from engine.harness import (
     train_plain,
     train_step,
 )
-from engine.harness import engines_closed as engines_closed
 from preamp import amp
 
 STEPS = 4

@@ -17,9 +17,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
-from engine import harness
-
-engines_closed = harness.engines_closed
 
 Program = Callable[[Any, Any, list[Any]], None]
 PROGRAMS: dict[str, Program] = {}

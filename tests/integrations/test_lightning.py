@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import preamp
+from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
 from integrations.small import (
     LEVELS,
@@ -334,7 +335,7 @@ def test_lightnings_averages_are_of_the_exact_weights(
     assert module.losses == plain.losses  # training does not notice
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_lightnings_stochastic_averages_are_of_the_exact_weights(
     level: str, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
 from code_blocks import blocks_of
 from integrations.small import (
@@ -285,7 +286,7 @@ def hook_of_the_page() -> Iterator[str]:
     del HOOKS.module_dict["ExactEMAHook"]
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_the_hook_on_the_page_averages_exact_weights(
     level: str, hook_of_the_page: str, tmp_path: Path
 ) -> None:
@@ -377,7 +378,7 @@ def agree(rank: int) -> list[str]:
         assert is_model_wrapper(runner.model)
     run(Path("O1"), "O1", data, **theirs())
     refused: list[str] = []
-    for level in ("O2", "O5"):
+    for level in WITH_MASTERS:
         with pytest.raises(preamp.PreampStateError) as raised:
             run(Path("refused"), level, data, **theirs())
         refused.append(str(raised.value))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import preamp
+from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
 from integrations.small import (
     LEVELS,
@@ -148,7 +149,7 @@ def test_an_unknown_mode_is_refused() -> None:
         run.scaler(loss_of(run.model, batches(1)[0]), run.optimizer, clip_mode="sum")
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_a_model_of_timm_learns_under_its_optimizer_and_average(level: str) -> None:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=4, in_chans=3)
