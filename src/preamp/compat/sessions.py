@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from preamp.core.splits import Splits
-from preamp.engine.names import ParameterNames
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession
 from preamp.kernels import backend
@@ -14,5 +13,4 @@ from preamp.kernels import backend
 
 def session_of(optimizer: torch.optim.Optimizer) -> OptimizerSession:
     """Follow the gradients of ``optimizer``, which is not changed; no masters, no ranks."""
-    names = ParameterNames((), (optimizer,))
-    return OptimizerSession(optimizer, backend(), names.of, None, Reductions((), Splits()))
+    return OptimizerSession(optimizer, backend(), None, Reductions((), Splits()))
