@@ -18,12 +18,12 @@ declare -A limits=(
 )
 # A part that fails, is skipped, or takes too long does not stop the others: OUT_FOLDER/summary.txt
 # says so for each, gpu.log has what they print, and *.jsonl have a row for all that was measured,
-# written as it was. --dry runs all of it in small on the pretended device of tests/devices.
+# written as it was. --dry runs all but the graphs in small on the pretended device of tests/devices.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 dry=
 [[ ${1:-} == --dry ]] && dry=1 && shift
 out=$(mkdir -p "${1:?usage: tools/gpu.sh [--dry] OUT_FOLDER [PYTHON [PART...]]}" && cd "$1" && pwd) || exit
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=${2:-python3}
 shift $(($# < 2 ? $# : 2))
 (($#)) || set -- "${groups[@]}"

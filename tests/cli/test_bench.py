@@ -57,8 +57,8 @@ def test_what_fails_is_told_and_the_rest_is_measured(
 
     monkeypatch.setattr(bench, "_step_of", build)
     done = run(*SMALL[:-3], "2", "--seconds", "0", "--out", str(path))
-    assert done.exit_code == 0, done.output
-    assert "preamp O5, full: OutOfMemoryError: CUDA out of memory." in done.output
+    assert done.exit_code == 1, done.output
+    assert "preamp O5, full: OutOfMemoryError" in done.output
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [row["name"] for row in rows if row["status"] != "measured"] == ["preamp O5, full"]
     assert len(rows) == 8
@@ -72,7 +72,21 @@ def test_a_gpu_is_asked_for_by_name(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("given", [("--tensors", "0"), ("--tensors", "x"), ("--params", "1")])
+def test_where_rows_go_is_opened_before_anything_is_measured(tmp_path: Path) -> None:
+    done = run(*SMALL, "--out", str(tmp_path / "missing" / "rows.jsonl"))
+    assert done.exit_code == 2
+    assert "No such file or directory" in done.output
+
+
+def test_a_gpu_and_another_device_contradict_each_other(tmp_path: Path) -> None:
+    done = run("bench", "--gpu", "--device", "cpu", "--out", str(tmp_path / "rows.jsonl"))
+    assert done.exit_code == 2
+    assert "Leave one of the two out" in done.output
+
+
+@pytest.mark.parametrize(
+    "given", [("--tensors", "0"), ("--tensors", "x"), ("--params", "1"), ("--params", "inf")]
+)
 def test_sizes_that_do_not_go(given: tuple[str, str], tmp_path: Path) -> None:
     done = run("bench", "--device", "cpu", *given, "--out", str(tmp_path / "rows.jsonl"))
     assert done.exit_code == 2

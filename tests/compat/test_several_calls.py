@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,9 +22,20 @@ from preamp import amp
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 
 
+_alive: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def runs_live_on() -> Iterator[None]:
+    """What a test has started lives until its end, as a script's models do."""
+    yield
+    _alive.clear()
+
+
 def started(level: str = "O2", seed: int = 0, **arguments: Any) -> Any:
     arguments = {"loss_scale": "dynamic", "verbosity": 0, **arguments}
-    return amp.initialize(*make(seed), opt_level=level, **arguments)
+    _alive.append(amp.initialize(*make(seed), opt_level=level, **arguments))
+    return _alive[-1]
 
 
 def step(model: nn.Module, optimizer: Any, number: int, *, poison: bool = False) -> None:
@@ -115,7 +127,7 @@ def test_a_copy_alone_is_what_is_meant() -> None:
 def pair(level: str = "O2", *, losses: int = 1) -> tuple[Any, Any]:
     """A generator and a discriminator, by two calls, with a copy between."""
     generator = started(level, 0)
-    amp.initialize(Net(), opt_level="O0", verbosity=0)
+    _alive.append(amp.initialize(Net(), opt_level="O0", verbosity=0))
     return generator, started(level, 1, num_losses=losses)
 
 

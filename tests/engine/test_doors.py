@@ -30,7 +30,8 @@ from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
-from preamp.compat import flat, fp16_utils
+from preamp import fp16_utils
+from preamp.compat import flat
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)

@@ -14,7 +14,7 @@ import torch
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
 from preamp.engine import ledger
-from preamp.optim.fused import checks
+from preamp.optim.fused import base, checks
 from preamp.optimizers import FusedAdam, FusedLAMB
 
 
@@ -80,7 +80,8 @@ def test_a_counter_of_the_host_is_not_captured(
     preamp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
     _step(model, optimizer)
     before = model.weight.detach().clone()
-    monkeypatch.setattr(checks, "is_capturing", lambda _: True)
+    for module in (base, checks):
+        monkeypatch.setattr(module, "is_capturing", lambda _: True)
     with pytest.raises(preamp.PreampStateError) as refused:
         _step(model, optimizer)
     assert str(refused.value).startswith(
@@ -102,8 +103,9 @@ def test_new_state_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = FusedAdam(model.parameters(), lr=0.125, capturable=True)
     preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    monkeypatch.setattr(checks, "is_capturing", lambda _: True)
-    with pytest.raises(preamp.PreampStateError, match="a parameter that has no state yet"):
+    for module in (base, checks):
+        monkeypatch.setattr(module, "is_capturing", lambda _: True)
+    with pytest.raises(preamp.PreampStateError, match="state it would make or convert"):
         _step(model, optimizer)
     assert not any(optimizer.state.values())
 

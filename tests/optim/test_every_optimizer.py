@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cases import fused
 from cases.optimizers import ALL
@@ -73,3 +74,43 @@ def test_elementwise_is_what_may_be_cut_into_parts(case: Any) -> None:
     else:
         with pytest.raises(TypeError, match="does not update each element by itself"):
             check_elementwise(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "FusedMixedPrecisionLamb"])
+def test_weights_written_without_a_trace_before_a_load_count(kind: str) -> None:
+    """Loaded float32 copies are compared with the weights, as at the first step."""
+    given: dict[str, Any] = (
+        {"capturable": True, "master_weights": True}
+        if kind == "FusedAdam"
+        else {"reduced_precision_dtype": torch.bfloat16}
+    )
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer: Any = getattr(optimizers, kind)([param], lr=0.1, **given)
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    state = optimizer.state_dict()
+    param.data.copy_(torch.full((4,), 5.0))
+    optimizer.load_state_dict(state)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert (param.float() - 5.0).abs().max() < 1.0
+
+
+@pytest.mark.parametrize("given", [{"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9}, {}])
+def test_a_group_without_gradients_is_left_out_under_a_scaler(given: dict[str, float]) -> None:
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = optimizers.FusedSGD([{"params": [used]}, {"params": [unused]}], lr=0.5, **given)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale((used * 2.0).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    twin = nn.Parameter(torch.ones(3))
+    plain = torch.optim.SGD([twin], lr=0.5, **given)
+    for _ in range(2):
+        twin.grad = torch.full((3,), 2.0)
+        plain.step()
+    assert torch.equal(used, twin)
+    assert torch.equal(unused, torch.ones(3))

@@ -126,11 +126,14 @@ def store(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> Callable[[], di
     ]
     laid = [value.clone() if copy and value.device.type == "cpu" else value for value in laid]
     arrive = download(laid, waits=not copy)
+    names = list(tensors)
+    forms = [(v.dtype, tuple(v.shape), order) for v, order in zip(values, orders, strict=True)]
 
+    # It holds no tensor of a device, which may be freed before the file is written.
     def finish() -> dict[str, Stored]:
         return {
-            name: Stored(_as_stored(data), value.dtype, tuple(value.shape), order)
-            for name, data, value, order in zip(tensors, arrive(), values, orders, strict=True)
+            name: Stored(_as_stored(data), *form)
+            for name, data, form in zip(names, arrive(), forms, strict=True)
         }
 
     return finish

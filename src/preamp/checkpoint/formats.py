@@ -125,7 +125,7 @@ def _read_safetensors(file: BinaryIO, start: bytes) -> tuple[dict[str, Any], dic
         is_inside = 8 + length <= begin <= end <= size and min((0, *shape)) == 0
         if not is_inside or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
             raise ValueError(f"its part {name!r} does not lie where its header says")
-        flat = torch.empty(0, dtype=dtype)
+        flat = torch.empty(0, dtype=dtype, device="cpu")
         tensors[name] = flat.set_(memory[begin:end]).view(shape) if count else flat.view(shape)
     return about, tensors
 

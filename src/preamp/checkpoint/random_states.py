@@ -24,7 +24,7 @@ def random_states() -> dict[str, Any]:
     """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
-        "python": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "python": (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss),
         "torch": torch.get_rng_state(),
     }
     numpy = _numpy()

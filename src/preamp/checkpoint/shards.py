@@ -163,7 +163,7 @@ class SavedShards:
         return cut(self.whole(), frame, box)
 
     def _at(self, box: Box) -> torch.Tensor:
-        made = torch.empty(box.sizes, dtype=self.dtype)
+        made = torch.empty(box.sizes, dtype=self.dtype, device="cpu")
         for own, data in self.held:
             common = own.overlap(box)
             if common.numel:

@@ -50,7 +50,7 @@ def download(tensors: Sequence[torch.Tensor], *, waits: bool) -> Callable[[], li
     `CHUNK` at most. Otherwise it is as much as the tensors have, and nothing waits here. Raises
     `PreampUnavailableError` if the host has no such memory to give.
     """
-    made = [_like(own, "cpu") if own.is_cuda else own.to("cpu") for own in tensors]
+    made = [_like(own, "cpu") if _is_staged(own) else own.to("cpu") for own in tensors]
     under_way = deque[_Chunk]()
     # What is packed lives until it was carried away, or until its stream waits for that.
     packed_on: dict[torch.device, deque[tuple[torch.cuda.Event, torch.Tensor]]] = {}
@@ -66,6 +66,7 @@ def download(tensors: Sequence[torch.Tensor], *, waits: bool) -> Callable[[], li
         packed_on.clear()
         return made
 
+    views = _Views(tensors)
     for device, numbers in _by_device(tensors).items():
         current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         on_device = packed_on.setdefault(device, deque())
@@ -74,7 +75,7 @@ def download(tensors: Sequence[torch.Tensor], *, waits: bool) -> Callable[[], li
                 land()
             if len(on_device) == AT_ONCE:
                 current.wait_event(on_device.popleft()[0])
-            packed, pinned = _joined(tensors, pieces), _pinned(pieces, device)
+            packed, pinned = _joined(views, pieces), _pinned(pieces, device)
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 pinned.copy_(packed, non_blocking=True)
@@ -91,12 +92,12 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     The host waits for none of the last `AT_ONCE` chunks, and has no more of pinned memory. Raises
     `PreampUnavailableError` if it has no such memory to give.
     """
-    made = [_like(own, device) for own in tensors]
+    made, views = [_like(own, device) for own in tensors], _Views(tensors)
     under_way = deque[_Chunk]()
     for pieces in _chunks(tensors, range(len(tensors))):
         if len(under_way) == AT_ONCE:
             under_way.popleft().event.synchronize()
-        pinned = _joined(tensors, pieces, out=_pinned(pieces, device))
+        pinned = _joined(views, pieces, out=_pinned(pieces, device))
         _fill(made, pieces, pinned.to(device, non_blocking=True))
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
@@ -104,11 +105,17 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     return made
 
 
+def _is_staged(tensor: torch.Tensor) -> bool:
+    """Whether it is a dense tensor of a CUDA device, and no class that wraps others."""
+    is_dense = tensor.is_cuda and tensor.layout is torch.strided
+    return is_dense and not hasattr(tensor, "__tensor_flatten__")
+
+
 def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[int]]:
     """The numbers of those of CUDA's devices."""
     found: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.is_cuda:
+        if _is_staged(tensor):
             found.setdefault(tensor.device, []).append(number)
     return found
 
@@ -137,11 +144,23 @@ def _fill(into: Sequence[torch.Tensor], pieces: Sequence[_Piece], chunk: torch.T
         at += stop - start
 
 
+class _Views:
+    """Bytes of tensors; those of the latest are kept, since they are a copy if it has gaps."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._number, self._bytes = -1, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if number != self._number:
+            self._number, self._bytes = number, _bytes_of(self._tensors[number])
+        return self._bytes
+
+
 def _joined(
-    tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece], out: torch.Tensor | None = None
+    views: _Views, pieces: Sequence[_Piece], out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    found = [_bytes_of(tensors[number])[start:stop] for number, start, stop in pieces]
-    return torch.cat(found, out=out)
+    return torch.cat([views[number][start:stop] for number, start, stop in pieces], out=out)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +180,7 @@ def _like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def _pinned(pieces: Sequence[_Piece], device: torch.device) -> torch.Tensor:
     size = sum(stop - start for _, start, stop in pieces)
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         raise unavailable(
             f"The host has no {size} bytes of pinned memory for copies of {device}: {error}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -62,11 +63,19 @@ def bench(
     """
     console = make_console()
     try:
+        if gpu and device != "auto":
+            raise bad_value(
+                f"Got --gpu and --device {device}",
+                "--gpu stands for --device cuda",
+                "Leave one of the two out",
+            )
         where = choose_device("cuda" if gpu else device)
         cases = [_sizes(params, part.strip()) for part in tensors.split(",")]
+        with out.open("a", encoding="utf-8"):  # or nothing is measured
+            pass
         facts = _facts(where)
         speed = _copy_speed(where, int(min(_COPIED, 4 * params)), seconds)
-    except (ValueError, PreampError) as error:
+    except (ValueError, OSError, PreampError) as error:
         raise refused(error) from None
     _keep(out, {**facts, "name": "copy", "status": "measured", "gb_s": speed})
     console.print(f"{facts['device']}: a copy moves {speed:,.0f} GB/s", highlight=False)
@@ -79,7 +88,7 @@ def bench(
                 row["gb_s"] = _BYTES[name] * sum(sizes) / row["step_ms"] / 1e6
                 row["share_of_copy"] = row["gb_s"] / speed
             except Exception as error:  # out of memory, most of all: the others are still measured
-                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                reason = type(error).__name__  # its text may have names of folders
                 row |= {"status": "not measured", "reason": reason}
             rows.append(row)
             _keep(out, row)
@@ -88,11 +97,14 @@ def bench(
     print_table(console, headings, map(_cells, rows))
     reasons = [f"{row['name']}: {row['reason']}" for row in rows if "reason" in row]
     print_wrapped(console, [*reasons, _CAPTION, f"Rows are in {out}."])
+    if reasons:
+        raise typer.Exit(1)
 
 
 def _sizes(params: float, tensors: str) -> list[int]:
     """Elements of each tensor: alike, and whole rows where there is more than one."""
-    count, number = int(params), int(tensors) if tensors.isdecimal() else 0
+    count = int(params) if math.isfinite(params) else 0
+    number = int(tensors) if tensors.isdecimal() else 0
     if not 1 <= number <= count:
         raise bad_value(
             f"Got --params {params:g} and --tensors {tensors}",

@@ -48,8 +48,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 def stack_of(calls: Sequence[Call]) -> list[str]:
     """As ``"file.py:12, in forward"``, without Python itself and what has started the program."""
     own = [call for call in calls if not _is_pythons(call[0])]
-    while own and any(folder in own[-1][0] for folder in _INSTALLED):
-        own.pop()
+    outer = len(own)
+    while outer and any(folder in own[outer - 1][0] for folder in _INSTALLED):
+        outer -= 1
+    own = own[: outer or None]  # all of it where the program itself is installed
     return [f"{shown((path, line))}, in {name}" for path, line, name in own]
 
 

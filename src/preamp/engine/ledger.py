@@ -52,7 +52,7 @@ class _Flag:
         self._event: torch.cuda.Event | None = None
         self._device = found_inf.device
         if found_inf.device.type == "cuda":
-            self._value = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
+            self._value = torch.empty((), dtype=found_inf.dtype, device="cpu", pin_memory=True)
             self._value.copy_(found_inf, non_blocking=True)
             self._event = torch.cuda.Event()
             # Where the copy was queued, which need not be the current device.

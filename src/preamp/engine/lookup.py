@@ -118,7 +118,7 @@ def common_engine(
                 f"Initialize them together: {initialize}([model_a, model_b], "
                 "[optimizer_a, optimizer_b], …)",
             )
-    return cast("Engine", first)  # which is one, or the loop has raised
+    return cast("Engine", first)  # there is an optimizer, and the loop has raised for others
 
 
 # -- what resumes a run, addressed by what belongs to the engine ----------------------------------

@@ -165,6 +165,7 @@ class HalfGradients:
         """Hold nothing any more, the weights' table neither."""
         self._weights = WeightPairs(self._ops)
         self._wholes.clear()
+        self._names.clear()
         self.grads.clear()
         self.seen.clear()
         self.records.clear()

@@ -161,13 +161,13 @@ class _Reserve:
     """Pinned memory for the tables of CUDA graphs, taken by the steps before a capture."""
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.int64)
+        self._free = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def prepare(self, size: int) -> None:
         """Have room for a graph whose largest table has ``size`` values."""
         wanted = max(_SMALLEST_RESERVE, _TABLES_OF_A_GRAPH * size)
         if self._free.numel() < wanted:
-            self._free = torch.empty(wanted, dtype=torch.int64, pin_memory=True)
+            self._free = torch.empty(wanted, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """A pinned copy of ``values``, never used again."""

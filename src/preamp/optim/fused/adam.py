@@ -13,8 +13,15 @@ from preamp.core.dtypes import is_half
 from preamp.kernels import backend
 from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.stored import Format
-from preamp.optim.fused.base import Closure, FusedOptimizer, Group, evaluate, names_scaler, rule_of
-from preamp.optim.fused.checks import check_counter
+from preamp.optim.fused.base import (
+    Closure,
+    FusedOptimizer,
+    Group,
+    check_counter,
+    evaluate,
+    names_scaler,
+    rule_of,
+)
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.entries import batches
 from preamp.optim.fused.moments import TWO_MOMENTS

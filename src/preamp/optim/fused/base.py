@@ -3,7 +3,7 @@
 
 They follow Apex where scripts can tell: the step counter lies in the group, ``zero_grad`` obeys
 ``set_grad_none``, and sparse gradients are refused. Everything is collected and checked before
-anything is changed, so a refused step leaves no group half-updated.
+weights are changed, so a refused step leaves none half-updated.
 
 ``torch.amp.GradScaler.step`` looks for ``_step_supports_amp_scaling`` on the optimizer. If it is
 there, gradients are handed over scaled, and the scale and the overflow flag lie on the optimizer
@@ -22,18 +22,12 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_type
+from preamp.core.errors import bad_state, bad_type
 from preamp.core.splits import Splits
-from preamp.core.tensors import dtype_of, has_sharded, host_reaches
+from preamp.core.tensors import dtype_of, has_sharded, host_reaches, is_capturing
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
-from preamp.optim.fused.checks import (
-    check_arguments,
-    check_counter,
-    check_gradients,
-    check_group,
-    check_has_state,
-)
+from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.keeping import KeepsMoments
@@ -194,15 +188,28 @@ class FusedOptimizer(KeepsMoments):
         self._update(calls)
 
     def _must_skip(self, work: Work, signals: Signals) -> bool:
-        """Whether nothing may happen."""
-        return signals.is_skip
+        """Whether nothing may happen; waits for the device where a first step depends on it.
+
+        Where a parameter's first update is another one, whether it was taken must be known.
+        """
+        if signals.found_inf is None or signals.is_skip or not self._starts_apart:
+            return signals.is_skip
+        starts = any(
+            entries and self._first_differs(group) and not all(self._have_started(entries.params))
+            for group, entries in work
+        )
+        return starts and bool(signals.found_inf != 0)
+
+    def _first_differs(self, group: Group) -> bool:
+        """Whether a first update and a later one from zeros differ, where `_starts_apart`."""
+        return True
 
     def _unscaling(self, work: Work, signals: Signals) -> torch.Tensor | None:
         """What all gradients are multiplied by."""
         return signals.inv_scale
 
     def _count(self, group: Group, signals: Signals) -> int | torch.Tensor:
-        """The number of the update, for parameters that have state if the first is another."""
+        """The number of the update; where `_starts_apart` not of parameters without state."""
         return count_step(group, signals) if self._counts or self._has_fewer_bits else 1
 
     def _rule(self, group: Group) -> Rule:
@@ -254,7 +261,7 @@ class FusedOptimizer(KeepsMoments):
         return [state.get(key) is not None for state in self._states_of(params)]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add ``param_group``; refuses what the constructor refuses.
+        """Add ``param_group``; refuses numbers that the constructor refuses.
 
         Where steps are counted on the device its ``lr`` and ``step`` become tensors of its own.
         """
@@ -333,6 +340,7 @@ class FusedOptimizer(KeepsMoments):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        vars(self).pop("_copies", None)  # loaded ones are compared with the weights first
         for group in self.param_groups:  # from a file that did not know an option yet
             for name, default in self.defaults.items():
                 if default is not REQUIRED and name != "differentiable":  # which torch puts there
@@ -379,7 +387,8 @@ class FusedOptimizer(KeepsMoments):
             if set(map(dtype_of, kept)) == {dtype}:
                 return kept
         except (KeyError, AttributeError):  # one has none, or None
-            check_has_state(params[0])
+            pass
+        check_has_state(params[0])
         if key in self.moments:
             self._as_kept(params, states, key)
             return [state[key] for state in states]
@@ -441,6 +450,19 @@ def place_on_device(group: Group) -> None:
     param: torch.Tensor = group["params"][0]
     for name, dtype in (("lr", math_dtype(param.dtype)), ("step", torch.int32)):
         group[name] = scalar_on(group.get(name, 0), dtype, param.device).clone()
+
+
+def check_counter(group: Group) -> None:
+    """Raise ``PreampStateError`` for a counter on the host in a step that a CUDA graph captures."""
+    if group["params"] and is_capturing(group["params"][0].device):
+        step = group.get("step", 0)
+        raise bad_state(
+            f"optimizer.step() was captured in a CUDA graph with group['step']={step}",
+            "Replays see numbers of the host as they were at the capture, so all of them would be "
+            "the same step",
+            "Pass capturable=True to FusedAdam; of another optimizer make it a tensor before: "
+            "group['step'] = torch.tensor(group['step'], dtype=torch.int32, device='cuda')",
+        )
 
 
 def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tensor:

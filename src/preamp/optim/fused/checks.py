@@ -99,24 +99,12 @@ def check_arguments(kind: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def check_counter(group: dict[str, Any]) -> None:
-    """Raise ``PreampStateError`` for a counter on the host in a step that a CUDA graph captures."""
-    if group["params"] and is_capturing(group["params"][0].device):
-        step = group.get("step", 0)
-        raise bad_state(
-            f"optimizer.step() was captured in a CUDA graph with group['step']={step}",
-            "Replays see numbers of the host as they were at the capture, so all of them would be "
-            "the same step",
-            "Pass capturable=True to FusedAdam; of another optimizer make it a tensor before: "
-            "group['step'] = torch.tensor(group['step'], dtype=torch.int32, device='cuda')",
-        )
-
-
 def check_has_state(param: torch.Tensor) -> None:
     """Raise ``PreampStateError`` where state would be made while a CUDA graph is captured."""
     if is_capturing(param.device):
         raise bad_state(
-            "optimizer.step() was captured in a CUDA graph for a parameter that has no state yet",
+            "optimizer.step() was captured in a CUDA graph for a parameter whose state it would "
+            "make or convert",
             "Replays would begin with new state each time",
             "Take a step with gradients of all parameters before the capture",
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from preamp.kernels import backend
+from preamp.optim.fused.checks import check_has_state
 from preamp.optim.pairs import WeightPairs
 
 MASTER = "master_param"
@@ -35,6 +36,7 @@ class FullPrecision:
             return param
         is_made = MASTER not in state
         if is_made:
+            check_has_state(param)
             state[MASTER] = param.detach().float()
         pairs, row = self._pairs, self._rows.get(id(param))
         is_new = row is None

@@ -94,21 +94,9 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def _must_skip(self, work: Work, signals: Signals) -> bool:
-        """Whether nothing may happen; waits for the device where a first step depends on it.
-
-        What the first gradient does to a dampened momentum no later one does, so whether that
-        step was taken must be known. Otherwise it makes no difference to a momentum of zeros.
-        """
-        if signals.found_inf is None or signals.is_skip:
-            return signals.is_skip
-        starts = any(
-            group["momentum"] != 0
-            and group["dampening"] != 0
-            and not all(self._have_started(entries.params))
-            for group, entries in work
-        )
-        return starts and bool(signals.found_inf != 0)
+    def _first_differs(self, group: Group) -> bool:
+        """Whether the first gradient does to a momentum what no later one does to zeros."""
+        return group["momentum"] != 0 and group["dampening"] != 0
 
     def _count(self, group: Group, signals: Signals) -> int | torch.Tensor:
         """What rounding by chance needs, and more than 1 where there is a momentum."""
