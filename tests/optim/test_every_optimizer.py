@@ -114,3 +114,26 @@ def test_a_group_without_gradients_is_left_out_under_a_scaler(given: dict[str, f
         plain.step()
     assert torch.equal(used, twin)
     assert torch.equal(unused, torch.ones(3))
+
+
+def test_a_skipped_first_step_of_a_late_parameter_is_not_its_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the device decides; ADOPT's first update only takes the squared gradient."""
+    monkeypatch.setattr("preamp.optim.fused.base.host_reaches", lambda _: False)
+    early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer: Any = optimizers.FusedADOPT([early, late], lr=0.1)
+
+    def step(found_inf: float) -> None:
+        early.grad = torch.full((2,), 0.5)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(found_inf)
+        optimizer.step()
+
+    for _ in range(3):
+        step(0.0)
+    late.grad = torch.full((2,), 0.5)
+    step(1.0)
+    late.grad = torch.full((2,), 0.5)
+    step(0.0)
+    assert torch.equal(late, torch.ones(2))
+    assert torch.equal(optimizer.state[late]["exp_avg_sq"], torch.full((2,), 0.25))

@@ -66,5 +66,9 @@ class FusedADOPT(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
+    def _first_differs(self, group: Group) -> bool:
+        """Of parameters that come later than others: a first step of all has the number 1."""
+        return any(self._have_started(group["params"]))
+
     def _rule(self, group: Group) -> AdoptRule:
         return rule_of(AdoptRule, group, decoupled=self.decouple, is_bounded=self.clip)
