@@ -9,18 +9,17 @@ table. Needs the extra ``preamp[bench]``.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import preamp
 from preamp.demo.config import ModelConfig
 from preamp.demo.data import Corpus, held_out_batches, read_corpus, training_batches
+from preamp.demo.measure import held_out_bits, loss_of
 from preamp.demo.model import GPT
 from preamp_bench import records
 
@@ -46,19 +45,13 @@ def train(corpus: Corpus, recipe: str, level: str, seed: int, steps: int) -> flo
     ):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20, 1.1 - step / steps)
-        loss = F.cross_entropy(model(batch.inputs).float().flatten(0, 1), batch.targets.flatten())
-        with preamp.scale_loss(loss, optimizer) as scaled:
+        with preamp.scale_loss(loss_of(model, batch), optimizer) as scaled:
             scaled.backward()
         preamp.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad():
-        held_out = held_out_batches(corpus.held_out, count=256, batch=64, context=size.context)
-        losses = [
-            F.cross_entropy(model(b.inputs).float().flatten(0, 1), b.targets.flatten()).item()
-            for b in held_out
-        ]
-    return statistics.fmean(losses) / math.log(2)
+    held_out = held_out_batches(corpus.held_out, count=256, batch=64, context=size.context)
+    return held_out_bits(model, held_out)
 
 
 def main() -> None:
