@@ -27,6 +27,7 @@ from preamp.core.undo import UndoStack
 from preamp.engine.pending import drop_pending, is_idle, prepare_pending
 from preamp.engine.state import read_scalers
 from preamp.optim import pair_of
+from preamp.policy.storage import FULL
 
 _SHOWN = 3
 
@@ -306,10 +307,12 @@ def _uploaded(homes: Sequence[Home]) -> list[Any]:
 def _homes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[Home]:
     """Where torch and the fused optimizers put state: beside its parameter, but for step counts."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
+    is_on_host = getattr(optimizer, "storage", FULL).place == "host"
     for number, param in zip(numbers, params_of(optimizer), strict=True):
         own: Any = state["state"].get(number)
         entries = cast("dict[str, Any]", own if isinstance(own, dict) else {})
-        yield from ((value, param) for key, value in entries.items() if key != "step")
+        if not is_on_host:
+            yield from ((value, param) for key, value in entries.items() if key != "step")
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -347,7 +350,8 @@ def _load_model(
     names = [name for name in state if name in own]
     # Where the device has no room for them, torch copies them one by one.
     with contextlib.suppress(torch.OutOfMemoryError):
-        there = _uploaded([(state[name], own[name]) for name in names])
+        likes = [masters.get(id(own[name]), own[name]) for name in names]  # some on the host
+        there = _uploaded([(state[name], like) for name, like in zip(names, likes, strict=True)])
         state.update(zip(names, there, strict=True))
     setattr(state, "_metadata", saved["metadata"])  # noqa: B010
     model.load_state_dict(state)

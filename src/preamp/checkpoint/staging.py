@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from preamp.core.errors import unavailable
+from preamp.core.pinned import laid_as, pinned
 from preamp.core.tensors import memory_order
 
 CHUNK = 32 << 20
@@ -171,20 +171,14 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """An empty tensor of the same form, whose memory is in the same order and without gaps."""
-    order = memory_order(tensor)
-    lengths = [tensor.shape[dim] for dim in order]
-    laid = torch.empty(lengths, dtype=tensor.dtype, device=device)
-    return laid.permute([order.index(dim) for dim in range(len(order))])
+    return laid_as(tensor, torch.empty(tensor.numel(), dtype=tensor.dtype, device=device))
 
 
 def _pinned(pieces: Sequence[_Piece], device: torch.device) -> torch.Tensor:
-    size = sum(stop - start for _, start, stop in pieces)
-    try:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError as error:
-        raise unavailable(
-            f"The host has no {size} bytes of pinned memory for copies of {device}: {error}",
-            f"Checkpoints of devices need {AT_ONCE * CHUNK >> 20} MiB of it, and asynchronous "
-            "saves as much as the tensors have",
-            "Save with asynchronous=False, or give the process more memory that it may lock",
-        ) from error
+    return pinned(
+        sum(stop - start for _, start, stop in pieces),
+        f"copies of {device}",
+        f"Checkpoints of devices need {AT_ONCE * CHUNK >> 20} MiB of it, and asynchronous "
+        "saves as much as the tensors have",
+        "Save with asynchronous=False, or give the process more memory that it may lock",
+    )

@@ -333,7 +333,8 @@ def shard_optimizer(
 
     Raises:
         PreampStateError: There is no process group or no engine, ranks do not train the same, the
-            optimizer is not elementwise, or another one has the same masters.
+            optimizer is not elementwise, or another one has the same masters, or these lie on the
+            host.
 
     Mutates:
         Masters and state; with one rank nothing. Synchronises.
@@ -347,6 +348,12 @@ def shard_optimizer(
             f"This {type(optimizer).__name__} shares masters with another optimizer",
             "A master whose parts lie on several ranks has one optimizer",
             "Give each parameter to one optimizer",
+        )
+    if engine.policy.storage.place == "host":
+        raise bad_state(
+            'shard_optimizer got an optimizer whose storage has place="host"',
+            "What ranks share out lies beside their weights",
+            'Leave one of the two out: pass a storage with place="device"',
         )
     group = process_group or default_group()
     _check_rows(session)

@@ -77,7 +77,7 @@ class EngineCore:
             self.names.of,
             self.reductions,
             has_masters=policy.master_weights,
-            packs=policy.storage.masters == "split",
+            storage=policy.storage,
             ignores_rewriting=entrance.ignores_rewriting,
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)

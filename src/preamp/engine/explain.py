@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from preamp.core.dtypes import dtype_name
-from preamp.engine.storage import describe_storage
+from preamp.engine.storage import describe_place, describe_storage, uses_host
 from preamp.kernels import explain
 from preamp.policy import describe_overrides
 
@@ -35,7 +35,7 @@ def explain_engine(engine: EngineCore) -> str:
     for index, session in enumerate(engine.sessions.values()):
         direct = session.direct_params()
         masters = len(session.masters) if session.masters is not None else 0
-        waits = policy.is_dynamic and not session.obeys_on_device
+        waits = uses_host(engine) or (policy.is_dynamic and not session.obeys_on_device)
         lines.append(
             f"optimizer {index} ({type(session.optimizer).__name__}): {masters} float32 masters, "
             f"{len(direct)} parameters updated directly; "
@@ -60,6 +60,7 @@ def summary_of(engine: EngineCore) -> str:
     return (
         f"preamp: {policy.opt_level} in {half}, {masters or 'no'} float32 masters, "
         f"loss scale {policy.loss_scale}, back end {engine.ops.name}"
+        + (f", {describe_place(engine)}" if policy.storage.place == "host" else "")
     )
 
 

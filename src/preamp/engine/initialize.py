@@ -47,7 +47,7 @@ from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
-from preamp.engine.storage import check_release, check_storage, read_codes
+from preamp.engine.storage import check_storage, check_updates, read_codes
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
@@ -148,7 +148,8 @@ def initialize(
         storage: How masters and moments are kept between steps: ``"full"`` (default) in float32;
             ``"split"``, masters as half weights and the 16 bits that these lack, exactly;
             ``"compact"``, moments in 8 bits besides; or a `preamp.Storage`, which may also have
-            gradients applied and dropped as soon as they are made.
+            gradients applied and dropped as soon as they are made, or masters and moments on the
+            host.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -192,7 +193,7 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
         arguments["opt_level"], arguments, hard_override=arguments.get("hard_override", False)
     )
     kernels = (
-        ops_named(arguments.get("backend", "auto")),
+        ops_named(arguments.get("backend", "auto"), policy.storage.place),
         splits_over(arguments.get("process_groups")),
     )
     entrance = enter(policy, recording)
@@ -220,8 +221,7 @@ def create_engine(
     optimizer_list = checks.as_optimizer_list(optimizers)
     num_losses = checks.check_num_losses(num_losses)
     conversion = _checked(model_list, optimizer_list, policy, splits, entrance)
-    if policy.storage.release_gradients:
-        check_release(optimizers, optimizer_list, policy, splits, recording)
+    check_updates(optimizers, optimizer_list, policy, (ops, splits), recording)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
     setup = Setup(

@@ -17,7 +17,7 @@ by the step, not before: after a forward nothing may be written to what it has s
 that gets no gradient stays as it is, where ``zero_grad(set_to_none=False)`` would have left zeros.
 
 An update cannot be taken back. So whatever needs gradients of a whole step, or of several
-backwards, is refused, as early as it is known: by `check_release`, or when a block begins. If the
+backwards, is refused, as early as it is known: by `check_updates`, or when a block begins. If the
 body raises, what was updated by then stays so, and what waits is dropped. Every half weight is its
 rounded master still, and the counters are those of the latest step: the next block's updates take
 the same number.

@@ -48,6 +48,8 @@ from preamp.optim import (
     leaves_of,
     without_masters,
 )
+from preamp.optim.fused.keeping import KeepsMoments
+from preamp.policy.storage import FULL, Storage
 from preamp.scaling import LossScaler
 from preamp.scaling.scaler import Adjustments, larger
 
@@ -289,6 +291,8 @@ class OptimizerSession:
     def recast_state(self, undo: UndoStack | None = None) -> None:
         """Bring the optimizer's state to the dtype of its parameters, after these changed.
 
+        That of a fused optimizer goes where its storage says.
+
         In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
         ``undo`` gets what brings the very tensors back.
         """
@@ -298,6 +302,8 @@ class OptimizerSession:
                 if undo is not None:
                     undo.push(partial(state[param].update, state[param].copy()))
                 cast_state(state[param], param)
+        if isinstance(self.optimizer, KeepsMoments):
+            self.optimizer.place_state()
 
     def compare_weights(self) -> None:
         """Weights may have been written to without a trace; look at the next backward."""
@@ -796,10 +802,10 @@ def make_sessions(
     *,
     has_masters: bool,
     ignores_rewriting: bool = False,
-    packs: bool = False,
+    storage: Storage = FULL,
 ) -> dict[int, OptimizerSession]:
     """One session for each optimizer, by its ``id``; a weight in two of them has one master."""
-    weights = Weights(ops, name_of, ignores_rewriting=ignores_rewriting, packs=packs)
+    weights = Weights(ops, name_of, ignores_rewriting=ignores_rewriting, storage=storage)
     sessions: dict[int, OptimizerSession] = {}
     for optimizer in optimizers:
         masters = Masters(optimizer, weights) if has_masters else None

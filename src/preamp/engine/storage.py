@@ -14,13 +14,14 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
-from preamp.core.tensors import local_of
+from preamp.core.tensors import is_sharded, local_of
 from preamp.engine.recording import Recording
+from preamp.kernels import Ops, reserve
 from preamp.kernels.stored import are_beyond_float16, scales_shape
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS, RELEASE
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE
 from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
 from preamp.optim.larc import released
 from preamp.policy import Policy
@@ -57,15 +58,79 @@ def check_storage(
                     _check_range(name, param)
 
 
-def check_release(
+def check_updates(
     given: object,
+    optimizers: Sequence[torch.optim.Optimizer],
+    policy: Policy,
+    kernels: tuple[Ops, Splits],
+    recording: Recording,
+) -> None:
+    """Refuse what cannot be updated where, or when, a policy's storage says. Changes nothing.
+
+    ``given`` are the optimizers as they were given, which may be wrapped.
+    """
+    every = cast("list[object]", given) if isinstance(given, list) else [given]
+    ops, splits = kernels
+    if policy.storage.place == "host":
+        _check_host(every, optimizers, ops.name)
+        _reserve_for_host(optimizers, has_masters=policy.master_weights)
+    if policy.storage.release_gradients:
+        _check_release(every, optimizers, policy, splits, recording)
+
+
+def _check_host(
+    every: Sequence[object], optimizers: Sequence[torch.optim.Optimizer], back_end: str
+) -> None:
+    """Refuse what the host cannot update."""
+    for one in (*every, *optimizers):
+        is_fused = isinstance(one, FusedOptimizer) and not one.keeps_copies
+        if one is None or (is_fused and not getattr(one, "master_weights", False)):
+            continue
+        kind = with_article(type(one).__name__) + (" with master_weights=True" if is_fused else "")
+        raise bad_type(
+            f'storage has place="host", and an optimizer is {kind}',
+            f"Masters and moments lie on the host with {', '.join(ON_HOST)}, which take gradients "
+            "and half weights there in one pass",
+            'Choose one of these, or a storage with place="device"',
+        )
+    if back_end == "triton":
+        raise _not_on_host("backend='triton'", "its kernels do not run on the host")
+    for param in [p for o in optimizers for group in o.param_groups for p in group["params"]]:
+        if is_sharded(param):
+            raise _not_on_host("sharded weights", "masters are sharded as their weights are")
+        if param.device.type not in ("cpu", "cuda"):
+            raise _not_on_host(
+                f"weights on {param.device}", "copies go through pinned memory, which CUDA has"
+            )
+
+
+def _reserve_for_host(optimizers: Sequence[torch.optim.Optimizer], *, has_masters: bool) -> None:
+    """Take the pinned memory that steps will need, or raise `PreampUnavailableError`."""
+    sizes: dict[torch.device, list[int]] = {}
+    for param in [p for o in optimizers for group in o.param_groups for p in group["params"]]:
+        if param.is_cuda:  # halves of a float32 weight and its gradient are as large as the weight
+            size = param.numel() * (4 if has_masters else 2 * param.element_size())
+            sizes.setdefault(param.device, []).append(size)
+    for device, own in sizes.items():
+        reserve(device, own)
+
+
+def _not_on_host(what: str, why: str) -> PreampStateError:
+    return bad_state(
+        f'storage has place="host" beside {what}',
+        f"The host updates whole weights of CUDA devices and its own; {why}",
+        'Leave it out, or pass a storage with place="device"',
+    )
+
+
+def _check_release(
+    every: Sequence[object],
     optimizers: Sequence[torch.optim.Optimizer],
     policy: Policy,
     splits: Splits,
     recording: Recording,
 ) -> None:
-    """Refuse what needs gradients of a whole step. Changes nothing; ``given`` may be wrapped."""
-    every = cast("list[object]", given) if isinstance(given, list) else [given]
+    """Refuse what needs gradients of a whole step."""
     if any(isinstance(one, LARC) for one in every):
         raise released()
     for optimizer in optimizers:
@@ -165,6 +230,8 @@ def describe_storage(engine: EngineCore) -> list[str]:
             f"storage: {split} of {len(lows)} masters are split now"
             + (f", {wide} stay float32 (they were written to, or are too large)" if wide else "")
         )
+    if engine.policy.storage.place == "host":
+        found.append(f"storage: {describe_place(engine)}")
     if engine.policy.storage.release_gradients:
         found.append("storage: each gradient is applied as soon as it is made, and then dropped")
     kind = engine.policy.storage.moments
@@ -173,6 +240,20 @@ def describe_storage(engine: EngineCore) -> list[str]:
         fewer = sum(moment.element_size() < 4 for moment in moments)
         found.append(f"storage: {fewer} of {len(moments)} moments are {kind} now")
     return found
+
+
+def uses_host(engine: EngineCore) -> bool:
+    """Whether masters and moments lie on the host, and weights on a device."""
+    params = [leaf for session in engine.sessions.values() for leaf in session.model_params()]
+    is_away = any(param.device.type != "cpu" for param in params)
+    return engine.policy.storage.place == "host" and is_away
+
+
+def describe_place(engine: EngineCore) -> str:
+    """Where masters and moments lie, of an engine whose storage has ``place="host"``."""
+    if uses_host(engine):
+        return "masters and moments lie on the host, which makes the update"
+    return 'place="host" moved nothing, all is on the CPU'
 
 
 def _moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def _on_each(op: str, decides: int = 0) -> Any:
         )
         found: dict[int, Any] = {}
         for where, places in _by_device(given[decides]).items():
-            results = getattr(self.on(where), op)(*_pick(places, *given))
+            results = getattr(self.on(where), op)(*pick(places, *given))
             if results is not None:
                 found.update(zip(places, results, strict=True))
         return [found[place] for place in range(len(found))]
@@ -129,7 +129,7 @@ class ByDevice(Ops):
             return self.on(next(iter(groups), device)).l2norm(tensors, factors, device)
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
-            own, by = _pick(places, tensors, factors)
+            own, by = pick(places, tensors, factors)
             norms.append(self.on(where).l2norm(own, by, device))
         return self.on(device).l2norm(norms, [None] * len(norms), device)
 
@@ -179,7 +179,7 @@ def _in_order(numbers: dict[int, torch.Tensor]) -> torch.Tensor:
     return stack([numbers[place] for place in range(len(numbers))])
 
 
-def _pick(places: Sequence[int], *given: Any) -> Sequence[Any]:
+def pick(places: Sequence[int], *given: Any) -> Sequence[Any]:
     """The places of what is a list, and all else as it is."""
     if isinstance(places, range):  # all of them
         return given

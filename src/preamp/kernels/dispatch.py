@@ -15,6 +15,7 @@ import torch
 from preamp.core.errors import unavailable
 from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
+from preamp.kernels.staged import Staged
 
 _CLASSES: Final[Mapping[str, str]] = {
     "triton": "Triton",
@@ -33,15 +34,18 @@ _TRITON_DEVICES = ("cuda", "xpu")
 
 
 @functools.cache
-def backend(name: str = "auto") -> Ops:
+def backend(name: str = "auto", place: str = "device") -> Ops:
     """Return the back end called ``name``, which is used or refused, never replaced.
+
+    With ``place="host"`` ops on tensors of the host and a device are computed on the host.
 
     ``"auto"`` is the fastest one on the device of the tensors given to each op. ``"cpu"`` and
     ``"foreach"`` are earlier names of ``"blocks"``. One that does not exist, or does not run here,
     raises ``PreampUnavailableError``.
     """
+    kind = Staged if place == "host" else ByDevice
     if name == "auto":
-        return ByDevice(name, lambda device: _load(choose(device)[0]))
+        return kind(name, lambda device: _load(choose(device)[0]))
     if name not in (*BACKENDS, *_ALIASES):
         raise unavailable(
             f"backend={name!r} is not known",
@@ -60,7 +64,7 @@ def backend(name: str = "auto") -> Ops:
             "Its kernels are compiled by numba, which is not there by default",
             "pip install 'preamp[cpu]', or leave the argument out to let preamp choose",
         )
-    return ByDevice(name, lambda device: _load_for(name, device))
+    return kind(name, lambda device: _load_for(name, device))
 
 
 @functools.cache

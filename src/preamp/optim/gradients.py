@@ -681,9 +681,8 @@ class HalfGradients:
             for row, base in enumerate(self.bases()):
                 if base is not None:
                     self.carried.add(row)
-                    self._weights.halves[row].grad = (base * carry).to(
-                        self._weights.halves[row].dtype
-                    )
+                    half = self._weights.halves[row]
+                    half.grad = (base.to(half.device) * carry).to(half.dtype)
 
     def _forget_half_gradients(self, but: Collection[int] = ()) -> None:
         kept = [(self._weights.halves[row], stored_grad(self._weights.halves[row])) for row in but]

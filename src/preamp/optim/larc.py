@@ -16,7 +16,7 @@ from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.base import rate_of
 from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_
-from preamp.policy.storage import FULL
+from preamp.policy.storage import FULL, Storage
 
 
 class LARC:
@@ -74,13 +74,21 @@ class LARC:
         """Adapt the gradients and let the wrapped optimizer step. Does not synchronise by itself.
 
         Raises:
-            PreampStateError: A gradient is sparse, or they are released; nothing was changed.
+            PreampStateError: A gradient is sparse, or they are released, or the host makes the
+                update; nothing was changed.
 
         Mutates:
             Gradients, and what the optimizer does. Weight decays are zero while it steps.
         """
-        if getattr(self.optim, "storage", FULL).release_gradients:
+        storage: Storage = getattr(self.optim, "storage", FULL)
+        if storage.release_gradients:
             raise released()
+        if storage.place == "host":
+            raise bad_state(
+                'LARC was used with storage that has place="host"',
+                "It adapts gradients on the device, and the host's update takes them as they are",
+                'Pass the optimizer without LARC, or a storage with place="device"',
+            )
         # In a hook, since the engine decides inside optim.step() whether there is a step at all,
         # and has brought the masters up to date by the time hooks run.
         adaptation = _Adaptation(self)

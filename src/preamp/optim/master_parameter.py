@@ -141,13 +141,13 @@ class MasterParameter(torch.nn.Parameter):
         return None if twin is None or twin.part is not None else twin.half
 
     def _settled(self) -> torch.Tensor:
-        """The value, with what was written to the half weight."""
+        """The value, with what was written to the half weight, and on its device."""
         twin = self.twin
         if twin is None or twin.part is not None:
             return self.detach()
         if twin.half.dtype is not torch.float32:  # not inside `exact_weights`
             twin.settle()
-        return twin.value().detach()
+        return twin.value().detach().to(twin.half.device)
 
 
 def _of_form() -> set[Callable[..., Any]]:

@@ -14,6 +14,7 @@ from preamp.kernels import Ops
 from preamp.optim.gradients import Rewriting
 from preamp.optim.master_parameter import MasterParameter, is_master
 from preamp.optim.table import Twin, WeightTable
+from preamp.policy.storage import FULL, Storage
 
 Group = dict[str, Any]
 NameOf = Callable[[torch.Tensor], str]
@@ -23,11 +24,11 @@ class Weights:
     """Half weights, in a table for each set of optimizers that share them: one master each."""
 
     def __init__(
-        self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False, packs: bool = False
+        self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False, storage: Storage = FULL
     ) -> None:
         """Start without weights; see `Rewriting`, and `WeightTable.pack`."""
         self._ops = ops
-        self._packs = packs
+        self._storage = storage
         self._rewriting = Rewriting(is_ignored=ignores_rewriting)
         self._name_of = name_of
         self._twins: dict[int, Twin] = {}  # by id of the half parameter
@@ -43,11 +44,14 @@ class Weights:
         twin = self._twins.get(id(half))
         self.changes += 1
         if twin is None:
-            data = half.detach().float() if original is None else original.float()
+            data = half.detach() if original is None else original
+            if self._storage.place == "host":
+                data = data.cpu()
+            data = data.float()
             twin = self._twins[id(half)] = Twin(half, data, self._name_of(half))
             self._table(frozenset((owner,))).add(twin)
             # Else the half weight is that already, and a forward may have saved it.
-            if self._packs and original is not None:
+            if twin.table.packs and original is not None:
                 twin.table.round((twin.row,))
         elif owner not in twin.table.owners:
             twin.table.hand_over(twin, self._table(twin.table.owners | {owner}))
@@ -65,9 +69,7 @@ class Weights:
 
     def _table(self, owners: frozenset[int]) -> WeightTable:
         if owners not in self._tables:
-            self._tables[owners] = WeightTable(
-                self._ops, owners, self._rewriting, packs=self._packs
-            )
+            self._tables[owners] = WeightTable(self._ops, owners, self._rewriting, self._storage)
         return self._tables[owners]
 
 

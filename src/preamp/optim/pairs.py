@@ -27,6 +27,9 @@ def take_over(half: torch.Tensor, wide: torch.Tensor, rounded: torch.Tensor | No
     wide.copy_(torch.where(rounded == half, wide, half.float()))
 
 
+_HOST = torch.device("cpu")
+
+
 def without(rows: Iterable[int], gone: int) -> set[int]:
     """Numbers of rows as they are once row ``gone`` has been removed."""
     return {row - (row > gone) for row in rows if row != gone}
@@ -42,6 +45,7 @@ class WeightPairs:
         """Start without rows."""
         self.ops = ops
         self.packs = False  # whether masters are packed between steps, and round ties away
+        self.are_on_host = False  # whether masters lie on the host, wherever their weights do
         self.has_parts = False  # whether ranks share masters, or have done so
         # Which elements of the weight the master has, ``None`` for all
         self.parts: list[Part | None] = []
@@ -81,15 +85,21 @@ class WeightPairs:
         self._half_marks.remove(row)
         self._master_marks.remove(row)
 
+    def home_of(self, half: torch.Tensor) -> torch.device:
+        """Where the master of a half weight lies, or what is kept in its place."""
+        return _HOST if self.are_on_host else half.device
+
     def take_over(self, row: int) -> None:
         """Let the master have what was written to the half weight; see `take_over`.
 
-        A model moved to another device takes the masters along. One made wide is refused.
+        A model moved to another device takes the masters along, but for those on the host. One
+        made wide is refused.
         """
         half, master = self.halves[row].detach(), self.masters[row]
         if not is_half(half):
             raise self.became_wide(row)
         with torch.no_grad():
+            half = half.to(self.home_of(half))
             if master.device != half.device:
                 self._are_alike = None
                 set_data(master, master.detach().to(half.device))

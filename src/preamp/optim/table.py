@@ -41,6 +41,7 @@ from preamp.optim.master_parameter import (
 )
 from preamp.optim.pairs import WeightPairs, without
 from preamp.optim.part import Part
+from preamp.policy.storage import FULL, Storage
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -202,13 +203,13 @@ class WeightTable(WeightPairs):
         ops: Ops,
         owners: frozenset[int] = frozenset(),
         rewriting: Rewriting | None = None,
-        *,
-        packs: bool = False,
+        storage: Storage = FULL,
     ) -> None:
         """Start without rows."""
         super().__init__(ops)
         self.owners = owners  # of which optimizers
-        self.packs = packs
+        self.packs = storage.masters == "split"
+        self.are_on_host = storage.place == "host"
         self.twins: list[Twin] = []  # the rows as objects
         # Of each row what is beside its half weight, int16, where the master is packed. Of a
         # sharded tensor this rank's part.
@@ -381,8 +382,9 @@ class WeightTable(WeightPairs):
 
     def _rounded_here(self, row: int) -> torch.Tensor:
         """This rank's part of a master that is there, as it goes into the half weight."""
-        master = self.masters[row].detach()
-        return local_of(self.rounded(row, master)).to(self.halves[row].dtype)
+        half = self.halves[row]
+        value = self.rounded(row, self.masters[row].detach())
+        return local_of(value).to(half.device, half.dtype)
 
     def _take_in_data(self) -> None:
         """Round elements of masters that were written to without a trace into half weights.
@@ -578,7 +580,7 @@ class WeightTable(WeightPairs):
 
     def _joined_here(self, rows: Sequence[int]) -> list[torch.Tensor]:
         halves = [self._own_half(row).to(self.twins[row].dtype) for row in rows]
-        wides = [torch.empty_like(half, dtype=torch.float32) for half in halves]
+        wides = self._made_at_home(halves, torch.float32)
         self.ops.join_(halves, cast("Any", [self.lows[row] for row in rows]), wides)
         return wides
 
@@ -590,8 +592,8 @@ class WeightTable(WeightPairs):
         """Pack masters; return what finds the memory of each if somebody else keeps that alive."""
         values = [local_of(self.masters[row].detach()) for row in rows]
         halves = list(map(self._own_half, rows))
-        lows = [torch.empty_like(half, dtype=torch.int16) for half in halves]
-        for device in {half.device for half in halves} - self._nothing.keys():
+        lows = self._made_at_home(halves, torch.int16)
+        for device in set(map(self.home_of, halves)) - self._nothing.keys():
             self._nothing[device] = torch.full((), math.nan, device=device)
         self.ops.split_(values, halves, lows)
         finds = list(map(find_again, values))
@@ -602,7 +604,7 @@ class WeightTable(WeightPairs):
 
     def _pack_row(self, row: int, half: torch.Tensor, low: torch.Tensor) -> None:
         master = self.masters[row]
-        nothing = self._nothing[half.device].expand(half.shape)
+        nothing = self._nothing[self.home_of(half)].expand(half.shape)
         increment_version(master)  # who saved it for a backward is to hear of it
         set_data(master, sharded_as(nothing, self.halves[row]))
         master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
@@ -615,8 +617,15 @@ class WeightTable(WeightPairs):
     def _make_row(self, row: int, value: torch.Tensor) -> None:
         master = self.masters[row]
         master.__class__ = PACKED_KINDS[type(master)]
-        set_data(master, sharded_as(value, self.halves[row]))
+        half = self.halves[row]
+        set_data(master, sharded_as(value.to(self.home_of(half)), half))
         self.lows[row], self.kept[row] = None, master
+
+    def _made_at_home(
+        self, halves: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Of each half weight an empty tensor of its form, where its master lies."""
+        return [torch.empty_like(half, dtype=dtype, device=self.home_of(half)) for half in halves]
 
 
 def _written_by_ranks(name: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.kernels import backend
 from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
@@ -207,7 +206,7 @@ class FusedAdam(FusedOptimizer):
                 continue
             check_counter(group)  # it counts per parameter, on the host
             inv_scale = early.inverse_scale(
-                index, entries, group.get("max_grad_norm", 0.0), backend(self.backend)
+                index, entries, group.get("max_grad_norm", 0.0), self._ops
             )
             eps_inside_sqrt = bool(self._early.eps_inside_sqrt)
             rule = _rule(

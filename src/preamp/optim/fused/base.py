@@ -22,10 +22,10 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_state, bad_type
+from preamp.core.errors import PreampUnavailableError, bad_state, bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, host_reaches, is_capturing
-from preamp.kernels import Ops, Rule, Update, backend
+from preamp.kernels import Ops, Rule, Update, at_hand, backend, check_not_captured
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
@@ -34,6 +34,7 @@ from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.moments import Entry
 from preamp.optim.fused.norms import Call, norms_of_wholes
 from preamp.optim.master_parameter import form_of, make_masters, without_masters
+from preamp.policy.storage import FULL
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
@@ -56,11 +57,11 @@ class Signals:
         """Read what lies on the optimizer now."""
         scale: Any = getattr(optimizer, "grad_scale", None)
         found_inf: Any = getattr(optimizer, "found_inf", None)
-        return cls(
-            scale.reciprocal() if isinstance(scale, torch.Tensor) else None,
-            # Without any gradient the scaler leaves the number 0 here.
-            found_inf if isinstance(found_inf, torch.Tensor) else None,
-        )
+        # Without any gradient the scaler leaves the number 0 here.
+        found_inf = found_inf if isinstance(found_inf, torch.Tensor) else None
+        if found_inf is not None and getattr(optimizer, "storage", FULL).place == "host":
+            found_inf = at_hand(found_inf)  # who makes the update has to know
+        return cls(scale.reciprocal() if isinstance(scale, torch.Tensor) else None, found_inf)
 
     @property
     def is_skip(self) -> bool:
@@ -78,7 +79,8 @@ class Signals:
             return
         factor = self.inv_scale
         if self.found_inf is not None:
-            factor = torch.where(self.found_inf != 0, torch.ones_like(factor), factor)
+            is_lost = (self.found_inf != 0).to(factor.device)
+            factor = torch.where(is_lost, torch.ones_like(factor), factor)
         ops.scale_add_(grads, factor, [None] * len(grads))
 
 
@@ -104,6 +106,9 @@ class FusedOptimizer(KeepsMoments):
 
     may_update_alone: ClassVar[bool] = False
     """Whether the update of a parameter follows from its own gradient, by the usual formula."""
+
+    keeps_copies: ClassVar[bool] = False
+    """Whether it keeps float32 copies of half parameters itself, beside them."""
 
     _counts: ClassVar[bool] = True
     """Whether ``group["step"]`` counts updates; rounding by chance counts them in any case."""
@@ -145,10 +150,18 @@ class FusedOptimizer(KeepsMoments):
 
     def _run(self) -> None:
         work, signals = self._collect(), Signals.of(self)
-        self._take_step(work, signals)
+        counters = [group.get("step") for group, _ in work]
+        try:
+            self._take_step(work, signals)
+        except PreampUnavailableError:  # no pinned memory: nothing was changed but counters
+            for (group, _), counter in zip(work, counters, strict=True):
+                group["step"] = counter
+                if counter is None:
+                    del group["step"]
+            raise
         if signals.inv_scale is not None:
             grads = [grad for _, entries in work for grad in entries.grads]
-            signals.unscale_(grads, backend(self.backend))
+            signals.unscale_(grads, self._ops)
 
     @property
     def updates_alone(self) -> bool:
@@ -228,7 +241,7 @@ class FusedOptimizer(KeepsMoments):
         return Call(batch, lists, rule, update)
 
     def _update(self, calls: Sequence[Call]) -> None:
-        ops = backend(self.backend)
+        ops = self._ops
         found: list[torch.Tensor | None] = [None] * len(calls)
         if any([call.rule.takes_norms for call in calls]):
             found = norms_of_wholes(calls, ops, self.splits)
@@ -238,6 +251,11 @@ class FusedOptimizer(KeepsMoments):
             call.batch.note_written()
             if self._has_copy(call.batch.params[0]):
                 self._copies.note_written(call.batch.params)
+
+    @property
+    def _ops(self) -> Ops:
+        """The kernels that compute the update."""
+        return backend(self.backend, self.storage.place)
 
     def _has_copy(self, param: torch.Tensor) -> bool:
         """Whether the optimizer itself keeps a float32 copy of ``param``; a question of dtype."""
@@ -358,6 +376,8 @@ class FusedOptimizer(KeepsMoments):
                 place_gradients(without_masters(group["params"]))
             entries = entries_of(group["params"])
             self._check(entries)
+            if self.storage.place == "host" and entries:
+                check_not_captured(entries.owners[0].device)
             if group["params"]:
                 work.append((group, entries))
         return work
@@ -395,7 +415,8 @@ class FusedOptimizer(KeepsMoments):
         found: list[Any] = [state.get(key) for state in states]
         for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
-                found[place] = state[key] = self._started(key, form_of(param), dtype, group)
+                made = self._started(key, form_of(param), dtype, group)
+                found[place] = state[key] = made.to(self._state_device or made.device)
             elif value.dtype is not dtype:  # the model was cast, and the state with it
                 found[place] = state[key] = value.to(dtype)
         return found

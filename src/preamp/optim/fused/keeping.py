@@ -113,7 +113,7 @@ class KeepsMoments(torch.optim.Optimizer):
         if known is not None and known.made_for == made_for and not known.gone:
             return known
         homes = {
-            id(param): Home.of(number, param, self.spans.get(id(param)))
+            id(param): Home.of(number, param, self.spans.get(id(param)), self._state_device)
             for number, param in enumerate(params)
         }
         if self._has_fewer_bits:
@@ -133,6 +133,23 @@ class KeepsMoments(torch.optim.Optimizer):
                 "It knows no format of fewer bits for its state; FusedAdam and others do",
                 "Use one of those, or keep float32 moments",
             )
+
+    # -- where state lies --------------------------------------------------------------------
+
+    @property
+    def _state_device(self) -> torch.device | None:
+        """Where all state lies, or ``None`` where each parameter's lies beside it."""
+        return torch.device("cpu") if self.storage.place == "host" else None
+
+    def place_state(self) -> None:
+        """Bring state to where `storage` says, after this or the parameters were changed."""
+        state: dict[Any, Entry] = self.state
+        for param, entry in state.items():
+            for key in (*self.moments, *self._more_state):
+                for name in (key, key + SCALES):
+                    value = entry.get(name)
+                    if isinstance(value, torch.Tensor):
+                        entry[name] = value.to(self._state_device or param.device)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -299,7 +316,9 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _own_entry(self, param: torch.Tensor, given: Entry, home: Home, step: Any) -> _Made:
         own, rounded = dict[str, Any](), frozenset[str]()
-        tensors = {k: v.to(param.device) for k, v in given.items() if isinstance(v, torch.Tensor)}
+        where = self._state_device or param.device
+        tensors = {k: v.to(where) for k, v in given.items() if isinstance(v, torch.Tensor)}
+        is_away = where != param.device  # torch would bring it to the parameter
         for key in self.moments:
             if key not in tensors and (key + SCALES in tensors or given.get(key) is not None):
                 check_fits(type(self).__name__, tensors, key, home)
@@ -311,8 +330,8 @@ class KeepsMoments(torch.optim.Optimizer):
                 check_fits(type(self).__name__, tensors, key, home, self.moments.get(key))
                 made = self._moment(param, tensors, key, home, int(step))
                 own, rounded = own | made.entry, rounded | made.rounded
-            elif key in self._wide_state:
-                own[key] = value.to(math_dtype(param.dtype))
+            elif key in self._wide_state or (is_away and value.is_floating_point()):
+                own[key] = value.to(self._dtype_of(key, param))
         return _Made(own, rounded)
 
 

@@ -16,5 +16,8 @@ KINDS: tuple[type[FusedOptimizer], ...] = tuple(
 KEEP_FEWER_BITS = tuple(kind.__name__ for kind in KINDS if kind.takes_stored)
 """Those whose moments may be kept in fewer bits."""
 
+ON_HOST = tuple(kind.__name__ for kind in KINDS if not kind.keeps_copies)
+"""Those whose masters and moments may lie on the host."""
+
 RELEASE = tuple(kind.__name__ for kind in KINDS if kind.may_update_alone)
 """Those that may update each parameter as soon as its gradient is made."""

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.kernels import backend
 from preamp.kernels.rules import LambRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, rule_of
@@ -29,7 +28,7 @@ class Lamb(FusedOptimizer):
 
     def _unscaling(self, work: Work, signals: Signals) -> torch.Tensor | None:
         every, most = [entries for _, entries in work], self.defaults["max_grad_norm"]
-        return clip_factor(every, most, signals.inv_scale, backend(self.backend), self.splits)
+        return clip_factor(every, most, signals.inv_scale, self._ops, self.splits)
 
     def _rule(self, group: Group) -> LambRule:
         return rule_of(

@@ -45,6 +45,7 @@ class FusedMixedPrecisionLamb(Lamb):
             ``reduced_precision_dtype`` that is not half.
     """
 
+    keeps_copies: ClassVar[bool] = True
     _options: ClassVar[tuple[str, ...]] = (
         *("lr", "step", "bias_correction", "betas", "eps", "weight_decay"),
         *("grad_averaging", "max_grad_norm"),

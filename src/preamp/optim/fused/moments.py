@@ -69,17 +69,21 @@ class Home:
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # the index in it of the first element that this rank has
     has_blocks: bool  # whether its moments can be kept in 8 bits
+    device: torch.device  # where its state lies
 
     @classmethod
-    def of(cls, number: int, param: torch.Tensor, span: Span | None) -> Home:
-        """That of ``param``, of which ranks may have spans."""
+    def of(
+        cls, number: int, param: torch.Tensor, span: Span | None, device: torch.device | None = None
+    ) -> Home:
+        """That of ``param``, of which ranks may have spans; state is where it is, or elsewhere."""
         leaf = leaf_of(param)
         shape, start = tuple(leaf.shape), 0
         if span is not None:
             shape, start = span.shape, span.start
         elif is_sharded(leaf) and local_of(leaf).numel():
             start = box_of(leaf)[0][0] * math.prod(shape[1:])
-        return cls(number, leaf, span, shape, start, can_be_blocks(shape))
+        where = device or leaf.device
+        return cls(number, leaf, span, shape, start, can_be_blocks(shape), where)
 
     def kept_as(self, kind: Format, dtype: torch.dtype, storage: Storage) -> Format:
         """How a moment of it is kept; see `format_of`."""
@@ -119,13 +123,15 @@ class Home:
     def made(self, dtype: torch.dtype) -> torch.Tensor:
         """A new moment of zeros."""
         if self.span is not None:
-            return torch.zeros(self.span.elements, dtype=dtype, device=self.leaf.device)
+            return torch.zeros(self.span.elements, dtype=dtype, device=self.device)
         kind = torch.preserve_format
-        return torch.zeros_like(self.leaf.detach(), dtype=dtype, memory_format=kind)
+        return torch.zeros_like(
+            self.leaf.detach(), dtype=dtype, memory_format=kind, device=self.device
+        )
 
     def made_scales(self) -> torch.Tensor:
         """Scales of a new moment in 8 bits."""
-        own = torch.zeros(self.held_scales, dtype=torch.float32, device=self.leaf.device)
+        own = torch.zeros(self.held_scales, dtype=torch.float32, device=self.device)
         return self.with_scales_of(own)
 
     def shaped(self, held: torch.Tensor) -> torch.Tensor:
@@ -136,7 +142,7 @@ class Home:
         """Rows as this rank keeps them."""
         if self.span is not None:
             return self.span.flat(rows)
-        like = torch.empty_like(local_of(self.leaf.detach()), dtype=rows.dtype)
+        like = torch.empty_like(local_of(self.leaf.detach()), dtype=rows.dtype, device=self.device)
         return sharded_as(like.copy_(rows), self.leaf)
 
     def with_scales_of(self, held: torch.Tensor) -> torch.Tensor:

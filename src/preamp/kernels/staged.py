@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ops on tensors of which some lie on the host and others on a device: the host computes them.
+
+Where masters and moments lie on the host (`Storage.place`), gradients and half weights do not. An
+op on both walks its lists in runs of bounded bytes. The next run's tensors come from the device to
+pinned memory while the host computes this one, and what it has written goes back meanwhile, on
+streams of their own. The training's stream waits for the last of these copies; the host does not.
+
+Which lists are read and written follows from the op, so no op has a case of its own. Results are
+those of the back end for CPUs. Tensors are never cut, so norms of whole ones are what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from preamp.core.errors import bad_state
+from preamp.core.pinned import laid_as, pinned
+from preamp.core.tensors import devices_of, host_reaches, is_capturing
+from preamp.kernels.by_device import ByDevice, pick
+from preamp.kernels.ops import Column, Tensors
+from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.stored import Stored
+from preamp.kernels.update import Update
+
+RUN: Final = 32 << 20
+"""Bytes that a run's tensors of the device take in pinned memory; a larger tensor is one alone."""
+AT_ONCE: Final = 3
+"""Runs that have pinned memory: one comes, one is computed, one goes."""
+_ALIGNMENT: Final = 64  # bytes, for the host's vector instructions
+
+_READ, _WRITTEN, _BOTH = "r", "w", "rw"
+_NUMBER = ""  # no list
+
+Lists = Sequence[Column]
+Compute = Callable[[Sequence[int], list[Any]], None]
+"""Computes the places that it is told, of lists that all lie on the host."""
+ComputeUpdate = Callable[[Sequence[int], list[Any], Any, Update], None]
+"""Does so by a rule and what the update is told."""
+
+
+def _staged(op: str, *access: str) -> Any:
+    """An op that returns nothing; ``access`` says what it does to each of its arguments."""
+    inner = getattr(ByDevice, op)
+
+    def run(self: Staged, *given: Any) -> None:
+        def compute(places: Sequence[int], lists: list[Any]) -> None:
+            del places
+            columns = iter(lists)
+            pairs = zip(given, access, strict=True)
+            inner(self, *[next(columns) if how else at_hand(arg) for arg, how in pairs])
+
+        columns = [arg for arg, how in zip(given, access, strict=True) if how]
+        rest = _stage(columns, [how for how in access if how], compute)
+        if rest:
+            inner(self, *pick(rest, *given))
+
+    run.__name__ = op
+    return run
+
+
+class Staged(ByDevice):
+    """`ByDevice` for a run whose masters and moments lie on the host."""
+
+    scale_add_ = _staged("scale_add_", _BOTH, _NUMBER, _READ)
+    cast_copy_ = _staged("cast_copy_", _READ, _WRITTEN)
+    split_ = _staged("split_", _READ, _WRITTEN, _WRITTEN)
+    join_ = _staged("join_", _READ, _READ, _WRITTEN)
+    axpby_ = _staged("axpby_", _WRITTEN, _NUMBER, _READ, _NUMBER, _READ)
+
+    def widen_add(
+        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
+    ) -> list[torch.Tensor]:
+        """As `Ops.widen_add`; all results lie on the host, where masters are."""
+        found: dict[int, torch.Tensor] = {}
+
+        def compute(places: Sequence[int], lists: list[Any]) -> None:
+            by = [at_hand(factors[place]) for place in places]
+            wide = super(Staged, self).widen_add(lists[0], by, lists[1])
+            found.update(zip(places, wide, strict=True))
+
+        rest = _stage((halves, addends), (_READ, _READ), compute, brings_all=True)
+        if rest:
+            wide = super().widen_add(*pick(rest, halves, factors, addends))
+            found.update(zip(rest, wide, strict=True))
+        return [found[place] for place in range(len(found))]
+
+    def update_(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+    ) -> None:
+        def compute(places: Sequence[int], lists: list[Any], rule: Rule, update: Update) -> None:
+            del places
+            super(Staged, self).update_(*lists, rule=rule, update=update)
+
+        lists = [params, grads, *state]
+        rest = _stage_update(lists, rule, update, compute)
+        if len(rest) == len(params):  # as they are: what is known of lists goes by identity
+            compute(rest, lists, rule, update)
+        elif rest:
+            compute(rest, [*pick(rest, *lists)], rule, update.at(rest))
+
+    def lamb_norms(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
+    ) -> torch.Tensor:
+        lists, found = [params, grads, *state], dict[int, torch.Tensor]()
+
+        def compute(places: Sequence[int], lists: list[Any], rule: Any, update: Update) -> None:
+            norms = super(Staged, self).lamb_norms(*lists, rule=rule, update=update)
+            found.update(zip(places, norms.unbind(1), strict=True))
+
+        rest = _stage_update(lists, rule, update, compute)
+        if not found:
+            return super().lamb_norms(*lists, rule=rule, update=update)
+        if rest:
+            compute(rest, [*pick(rest, *lists)], rule, update.at(rest))
+        return torch.stack([found[place].cpu() for place in range(len(params))], dim=1)
+
+
+def _stage_update(
+    lists: Sequence[Tensors], rule: Rule, update: Update, compute: ComputeUpdate
+) -> Sequence[int]:
+    """Stage an update; ``compute`` is told places, lists, the rule and the update, all at hand."""
+    stored = update.stored or Stored()
+    beside = update.halves, stored.lows, *stored.scales
+    access = [_BOTH, _READ, *[_BOTH] * (len(lists) - 2), _WRITTEN, *[_BOTH] * (len(beside) - 1)]
+    none = [None] * len(lists[0])
+
+    def compute_here(places: Sequence[int], columns: list[Any]) -> None:
+        own, others = columns[: len(lists)], columns[len(lists) :]
+        pairs = zip(beside, others, strict=True)
+        halves, lows, *scales = [None if given is None else here for given, here in pairs]
+        told = update.at(places)
+        told = replace(
+            told,
+            step=at_hand(told.step),
+            inv_scale=at_hand(told.inv_scale),
+            found_inf=at_hand(told.found_inf),
+            norms=at_hand(told.norms),
+            halves=halves,
+            stored=told.stored and replace(told.stored, lows=lows, scales=tuple(scales)),
+        )
+        compute(places, own, replace(rule, lr=at_hand(rule.lr)), told)
+
+    columns = [*lists, *[none if column is None else column for column in beside]]
+    return _stage(columns, access, compute_here)
+
+
+def at_hand(value: Any) -> Any:
+    """A number that the host may read; waits for one of a device.
+
+    Raises `PreampStateError` where a CUDA graph is captured.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    check_not_captured(value.device)
+    return value.cpu()
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def _stage(
+    columns: Lists, access: Sequence[str], compute: Compute, *, brings_all: bool = False
+) -> Sequence[int]:
+    """Compute places whose tensors lie on the host and a device; return the other places.
+
+    With ``brings_all`` also those that lie on a device alone.
+    """
+    places = range(len(columns[0]))
+    if len({where for column in columns for where in devices_of(column)}) < 2 and not brings_all:
+        return places
+    going: dict[torch.device, list[int]] = {}
+    rest: list[int] = []
+    for place, row in enumerate(zip(*columns, strict=True)):
+        devices = {tensor.device for tensor in row if tensor is not None}
+        away = [device for device in devices if device.type != "cpu"]
+        is_staged = bool(away) and (brings_all or len(devices) > 1)
+        (going.setdefault(away[0], []) if is_staged else rest).append(place)
+    for device, some in going.items():
+        _walk(device, some, [[column[p] for p in some] for column in columns], access, compute)
+    return rest
+
+
+@torch.no_grad()
+def _walk(
+    device: torch.device,
+    places: Sequence[int],
+    columns: Lists,
+    access: Sequence[str],
+    compute: Compute,
+) -> None:
+    """Compute places of which each has tensors on ``device``."""
+    check_not_captured(device)
+    sizes = [sum(map(_bytes_of, row)) for row in zip(*columns, strict=True)]
+    runs = list(_runs_of(sizes))
+    largest = max(sum(sizes[run]) for run in runs)
+    road = _Road(device, access, largest, min(AT_ONCE, len(runs)))
+
+    def fetch(run: slice) -> _Fetched:
+        return road.fetch([column[run] for column in columns])
+
+    try:
+        coming = fetch(runs[0])
+        for number, run in enumerate(runs):
+            here = coming
+            if number + 1 < len(runs):
+                coming = fetch(runs[number + 1])
+            here.come.synchronize()
+            compute(places[run], here.columns)
+            road.send(here)
+    finally:
+        road.join()
+
+
+def _bytes_of(tensor: torch.Tensor | None) -> int:
+    """What it takes of a run."""
+    if tensor is None or host_reaches(tensor):
+        return 0
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _runs_of(sizes: Iterable[int]) -> Iterator[slice]:
+    start, total, place = 0, 0, -1
+    for place, size in enumerate(sizes):
+        if place > start and total + size > RUN:
+            yield slice(start, place)
+            start, total = place, 0
+        total += size
+    yield slice(start, place + 1)
+
+
+def reserve(device: torch.device, sizes: Sequence[int]) -> None:
+    """Let torch reserve pinned memory for updates of tensors of so many bytes on ``device``.
+
+    Of each what travels: its gradient and the weight. Raises `PreampUnavailableError` if the host
+    has none to give.
+    """
+    slots = 1 if sum(sizes) <= RUN else AT_ONCE
+    _buffers(device, max(min(sum(sizes), RUN), *sizes), slots)
+
+
+def _buffers(device: torch.device, size: int, slots: int) -> list[torch.Tensor]:
+    needed = f'place="host" needs {slots} times {size} bytes of it, for runs of tensors'
+    do = 'Give the process more memory that it may lock (ulimit -l), or pass place="device"'
+    return [pinned(size, f"copies of {device}", needed, do) for _ in range(slots)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A run on its way, or at hand."""
+
+    slot: int  # whose pinned memory it has
+    columns: list[Any]  # on the host
+    written: list[tuple[torch.Tensor, torch.Tensor]]  # of the device, and what goes there
+    come: torch.cuda.Event  # recorded behind the copies
+
+
+class _Road:
+    """Streams between a device and pinned memory, one each way."""
+
+    def __init__(self, device: torch.device, access: Sequence[str], size: int, slots: int) -> None:
+        """Take all memory that is needed, so that nothing is changed if there is none."""
+        self._buffers = _buffers(device, size, slots)
+        self._device, self._access = device, access
+        self._sent: list[torch.cuda.Event | None] = [None] * slots
+        self._next = 0
+        current = torch.cuda.current_stream(device)
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        for stream in (self._down, self._up):
+            stream.wait_stream(current)
+
+    def fetch(self, columns: Lists) -> _Fetched:
+        """Queue copies of a run to the host; waits for the run that had the memory before."""
+        slot, self._next = self._next, (self._next + 1) % len(self._buffers)
+        if (sent := self._sent[slot]) is not None:
+            sent.synchronize()
+        lists: list[Any] = []
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        start = 0
+        with torch.cuda.stream(self._down):
+            for column, access in zip(columns, self._access, strict=True):
+                lists.append([])
+                for tensor in column:
+                    if tensor is None or host_reaches(tensor):
+                        lists[-1].append(tensor)
+                        continue
+                    chunk = self._buffers[slot][start : start + tensor.nbytes]
+                    here = laid_as(tensor, chunk.view(tensor.dtype))
+                    start += _bytes_of(tensor)
+                    if _READ in access:
+                        here.copy_(tensor, non_blocking=True)
+                    if _WRITTEN in access:
+                        written.append((tensor, here))
+                    lists[-1].append(here)
+            event = torch.cuda.Event()
+            event.record(self._down)
+        return _Fetched(slot, lists, written, event)
+
+    def send(self, run: _Fetched) -> None:
+        """Queue copies of what was written to the device."""
+        with torch.cuda.stream(self._up):
+            for tensor, here in run.written:
+                tensor.copy_(here, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._up)
+        self._sent[run.slot] = event
+
+    def join(self) -> None:
+        """Let the training's stream wait for all that was sent."""
+        torch.cuda.current_stream(self._device).wait_stream(self._up)
+
+
+def check_not_captured(device: torch.device) -> None:
+    """Raise `PreampStateError` where work for ``device`` goes into a CUDA graph."""
+    if is_capturing(device):
+        raise bad_state(
+            'A step was captured in a CUDA graph, and storage has place="host"',
+            "The host makes the update, and a graph replays what a device does",
+            'Take optimizer.step() outside of the graph, or pass place="device"',
+        )

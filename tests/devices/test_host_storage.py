@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Masters and moments on the host: the numbers of the same storage on the device, bit by bit.
+
+Both runs take the same back end. The pretended device brings copies late, over garbage, so a value
+that was read too early shows. Runs of few bytes make several of a model's few tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import preamp
+import preamp.kernels
+from preamp.core.errors import PreampStateError, PreampUnavailableError
+from preamp.kernels import staged
+from preamp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedADOPT,
+    FusedLAMB,
+    FusedLARS,
+    FusedLion,
+    FusedNovoGrad,
+    FusedSGD,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+STORAGES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "split": {"masters": "split"},
+    "compact": {"masters": "split", "moments": "8bit"},
+}
+WITH_MASTERS = [*itertools.product(("O2", "O5"), STORAGES)]
+EVERY_LEVEL = [*WITH_MASTERS, *[(level, "full") for level in ("O0", "O1", "O3", "O4")]]
+KINDS: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind
+    for kind in (FusedAdam, FusedADOPT, FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)
+}
+KINDS |= {
+    "FusedSGD": lambda params, lr: FusedSGD(params, lr=lr, momentum=0.9),
+    "FusedLARS": lambda params, lr: FusedLARS(params, lr=lr, momentum=0.9),
+}
+
+
+def ids(given: Any) -> str:
+    return "-".join(given) if isinstance(given, tuple) else str(given)
+
+
+levels = pytest.mark.parametrize("kept", WITH_MASTERS, ids=ids)
+every_level = pytest.mark.parametrize("kept", EVERY_LEVEL, ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a few tensors be several runs."""
+    monkeypatch.setattr(staged, "RUN", 4096)
+
+
+class Run:
+    """A training of a small model at one place."""
+
+    def __init__(self, place: str, kept: tuple[str, str], kind: str = "FusedLion") -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(16, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 4)
+        ).cuda()
+        self.optimizer = KINDS[kind](self.net.parameters(), lr=1e-2)
+        level, storage = kept
+        preamp.initialize(
+            self.net,
+            self.optimizer,
+            opt_level=level,
+            storage=preamp.Storage(place=place, **STORAGES[storage]),  # pyright: ignore
+            backend="reference",
+            verbosity=0,
+        )
+        self.engine = preamp.engine_of(self.net)
+        self.number = 0
+
+    def loss(self, factor: float = 1.0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.number)
+        self.number += 1
+        inputs = torch.randn(32, 16, generator=generator).cuda()
+        targets = torch.randn(32, 4, generator=generator).cuda()
+        return nn.functional.mse_loss(self.net(inputs).float(), targets) * factor
+
+    def backward(self, factor: float = 1.0) -> None:
+        with preamp.scale_loss(self.loss(factor), self.optimizer) as scaled:
+            scaled.backward()
+
+    def end(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.backward()
+            self.end()
+
+    def masters(self) -> list[Any]:
+        return list(preamp.master_params(self.optimizer))
+
+    def state(self) -> list[torch.Tensor]:
+        entries = [self.optimizer.state[p] for p in self.masters()]
+        values = [value for entry in entries for value in entry.values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def everything(self) -> list[torch.Tensor]:
+        """On the CPU: weights, masters, state, the number of the update and the loss scale."""
+        numbers = [self.optimizer.param_groups[0].get("step", 0), self.engine.scaler(0).value()]
+        found = [*self.net.parameters(), *self.masters(), *self.state()]
+        return [tensor.detach().cpu().clone() for tensor in found] + [
+            torch.tensor([float(number) for number in numbers])
+        ]
+
+
+def assert_same(some: Run, other: Run) -> None:
+    pairs = zip(some.everything(), other.everything(), strict=True)
+    assert [torch.equal(a, b) for a, b in pairs] == [True] * len(some.everything())
+
+
+def both(train: Callable[[Run], None], kept: tuple[str, str], kind: str = "FusedLion") -> Run:
+    """Train at both places, compare, and return the run on the host."""
+    device, host = Run("device", kept, kind), Run("host", kept, kind)
+    for run in (device, host):
+        train(run)
+    assert_same(device, host)
+    return host
+
+
+# -- loops ---------------------------------------------------------------------------------------
+
+
+def count_on_device(run: Run) -> None:
+    """Under a dynamic scale the device's counter is a tensor, whose corrections are of float32."""
+    if run.engine.policy.is_dynamic and "step" not in run.optimizer.param_groups[0]:
+        run.optimizer.param_groups[0]["step"] = torch.zeros((), dtype=torch.int32)
+
+
+def plain(run: Run) -> None:
+    count_on_device(run)
+    run.steps(4)
+
+
+def clipped(run: Run) -> None:
+    count_on_device(run)
+    for _ in range(4):
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def clipped_by_torch(run: Run) -> None:
+    count_on_device(run)
+    for _ in range(3):
+        run.backward()
+        torch.nn.utils.clip_grad_norm_(run.masters(), 0.5)
+        run.end()
+
+
+def accumulated(run: Run) -> None:
+    count_on_device(run)
+    for _ in range(3):
+        run.backward()
+        run.backward(0.5)
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def overflowing(run: Run) -> None:
+    count_on_device(run)
+    for number in range(5):
+        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
+        run.end()
+
+
+def written_to(run: Run) -> None:
+    """Half weights and masters, each in ways of which torch notes some."""
+    linear: Any = run.net[0]
+    with torch.no_grad():
+        linear.weight.mul_(0.5)
+    run.steps(1)
+    with torch.no_grad():
+        linear.weight[0] = 0.25
+    run.steps(1)
+    run.masters()[0].data.mul_(0.9)
+    run.steps(1)
+    with torch.no_grad():
+        for master in run.masters():
+            master.add_(0.01)
+    run.steps(1)
+    linear.weight.data.mul_(1.5)
+    run.engine.take_half_weights()
+    run.steps(1)
+
+
+def with_grad_scaler(run: Run) -> None:
+    scaler = preamp.GradScaler(run.optimizer)
+    for number in range(5):
+        loss = run.loss(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
+        scaler.scale(loss).backward()
+        if number % 2:
+            scaler.unscale_(run.optimizer)
+            torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.5)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("train", [plain, clipped, accumulated, overflowing])
+@pytest.mark.parametrize("kind", KINDS)
+@every_level
+def test_the_host_trains_as_the_device(
+    kept: tuple[str, str], kind: str, train: Callable[[Run], None]
+) -> None:
+    if kind == "FusedLARS" and kept[1] == "compact":
+        kept = kept[0], "split"  # it keeps no moments in 8 bits
+    host = both(train, kept, kind)
+    assert {tensor.device.type for tensor in host.state()} == {"cpu"}
+    assert {p.device.type for p in host.net.parameters()} == {"cuda"}
+    skipped = train is overflowing and host.engine.policy.is_dynamic
+    assert host.engine.steps_skipped == int(skipped)
+
+
+@pytest.mark.filterwarnings("ignore:The b?float16 weight")
+@pytest.mark.parametrize("train", [clipped_by_torch, written_to, with_grad_scaler])
+@levels
+def test_unusual_loops(kept: tuple[str, str], train: Callable[[Run], None]) -> None:
+    both(train, kept)
+
+
+# -- states from one place to another ------------------------------------------------------------
+
+ways = pytest.mark.parametrize(
+    "way", [("host", "device"), ("device", "host"), ("host", "host")], ids=ids
+)
+
+
+@ways
+@levels
+def test_a_checkpoint_goes_on_at_either_place(
+    kept: tuple[str, str], way: tuple[str, str], tmp_path: Path
+) -> None:
+    first, second = Run(way[0], kept), Run(way[1], kept)
+    first.steps()
+    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
+    second.steps(1)
+    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
+    second.number = first.number
+    for run in (first, second):
+        run.steps()
+    assert_same(first, second)
+    assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
+
+
+@ways
+@levels
+def test_state_dicts_go_on_at_either_place(kept: tuple[str, str], way: tuple[str, str]) -> None:
+    first, second = Run(way[0], kept), Run(way[1], kept)
+    first.steps()
+    saved = first.net.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()
+    saved = tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, saved)
+    first.steps()
+    second.steps(1)
+    second.net.load_state_dict(saved[0])
+    second.optimizer.load_state_dict(saved[1])
+    assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
+    second.engine.load_state_dict(saved[2])
+    second.number = 3
+    second.steps()
+    assert_same(first, second)
+
+
+def test_state_made_before_initialize_moves_there_and_back() -> None:
+    net = nn.Linear(4, 4).cuda()
+    optimizer = FusedAdam(net.parameters())
+    net(torch.ones(2, 4).cuda()).sum().backward()
+    optimizer.step()
+    before = [entry["exp_avg"].cpu() for entry in optimizer.state.values()]
+    preamp.initialize(
+        net, optimizer, opt_level="O5", storage=preamp.Storage(place="host"), verbosity=0
+    )
+    there = [entry["exp_avg"] for entry in optimizer.state.values()]
+    assert {tensor.device.type for tensor in there} == {"cpu"}
+    preamp.engine_of(net).close()
+    back = [entry["exp_avg"] for entry in optimizer.state.values()]
+    assert {tensor.device.type for tensor in back} == {"cuda"}
+    assert [torch.equal(a.cpu(), b) for a, b in zip(back, before, strict=True)] == [True, True]
+
+
+# -- exact weights, copies, words ----------------------------------------------------------------
+
+
+@levels
+def test_exact_weights_and_copies_are_on_the_device(kept: tuple[str, str]) -> None:
+    run = Run("host", kept)
+    run.steps()
+    exact = [master.detach().cpu().clone() for master in run.masters()]
+    assert_are(run.net, exact, copy.deepcopy(run.net))
+    with run.engine.exact_weights():
+        assert_are(run.net, exact, run.net)
+        with torch.no_grad():
+            for param in run.net.parameters():
+                param.mul_(1.5)
+    written = [master.detach().cpu().clone() for master in run.masters()]
+    assert [torch.equal(a * 1.5, b) for a, b in zip(exact, written, strict=True)] == [True] * 6
+    run.steps()
+    exact = [master.detach().cpu().clone() for master in run.masters()]
+    run.engine.close()
+    assert_are(run.net, exact, run.net)
+    run.net(torch.ones(2, 16).cuda()).sum().backward()
+    run.end()  # its moments came back as well
+
+
+def assert_are(net: nn.Module, exact: list[torch.Tensor], found: nn.Module) -> None:
+    params = list(found.parameters())
+    assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
+    assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6
+
+
+def test_a_copied_pair_trains_on_as_one_of_the_device() -> None:
+    host = both(plain, ("O5", "split"))
+    net, optimizer = copy.deepcopy((host.net, host.optimizer))
+    before = [param.detach().clone() for param in net.parameters()]
+    net(torch.ones(2, 16).cuda()).sum().backward()
+    optimizer.step()
+    changed = [not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True)]
+    assert changed == [True] * 6
+
+
+def test_explain_says_where_things_are() -> None:
+    text = Run("host", ("O2", "full")).engine.explain()
+    assert "storage: masters and moments lie on the host, which makes the update" in text
+    assert "one host synchronisation per step" in text
+    assert "on the host" not in Run("device", ("O2", "full")).engine.explain()
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_graph_is_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in ("O2", "O5"):
+        run = Run("host", (level, "full"))
+        run.steps()
+        run.backward()
+        before = run.everything()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(PreampStateError, match=r"captured in a CUDA graph.*place=\"device\""):
+            run.optimizer.step()
+        monkeypatch.undo()
+        assert_unchanged(run, before)
+
+
+def test_pinned_memory_that_cannot_be_had_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("host", ("O5", "full"))
+    run.steps()
+    run.backward()
+    before = run.everything()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", without_pinned_memory)
+        with pytest.raises(PreampUnavailableError, match="no 8192 bytes of pinned memory"):
+            run.optimizer.step()
+        assert_unchanged(run, before)
+        with pytest.raises(PreampUnavailableError, match="no 16384 bytes of pinned memory"):
+            Run("host", ("O5", "full"))  # whose largest weight has 16 x 256 elements
+    run.end()
+    assert not torch.equal(run.everything()[0], before[0])
+
+
+_empty = torch.empty
+
+
+def without_pinned_memory(*sizes: Any, **options: Any) -> torch.Tensor:
+    if options.get("pin_memory"):
+        raise RuntimeError("out of memory")
+    return _empty(*sizes, **options)
+
+
+def assert_unchanged(run: Run, before: list[torch.Tensor]) -> None:
+    pairs = zip(run.everything(), before, strict=True)
+    assert [torch.equal(now, then) for now, then in pairs] == [True] * len(before)
+
+
+# -- ops -----------------------------------------------------------------------------------------
+
+
+def test_pinned_memory_is_that_of_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    make = staged.pinned
+
+    def counted(size: int, *words: str) -> torch.Tensor:
+        sizes.append(size)
+        return make(size, *words)
+
+    monkeypatch.setattr(staged, "pinned", counted)
+    ops = preamp.kernels.backend("reference", "host")
+    sources = [torch.randn(512) for _ in range(9)]
+    targets = [torch.empty(512, dtype=torch.bfloat16, device="cuda") for _ in sources]
+    ops.cast_copy_(sources, targets)
+    assert sizes == [4096] * 3
+    assert [torch.equal(t.cpu(), s.bfloat16()) for t, s in zip(targets, sources, strict=True)] == [
+        True
+    ] * 9
+    sizes.clear()
+    ops.cast_copy_([torch.randn(4097)], [torch.empty(4097, dtype=torch.bfloat16, device="cuda")])
+    assert sizes == [8256]  # of a tensor that is larger than a run
+
+
+@pytest.mark.parametrize("form", ["rows", "transposed", "channels last", "with gaps"])
+def test_forms_of_memory_are_kept(form: str) -> None:
+    make: dict[str, Callable[[], torch.Tensor]] = {
+        "rows": lambda: torch.randn(4, 6, 2, 3),
+        "transposed": lambda: torch.randn(4, 6, 2, 3).transpose(0, 1),
+        "channels last": lambda: torch.randn(4, 6, 2, 3).to(memory_format=torch.channels_last),
+        "with gaps": lambda: torch.randn(4, 6, 2, 8)[..., :3],
+    }
+    wide = make[form]()
+    half = wide.bfloat16().cuda()
+    strides = half.stride()
+    low = torch.empty_like(wide, dtype=torch.int16)
+    ops = preamp.kernels.backend("reference", "host")
+    ops.split_([wide], [half], [low])
+    joined = torch.zeros_like(wide)
+    ops.join_([half], [low], [joined])
+    assert torch.equal(joined, wide)
+    assert half.stride() == strides
+
+
+def test_places_of_one_device_are_left_to_it() -> None:
+    ops = preamp.kernels.backend("reference", "host")
+    sources = [torch.ones(3), torch.ones(3), torch.ones(3).cuda()]
+    targets = [torch.zeros(3), torch.zeros(3).cuda(), torch.zeros(3).cuda()]
+    ops.cast_copy_(sources, targets)
+    assert [target.tolist() for target in targets] == [[1.0] * 3] * 3
