@@ -13,6 +13,7 @@ from preamp.core.errors import bad_type, bad_value
 
 MasterStorage = Literal["float32", "split"]
 MomentStorage = Literal["float32", "bfloat16", "8bit"]
+Place = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +33,20 @@ class Storage:
             gradient, which then goes: those of the whole model are never in memory together. Needs
             a static loss scale, and an optimizer whose updates need no other gradients; nothing
             can be clipped or accumulated.
+        place: ``"device"``, beside the weights; or ``"host"``: masters and moments lie in pinned
+            memory of the host, which makes the update.
     """
 
     masters: MasterStorage = "float32"
     moments: MomentStorage = "float32"
     seed: int = 0
     release_gradients: bool = False
+    place: Place = "device"
 
     def __post_init__(self) -> None:
         """Refuse what is not known."""
-        for name, allowed in (("masters", MasterStorage), ("moments", MomentStorage)):
+        strings = {"masters": MasterStorage, "moments": MomentStorage, "place": Place}
+        for name, allowed in strings.items():
             given, names = getattr(self, name), get_args(allowed)
             choices = f"It takes {', '.join(map(repr, names))}"
             if not isinstance(given, str):
@@ -75,20 +80,27 @@ STORAGES = {
 """The storages that have a name."""
 
 
-def describe_storage(masters: str, moments: str, *, release_gradients: bool = False) -> str:
+def describe_storage(
+    masters: str, moments: str, *, release_gradients: bool = False, place: str = "device"
+) -> str:
     """The name of a storage, or how one without a name is written."""
-    given = {"masters": masters, "moments": moments, "release_gradients": release_gradients}
+    given: dict[str, str | bool] = {"masters": masters, "moments": moments}
+    given |= {"release_gradients": release_gradients, "place": place}
     for name, known in STORAGES.items():
         if all(getattr(known, key) == value for key, value in given.items()):
             return name
-    said = [f"{name}={value!r}" for name, value in given.items() if value not in ("float32", False)]
+    usual = ("float32", "device", False)
+    said = [f"{name}={value!r}" for name, value in given.items() if value not in usual]
     return f"Storage({', '.join(said)})"
 
 
 def storage_name(storage: Storage) -> str:
     """As `describe_storage`, of a storage itself."""
     return describe_storage(
-        storage.masters, storage.moments, release_gradients=storage.release_gradients
+        storage.masters,
+        storage.moments,
+        release_gradients=storage.release_gradients,
+        place=storage.place,
     )
 
 
