@@ -18,12 +18,14 @@ from torch import nn
 
 import preamp
 from preamp.cli.console import (
+    PlaceName,
     StorageName,
     make_console,
     only_answer_on_stdout,
     print_table,
     print_wrapped,
     refused,
+    storage_of,
 )
 from preamp.cli.run import refuse_nul_bytes
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
@@ -43,6 +45,7 @@ def plan(
     ] = "make",
     levels: Annotated[str | None, typer.Option(help="Opt levels to look at.")] = None,
     storage: StorageName = "full",
+    place: PlaceName = "device",
     steps: Annotated[int, typer.Option(help="Float32 steps to watch.")] = 4,
     verify: Annotated[
         int,
@@ -62,7 +65,8 @@ def plan(
     """
     try:
         with only_answer_on_stdout(is_wanted=as_json):
-            wanted = policies_of(None if levels is None else _levels(levels), storage)
+            kept = storage_of(storage, place)
+            wanted = policies_of(None if levels is None else _levels(levels), kept)
             parts = _parts(script, names)  # last, since a script may take its time
             report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
     except (ValueError, TypeError, PreampError) as error:

@@ -255,6 +255,12 @@ def _moment_bytes(tensor: Updated, kind: Format, storage: Storage, part: ShardSi
 
 
 def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
+    if storage.place == "host" and not isinstance(optimizer, FusedOptimizer):
+        raise bad_value(
+            f"storage has place='host', and the optimizer is {type(optimizer).__name__}",
+            "Masters and moments are kept on the host by the optimizers of preamp.optimizers",
+            "Choose one of these, or a storage without it",
+        )
     if storage.release_gradients and not getattr(optimizer, "updates_alone", False):
         raise bad_value(
             f"storage has release_gradients=True, and the optimizer is {type(optimizer).__name__}",

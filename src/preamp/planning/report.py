@@ -203,7 +203,9 @@ def bytes_text(count: int | None) -> str:
 def storages_text(memory: MemoryEstimate) -> str:
     """What is kept from step to step, and with which storages it is less."""
     sizes = [f"{bytes_text(memory.total)} are kept"]
-    sizes += [f"{bytes_text(size)} with storage={code}" for code, size in memory.smaller.items()]
+    for code, size in memory.smaller.items():
+        rest = ", the rest on the host" if "place='host'" in code else ""
+        sizes.append(f"{bytes_text(size)} with storage={code}{rest}")
     return f"At {memory.opt_level} {'; '.join(sizes)}."
 
 
