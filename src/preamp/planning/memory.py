@@ -101,7 +101,7 @@ class MemoryEstimate:
         """What stays from step to step, by the names of `preamp.count_memory`."""
         sizes = self.weights, self.buffers, self.masters
         sizes += self.gradients, self.optimizer_state, self.scaler
-        found = dict(zip(CATEGORIES, sizes, strict=True))
+        found: dict[str, int] = dict(zip(CATEGORIES, sizes, strict=True))
         if self.place == "host":
             for name in filter(found.get, ("masters", "optimizer state")):
                 found[ON_HOST.format(name)], found[name] = found[name], 0
