@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from preamp.core.errors import PreampError
 from preamp.policy.storage import STORAGES, Place, Storage, parse_storage
 
 StorageName = Annotated[
@@ -48,6 +49,15 @@ def only_answer_on_stdout(*, is_wanted: bool) -> Generator[None]:
     """Send what a user's code prints to standard error, so that JSON stands alone."""
     with contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext():
         yield
+
+
+@contextlib.contextmanager
+def refusing(*more: type[Exception]) -> Generator[None]:
+    """End the command, and say why, where what it was given cannot be used."""
+    try:
+        yield
+    except (ValueError, OSError, PreampError, *more) as error:
+        raise refused(error) from None
 
 
 def refused(error: Exception) -> typer.Exit:

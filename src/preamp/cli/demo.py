@@ -23,8 +23,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from preamp.cli.console import PlaceName, StorageName, make_console, print_table, refused
-from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
+from preamp.cli.console import PlaceName, StorageName, make_console, print_table, refusing
+from preamp.core.errors import bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
 from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
@@ -87,7 +87,7 @@ def demo(
     CPUs: torchrun --nproc-per-node 2 -m preamp demo.
     """
     console = make_console()
-    try:
+    with refusing():
         require_packages()
         config = DemoConfig(
             levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
@@ -102,21 +102,14 @@ def demo(
             model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
             optimizer=OptimizerConfig(learning_rate=lr),
         )
-        setting = _prepared(config, out)
-    except (ValueError, OSError, PreampUnavailableError) as error:
-        raise refused(error) from None
+        setting = prepare(config, read_corpus())
+        require_sharding(config.parallel, setting.device)
+        require_folder(out)
     if threads > 0:
         torch.set_num_threads(threads)
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
     finish(result, console, out)
-
-
-def _prepared(config: DemoConfig, out: Path) -> Setting:
-    setting = prepare(config, read_corpus())
-    require_sharding(config.parallel, setting.device)
-    require_folder(out)
-    return setting
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:

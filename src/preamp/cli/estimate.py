@@ -22,10 +22,10 @@ from preamp.cli.console import (
     only_answer_on_stdout,
     print_table,
     print_wrapped,
-    refused,
+    refusing,
     storage_of,
 )
-from preamp.core.errors import PreampError, bad_value
+from preamp.core.errors import bad_value
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, fitting
 from preamp.planning.optimizers import parse_call
@@ -75,26 +75,23 @@ def estimate(
     Nothing of the model's size is allocated. Activations are not counted; preamp.estimate does so
     if it is given a batch.
     """
-    try:
-        with only_answer_on_stdout(is_wanted=as_json):
-            what, kept = _model(model, params), storage_of(storage, place)
-            if card is not None and kept != FULL:
-                raise bad_value(
-                    f"Got --card-gib and {storage_code(storage_name(kept))}",
-                    "With --card-gib the storages that fit are looked for",
-                    "Leave one of the two out",
-                )
-            named = None if optimizer.lower() == "none" else optimizer
-            names = _levels(levels, needs_masters=kept.masters == "split")
-            ranks: Any = {"world_size": world_size, "sharding": sharding}
-            if card is None:
-                policies = [resolve(name, {"storage": kept}) for name in names]
-                found = [preamp.estimate(what, policy, named, **ranks) for policy in policies]
-            else:
-                sizes = {"card": card * 2**30, "host": host * 2**30}
-                found = list(fitting(what, named, names, **sizes, **ranks))
-    except (ValueError, TypeError, PreampError) as error:
-        raise refused(error) from None
+    with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
+        what, kept = _model(model, params), storage_of(storage, place)
+        if card is not None and kept != FULL:
+            raise bad_value(
+                f"Got --card-gib and {storage_code(storage_name(kept))}",
+                "With --card-gib the storages that fit are looked for",
+                "Leave one of the two out",
+            )
+        named = None if optimizer.lower() == "none" else optimizer
+        names = _levels(levels, needs_masters=kept.masters == "split")
+        ranks: Any = {"world_size": world_size, "sharding": sharding}
+        if card is None:
+            policies = [resolve(name, {"storage": kept}) for name in names]
+            found = [preamp.estimate(what, policy, named, **ranks) for policy in policies]
+        else:
+            sizes = {"card": card * 2**30, "host": host * 2**30}
+            found = list(fitting(what, named, names, **sizes, **ranks))
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     elif card is not None:
