@@ -6,6 +6,9 @@ from the standard library's source text, judged by bits per held-out byte, and a
 network from scikit-learn's digits, judged by its held-out loss and errors. Every way is run with
 several seeds, and compared with float32 of the same seed. Rows are appended to
 ``benchmarks/results/storage.jsonl``.
+
+With ``--host`` no model learns: measured is the update that the host makes of each run of tensors
+with ``Storage(place="host")``, against a copy, and the rows have GB/s of bytes that are counted.
 """
 
 # torch leaves these functions untyped.
@@ -28,11 +31,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preamp
+from bench_parts import with_threads
 from preamp.demo.config import ModelConfig
 from preamp.demo.data import held_out_batches, read_corpus, training_batches
 from preamp.demo.model import GPT
 from preamp.optimizers import FusedAdam
 from preamp_bench import records
+from preamp_bench.harness import Effort, Variant, measure, stopwatch
 
 LR = 2e-3
 SETTINGS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -263,6 +268,49 @@ def _tensors_in(values: list[Any]) -> list[Tensor]:
     return found
 
 
+# -- the host's update ----------------------------------------------------------------------------
+
+
+def _give_gradients(weights: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Stand for a backward."""
+    with preamp.scale_loss(torch.ones(()), optimizer):
+        for weight in weights.parameters():
+            weight.grad = torch.full_like(weight, 2.0**-8)
+
+
+UPDATED = {"full": 28.0, "split": 26.0, "compact": 14.125}
+"""Bytes that Adam's update reads and writes for each parameter, by storage."""
+
+
+def host_updates(parameters: int, threads: int, seconds: float) -> list[records.Record]:
+    """Measure updates in runs of the size that travels, and a copy, with one thread and several."""
+    size = min(parameters, 1 << 23)  # with weight and gradient a run of 32 MiB
+    count = max(parameters // size, 1)
+    source = torch.zeros(size * count // 2)
+    target = torch.empty_like(source)
+    runs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "copy": (lambda: target.copy_(source), lambda: None)
+    }
+    moved = {"copy": 2.0 * source.nbytes}
+    for storage, bytes_each in UPDATED.items():
+        shape = (size // 1024, 1024) if size % 1024 == 0 else (size,)
+        weights = nn.ParameterList(torch.full(shape, 0.02) for _ in range(count))
+        optimizer = _fused(weights.parameters())
+        preamp.initialize(weights, optimizer, opt_level="O5", storage=storage, verbosity=0)
+        runs[storage] = optimizer.step, partial(_give_gradients, weights, optimizer)
+        moved[storage] = bytes_each * size * count
+    variants = [
+        Variant(name=name, group=group, seconds=stopwatch(with_threads(run, n), prepare=prepare))
+        for n in dict.fromkeys((1, threads))
+        for group in [f"{n} thread" + "s" * (n > 1)]
+        for name, (run, prepare) in ((f"{name}, {group}", pair) for name, pair in runs.items())
+    ]
+    return [
+        records.measured(row, gb_s=moved[row.name.partition(",")[0]] / row.best / 1e6)
+        for row in measure(variants, Effort(seconds=seconds))
+    ]
+
+
 def main() -> None:
     """Train, print, and append rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -270,11 +318,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", default="gpt,convnet")
     parser.add_argument("--ways", default="", help="only those with one of these in the name")
+    parser.add_argument("--host", action="store_true", help="time the host's update instead")
+    parser.add_argument("--params", type=float, default=1e8, help="of the host's update")
+    parser.add_argument("--threads", type=int, default=2, help="of the host's update, beside one")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the host's update")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).with_name("results") / "storage.jsonl"
     )
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.host:
+        facts = {"benchmark": "storage", "task": "host update", "parameters": int(given.params)}
+        facts |= records.provenance(torch.device("cpu"))
+        rows = host_updates(int(given.params), given.threads, given.seconds)
+        for row in rows:
+            print(f"{row['name']:20} {row['gb_s']:6.1f} GB/s", flush=True)
+        records.append(given.out, [{**row, **facts} for row in rows])
+        return
     wanted = [name for name in given.ways.split(",") if name]
     facts = {"benchmark": "storage", "steps": given.steps, "seeds": given.seeds}
     facts |= records.provenance(torch.device("cpu"))

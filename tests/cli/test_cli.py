@@ -62,13 +62,13 @@ def test_every_option_reaches_the_run(out: Path, monkeypatch: pytest.MonkeyPatch
     threads: list[int] = []
     monkeypatch.setattr(demo_module.torch, "set_num_threads", threads.append)
     options = ("--lr", "0.5", "--seed", "7", "--threads", "3", "--steps", "2", "--levels", "O0 O4")
-    options += ("--storage", "compact")
+    options += ("--storage", "compact", "--place", "host")
     done = invoke("demo", *TINY, *options, "--out", str(out))
     assert done.exit_code == 0, done.output
     config = read_results(out / "results.json")["config"]
     assert config["optimizer"]["learning_rate"] == 0.5
     assert (config["seed"], config["batch"], config["levels"]) == (7, 2, ["O0", "O4"])
-    assert config["storage"] == "compact"
+    assert (config["storage"], config["place"]) == ("compact", "host")
     assert threads == [3]
 
 
@@ -83,6 +83,7 @@ def test_every_option_reaches_the_run(out: Path, monkeypatch: pytest.MonkeyPatch
         (("--width", "10", "--heads", "3"), ("width=10", "multiple of heads", "--width 9")),
         (("--lr", "-1"), ("Got learning rate -1.0", "positive", "--lr 0.002")),
         (("--storage", "tiny"), ("storage='tiny'", "'full', 'split', 'compact'", "Check the sp")),
+        (("--place", "gpu"), ("place='gpu'", "'device', 'host'", "Check the spelling")),
         (("--device", "gpu"), ("'gpu' is not known", "Choose auto, cpu", "--device cpu")),
         (("--device", "cuda:99"), ("does not work here", "has to be a device", "--device auto")),
     ],

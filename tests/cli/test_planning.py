@@ -111,6 +111,34 @@ def test_estimate_of_a_storage_shows_the_levels_that_can_have_it() -> None:
     assert "which has no masters" in done.output
 
 
+def test_estimate_tells_the_device_from_the_host() -> None:
+    options = ("estimate", "--params", "1e9", "--optimizer", "FusedAdam", "--levels", "O5")
+    done = invoke(*options, "--storage", "split", "--place", "host", "--json")
+    (found,) = json.loads(done.stdout)
+    assert (found["on_device"], found["on_host"]) == (4 * 10**9 + 12, 10 * 10**9 + 3 * 2**25)
+    table = " ".join(invoke(*options, "--storage", "split", "--place", "host").stdout.split())
+    assert "13.04 GiB 3.73 GiB level staging ━━━━━━━━━━━━━━━━ O5 96.00 MiB" in table
+    assert "3.73 GiB with storage=preamp.Storage(masters='split', place='host'), the rest" in (
+        " ".join(invoke(*options).stdout.split())
+    )
+
+
+def test_estimate_says_what_fits() -> None:
+    options = ("estimate", "--params", "3e9", "--optimizer", "FusedAdam", "--levels", "O5")
+    done = invoke(*options, "--card-gib", "20", "--host-gib", "32")
+    released = "preamp.Storage(masters='split', moments='8bit', release_gradients=True)"
+    assert " ".join(done.stdout.split()) == (
+        f"O5 with storage={released}: 16.94 GiB on the device. "
+        "O5 with storage=preamp.Storage(masters='split', place='host'): 11.18 GiB on the device, "
+        "28.03 GiB on the host."
+    )
+    done = invoke(*options, "--card-gib", "20", "--json")  # of the host there is enough
+    assert [row["place"] for row in json.loads(done.stdout)] == ["device", "host"]
+    done = invoke(*options, "--card-gib", "1")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("No level and storage keeps as little.")
+
+
 def test_estimate_of_a_very_large_model_fits_its_columns() -> None:
     done = invoke("estimate", "--params", "1e18", "--levels", "O2")
     assert "13.88 EiB" in done.output
@@ -131,6 +159,12 @@ def test_estimate_without_an_optimizer() -> None:
         (("--params", "5", "--levels", "O9"), "'O9' is not known"),
         (("--params", "5", "--sharding", "zero9"), "'zero9' is not known"),
         (("--params", "5", "--optimizer", "Adm"), "'Adm' is not known"),
+        (("--params", "5", "--place", "hots"), "place='hots'. It takes 'device', 'host'"),
+        (
+            ("--params", "5", "--place", "host", "--card-gib", "1"),
+            "Got --card-gib and preamp.Storage(place='host'). With --card-gib the storages that",
+        ),
+        (("--params", "5", "--place", "host"), "place='host', and the optimizer is AdamW"),
         (("torch.nn:Linear(2)",), "cannot be made"),
         (("torch.nn:Linear(2, 2)", "--params", "0"), "Got both a model and --params"),
         (("Linear(2, 2)",), "'Linear' does not name a factory. A factory is written package.mod"),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 import re
 from typing import Any
 
@@ -16,6 +15,7 @@ import preamp
 from cases.plain import TOKENS, Mixed, counted
 from preamp import optimizers
 from preamp.optim import LARC
+from preamp.planning.memory import fitting
 from preamp.planning.optimizers import NAMES, Updated, optimizer_factory, state_bytes
 from preamp.planning.records import MemoryEstimate
 
@@ -331,7 +331,9 @@ def test_it_is_plain_data() -> None:
     found = preamp.estimate(1000, "O5")
     data = found.to_json()
     assert data["total"] == found.total == sum(found.categories.values())
-    assert MemoryEstimate(**{k: v for k, v in data.items() if k != "total"}) == found
+    sums = {name: getattr(found, name) for name in ("total", "on_device", "on_host")}
+    assert sums.items() <= data.items()
+    assert MemoryEstimate(**{k: v for k, v in data.items() if k not in sums}) == found
 
 
 HALF = nn.Linear(2, 2).half()
@@ -401,31 +403,101 @@ def test_counting_makes_nothing() -> None:
 def test_storages_that_take_less_are_named() -> None:
     found = preamp.estimate(3e9, "O5", "FusedAdam")
     released = "preamp.Storage(masters='split', moments='8bit', release_gradients=True)"
-    assert list(found.smaller) == ['"split"', '"compact"', released]
-    assert [round(size / 2**30, 1) for size in found.smaller.values()] == [39.1, 22.5, 16.9]
+    host = "preamp.Storage(masters='split', place='host')"
+    assert list(found.smaller) == ['"split"', '"compact"', released, host]
+    assert [round(size / 2**30, 1) for size in found.smaller.values()] == [39.1, 22.5, 16.9, 11.2]
     storage = preamp.Storage(masters="split", moments="8bit", release_gradients=True)
     policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
     assert preamp.estimate(3e9, policy, "FusedAdam").total == found.smaller[released]
     # What level, optimizer or ranks cannot have is not named.
-    assert list(preamp.estimate(3e9, "O2", "FusedAdam").smaller) == ['"split"', '"compact"']
+    assert list(preamp.estimate(3e9, "O2", "FusedAdam").smaller) == ['"split"', '"compact"', host]
     assert list(preamp.estimate(3e9, "O5", "AdamW").smaller) == ['"split"']
     assert not preamp.estimate(3e9, "O1", "AdamW").smaller
     assert released not in preamp.estimate(3e9, "O5", "FusedAdam", world_size=2).smaller
 
 
-def test_smaller_storages_are_counted_when_they_are_looked_at() -> None:
-    """Of the model as it was, whatever has become of it since."""
-    made: list[int] = []
+def on_host(**storage: Any) -> preamp.Policy:
+    return preamp.OPT_LEVELS["O5"].replace(storage=preamp.Storage(place="host", **storage))
 
-    class Counted(torch.optim.Adam):
-        def __init__(self, params: Any) -> None:
-            made.append(1)
-            super().__init__(params)
 
-    model = torch.nn.Linear(300, 300)
-    found = preamp.estimate(model, "O2", Counted)
-    assert len(made) == 1
-    model.half()
-    assert list(found.smaller) == ['"split"']
-    assert pickle.loads(pickle.dumps(found)).smaller == found.smaller
-    assert len(made) > 1
+@pytest.mark.parametrize(
+    ("storage", "masters", "moments"),
+    [
+        ({}, 4, 8),
+        ({"masters": "split"}, 2, 8),
+        ({"masters": "split", "moments": "8bit"}, 2, 2.0625),
+    ],
+    ids=["full", "split", "compact"],
+)
+def test_the_host_has_masters_and_moments(
+    storage: dict[str, Any], masters: float, moments: float
+) -> None:
+    found = preamp.estimate(2**28, on_host(**storage), "FusedAdam")
+    sizes = {name: size / 2**28 for name, size in found.categories.items() if size >= 2**28}
+    assert sizes == {
+        "weights": 2,
+        "gradients": 2,
+        "masters on the host": masters,
+        "optimizer state on the host": moments,
+    }
+    assert found.on_device == 4 * 2**28 + 12
+    assert found.staging == 3 * 2**25
+    assert found.on_host == (masters + moments) * 2**28 + found.staging
+    assert found.total == found.on_device + found.on_host - found.staging
+
+
+def test_weights_that_stay_float32_have_their_moments_on_the_host_too() -> None:
+    policy = on_host().replace(keep_fp32=["1.*"])
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    found = preamp.estimate(model, policy, "FusedAdam")
+    assert (found.weights, found.gradients) == (6 * 64, 6 * 64)
+    assert found.categories["masters on the host"] == 4 * 64
+    assert found.categories["optimizer state on the host"] == 2 * 8 * 64
+
+
+def test_what_is_on_the_way_has_runs_of_the_size_of_the_largest_tensor() -> None:
+    for rows, wanted in ((2**10, 4 * 2**20), (2**15, 4 * 2**25)):
+        make = functools.partial(nn.Linear, 2**10, rows, bias=False)
+        assert preamp.estimate(make, on_host(), "FusedAdam").staging == wanted
+
+
+def test_the_peak_on_a_device_has_nothing_of_the_host() -> None:
+    model, options = nn.Linear(64, 64), {"loss_fn": lambda m, x: m(x).mean()}
+    both = [
+        preamp.estimate(model, policy, "FusedAdam", batch=torch.ones(1, 64), **options)
+        for policy in ("O5", on_host())
+    ]
+    assert both[0].activations == both[1].activations
+    assert both[0].peak - both[1].peak == 12 * (64 * 64 + 64)  # pyright: ignore
+
+
+def test_an_optimizer_that_is_not_ours_stays_on_the_device() -> None:
+    with pytest.raises(ValueError, match=r"place='host', and the optimizer is AdamW.*Choose one"):
+        preamp.estimate(1000, on_host(), "AdamW")
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
+def test_what_ranks_share_out_stays_on_the_device(sharding: Any) -> None:
+    with pytest.raises(ValueError, match=f"place='host', and sharding is '{sharding}'.* Pass shar"):
+        preamp.estimate(1000, on_host(), "FusedAdam", world_size=2, sharding=sharding)
+    found = preamp.estimate(1e6, "O5", "FusedAdam", world_size=2, sharding=sharding)
+    assert list(found.smaller) == ['"split"', '"compact"']
+
+
+def test_what_fits_changes_as_little_as_possible() -> None:
+    def fits(card: float, host: float = 0.0, **more: Any) -> list[tuple[str, str]]:
+        sizes = {"card": card * 2**30, "host": host * 2**30}
+        found = fitting(3e9, more.pop("optimizer", "FusedAdam"), ["O5"], **sizes, **more)
+        return [(memory.place, memory.storage) for memory in found]
+
+    released = "Storage(masters='split', moments='8bit', release_gradients=True)"
+    split = "Storage(masters='split', place='host')"
+    assert fits(48) == [("device", "full")]
+    assert fits(40) == [("device", "split")]
+    assert fits(24) == [("device", "compact")]
+    assert fits(20, 32) == [("device", released), ("host", split)]
+    assert fits(12, 32) == [("host", split)]
+    assert fits(12, 34) == [("host", "Storage(place='host')")]
+    assert fits(20, 32, world_size=2) == [("host", split)]  # ranks release no gradients
+    assert fits(40, 64, optimizer="AdamW") == [("device", "split")]
+    assert fits(11, 64) == []

@@ -16,10 +16,10 @@ import preamp
 from insight.plan import scores, train, truth_of
 from insight.plan_cases import CASES, DESCRIBED, GAMES, Training, mlp, pairs, square
 from preamp.planning.isolation import Task
-from preamp.planning.page import render
 from preamp.planning.ranges import find_noise
 from preamp.planning.recommend import candidates, is_slow_in_bfloat16, reasons_for
 from preamp.planning.records import PURE_BFLOAT16, LevelPlan, PlanProblem, PlanReport, Verification
+from preamp.planning.report import render
 from preamp.planning.verify import Expected, Trained, compare
 
 QUICK = ("unequal heads", "Adam's eps")

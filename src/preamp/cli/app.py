@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -69,37 +70,21 @@ def _options(  # pyright: ignore[reportUnusedFunction]
     """Mixed-precision training for PyTorch in one call."""
 
 
-app.command()(demo)
-app.command()(convert_checkpoint)
-app.command()(levels)
-app.command()(estimate)
-app.command()(plan)
-app.command()(report)
-app.command()(bench)
+for _command in (demo, convert_checkpoint, levels, estimate, plan, report, bench):
+    app.command()(_command)
 app.add_typer(checkpoint)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
-def run(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="script.py | -m module [argument ...]")
-    ] = None,
-) -> None:
-    """Run a program written for Apex, unchanged."""
-    program.run(arguments or [])
+def _passed_on(name: str, brief: str, call: Callable[[list[str]], None]) -> None:
+    """List a command that `preamp.cli.main` calls itself, since it needs neither rich nor typer."""
+
+    def command(context: typer.Context) -> None:
+        call(context.args)
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    settings["allow_interspersed_args"] = False
+    app.command(name, help=brief, add_help_option=False, context_settings=settings)(command)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
-def doctor(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[options] script.py | -m module [argument ...]")
-    ] = None,
-) -> None:
-    """Run a training program and report usage bugs of mixed precision."""
-    run_doctor(arguments or [])
+_passed_on("run", "Run a program written for Apex, unchanged.", lambda given: program.run(given))
+_passed_on("doctor", "Run a training program and report usage bugs of mixed precision.", run_doctor)

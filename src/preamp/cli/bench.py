@@ -18,10 +18,10 @@ import typer
 from torch import nn
 
 import preamp
-from preamp.cli.console import make_console, print_table, print_wrapped, refused
+from preamp.cli.console import make_console, print_table, print_wrapped, refusing
 from preamp.cli.demo import choose_device
 from preamp.cli.main import versions
-from preamp.core.errors import PreampError, bad_value
+from preamp.core.errors import bad_value
 from preamp.kernels import explain
 from preamp.optimizers import FusedAdam
 
@@ -62,7 +62,7 @@ def bench(
     machine.
     """
     console = make_console()
-    try:
+    with refusing():
         if gpu and device != "auto":
             raise bad_value(
                 f"Got --gpu and --device {device}",
@@ -75,8 +75,6 @@ def bench(
             pass
         facts = _facts(where)
         speed = _copy_speed(where, int(min(_COPIED, 4 * params)), seconds)
-    except (ValueError, OSError, PreampError) as error:
-        raise refused(error) from None
     _keep(out, {**facts, "name": "copy", "status": "measured", "gb_s": speed})
     console.print(f"{facts['device']}: a copy moves {speed:,.0f} GB/s", highlight=False)
     rows: list[Row] = []

@@ -17,7 +17,14 @@ from rich.table import Table
 from preamp.checkpoint import Finding, convert_apex_checkpoint
 from preamp.checkpoint.apex.findings import RECORD
 from preamp.checkpoint.summary import Summary, summarize_checkpoint
-from preamp.cli.console import REFUSED, make_console, print_plainly, print_wrapped, refused
+from preamp.cli.console import (
+    REFUSED,
+    make_console,
+    print_plainly,
+    print_wrapped,
+    refused,
+    refusing,
+)
 from preamp.core.errors import PreampError
 from preamp.planning.report import bytes_text
 
@@ -115,10 +122,8 @@ def convert_checkpoint(
     Nothing in the file is executed: what is neither a tensor, plain data nor one of Apex's loss
     scalers is refused.
     """
-    try:
+    with refusing():
         findings = convert_apex_checkpoint(src, dst)
-    except (OSError, ValueError) as error:
-        raise refused(error) from None
     console = make_console()
     if explain:
         console.print(_findings_table(findings, src))

@@ -8,7 +8,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.box import SIMPLE_HEAVY
@@ -17,14 +18,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from preamp.policy.storage import STORAGES
+from preamp.core.errors import PreampError
+from preamp.policy.storage import STORAGES, Place, Storage, parse_storage
 
 StorageName = Annotated[
     str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
 ]
 """The option of every command that trains, or tells of training."""
 
+PlaceName = Annotated[
+    str, typer.Option(help=f"Where masters and moments lie: {', '.join(get_args(Place))}.")
+]
+"""Likewise."""
+
 REFUSED = 2  # exit status where nothing was done, as of a shell's builtin
+
+
+def storage_of(storage: str, place: str) -> Storage:
+    """What these two options ask for; raises ``ValueError`` where one is not known."""
+    return replace(parse_storage(storage), place=cast("Place", place))
 
 
 def make_console() -> Console:
@@ -37,6 +49,15 @@ def only_answer_on_stdout(*, is_wanted: bool) -> Generator[None]:
     """Send what a user's code prints to standard error, so that JSON stands alone."""
     with contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext():
         yield
+
+
+@contextlib.contextmanager
+def refusing(*more: type[Exception]) -> Generator[None]:
+    """End the command, and say why, where what it was given cannot be used."""
+    try:
+        yield
+    except (ValueError, OSError, PreampError, *more) as error:
+        raise refused(error) from None
 
 
 def refused(error: Exception) -> typer.Exit:

@@ -23,8 +23,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from preamp.cli.console import StorageName, make_console, print_table, refused
-from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
+from preamp.cli.console import PlaceName, StorageName, make_console, print_table, refusing
+from preamp.core.errors import bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
 from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
@@ -44,6 +44,7 @@ from preamp.demo.table import (
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
+from preamp.policy.storage import storage_name
 
 _HEADING = 12  # a line of a heading in the table, so that all of it fits 80 columns
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
@@ -66,6 +67,7 @@ def demo(
     ] = _CONFIG.optimizer.learning_rate,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _CONFIG.seed,
     storage: StorageName = _CONFIG.storage,
+    place: PlaceName = _CONFIG.place,
     device: Annotated[
         str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
     ] = "auto",
@@ -85,7 +87,7 @@ def demo(
     CPUs: torchrun --nproc-per-node 2 -m preamp demo.
     """
     console = make_console()
-    try:
+    with refusing():
         require_packages()
         config = DemoConfig(
             levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
@@ -93,27 +95,21 @@ def demo(
             batch=batch,
             seed=seed,
             storage=storage,
+            place=place,
             device=str(own_device(choose_device(device))),
             parallel=choose_parallel(parallel),
             ranks=launched_ranks(),
             model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
             optimizer=OptimizerConfig(learning_rate=lr),
         )
-        setting = _prepared(config, out)
-    except (ValueError, OSError, PreampUnavailableError) as error:
-        raise refused(error) from None
+        setting = prepare(config, read_corpus())
+        require_sharding(config.parallel, setting.device)
+        require_folder(out)
     if threads > 0:
         torch.set_num_threads(threads)
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
     finish(result, console, out)
-
-
-def _prepared(config: DemoConfig, out: Path) -> Setting:
-    setting = prepare(config, read_corpus())
-    require_sharding(config.parallel, setting.device)
-    require_folder(out)
-    return setting
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:
@@ -162,8 +158,9 @@ def show(result: DemoResult, console: Console) -> None:
     """Print the table and its notes."""
     columns = columns_of(result)
     title = f"{result.parameters:,} parameters on {result.device}"
-    if result.config.storage != "full":
-        title += f", storage {result.config.storage}"
+    storage = storage_name(result.config.kept)
+    if storage != "full":
+        title += f", storage {storage}"
     console.print(f"[italic]{escape(title)}[/]\n", highlight=False)
     headings = ["\n".join([*wrap(column.title, _HEADING), column.unit]) for column in columns]
     rows = [

@@ -5,35 +5,41 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 import preamp
 from preamp.cli.console import (
+    PlaceName,
     StorageName,
     make_console,
     only_answer_on_stdout,
     print_table,
     print_wrapped,
-    refused,
+    refusing,
+    storage_of,
 )
-from preamp.core.errors import PreampError, bad_value
+from preamp.core.errors import bad_value
 from preamp.planning.layout import Factory
-from preamp.planning.memory import MemoryEstimate, Sharding
+from preamp.planning.memory import MemoryEstimate, fitting
 from preamp.planning.optimizers import parse_call
 from preamp.planning.report import bytes_text, storages_text
 from preamp.policy import resolve
-from preamp.policy.storage import parse_storage
+from preamp.policy.storage import FULL, storage_code, storage_name
 
 _CAPTION = (
     "More in step: float32 gradients of masters while the optimizer steps, and masters that are "
-    "split. What is 0 at every level is left out. Activations are not counted."
+    "split. Staging is memory of the host for what is on its way. What is 0 at every level is left "
+    "out. Activations are not counted."
 )
+
+_NOTHING = "No level and storage keeps as little. Activations come on top of what would be kept."
 
 
 def estimate(
@@ -53,6 +59,13 @@ def estimate(
         str | None, typer.Option(help="Opt levels; all that can have the storage by default.")
     ] = None,
     storage: StorageName = "full",
+    place: PlaceName = "device",
+    card: Annotated[
+        float | None, typer.Option("--card-gib", help="GiB of the device: tell what fits.")
+    ] = None,
+    host: Annotated[
+        float, typer.Option("--host-gib", help="GiB of the host, for what fits.")
+    ] = math.inf,
     world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
     sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -62,31 +75,41 @@ def estimate(
     Nothing of the model's size is allocated. Activations are not counted; preamp.estimate does so
     if it is given a batch.
     """
-    try:
-        with only_answer_on_stdout(is_wanted=as_json):
-            what = _model(model, params)
-            found = [
-                preamp.estimate(
-                    what,
-                    resolve(level, {"storage": storage}),
-                    None if optimizer.lower() == "none" else optimizer,
-                    world_size=world_size,
-                    sharding=cast("Sharding", sharding),
-                )
-                for level in _levels(levels, storage)
-            ]
-    except (ValueError, TypeError, PreampError) as error:
-        raise refused(error) from None
+    with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
+        what, kept = _model(model, params), storage_of(storage, place)
+        if card is not None and kept != FULL:
+            raise bad_value(
+                f"Got --card-gib and {storage_code(storage_name(kept))}",
+                "With --card-gib the storages that fit are looked for",
+                "Leave one of the two out",
+            )
+        named = None if optimizer.lower() == "none" else optimizer
+        names = _levels(levels, needs_masters=kept.masters == "split")
+        ranks: Any = {"world_size": world_size, "sharding": sharding}
+        if card is None:
+            policies = [resolve(name, {"storage": kept}) for name in names]
+            found = [preamp.estimate(what, policy, named, **ranks) for policy in policies]
+        else:
+            sizes = {"card": card * 2**30, "host": host * 2**30}
+            found = list(fitting(what, named, names, **sizes, **ranks))
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
+    elif card is not None:
+        print_wrapped(make_console(), map(_fit, found) if found else [_NOTHING])
     else:
         _print(found, make_console())
 
 
-def _levels(levels: str | None, storage: str) -> list[str]:
+def _fit(memory: MemoryEstimate) -> str:
+    code = storage_code(memory.storage)
+    host = f", {bytes_text(memory.on_host)} on the host" if memory.place == "host" else ""
+    kept = f"{bytes_text(memory.on_device)} on the device{host}"
+    return f"{memory.opt_level} with storage={code}: {kept}."
+
+
+def _levels(levels: str | None, *, needs_masters: bool) -> list[str]:
     if levels is not None:
         return re.split(r"[,\s]+", levels.strip(", "))
-    needs_masters = parse_storage(storage).masters == "split"
     return [
         name
         for name, policy in preamp.OPT_LEVELS.items()
@@ -119,8 +142,11 @@ def _print(rows: list[MemoryEstimate], console: Console) -> None:
     if first.storage != "full":
         title += f", storage {first.storage}"
     console.print(f"{title}\n", style="italic", highlight=False, markup=False)
-    columns = {name: [row.categories[name] for row in rows] for name in first.categories}
+    every = dict.fromkeys(name for row in rows for name in row.categories)
+    columns = {name: [row.categories.get(name, 0) for row in rows] for name in every}
     columns["total"] = [row.total for row in rows]
+    columns["on device"] = [row.on_device * (row.place == "host") for row in rows]
+    columns["staging"] = [row.staging for row in rows]
     columns["more in step"] = [row.master_gradients for row in rows]
     filled = {name: sizes for name, sizes in columns.items() if any(sizes) or name == "total"}
     headings = ["\n".join(name.split(maxsplit=1)) for name in filled]

@@ -32,12 +32,10 @@ def main() -> None:
         print(versions())
         raise SystemExit(0)
     # These need neither, and end as the program ends that they run.
-    if sys.argv[1:2] == ["run"]:
-        run(sys.argv[2:])
-        raise SystemExit(0)
-    if sys.argv[1:2] == ["doctor"]:
-        run_doctor(sys.argv[2:])
-        raise SystemExit(0)
+    for name, command in (("run", run), ("doctor", run_doctor)):
+        if sys.argv[1:2] == [name]:
+            command(sys.argv[2:])
+            raise SystemExit(0)
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         print(

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,19 +18,21 @@ from torch import nn
 
 import preamp
 from preamp.cli.console import (
+    PlaceName,
     StorageName,
     make_console,
     only_answer_on_stdout,
     print_table,
     print_wrapped,
     refused,
+    refusing,
+    storage_of,
 )
-from preamp.cli.run import refuse_nul_bytes
+from preamp.cli.run import read_script
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
-from preamp.planning.page import write
 from preamp.planning.planner import POLICIES, policies_of, why_not_called
-from preamp.planning.report import COLUMNS, advice_lines, cells_of, misfit_lines
+from preamp.planning.report import COLUMNS, advice_lines, cells_of, misfit_lines, write
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -43,6 +45,7 @@ def plan(
     ] = "make",
     levels: Annotated[str | None, typer.Option(help="Opt levels to look at.")] = None,
     storage: StorageName = "full",
+    place: PlaceName = "device",
     steps: Annotated[int, typer.Option(help="Float32 steps to watch.")] = 4,
     verify: Annotated[
         int,
@@ -62,7 +65,8 @@ def plan(
     """
     try:
         with only_answer_on_stdout(is_wanted=as_json):
-            wanted = policies_of(None if levels is None else _levels(levels), storage)
+            kept = storage_of(storage, place)
+            wanted = policies_of(None if levels is None else _levels(levels), kept)
             parts = _parts(script, names)  # last, since a script may take its time
             report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
     except (ValueError, TypeError, PreampError) as error:
@@ -82,10 +86,8 @@ def plan(
         print_table(console, COLUMNS, rows, left=len(COLUMNS))
         print_wrapped(console, misfit_lines(report)[1:])
     if output is not None:  # last, so that the answer is there whatever happens to the page
-        try:
+        with refusing():
             write(report, output)
-        except (OSError, PreampError) as error:
-            raise refused(error) from None
 
 
 def _is_of_script(error: BaseException) -> bool:
@@ -164,19 +166,15 @@ def _run(script: Path) -> ModuleType:
         raise bad_value(
             f"There is no file {str(script)!r}", "It runs one Python file", "Check the path"
         )
-    spec = importlib.util.spec_from_file_location(_MODULE, script)
-    if spec is None or spec.loader is None:
-        raise bad_value(f"{str(script)!r} is no Python file", "Its name ends in .py", "Rename it")
     with contextlib.suppress(PreampStateError):  # an installed Apex serves the script itself
         preamp.install_apex_alias()
     sys.path.insert(0, str(script.resolve().parent))
-    module = importlib.util.module_from_spec(spec)
+    program, module = read_script(os.path.abspath(script)), ModuleType(_MODULE)
+    vars(module).update(program.attributes)
     sys.modules[_MODULE] = module  # dataclasses look their module up
-    loader, arguments = spec.loader, sys.argv
-    sys.argv = [str(script)]  # this command's own are not for it
+    arguments, sys.argv = sys.argv, [str(script)]  # this command's own are not for it
     try:
-        refuse_nul_bytes(loader)
-        _without_exit(lambda: loader.exec_module(module), script)
+        _without_exit(lambda: exec(program.code, vars(module)), script)
     finally:
         sys.argv = arguments
     return module

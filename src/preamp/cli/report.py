@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from preamp import report as pages
-from preamp.cli.console import make_console, print_plainly, refused
-from preamp.core.errors import PreampUnavailableError, bad_value
+from preamp.cli.console import make_console, print_plainly, refusing
+from preamp.core.errors import bad_value
 from preamp.numerics import Record, read_history
 from preamp.report.words import size
 
@@ -27,12 +27,10 @@ def report(
 
     The page needs no network and no script.
     """
-    try:
+    with refusing():
         _require_apart(files, output)
         runs = {name: _read(path) for name, path in zip(names_of(files), files, strict=True)}
         pages.write(output, runs, title=title)
-    except (ValueError, OSError, PreampUnavailableError) as error:
-        raise refused(error) from None
     print_plainly(make_console(), f"Report: {output} ({size(output.stat().st_size)})")
 
 

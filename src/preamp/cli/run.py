@@ -82,7 +82,7 @@ def prepare(arguments: list[str], command: str = "run") -> Program:
         if not os.path.isfile(arguments[0]):
             _stop(f"There is no file {arguments[0]!r}", command)
         _start(arguments[0], os.path.dirname(os.path.realpath(arguments[0])), arguments[1:])
-        return _read_script(os.path.abspath(arguments[0]))
+        return read_script(os.path.abspath(arguments[0]))
     _stop(f"Got {' '.join(arguments[:1]) or 'nothing'} in place of a program", command)
 
 
@@ -112,7 +112,8 @@ def _start(name: str, folder: str, arguments: list[str]) -> None:
         raise SystemExit(CANNOT_START) from None
 
 
-def _read_script(path: str) -> Program:
+def read_script(path: str) -> Program:
+    """Read a Python file; raises `SystemExit` (status 1) where it is none, and says why."""
     loader = SourceFileLoader("__main__", path)
     code = _compiled(loader, lambda: loader.source_to_code(loader.get_data(path), path))
     attributes = {"__file__": path, "__cached__": None, "__loader__": loader}
@@ -140,14 +141,14 @@ def _read_module(name: str, command: str) -> Program:
 def _compiled(loader: object, read: Callable[[], CodeType | None]) -> CodeType:
     """Read a program; a syntax error in it is shown as Python shows it."""
     try:
-        refuse_nul_bytes(loader)
+        _refuse_nul_bytes(loader)
         return cast("CodeType", read())
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         raise SystemExit(1) from None
 
 
-def refuse_nul_bytes(loader: object) -> None:
+def _refuse_nul_bytes(loader: object) -> None:
     """Raise the `SyntaxError` of a source file with a nul byte; Python's own names no place."""
     if isinstance(loader, SourceFileLoader):
         before, nul, _ = loader.get_data(loader.path).partition(b"\0")

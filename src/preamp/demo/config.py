@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from preamp.core.errors import bad_value
 from preamp.policy import level_defaults
-from preamp.policy.storage import Storage, parse_storage
+from preamp.policy.storage import Place, Storage, parse_storage, storage_name
 
 DEFAULT_LEVELS = ("O0", "O4", "O5", "O1", "O2", "O3")
 """The baseline, then bf16, then fp16, and last what happens without fp32 weights."""
@@ -68,6 +69,7 @@ class DemoConfig:
     device: str = "cpu"  # where to train, as ``torch.device`` spells it
     held_out_windows: int = 512  # windows of held-out text that are evaluated
     storage: str = "full"  # how masters and moments are kept between steps, by name
+    place: str = "device"  # where they are, as `preamp.Storage` has it
     parallel: str = "none"  # what ranks share; see :mod:`preamp.demo.parallel`
     ranks: int = 1  # how many there are; each takes its part of every batch
     model: ModelConfig = field(default_factory=ModelConfig)  # size of the model
@@ -79,7 +81,7 @@ class DemoConfig:
         _require_at_least("batch", self.batch, 1)
         _require_at_least("held_out_windows", self.held_out_windows, 1)
         _require_at_least("ranks", self.ranks, 1)
-        parse_storage(self.storage)
+        storage_name(self.kept)  # raises where storage or place is not known
         if self.batch % self.ranks:
             raise bad_value(
                 f"Got batch={self.batch} with {self.ranks} ranks",
@@ -93,11 +95,15 @@ class DemoConfig:
                 "Pass for example --levels O0,O2",
             )
 
+    @property
+    def kept(self) -> Storage:
+        """How and where masters and moments are kept."""
+        return replace(parse_storage(self.storage), place=cast("Place", self.place))
+
     def storage_at(self, level: str) -> Storage:
         """The storage at an opt level: where there are no masters, that of moments alone."""
-        storage = parse_storage(self.storage)
         has_masters = level_defaults(level).master_weights
-        return storage if has_masters else replace(storage, masters="float32")
+        return self.kept if has_masters else replace(self.kept, masters="float32")
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,7 +21,6 @@ from preamp.engine.lookup import bare
 from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
-    Make,
     OptimizerLike,
     Shape,
     ShardSize,
@@ -34,8 +34,10 @@ from preamp.planning.peak import trace_pass
 from preamp.policy import Policy, resolve
 from preamp.policy.resolve import check_storage
 from preamp.policy.storage import STORAGES, Storage, storage_code, storage_name
+from preamp.watch.inventory import CATEGORIES, ON_HOST
 
 Sharding = Literal["none", "zero1", "fsdp"]
+_RUN, _AT_ONCE = 32 * 2**20, 3  # bytes of a run between device and host, and runs in memory
 _SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
 
 
@@ -52,6 +54,7 @@ class MemoryEstimate:
         world_size: Ranks.
         sharding: What they share out.
         storage: How masters and moments are kept between steps, as `preamp.Storage` has it.
+        place: ``"device"``, or ``"host"``, where masters and optimizer state lie then.
         parameters: Elements of all parameters, on all ranks together.
         weights: The model's parameters.
         buffers: The model's buffers.
@@ -67,9 +70,11 @@ class MemoryEstimate:
             activations, temporary tensors of single operations, half copies of weights; with
             those new gradients that exist at that moment. ``None`` without ``loss_fn``.
         peak: The worst moment of a training step; ``None`` without ``loss_fn``.
-        smaller: With ``storage="full"``, the total with each storage that takes less, as far as
-            level and optimizer can have it, by what `initialize` is given for it. They are
-            counted when they are first looked at.
+        staging: Pinned memory of the host for weights and gradients on their way to it and back;
+            no category has it.
+        smaller: With ``storage="full"``, what is kept on the device with each storage that takes
+            less of it, as far as level and optimizer can have it, by what `initialize` is given
+            for it. With the last one, masters and optimizer state lie on the host.
     """
 
     opt_level: str
@@ -77,6 +82,7 @@ class MemoryEstimate:
     world_size: int
     sharding: Sharding
     storage: str = "full"
+    place: str = "device"
     parameters: int
     weights: int
     buffers: int
@@ -87,34 +93,45 @@ class MemoryEstimate:
     master_gradients: int
     activations: int | None = None
     peak: int | None = None
+    staging: int = 0
     smaller: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def categories(self) -> dict[str, int]:
         """What stays from step to step, by the names of `preamp.count_memory`."""
-        return {
-            "weights": self.weights,
-            "buffers": self.buffers,
-            "masters": self.masters,
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer_state,
-            "loss scaler": self.scaler,
-        }
+        sizes = self.weights, self.buffers, self.masters
+        sizes += self.gradients, self.optimizer_state, self.scaler
+        found: dict[str, int] = dict(zip(CATEGORIES, sizes, strict=True))
+        if self.place == "host":
+            for name in filter(found.get, ("masters", "optimizer state")):
+                found[ON_HOST.format(name)], found[name] = found[name], 0
+        return found
 
     @property
     def total(self) -> int:
         """The sum of `categories`."""
         return sum(self.categories.values())
 
+    @property
+    def on_device(self) -> int:
+        """What of the `total` lies on the device: all of it with ``place="device"``."""
+        return sum(self.categories[name] for name in CATEGORIES)
+
+    @property
+    def on_host(self) -> int:
+        """What lies on the host with ``place="host"``, ``staging`` included."""
+        return self.total - self.on_device + self.staging
+
     def with_activations(self, activations: int) -> MemoryEstimate:
         """The same, with the most bytes that live in a forward and its backward."""
-        in_passes = self.total - self.gradients + activations
-        at_step = self.total + self.master_gradients
+        in_passes = self.on_device - self.gradients + activations
+        at_step = self.on_device + self.master_gradients
         return replace(self, activations=activations, peak=max(in_passes, at_step))
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data."""
-        return {**plain(self), "total": self.total}
+        sums = {"total": self.total, "on_device": self.on_device, "on_host": self.on_host}
+        return {**plain(self), **sums}
 
 
 def estimate(
@@ -141,7 +158,8 @@ def estimate(
             where moments are kept in 8 bits).
             Not mutated.
         opt_level: A level, or a `Policy` with overrides such as
-            ``OPT_LEVELS["O2"].replace(storage="compact")``.
+            ``OPT_LEVELS["O2"].replace(storage="compact")``; with ``Storage(place="host")`` what
+            lies on the device and on the host is told apart.
         optimizer: A name (``"FusedAdam"``, ``"SGD(momentum=0.9)"``), a class, a function of the
             parameters, an optimizer, or ``None``. An optimizer has its own parameters, anything
             else all of the model's. Its state is found by one step on tensors of a few elements.
@@ -165,109 +183,88 @@ def estimate(
             that cannot be traced.
     """
     policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
-    check_storage(policy)
     optimizer = bare(optimizer)
-    releases = policy.storage.release_gradients
-    _check_ranks(world_size, sharding, has_loss=loss_fn is not None, releases=releases)
     if not isinstance(model, (int, float)) or loss_fn is not None:
         model = made(model)
-    training = _training_of(model, policy, optimizer, world_size, sharding)
-    found = _count(training, policy)
-    if storage_name(policy.storage) == "full":
-        found = replace(found, smaller=_Smaller(training, policy, found.total))
+    count = partial(_count, model, optimizer, world_size, sharding)
+    found = count(policy)
+    if loss_fn is not None and sharding != "none":
+        raise bad_value(
+            f"loss_fn together with sharding={sharding!r}",
+            "A step's peak is known for ranks that have everything",
+            "Leave loss_fn out, or pass sharding='none'",
+        )
+    if found.storage == "full":
+        found = replace(found, smaller=dict(_smaller(count, policy, found.total)))
     if loss_fn is None or not isinstance(model, nn.Module):
         return found
     return found.with_activations(trace_pass(model, policy, loss_fn, batch))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Training:
-    """What is estimated, without tensors: enough to count it at any policy, at any time."""
-
-    slots_in: Callable[[bool], list[Slot]]  # the model's tensors; of a number, in rows or not
-    optimizer: str  # its name
-    make: Make | None  # makes one over other parameters
-    options: Sequence[Mapping[str, Any]]  # of its groups
-    groups: Mapping[int, int] | None  # those of its parameters; ``None`` if it has all, in one
-    world_size: int
-    sharding: Sharding
-
-    def of_optimizer(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those that the optimizer has."""
-        if self.make is None:
-            return []
-        return [slot for slot in slots if self.groups is None or slot.key in self.groups]
-
-
-def _training_of(
+def _count(
     model: nn.Module | Factory | float,
-    policy: Policy,
     optimizer: OptimizerLike | None,
     world_size: int,
     sharding: Sharding,
-) -> _Training:
-    slots_in = partial(_slots_of_number, model)
-    if isinstance(model, nn.Module):
-        slots = slots_of(model, policy.keep_fp32)
-        slots_in = partial(_same, slots)
-    groups: dict[int, int] | None = None
+    policy: Policy,
+) -> MemoryEstimate:
+    """Count what stays from step to step; raises as `estimate` does."""
+    storage = policy.storage
+    check_storage(policy)
+    _check_ranks(world_size, sharding, storage)
+    slots = slots_of(model, policy.keep_fp32, in_rows=storage.moments == "8bit")
+    part = _part_of(sharding, world_size, storage)
+    groups = dict.fromkeys((slot.key for slot in slots), 0)
     options: list[Mapping[str, Any]] = [{}]
     if isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.param_groups
         groups = {id(p): index for index, group in enumerate(given) for p in group["params"]}
         # Copies: an update counts in tensors of its group, which are the caller's.
         options = [copy.deepcopy({k: group[k] for k in optimizer.defaults}) for group in given]
-    return _Training(
-        slots_in=slots_in,
-        optimizer=name_of(optimizer),
-        make=None if optimizer is None else optimizer_factory(optimizer),
-        options=options,
-        groups=groups,
-        world_size=world_size,
-        sharding=sharding,
-    )
-
-
-def _slots_of_number(model: Any, in_rows: bool) -> list[Slot]:
-    return slots_of(model, in_rows=in_rows)
-
-
-def _same(slots: list[Slot], in_rows: bool) -> list[Slot]:
-    del in_rows
-    return slots
-
-
-def _count(training: _Training, policy: Policy) -> MemoryEstimate:
-    """Count what stays from step to step; raises as `estimate` does."""
-    world_size, sharding = training.world_size, training.sharding
-    slots = training.slots_in(policy.storage.moments == "8bit")
-    part = _part_of(sharding, world_size, policy.storage)
-    state = _state_of(slots, policy, training, part)
-    updated = [slot for slot in slots if slot.has_master_at(policy)]
-    updated = training.of_optimizer(updated)
-    fixed = _kept_bytes(slots, policy, world_size if sharding == "fsdp" else 1)
+    trained = [slot for slot in slots if slot.is_parameter and slot.key in groups]
+    state = StateBytes(0, reads_master_gradients=False)
+    updated: list[Slot] = []
+    if optimizer is not None:
+        tensors = [_updated(slot, policy, groups[slot.key]) for slot in trained]
+        make = optimizer_factory(optimizer)
+        state = state_bytes(make, tensors, options, part, storage)
+        updated = [slot for slot in trained if slot.has_master_at(policy)]
+    shares = world_size if sharding == "fsdp" else 1
     return MemoryEstimate(
         opt_level=policy.opt_level,
-        optimizer=training.optimizer,
+        optimizer=name_of(optimizer),
         world_size=world_size,
         sharding=sharding,
-        storage=storage_name(policy.storage),
+        storage=storage_name(storage),
+        place=storage.place,
         parameters=sum(slot.elements for slot in slots if slot.is_parameter),
-        **fixed,
+        **_kept_bytes(slots, policy, shares),
         masters=_master_bytes(slots, updated, policy, None if sharding == "none" else part),
         optimizer_state=state.bytes,
         scaler=_SCALER_BYTES,
         master_gradients=sum(part(slot.shape) for slot in updated)
-        * (4 if policy.storage.masters == "float32" else 8)
+        * (4 if storage.masters == "float32" else 8)
         * state.reads_master_gradients,
+        staging=_staging_bytes(trained, policy) if storage.place == "host" else 0,
     )
 
 
-_FEWER_BYTES = (
-    STORAGES["split"],
-    STORAGES["compact"],
-    replace(STORAGES["compact"], release_gradients=True),
-)
+def _updated(slot: Slot, policy: Policy, group: int) -> Updated:
+    dtype = torch.float32 if slot.has_master_at(policy) else slot.dtype_at(policy)
+    return Updated(slot.shape, dtype, has_gradient=slot.is_trainable, group=group)
+
+
+def _staging_bytes(trained: Sequence[Slot], policy: Policy) -> int:
+    """Weights and gradients on their way: a few runs, or as often the largest tensor."""
+    sizes = [2 * slot.elements * slot.dtype_at(policy).itemsize for slot in trained]
+    # A number of parameters is no tensor, though it counts as one.
+    largest = max((size for size, slot in zip(sizes, trained, strict=True) if slot.name), default=0)
+    return min(sum(sizes), _AT_ONCE * max(_RUN, largest))
+
+
+_ON_DEVICE = (*STORAGES.values(), replace(STORAGES["compact"], release_gradients=True))
+_ON_HOST = tuple(replace(storage, place="host") for storage in STORAGES.values())
+"""Each takes less than those before."""
 
 
 def at_level(policy: Policy, storage: Storage) -> Storage:
@@ -279,52 +276,54 @@ def at_level(policy: Policy, storage: Storage) -> Storage:
     )
 
 
-class _Smaller(Mapping[str, int]):
-    """What other storages are written as, and the totals with them, counted when first asked for.
-
-    Each is less than the ones before.
-    """
-
-    def __init__(self, training: _Training, policy: Policy, total: int) -> None:
-        self._count = partial(_totals_below, training, policy, total)
-
-    @cached_property
-    def _found(self) -> dict[str, int]:
-        return dict(self._count())
-
-    def __getitem__(self, storage: str) -> int:
-        return self._found[storage]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __repr__(self) -> str:
-        return repr(self._found)
-
-    def __reduce__(self) -> Any:
-        """Be copied and pickled as the dictionary that it stands for."""
-        return dict, (self._found,)
+Count = Callable[[Policy], MemoryEstimate]
 
 
-def _totals_below(training: _Training, policy: Policy, total: int) -> Iterator[tuple[str, int]]:
-    for storage in dict.fromkeys(at_level(policy, storage) for storage in _FEWER_BYTES):
-        if storage == policy.storage or (storage.release_gradients and training.world_size > 1):
-            continue
+def _possible(
+    count: Count, policy: Policy, storages: Iterable[Storage]
+) -> Iterator[MemoryEstimate]:
+    """Count a policy with those of the storages that level, ranks and optimizer can have."""
+    for storage in dict.fromkeys(at_level(policy, storage) for storage in storages):
         try:
-            with_storage = policy.replace(storage=storage)
-            check_storage(with_storage)
-            found = _count(training, with_storage)
-        except (ValueError, PreampPolicyError):  # the optimizer cannot have it
+            found = count(policy.replace(storage=storage))
+        except (ValueError, PreampPolicyError):
             continue
-        if found.total < total:
-            total = found.total
-            yield storage_code(found.storage), total
+        yield found
 
 
-def _check_ranks(world_size: int, sharding: str, *, has_loss: bool, releases: bool) -> None:
+def fitting(
+    model: nn.Module | Factory | float,
+    optimizer: OptimizerLike | None,
+    levels: Iterable[str],
+    *,
+    card: float,
+    host: float = math.inf,
+    world_size: int = 1,
+    sharding: Sharding = "none",
+) -> Iterator[MemoryEstimate]:
+    """Yield what of a training fits ``card`` bytes of a device and ``host`` bytes of the host.
+
+    Of each level there is the storage that changes least of those on the device, and of those on
+    the host. Activations are not counted. Raises as `estimate` does.
+    """
+    for level in levels:
+        policy = resolve(level, {})
+        count = partial(_count, model, optimizer, world_size, sharding)
+        count(policy)  # what cannot be counted at all is refused, not left out
+        for storages in (_ON_DEVICE, _ON_HOST):
+            found = _possible(count, policy, storages)
+            fits = (one for one in found if one.on_device <= card and one.on_host <= host)
+            yield from itertools.islice(fits, 1)
+
+
+def _smaller(count: Count, policy: Policy, most: int) -> Iterator[tuple[str, int]]:
+    for found in _possible(count, policy, (*_ON_DEVICE, _ON_HOST[1])):
+        if found.on_device < most:
+            most = found.on_device
+            yield storage_code(found.storage), most
+
+
+def _check_ranks(world_size: int, sharding: str, storage: Storage) -> None:
     if isinstance(world_size, bool) or world_size < 1 or world_size != int(world_size):
         raise bad_value(
             f"world_size={world_size!r} cannot be used",
@@ -338,13 +337,13 @@ def _check_ranks(world_size: int, sharding: str, *, has_loss: bool, releases: bo
             "'fsdp' (weights and gradients too)",
             "Choose one of them",
         )
-    if has_loss and sharding != "none":
+    if storage.place == "host" and sharding != "none":
         raise bad_value(
-            f"loss_fn together with sharding={sharding!r}",
-            "A step's peak is known for ranks that have everything",
-            "Leave loss_fn out, or pass sharding='none'",
+            f"storage has place='host', and sharding is {sharding!r}",
+            "What ranks share out lies beside their weights",
+            "Pass sharding='none', or a storage without it",
         )
-    if releases and world_size > 1:
+    if storage.release_gradients and world_size > 1:
         raise bad_value(
             f"storage has release_gradients=True, and world_size is {world_size}",
             "Gradients that ranks reduce are final only when all of them have come",
@@ -363,23 +362,6 @@ def _part_of(sharding: Sharding, world_size: int, storage: Storage) -> ShardSize
     if sharding == "zero1":
         return shared
     return lambda shape: -(-math.prod(shape) // (world_size if sharding == "fsdp" else 1))
-
-
-def _state_of(
-    slots: Sequence[Slot], policy: Policy, training: _Training, part: ShardSize
-) -> StateBytes:
-    if training.make is None:
-        return StateBytes(0, reads_master_gradients=False)
-    tensors = [
-        Updated(
-            shape=slot.shape,
-            dtype=torch.float32 if slot.has_master_at(policy) else slot.dtype_at(policy),
-            has_gradient=slot.is_trainable,
-            group=0 if training.groups is None else training.groups[slot.key],
-        )
-        for slot in training.of_optimizer([slot for slot in slots if slot.is_parameter])
-    ]
-    return state_bytes(training.make, tensors, training.options, part, policy.storage)
 
 
 def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, Any]:

@@ -61,22 +61,17 @@ def parse_call(text: str) -> Call:
     """Read, but do not run, such as ``"AdamW(lr=1e-3)"`` or ``"torch.nn:Linear(10, 20)"``."""
     place, bracket, rest = text.strip().partition("(")
     module, _, name = place.rpartition(":")
-    if not all(part.isidentifier() for part in (*name.split("."), *module.split(".")) if part):
-        raise _malformed(text)
-    if not name or (bracket and not rest.endswith(")")):
-        raise _malformed(text)
-    if not bracket:
-        return Call(module=module, name=name)
+    names = [*name.split("."), *(module.split(".") if module else [])]
     try:
-        node = ast.parse(f"f({rest}", mode="eval").body
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            raise _malformed(text)
-        args = tuple(ast.literal_eval(item) for item in node.args)
+        node = ast.parse(f"{name}({rest if bracket else ')'}", mode="eval").body
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == name):
+            raise ValueError("it has more than one call")
+        args = tuple(map(ast.literal_eval, node.args))
         kwargs = {str(item.arg): ast.literal_eval(item.value) for item in node.keywords if item.arg}
+        if len(kwargs) < len(node.keywords) or not all(map(str.isidentifier, names)):
+            raise ValueError("a name is missing, is none, or is there twice")
     except (SyntaxError, ValueError) as error:
         raise _malformed(text) from error
-    if len(kwargs) != len(node.keywords):
-        raise _malformed(text)
     return Call(module=module, name=name, args=args, kwargs=kwargs)
 
 
@@ -255,6 +250,12 @@ def _moment_bytes(tensor: Updated, kind: Format, storage: Storage, part: ShardSi
 
 
 def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
+    if storage.place == "host" and not isinstance(optimizer, FusedOptimizer):
+        raise bad_value(
+            f"storage has place='host', and the optimizer is {type(optimizer).__name__}",
+            "Masters and moments are kept on the host by the optimizers of preamp.optimizers",
+            "Choose one of these, or a storage without it",
+        )
     if storage.release_gradients and not getattr(optimizer, "updates_alone", False):
         raise bad_value(
             f"storage has release_gradients=True, and the optimizer is {type(optimizer).__name__}",

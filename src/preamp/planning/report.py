@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a plan says: records, and their text."""
+"""What a plan says: records, their text, and one HTML page with the losses that were tried."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from preamp.core.files import replace_text
 from preamp.core.pytree import plain
+from preamp.numerics.records import StepRecord
 from preamp.planning.forecast import TensorForecast
 from preamp.planning.memory import MemoryEstimate
 from preamp.planning.verify import Verification
 from preamp.policy.storage import storage_code
+from preamp.report.blocks import Block, Figure, Missing, Page, Section, Table, Text, columns
+from preamp.report.finding import Verdict
+from preamp.report.gather import Run
+from preamp.report.page import fill
+from preamp.report.svg import Html, joined, tag
+from preamp.report.timeline import loss_comparison
 
 ProblemKind = Literal[
     "overflow",
@@ -203,7 +212,9 @@ def bytes_text(count: int | None) -> str:
 def storages_text(memory: MemoryEstimate) -> str:
     """What is kept from step to step, and with which storages it is less."""
     sizes = [f"{bytes_text(memory.total)} are kept"]
-    sizes += [f"{bytes_text(size)} with storage={code}" for code, size in memory.smaller.items()]
+    for code, size in memory.smaller.items():
+        rest = ", the rest on the host" if "place='host'" in code else ""
+        sizes.append(f"{bytes_text(size)} with storage={code}{rest}")
     return f"At {memory.opt_level} {'; '.join(sizes)}."
 
 
@@ -230,3 +241,73 @@ def _table(levels: Mapping[str, LevelPlan]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def write(report: PlanReport, path: Path) -> None:
+    """Write the page of `render`, all of it or, with ``OSError``, nothing."""
+    replace_text(path, render(report))
+
+
+def render(report: PlanReport) -> str:
+    """Write a plan as one HTML page that refers to nothing outside itself.
+
+    Raises:
+        PreampUnavailableError: jinja2 is missing.
+    """
+    code = joined(tag("pre", line) for line in code_lines(report))
+    reasons = [Text(text=reason) for reason in report.reasons]
+    misfits = [
+        Text(text=f"{heading} {line}") for heading, lines in misfits_of(report) for line in lines
+    ]
+    levels = Table(
+        name="levels-table",
+        caption="What each level takes, and what its verdict rests on",
+        columns=columns(*COLUMNS, wide=COLUMNS[:1]),
+        rows=[cells_of(plan) for plan in report.levels.values()],
+    )
+    verdict = Verdict(
+        kind="warning" if report.recommended == "O0" else "good",
+        title=f"Take {choice_of(report)}",
+        where="",
+        text=report.reasons[0],
+    )
+    page = Page(
+        title="Which level to take",
+        verdicts=[("", "", verdict)],
+        facts=[("steps watched", f"{report.steps}"), ("steps tried", f"{report.verify_steps}")],
+        sections=[
+            Section(name="levels", title="Levels", blocks=[levels, _losses(report)]),
+            Section(name="why", title="Why", blocks=[Figure(title="Code", body=code), *reasons]),
+            *(
+                [Section(name="misfits", title="What speaks against", blocks=misfits)]
+                * bool(misfits)
+            ),
+        ],
+        chapters=[],
+        closing=[],
+        patterns=Html(),
+        made="Planned on one batch, from the model as it was given.",
+    )
+    return fill(page)
+
+
+def _losses(report: PlanReport) -> Block:
+    rows = {"O0": report.fp32_losses}
+    for name, plan in report.levels.items():
+        rows[name] = () if plan.verification is None else plan.verification.losses
+    runs = [
+        Run(
+            name=name,
+            steps=[
+                StepRecord(step=step, losses={0: loss}, scales={}, skipped=False)
+                for step, loss in enumerate(losses, 1)
+            ],
+        )
+        for name, losses in rows.items()
+        if losses
+    ]
+    chart = loss_comparison(runs, "tried")
+    if chart is None:
+        return Missing(what="No level was trained.", do="Plan with `--verify 8`.")
+    text = "From the same weights, on the same batch. A line that ends early is inf or nan."
+    return Figure(title="Loss by step", body=chart, caption=text)

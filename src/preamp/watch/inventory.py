@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 CATEGORIES = ("weights", "buffers", "masters", "gradients", "optimizer state", "loss scaler")
 """Where bytes go that stay from one step to the next."""
 
+ON_HOST = "{} on the host"
+"""The name of the part of a category that ``Storage(place="host")`` keeps there."""
+
 
 class _Seen:
     """Storages counted so far; each counts where it is met first."""
@@ -63,7 +66,8 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
     Returns:
         Bytes by the names in `CATEGORIES`. ``"optimizer state"`` has the tensors in the
         optimizers' state and in their groups, ``"loss scaler"`` each scaler's scale, counter and
-        overflow flag.
+        overflow flag. With ``Storage(place="host")`` and weights on another device, what lies on
+        the host is apart: ``"masters on the host"``, ``"optimizer state on the host"``.
     """
     weights: list[Any] = [param for model in engine.models for param in model.parameters()]
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
@@ -78,21 +82,30 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
     known = {id(param) for param in (*weights, *masters)}
     weights += (param for param in updated if id(param) not in known)
     gradients = [grad for p in (*weights, *masters) if (grad := stored_grad(p)) is not None]
-    seen = _Seen()
-    return {
-        "weights": seen.bytes_of(weights),
-        "buffers": seen.bytes_of(buffers),
-        "masters": seen.bytes_of(kept_of(masters)),
-        "gradients": seen.bytes_of(gradients),
-        "optimizer state": seen.bytes_of(
-            tensor for optimizer in engine.optimizers for tensor in _state(optimizer)
-        ),
-        "loss scaler": seen.bytes_of(
+    found: dict[str, list[torch.Tensor]] = {
+        "weights": weights,
+        "buffers": buffers,
+        "masters": kept_of(masters),
+        "gradients": gradients,
+        "optimizer state": [t for optimizer in engine.optimizers for t in _state(optimizer)],
+        "loss scaler": [
             tensor
             for scaler in engine.scalers
             for tensor in (scaler.scale, scaler.growth_tracker, scaler.found_inf)
-        ),
+        ],
     }
+    if engine.policy.storage.place == "host" and any(not _is_on_host(one) for one in weights):
+        for name in CATEGORIES:
+            tensors = found[name]
+            found[name] = [tensor for tensor in tensors if not _is_on_host(tensor)]
+            found[ON_HOST.format(name)] = [tensor for tensor in tensors if _is_on_host(tensor)]
+    seen = _Seen()
+    sizes = {name: seen.bytes_of(tensors) for name, tensors in found.items()}
+    return {name: size for name, size in sizes.items() if size or name in CATEGORIES}
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 class Inventory:
