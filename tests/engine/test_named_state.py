@@ -124,15 +124,51 @@ def test_names_and_dtypes_are_those_of_float32_training(torchs: Any, level: str)
 
 
 def test_saving_before_the_first_step_changes_no_weight(torchs: Any) -> None:
-    """Nor does it warn of a step without ``scale_loss``; a script's own one still does."""
+    """Nor is it counted, or warned of for want of ``scale_loss``; a script's own step still is."""
     model, optimizer = start("O2")
     before = exact(model, optimizer)
     torchs.get_state_dict(model, optimizer)
     assert same(exact(model, optimizer)[:2], before[:2])
+    assert preamp.engine_of(model).steps_applied == 0
     for param in preamp.master_params(optimizer):
         param.grad = torch.ones_like(param)
     with pytest.warns(UserWarning, match="no scale_loss block has made"):
         optimizer.step()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A framework's, which takes no step while gradients accumulate."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_state_is_made_by_the_optimizer_inside_a_frameworks_wrapper(
+    torchs: Any, level: str
+) -> None:
+    model, optimizer = start(level)
+    train_step(model, optimizer, 0)
+    _, wanted = torchs.get_state_dict(model, Wrapper(optimizer))
+    other, others = start(level)
+    _, found = torchs.get_state_dict(other, Wrapper(others))
+    assert found["state"].keys() == wanted["state"].keys()
+    torchs.set_optimizer_state_dict(other, Wrapper(others), copy.deepcopy(wanted))
+    assert same(others.state_dict(), optimizer.state_dict())
+    assert preamp.engine_of(other).steps_applied == 0
 
 
 def functions_of(module: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import socket
@@ -182,6 +183,14 @@ def _be_rank(rank: int, work: Callable[[int], Any], folder: str, port: int, worl
     os.chdir(folder)
     torch.save(work(rank), f"{rank}.pt")
     os._exit(0)  # what the parent had is not for this process to take down
+
+
+def be_accelerators() -> None:
+    """Have Accelerate take this rank's CPU for an accelerator; it shards on nothing else."""
+    state: Any = importlib.import_module("accelerate.state")
+    kind = state.DistributedType.MULTI_GPU
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    state.PartialState._prepare_backend = lambda *_: ("gloo", kind)
 
 
 def _name_rank(rank: int, port: int, world: int) -> None:

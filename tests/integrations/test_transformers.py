@@ -18,6 +18,7 @@ from integrations.small import (
     START,
     WARNINGS,
     assert_same_models,
+    be_accelerators,
     bits,
     exact,
     fork_ranks,
@@ -27,6 +28,7 @@ from integrations.small import (
 needs("accelerate")
 needs("transformers.trainer")
 import transformers
+from torch.distributed.fsdp import fully_shard
 
 from preamp.integrations.transformers import Trainer, TrainerMixin
 
@@ -87,7 +89,12 @@ def arguments(folder: Path, **more: Any) -> Any:
 
 
 def train(
-    folder: Path, level: str | None, resume: Any = None, options: Any = None, **more: Any
+    folder: Path,
+    level: str | None,
+    resume: Any = None,
+    options: Any = None,
+    kind: Any = Trainer,
+    **more: Any,
 ) -> tuple[Any, Losses]:
     losses = Losses()
     given: dict[str, Any] = {
@@ -99,7 +106,7 @@ def train(
     if level is None:
         trainer = transformers.Trainer(**given)
     else:
-        trainer = Trainer(**given, opt_level=level, options={**START, **(options or {})})
+        trainer = kind(**given, opt_level=level, options={**START, **(options or {})})
     trainer.train(resume_from_checkpoint=resume)
     return trainer, losses
 
@@ -220,3 +227,133 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
     first, second = fork_ranks(on_two, tmp_path)
     assert first["weights"] == second["weights"]
     assert first["wrapped"] == "DistributedDataParallel"
+
+
+def train_sharded(
+    folder: Path,
+    level: str,
+    resume: Any = None,
+    kind: Any = Trainer,
+    max_steps: int = 8,
+    save_strategy: str = "steps",
+    **config: Any,
+) -> tuple[Any, Losses]:
+    """With ``fsdp`` in the arguments, and micro-batches of two sequences on each rank."""
+    told = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **config}
+    more: dict[str, Any] = {"use_cpu": False, "ddp_backend": "gloo", "fsdp": True}
+    more |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    more |= {"max_steps": max_steps, "save_strategy": save_strategy}
+    return train(folder, level, resume, kind=kind, fsdp_config=told, **more)
+
+
+def resume_sharded(rank: int) -> bool:
+    del rank
+    be_accelerators()
+    for level, kind in (("O2", "FULL_STATE_DICT"), ("O5", "SHARDED_STATE_DICT")):
+        trainer, losses = train_sharded(Path(level), level, state_dict_type=kind)
+        assert type(trainer.model).__name__.startswith("FSDP")
+        middle = f"{level}/checkpoint-4"
+        again, rest = train_sharded(Path("again", level), level, middle, state_dict_type=kind)
+        assert rest.found == losses.found[4:]
+        assert rest.norms == losses.norms[4:]
+        engine, other = preamp.engine_of(trainer.model), preamp.engine_of(again.model)
+        assert engine.state_dict() == other.state_dict()
+        assert engine.steps_applied > 4
+        for half, its in zip(trainer.model.parameters(), again.model.parameters(), strict=True):
+            master, same = engine.master_of(half), other.master_of(its)
+            assert_same(half.detach().to_local(), master.detach().to_local().to(half.dtype))
+            assert_same(same.detach().to_local(), master.detach().to_local())
+    return True
+
+
+def test_sharded_and_resumed_losses_are_those_without_the_interruption(tmp_path: Path) -> None:
+    fork_ranks(resume_sharded, tmp_path)
+
+
+class Noting(Trainer):
+    """Keeps what each micro-batch was, and its loss."""
+
+    noted: list[tuple[Any, Any, float]]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.noted = [*getattr(self, "noted", []), (inputs, num_items_in_batch, float(loss))]
+        return loss
+
+
+def compare_with_fully_shard(rank: int) -> bool:
+    del rank
+    be_accelerators()
+    for level in ("O2", "O5"):
+        config = {"activation_checkpointing": True, "cpu_ram_efficient_loading": level == "O5"}
+        trainer, losses = train_sharded(Path(level), level, kind=Noting, **config)
+        model: Any = make_model()
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        decayed = trainer.get_decay_parameter_names(model)
+        named = [(name in decayed, param) for name, param in model.named_parameters()]
+        groups = [
+            {"params": [param for is_in, param in named if is_in is wanted]}
+            for wanted in (True, False)
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.0)
+        schedule = transformers.get_scheduler("linear", optimizer, 0, 8)
+        preamp.initialize(model, optimizer, opt_level=level, **START)
+        norms: list[float] = []
+        for number, (inputs, items, wanted) in enumerate(trainer.noted, 1):
+            model.set_requires_gradient_sync(number % 2 == 0)
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            assert loss.item() == wanted
+            if number % 2 == 0:
+                norms.append(float(preamp.clip_grad_norm_(optimizer, 0.5)))
+                optimizer.step()
+                preamp.step_scheduler(schedule, optimizer)
+                optimizer.zero_grad()
+        assert norms == losses.norms
+        assert losses.found[-1] < losses.found[0]
+    return True
+
+
+def test_sharded_losses_are_those_of_fully_shard_by_hand(tmp_path: Path) -> None:
+    fork_ranks(compare_with_fully_shard, tmp_path)
+
+
+def train_and_save_sharded(rank: int) -> bool:
+    be_accelerators()
+    trainer, _ = train_sharded(Path("run"), "O5", max_steps=2, save_strategy="no")
+    trainer.save_model("saved")
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if rank == 0:
+        config = json.loads(Path("saved", "config.json").read_text("utf-8"))
+        assert config["dtype"] == "float32"
+        loaded = transformers.AutoModelForCausalLM.from_pretrained("saved")
+        for (name, a), b in zip(exact(loaded).items(), state.values(), strict=True):
+            assert_same(a, b, name)
+    assert 0 < trainer.evaluate(sequences(8, seed=1))["eval_loss"] < 10
+    trainer.train()
+    assert preamp.engine_of(trainer.model).steps_applied == 4
+    return True
+
+
+def test_a_sharded_model_is_saved_evaluated_and_trained_on(tmp_path: Path) -> None:
+    fork_ranks(train_and_save_sharded, tmp_path)
+
+
+def refuse_sharded(rank: int) -> bool:
+    del rank
+    be_accelerators()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"version": 1, "sync_module_states": False}, "fsdp_version=1"),
+        ({"cpu_offload": True}, "cpu_offload=True"),
+    ]
+    for config, message in refused:
+        with pytest.raises(preamp.PreampStateError, match=message):
+            train_sharded(Path("run"), "O5", **config)
+    return True
+
+
+def test_what_a_level_cannot_have_sharded_is_refused(tmp_path: Path) -> None:
+    fork_ranks(refuse_sharded, tmp_path)

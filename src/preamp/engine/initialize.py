@@ -40,7 +40,7 @@ from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
 from preamp.engine.insight import read_insight
 from preamp.engine.layers import cast_new_layers, hook_layers
-from preamp.engine.lookup import find_engine
+from preamp.engine.lookup import bare, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
@@ -51,7 +51,7 @@ from preamp.engine.storage import check_storage, check_updates, read_codes
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
-from preamp.kernels.fsdp import gather_dtypes, reshard
+from preamp.kernels.fsdp import gather_dtypes, has_sharded_parts, reshard
 from preamp.kernels.modules import add_hook
 from preamp.kernels.named_state import NamedMasters
 from preamp.optim.fused.base import FusedOptimizer
@@ -326,10 +326,12 @@ def _attach(engine: Engine) -> None:
             engine.process_undo.hold(kind)
             kind.hold()
         COLLECTIVES.acquire(engine.process_undo)
-    if policy.master_weights or policy.is_dynamic:  # masters need names; a step with zeros is told
+    is_sharded = any(map(has_sharded_parts, engine.models))
+    if policy.master_weights or policy.is_dynamic or is_sharded:
+        # Masters need names; a step with zeros, which makes an optimizer's state, is not counted
         weak = weakref.ref(engine)
         names = NamedMasters(
-            functools.partial(master_of, weak), functools.partial(zeros_are_stepped, weak)
+            functools.partial(master_of, weak), functools.partial(zeros_are_stepped, weak), bare
         )
         engine.process_undo.hold(names)
         names.hold()

@@ -97,6 +97,7 @@ class Ledger:
         # The latest skipped steps with their causes, oldest first; bounded
         self.causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
         self.last_skipped = False
+        self.is_paused = False  # while torch steps with zeros to make an optimizer's state
         # Held while steps are counted and told; another thread may ask for them
         self.lock = RLock()
         self._scalers = scalers
@@ -127,7 +128,7 @@ class Ledger:
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights, or will in a CUDA graph's replays."""
-        if is_capturing(self._scalers[0].device):
+        if self.is_paused or is_capturing(self._scalers[0].device):
             session.finish_step()
             return
         with self.lock:

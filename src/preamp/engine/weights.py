@@ -43,16 +43,18 @@ def master_of(engine: Callable[[], EngineCore | None], half: torch.Tensor) -> to
 def zeros_are_stepped(
     engine: Callable[[], EngineCore | None], optimizer: torch.optim.Optimizer
 ) -> Generator[None]:
-    """Within the block a step without ``scale_loss`` is no mistake of the script."""
+    """Within the block a step is none of the script's: it is not counted, and not warned of."""
     alive = engine()
     if alive is None or id(optimizer) not in alive.sessions:
         yield
         return
     before, alive.has_scaled = alive.has_scaled, True
+    alive.ledger.is_paused = True
     try:
         yield
     finally:
         alive.has_scaled = before
+        alive.ledger.is_paused = False
 
 
 def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:

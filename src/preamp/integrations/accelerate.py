@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -19,13 +20,16 @@ from preamp.engine.lookup import find_engine, is_optimizer
 from preamp.integrations.shared import (
     EngineScaler,
     Options,
+    check_sharding,
     framework,
     refuse_other_precision,
+    refuse_own_updates,
     start,
+    start_sharded,
 )
 
 _accelerate: Any = framework("accelerate", "accelerate")
-_SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
+_OWN_UPDATES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 
 
 class Accelerator(_accelerate.Accelerator):
@@ -33,7 +37,8 @@ class Accelerator(_accelerate.Accelerator):
 
     Everything else is Accelerate's: ``backward``, ``accumulate``, schedulers that pause with a
     skipped step, ``save_state`` and ``load_state``. Checkpoints hold the exact float32 weights, and
-    the loss scale with all counters in the scaler's file.
+    the loss scale with all counters in the scaler's file. Under FSDP2 ``prepare`` shards the model
+    first, and initializes each rank's part of it.
 
     Args:
         *args: For ``accelerate.Accelerator``.
@@ -44,7 +49,7 @@ class Accelerator(_accelerate.Accelerator):
 
     Raises:
         PreampStateError: ``mixed_precision`` is another, or the launcher chose a strategy that
-            shards or updates weights by itself.
+            updates weights by itself, or the plugin for FSDP asks for what a level cannot have.
     """
 
     def __init__(
@@ -54,33 +59,37 @@ class Accelerator(_accelerate.Accelerator):
         asked = kwargs.pop("mixed_precision", None)
         if asked not in (None, "no"):
             refuse_other_precision(f"mixed_precision={asked!r}")
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        if given.get("fsdp_plugin") is not None:  # before the process has an AcceleratorState
+            check_sharding(given["fsdp_plugin"])
         super().__init__(*args, mixed_precision="no", **kwargs)
         self._opt_level, self._preamp_options = opt_level, options
         self.scaler: EngineScaler | None = None
         kind = self.distributed_type.value
-        if kind in _SHARDED:
-            raise bad_state(
-                f"Accelerate runs {kind}, and an opt level of preamp was asked for",
-                "Several processes are possible with DistributedDataParallel",
-                "Choose MULTI_GPU or MULTI_CPU in the launcher's configuration",
-            )
+        if kind in _OWN_UPDATES:
+            refuse_own_updates(kind)
+        if kind == "FSDP":
+            check_sharding(self.state.fsdp_plugin)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Initialize the models and optimizers among ``args``, then prepare all as Accelerate does.
 
-        Models without an optimizer stay as they are: a teacher, for example.
+        Models without an optimizer stay as they are: a teacher, for example. Under FSDP2 Accelerate
+        prepares first: it takes one model with its optimizers, and shards the model.
 
         Raises:
-            PreampStateError: An optimizer comes without its model, or in a second call.
+            PreampStateError: An optimizer comes without its model, or in a second call, or under
+                FSDP2 after ``preamp.initialize``.
         """
         models = [arg for arg in args if isinstance(arg, nn.Module)]
         optimizers = [arg for arg in args if is_optimizer(arg) and find_engine(arg) is None]
-        if optimizers:
-            self._start(models, optimizers)
-        return super().prepare(*args, device_placement=device_placement)
-
-    def _start(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-        if not models or self.scaler is not None:
+        if self.is_fsdp2 and any(find_engine(arg) is not None for arg in args):
+            raise bad_state(
+                "prepare was given a model or an optimizer that has an engine of preamp already",
+                "Under FSDP2 parameters are sharded first, and initialized once",
+                "Leave preamp.initialize to prepare, and pass each object to it once",
+            )
+        if optimizers and (not models or self.scaler is not None):
             raise bad_state(
                 "prepare was given an optimizer "
                 + ("without its model" if not models else "after an earlier one"),
@@ -88,10 +97,15 @@ class Accelerator(_accelerate.Accelerator):
                 "they share a loss scale",
                 "Write model, optimizer = accelerator.prepare(model, optimizer)",
             )
-        if self.device_placement:  # masters are made where the weights are
-            for model in models:
-                model.to(self.device)
-        self.scaler = start(models, optimizers, self._opt_level, self._preamp_options)
+        if optimizers and not self.is_fsdp2:
+            if self.device_placement:  # masters are made where the weights are
+                for model in models:
+                    model.to(self.device)
+            self.scaler = start(models, optimizers, self._opt_level, self._preamp_options)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        if optimizers and self.is_fsdp2:
+            start_sharded(self, self._opt_level, self._preamp_options)
+        return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of ``optimizer``, or of all; see ``preamp.GradScaler.unscale_``."""

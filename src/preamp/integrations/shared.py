@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state, unavailable
 from preamp.engine import Engine, GradScaler, initialize
 
@@ -53,6 +54,9 @@ class EngineScaler(GradScaler):
         """The engine behind it."""
         return self._engine
 
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        """Accelerate calls it before it loads an optimizer; here the engine's scale is made."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state of a ``torch.amp.GradScaler``, and under ``"preamp"`` scales and counters."""
         state = super().state_dict()
@@ -81,6 +85,19 @@ def start(
     return EngineScaler(optimizers)
 
 
+def start_sharded(accelerator: Any, opt_level: str, options: Options) -> None:
+    """Initialize what ``accelerator`` has prepared under FSDP2, and give it the scaler.
+
+    Masters take the place of parameters in the optimizer, where Accelerate looks for those that it
+    is about to shard. So it shards first, and its optimizers, made by then, get their scaler late.
+    """
+    wrapped = accelerator._optimizers
+    scaler = start(accelerator._models, wrapped, opt_level, options)
+    accelerator.scaler = scaler
+    for optimizer in wrapped:
+        optimizer.__setstate__({"scaler": scaler})  # has it keep its ways to step, as unpickling
+
+
 def refuse_other_precision(what: str) -> None:
     """Raise `PreampStateError`: ``what`` asks the framework for a precision of its own."""
     raise bad_state(
@@ -89,3 +106,49 @@ def refuse_other_precision(what: str) -> None:
         "Leave the framework's precision at float32, and choose opt_level: O1 and O2 are float16, "
         "O4 and O5 bfloat16",
     )
+
+
+def refuse_own_updates(strategy: str) -> None:
+    """Raise `PreampStateError`: ``strategy`` of Accelerate keeps and updates weights by itself."""
+    raise bad_state(
+        f"Accelerate runs {strategy}, and an opt level of preamp was asked for",
+        "It has weights, gradients and steps of its own there, and masters of preamp would have no "
+        "part in them; DistributedDataParallel and FSDP2 leave all three to torch",
+        "Choose MULTI_GPU or MULTI_CPU in the launcher's configuration, or FSDP with "
+        "fsdp_version 2 for a model that fits no device",
+    )
+
+
+def check_sharding(plugin: Any) -> None:
+    """Refuse what a ``FullyShardedDataParallelPlugin`` asks for and an opt level cannot have.
+
+    Raises:
+        PreampStateError: It is of the first FSDP, keeps parameters on the host, or has a policy
+            that says more than the dtype of reductions.
+    """
+    who = "FullyShardedDataParallelPlugin"
+    if plugin.fsdp_version != 2:
+        raise bad_state(
+            f"{who}(fsdp_version={plugin.fsdp_version}) was asked for, and an opt level of preamp",
+            "The first FSDP has flat parameters, which do not tell which ranks hold the rest of "
+            "them; torch has deprecated it for fully_shard",
+            "Pass fsdp_version=2; in the launcher's or the Trainer's configuration, the version 2",
+        )
+    if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise bad_state(
+            f"{who}(cpu_offload=True) was asked for, and an opt level of preamp",
+            "Weights, masters and the optimizer's state stay on the device, each rank's part of "
+            "them; no other place was ever tried under FSDP",
+            "Leave cpu_offload out; options={'storage': 'split'}, or 'compact' with a fused "
+            "optimizer, take less memory",
+        )
+    policy = plugin.mixed_precision_policy
+    for name in ("param_dtype", "output_dtype"):
+        if getattr(policy, name, None) is not None:
+            raise bad_state(
+                f"A mixed_precision_policy with {name}={dtype_name(getattr(policy, name))} was "
+                "asked for, and an opt level of preamp",
+                "The level decides about weights, inputs and outputs, and the policy at most about "
+                "the reduction of gradients",
+                "Leave it out, or pass MixedPrecisionPolicy(reduce_dtype=torch.float32) alone",
+            )

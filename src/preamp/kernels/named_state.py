@@ -33,13 +33,17 @@ DuringStep = Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
 class NamedMasters:
     """Tells torch of an engine's masters for as long as it is held."""
 
-    def __init__(self, master_of: MasterOf, during_step: DuringStep) -> None:
+    def __init__(
+        self, master_of: MasterOf, during_step: DuringStep, unwrap: Callable[[Any], Any]
+    ) -> None:
         """Keep what finds the master of a half weight, or ``None``.
 
         ``during_step`` is entered while torch makes an optimizer's state by a step with zeros.
+        ``unwrap`` takes that optimizer out of a framework's wrapper, which may skip such a step.
         """
         self.master_of = master_of
         self.during_step = during_step
+        self.unwrap = unwrap
 
     def hold(self) -> None:
         """Change torch's module, now or when it is loaded, if nobody has yet."""
@@ -113,6 +117,7 @@ class _StateMade(_Wrapper):
     def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
         with ExitStack() as stack:
             for holder in tuple(_HOLDERS):
+                optimizer = holder.unwrap(optimizer)
                 stack.enter_context(holder.during_step(optimizer))
             return self.original(optimizer)
 
