@@ -93,14 +93,7 @@ class Inside:
 
 
 class Training:
-    """One engine, and steps that record this or that.
-
-    Args:
-        task: What is trained.
-        level: The opt level.
-        path: The history's file.
-        inside: Measures the recorder.
-    """
+    """One engine, and steps that record this or that."""
 
     def __init__(self, task: Task, level: str, path: Path, inside: Inside) -> None:
         """Initialize; nothing is recorded yet but the run."""
@@ -136,22 +129,13 @@ class Training:
 
 
 def amortised(costs: dict[str, float], way: str) -> float:
-    """Mean cost of a step where one in `INTERVAL` is measured.
-
-    Args:
-        costs: By variant.
-        way: ``"light"`` or ``"full"``.
-    """
+    """Mean cost of a step where one in `INTERVAL` is measured."""
     measuring, between = costs[f"{way}, measuring"], costs[f"{way}, between"]
     return (measuring + (INTERVAL - 1) * between) / INTERVAL
 
 
 def measure(level: str, config: TaskConfig, effort: Effort, inside: Inside) -> list[records.Record]:
-    """Measure one level.
-
-    Returns:
-        A row for each variant; times inside the recorder are medians.
-    """
+    """Measure one level."""
     with tempfile.TemporaryDirectory() as folder:
         training = Training(make_task(config), level, Path(folder) / "run.jsonl", inside)
         variants = [training.variant(name) for name in WAYS]

@@ -43,19 +43,12 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How weights, masters and moments are kept.
+    """How weights, masters and moments are kept."""
 
-    Attributes:
-        name: In the rows.
-        level: The opt level, or ``None`` for bfloat16 weights without an engine.
-        make: Makes the optimizer.
-        storage: What `preamp.initialize` is given.
-    """
-
-    name: str
-    make: MakeOptimizer
-    level: str | None = None
-    storage: Any = "full"
+    name: str  # in the rows
+    make: MakeOptimizer  # makes the optimizer
+    level: str | None = None  # the opt level, or ``None`` for bfloat16 weights without an engine
+    storage: Any = "full"  # what `preamp.initialize` is given
 
 
 def _peer(module: str, kind: str, **options: Any) -> MakeOptimizer:
@@ -94,18 +87,12 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is learned.
+    """What is learned."""
 
-    Attributes:
-        name: In the rows.
-        model: Makes the model of a seed, float32.
-        batches: Training batches of a seed: inputs and targets.
-        judge: What the trained model scores on held-out data, by name; less is better.
-    """
-
-    name: str
-    model: Callable[[int], nn.Module]
-    batches: Callable[[int], Batches]
+    name: str  # in the rows
+    model: Callable[[int], nn.Module]  # makes the model of a seed, float32
+    batches: Callable[[int], Batches]  # training batches of a seed: inputs and targets
+    # What the trained model scores on held-out data, by name; less is better.
     judge: Callable[[nn.Module], dict[str, float]]
 
 

@@ -111,13 +111,6 @@ def bench_distributed(
 def numbers(text: str, option: str) -> list[int]:
     """Read numbers separated by commas.
 
-    Args:
-        text: Such as ``"1e6,2000"``.
-        option: What it was given for.
-
-    Returns:
-        The numbers.
-
     Raises:
         ValueError: One of them is not a whole number above zero.
     """
@@ -125,12 +118,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def keep(rows: list[records.Record], out: Path | None) -> None:
-    """Append rows to the file that was asked for.
-
-    Args:
-        rows: What was measured.
-        out: The file, or nothing.
-    """
+    """Append rows to the file that was asked for."""
     if out is not None:
         records.append(out, rows)
 

@@ -15,12 +15,7 @@ from preamp_bench.records import Record
 
 
 def show_step(rows: list[Record], console: Console) -> None:
-    """Print one case of `preamp_bench.step`.
-
-    Args:
-        rows: Its records.
-        console: Where to.
-    """
+    """Print one case of `preamp_bench.step`."""
     first = rows[0]
     clip = "clipping" if first["clip"] else "no clipping"
     size = f"{first['parameters']:,} parameters in {first['tensors']:,} tensors"
@@ -50,12 +45,7 @@ def show_step(rows: list[Record], console: Console) -> None:
 
 
 def show_train(rows: list[Record], console: Console) -> None:
-    """Print one level of `preamp_bench.train`.
-
-    Args:
-        rows: Its records.
-        console: Where to.
-    """
+    """Print one level of `preamp_bench.train`."""
     first = rows[0]
     title = f"{first['model']}, width {first['width']}, batch {first['batch']}, {first['level']}"
     columns = ["best ms", "p50", "ratio", "spread", "peak MB", "B/param"]
@@ -80,12 +70,7 @@ def show_train(rows: list[Record], console: Console) -> None:
 
 
 def show_distributed(rows: list[Record], console: Console) -> None:
-    """Print the rows of `preamp_bench.distributed`.
-
-    Args:
-        rows: Its records.
-        console: Where to.
-    """
+    """Print the rows of `preamp_bench.distributed`."""
     first = rows[0]
     table = _table(
         f"{first['parameters']:,} parameters, {first['ranks']} ranks",
