@@ -9,7 +9,6 @@ measured by itself.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Generator
@@ -29,6 +28,7 @@ from preamp.watch.recorder import Recorder
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, compare, stopwatch, time_rounds
 from preamp_bench.loops import fused_adam
+from preamp_bench.options import RESULTS, asked
 from preamp_bench.tasks import Task, TaskConfig, make_task
 
 INTERVAL = 100  # the default of numerics_every
@@ -171,15 +171,14 @@ def measure(level: str, config: TaskConfig, effort: Effort, inside: Inside) -> l
 
 def main() -> None:
     """Measure, print, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--levels", default="O2,O4,O5")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each level")
-    results = Path(__file__).with_name("results")
-    parser.add_argument("--out", type=Path, default=results / "numerics.jsonl")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = asked(
+        __doc__,
+        levels=("O2,O4,O5", "opt levels"),
+        width=(256, "size of the model"),
+        batch=(8, "windows of text in a step"),
+        seconds=(60.0, "for each level"),
+        out=(RESULTS / "numerics.jsonl", "file that gets the rows"),
+    )
     inside = Inside()
     for name in EVENTS:
         setattr(Recorder, name, inside.watch(getattr(Recorder, name)))

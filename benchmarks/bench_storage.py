@@ -13,13 +13,11 @@ several seeds, and compared with float32 of the same seed. Rows are appended to
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +31,7 @@ from preamp.demo.data import held_out_batches, read_corpus, training_batches
 from preamp.demo.model import GPT
 from preamp.optimizers import FusedAdam
 from preamp_bench import records
+from preamp_bench.options import RESULTS, asked
 
 LR = 2e-3
 SETTINGS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -252,16 +251,14 @@ def _tensors_in(values: list[Any]) -> list[Tensor]:
 
 def main() -> None:
     """Train, print, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tasks", default="gpt,convnet")
-    parser.add_argument("--ways", default="", help="only those with one of these in the name")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).with_name("results") / "storage.jsonl"
+    given = asked(
+        __doc__,
+        steps=(400, "of each training"),
+        seeds=(5, "how many"),
+        tasks=("gpt,convnet", "what is learned"),
+        ways=("", "only those with one of these in the name"),
+        out=(RESULTS / "storage.jsonl", "file that gets the rows"),
     )
-    given = parser.parse_args()
-    torch.set_num_threads(1)
     wanted = [name for name in given.ways.split(",") if name]
     facts = {"benchmark": "storage", "steps": given.steps, "seeds": given.seeds}
     facts |= records.provenance(torch.device("cpu"))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What attacks and soaks share: processes that report lines, a command line, a row of results."""
+"""What attacks and soaks share: processes that report lines, and a row of results."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -12,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from preamp_bench.options import RESULTS as RESULTS
+from preamp_bench.options import asked as asked
 from preamp_bench.records import append, provenance
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 TOLD = 3
 """Exit status of a process that has ended because another one was gone, and says so."""
 
@@ -139,27 +139,6 @@ def meet(rank: int, ranks: int, place: str, seconds: float) -> None:
             world_size=ranks,
             timeout=timedelta(seconds=seconds),
         )
-
-
-def asked(
-    text: str | None, arguments: Sequence[str] | None, **options: tuple[Any, str]
-) -> argparse.Namespace:
-    """Read a command line, on one thread from here on.
-
-    Args:
-        text: What ``--help`` says.
-        arguments: The command line; ``None`` is the process's own.
-        options: By name the default, whose type the option has, and its help.
-    """
-    parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, (default, what) in options.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(default), default=default, help=what
-        )
-    torch.set_num_threads(1)
-    return parser.parse_args(arguments)
 
 
 def keep(file: Path, benchmark: str, rows: Iterable[dict[str, Any]]) -> None:

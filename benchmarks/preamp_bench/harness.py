@@ -75,7 +75,7 @@ def stopwatch(
 ) -> Callable[[], float]:
     """Make a function that times ``run``, and returns seconds.
 
-    ``prepare`` restores what ``run`` changes and is not timed; ``synchronize`` waits for the device.
+    ``prepare`` restores what ``run`` changes, untimed; ``synchronize`` waits for the device.
     """
 
     def seconds() -> float:
