@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ def asked(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, (default, what) in options.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(default), default=default, help=what
-        )
+        kind: Callable[[str], Any] = type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what)
     torch.set_num_threads(1)
     return parser.parse_args(arguments)

@@ -79,10 +79,14 @@ def show_train(rows: list[Record], console: Console) -> None:
     show(console, title, rows, {**TIMES, **more})
 
 
+def _on(world: int) -> Callable[[Record], str]:
+    return lambda row: f"{derived(row)[world]:.2f}"
+
+
 def show_distributed(rows: list[Record], console: Console) -> None:
     """Print the rows of `preamp_bench.distributed`."""
     first = rows[0]
     show(console, f"{first['parameters']:,} parameters, {first['ranks']} ranks", rows, TIMES)
-    cells = {f"{n:,}": lambda row, n=n: f"{derived(row)[n]:.2f}" for n in WORLDS}
+    cells = {f"{world:,}": _on(world) for world in WORLDS}
     small = [row for row in rows if row["name"] in COLLECTIVES]
     show(console, "Expected on more ranks, t(2) · log2(n), in ms", small, cells)
