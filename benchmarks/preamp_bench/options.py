@@ -4,30 +4,33 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parents[1] / "results"
+Option = tuple[str | float | Path, str]
+"""Its default, whose type it has, and its help."""
 
 
 def asked(
-    text: str | None, arguments: Sequence[str] | None = None, **options: tuple[Any, str]
+    text: str | None,
+    arguments: Sequence[str] | None = None,
+    **options: tuple[str | float | Path, str],
 ) -> argparse.Namespace:
     """Read a command line, on one thread from here on.
 
     Args:
         text: What ``--help`` says.
         arguments: The command line; ``None`` is the process's own.
-        options: By name the default, whose type the option has, and its help.
+        options: By name.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, (default, what) in options.items():
-        kind: Callable[[str], Any] = type(default)
+        kind = type(default)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what)
     torch.set_num_threads(1)
     return parser.parse_args(arguments)
