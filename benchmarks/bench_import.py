@@ -6,15 +6,14 @@ Each repeat is a new process; the row keeps the shortest time and the spread of 
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from preamp_bench import records
+from preamp_bench.options import RESULTS, asked
 
 PROGRAM = "import torch; import preamp"
 TOTAL = re.compile(r"\|\s*(\d+) \| preamp$", re.MULTILINE)
@@ -36,10 +35,8 @@ def milliseconds() -> float:
 
 def main() -> None:
     """Measure, print, and append a row."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/import.jsonl")
-    given = parser.parse_args()
+    out = RESULTS / "import.jsonl"
+    given = asked(__doc__, repeats=(15, "processes"), out=(out, "file that gets the row"))
     times = sorted(milliseconds() for _ in range(given.repeats))
     row = {
         "benchmark": "import",

@@ -3,29 +3,28 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-from pathlib import Path
 
 import torch
 
 from preamp_bench import records
+from preamp_bench.options import RESULTS, asked
 
 TOOLS = ("attribution", "doctor", "plan", "report")
 
 
 def main() -> None:
     """Run the cases, print what was wrong, and append a row for each kind."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tools", default=",".join(TOOLS), help="Any of these, by commas.")
-    parser.add_argument("--every", type=int, default=1, help="Take each n-th case only.")
-    parser.add_argument("--offset", type=int, default=0, help="Begin with this one.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/insight.jsonl")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = asked(
+        __doc__,
+        tools=(",".join(TOOLS), "any of these, by commas"),
+        every=(1, "take each n-th case only"),
+        offset=(0, "begin with this one"),
+        out=(RESULTS / "insight.jsonl", "file that gets the rows"),
+    )
     for tool in given.tools.split(","):
         if tool not in TOOLS:
-            parser.error(f"--tools got {tool!r}; choose from {', '.join(TOOLS)}")
+            raise SystemExit(f"--tools got {tool!r}; choose from {', '.join(TOOLS)}")
         for score in importlib.import_module(f"insight.{tool}").scores(given.every, given.offset):
             for case in score.wrong:
                 print(f"wrong: {case}", flush=True)

@@ -9,7 +9,6 @@ measured by itself.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Generator
@@ -29,6 +28,7 @@ from preamp.watch.recorder import Recorder
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, compare, stopwatch, time_rounds
 from preamp_bench.loops import fused_adam
+from preamp_bench.options import RESULTS, asked
 from preamp_bench.tasks import Task, TaskConfig, make_task
 
 INTERVAL = 100  # the default of numerics_every
@@ -93,14 +93,7 @@ class Inside:
 
 
 class Training:
-    """One engine, and steps that record this or that.
-
-    Args:
-        task: What is trained.
-        level: The opt level.
-        path: The history's file.
-        inside: Measures the recorder.
-    """
+    """One engine, and steps that record this or that."""
 
     def __init__(self, task: Task, level: str, path: Path, inside: Inside) -> None:
         """Initialize; nothing is recorded yet but the run."""
@@ -136,22 +129,13 @@ class Training:
 
 
 def amortised(costs: dict[str, float], way: str) -> float:
-    """Mean cost of a step where one in `INTERVAL` is measured.
-
-    Args:
-        costs: By variant.
-        way: ``"light"`` or ``"full"``.
-    """
+    """Mean cost of a step where one in `INTERVAL` is measured."""
     measuring, between = costs[f"{way}, measuring"], costs[f"{way}, between"]
     return (measuring + (INTERVAL - 1) * between) / INTERVAL
 
 
 def measure(level: str, config: TaskConfig, effort: Effort, inside: Inside) -> list[records.Record]:
-    """Measure one level.
-
-    Returns:
-        A row for each variant; times inside the recorder are medians.
-    """
+    """Measure one level."""
     with tempfile.TemporaryDirectory() as folder:
         training = Training(make_task(config), level, Path(folder) / "run.jsonl", inside)
         variants = [training.variant(name) for name in WAYS]
@@ -187,15 +171,14 @@ def measure(level: str, config: TaskConfig, effort: Effort, inside: Inside) -> l
 
 def main() -> None:
     """Measure, print, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--levels", default="O2,O4,O5")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each level")
-    results = Path(__file__).with_name("results")
-    parser.add_argument("--out", type=Path, default=results / "numerics.jsonl")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = asked(
+        __doc__,
+        levels=("O2,O4,O5", "opt levels"),
+        width=(256, "size of the model"),
+        batch=(8, "windows of text in a step"),
+        seconds=(60.0, "for each level"),
+        out=(RESULTS / "numerics.jsonl", "file that gets the rows"),
+    )
     inside = Inside()
     for name in EVENTS:
         setattr(Recorder, name, inside.watch(getattr(Recorder, name)))

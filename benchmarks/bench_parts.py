@@ -6,11 +6,9 @@ Rows are appended to ``benchmarks/results/parts.jsonl``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from preamp.kernels.rules import (
 )
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, measure, stopwatch
+from preamp_bench.options import RESULTS, asked
 from preamp_bench.preamp_steps import fused_adam, through_engine
 from preamp_bench.weights import Gradients, StepCase, Weights
 
@@ -215,17 +214,15 @@ def facts_of(case: StepCase) -> records.Record:
 
 def main() -> None:
     """Measure, print, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="10000000/10,1000000/1000", help="parameters/tensors")
-    parser.add_argument("--books", default="100,1000,2000", help="numbers of tensors")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each rule and level")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).with_name("results") / "parts.jsonl"
+    given = asked(
+        __doc__,
+        sizes=("10000000/10,1000000/1000", "parameters/tensors"),
+        books=("100,1000,2000", "numbers of tensors"),
+        device=("cpu", "where"),
+        threads=(2, "of the fastest kernels, besides one"),
+        seconds=(10.0, "for each rule and level"),
+        out=(RESULTS / "parts.jsonl", "file that gets the rows"),
     )
-    given = parser.parse_args()
-    torch.set_num_threads(1)
     device = torch.device(given.device)
     threads = given.threads if device.type == "cpu" else 1
     rows: list[records.Record] = []

@@ -16,13 +16,11 @@ with ``Storage(place="host")``, against a copy, and the rows have GB/s of bytes 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +36,7 @@ from preamp.demo.model import GPT
 from preamp.optimizers import FusedAdam
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, measure, stopwatch
+from preamp_bench.options import RESULTS, asked
 
 LR = 2e-3
 SETTINGS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -48,19 +47,12 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How weights, masters and moments are kept.
+    """How weights, masters and moments are kept."""
 
-    Attributes:
-        name: In the rows.
-        level: The opt level, or ``None`` for bfloat16 weights without an engine.
-        make: Makes the optimizer.
-        storage: What `preamp.initialize` is given.
-    """
-
-    name: str
-    make: MakeOptimizer
-    level: str | None = None
-    storage: Any = "full"
+    name: str  # in the rows
+    make: MakeOptimizer  # makes the optimizer
+    level: str | None = None  # the opt level, or ``None`` for bfloat16 weights without an engine
+    storage: Any = "full"  # what `preamp.initialize` is given
 
 
 def _peer(module: str, kind: str, **options: Any) -> MakeOptimizer:
@@ -99,18 +91,12 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is learned.
+    """What is learned."""
 
-    Attributes:
-        name: In the rows.
-        model: Makes the model of a seed, float32.
-        batches: Training batches of a seed: inputs and targets.
-        judge: What the trained model scores on held-out data, by name; less is better.
-    """
-
-    name: str
-    model: Callable[[int], nn.Module]
-    batches: Callable[[int], Batches]
+    name: str  # in the rows
+    model: Callable[[int], nn.Module]  # makes the model of a seed, float32
+    batches: Callable[[int], Batches]  # training batches of a seed: inputs and targets
+    # What the trained model scores on held-out data, by name; less is better.
     judge: Callable[[nn.Module], dict[str, float]]
 
 
@@ -313,20 +299,18 @@ def host_updates(parameters: int, threads: int, seconds: float) -> list[records.
 
 def main() -> None:
     """Train, print, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tasks", default="gpt,convnet")
-    parser.add_argument("--ways", default="", help="only those with one of these in the name")
-    parser.add_argument("--host", action="store_true", help="time the host's update instead")
-    parser.add_argument("--params", type=float, default=1e8, help="of the host's update")
-    parser.add_argument("--threads", type=int, default=2, help="of the host's update, beside one")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the host's update")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).with_name("results") / "storage.jsonl"
+    given = asked(
+        __doc__,
+        steps=(400, "of each training"),
+        seeds=(5, "how many"),
+        tasks=("gpt,convnet", "what is learned"),
+        ways=("", "only those with one of these in the name"),
+        host=(False, "time the host's update instead"),
+        params=(1e8, "of the host's update"),
+        threads=(2, "of the host's update, beside one"),
+        seconds=(20.0, "of the host's update"),
+        out=(RESULTS / "storage.jsonl", "file that gets the rows"),
     )
-    given = parser.parse_args()
-    torch.set_num_threads(1)
     if given.host:
         facts = {"benchmark": "storage", "task": "host update", "parameters": int(given.params)}
         facts |= records.provenance(torch.device("cpu"))

@@ -31,14 +31,7 @@ _LOOKS = (
 
 
 def draw_step(rows: list[Record]) -> str:
-    """Draw the share of a copy's speed over the number of tensors, with clipping if it was run.
-
-    Args:
-        rows: Measured records of `preamp_bench.step`.
-
-    Returns:
-        An SVG document: a column for each number of parameters, a row for each half.
-    """
+    """Draw the share of a copy's speed over the number of tensors, with clipping if it was run."""
     clip = any(row["clip"] for row in rows)
     rows = [row for row in rows if row["clip"] == clip and row["threads"] == 1]
     halves = sorted({row["half"] for row in rows}, reverse=True)
@@ -92,14 +85,7 @@ def _draw_shares(axes: Axes, rows: list[Record]) -> None:
 
 
 def draw_train(rows: list[Record]) -> str:
-    """Draw the time of a step with preamp over the same by hand.
-
-    Args:
-        rows: Measured records of `preamp_bench.train`.
-
-    Returns:
-        An SVG document: a panel for each model.
-    """
+    """Draw the time of a step with preamp over the same by hand."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     ours = [row for row in rows if row["name"].startswith("preamp")]
     with mpl.rc_context(_context("train")):

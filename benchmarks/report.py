@@ -95,15 +95,7 @@ standard deviation of the scores, which is what another seed changes.
 
 
 def newest(rows: Iterable[Record], case: Sequence[str]) -> list[Record]:
-    """Take the machine of the newest row, and the latest run of each of its cases.
-
-    Args:
-        rows: All records of a file.
-        case: The fields that make a case.
-
-    Returns:
-        The records, cases in order; empty without any.
-    """
+    """Take the machine of the newest row, and the latest run of each of its cases."""
     rows = list(rows)
     if not rows:
         return []
@@ -117,30 +109,14 @@ def newest(rows: Iterable[Record], case: Sequence[str]) -> list[Record]:
 
 
 def steps_shown(rows: Iterable[Record]) -> list[Record]:
-    """Choose the rows of the first table: with clipping, on one thread.
-
-    Args:
-        rows: Records of `preamp_bench.step`.
-
-    Returns:
-        Those of the latest runs on the newest machine.
-    """
+    """Choose the rows of the first table: with clipping, on one thread."""
     return newest((row for row in rows if row["clip"] and row["threads"] == 1), STEP_CASE)
 
 
 def render(
     step_rows: Sequence[Record], train_rows: Sequence[Record], storage_rows: Sequence[Record] = ()
 ) -> str:
-    """Write the page.
-
-    Args:
-        step_rows: Records of `preamp_bench.step`.
-        train_rows: Records of `preamp_bench.train`.
-        storage_rows: Records of ``benchmarks/bench_storage.py``.
-
-    Returns:
-        Markdown.
-    """
+    """Write the page."""
     steps, trains = steps_shown(step_rows), newest(train_rows, TRAIN_CASE)
     ways = newest(storage_rows, ("task", "name"))
     cases = [_StepCase(chosen) for chosen in _grouped(steps, STEP_CASE)]

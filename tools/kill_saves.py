@@ -33,7 +33,10 @@ from preamp.checkpoint import latest_checkpoint
 
 LONGEST_WAIT = 0.25  # seconds of saving before the kill, at most, after
 MOST_FILES = 3  # so many files: a slow machine may take longer for each
-GROUP_SECONDS, HANG_SECONDS = 20, 60  # until torch gives up on a rank, until this program does
+GROUP_SECONDS = 20  # until torch gives up on a rank
+# Until this program gives up on all, which says that they hang. Those that do not hang end by
+# torch's limit, on a busy machine each collective by its own. Only a hang costs so long a wait.
+HANG_SECONDS = 900
 MOST_KILLS = 200  # until one has hit an unfinished file
 SIZE = 60_000
 
@@ -83,7 +86,7 @@ def kill_once(folder: Path, number: int, ranks: int, draw: random.Random) -> int
 
         children = Forks(work, ranks)
         # The first line of each child tells of the start.
-        lines = [children.lines.readline() for _ in range(ranks * (1 + files))]
+        lines = [next(children.lines, "") for _ in range(ranks * (1 + files))]
         time.sleep(wait)
         children.kill(draw)
         lines += children.wait_after_kill(HANG_SECONDS, may_finish=False)

@@ -1087,14 +1087,14 @@ name of the right script; then what is replaced in it, by what."""
 
 def right_scripts() -> dict[str, str]:
     """Scripts without a bug, by name."""
-    return {name: PRELUDE + body for name, body in _sections(_expanded(SCRIPTS))}
+    return {name: PRELUDE + body for name, body in sections(_expanded(SCRIPTS))}
 
 
 def wrong_scripts() -> dict[str, tuple[str, str]]:
     """By name: the rules, and a script with a bug."""
     found: dict[str, tuple[str, str]] = {}
     right = right_scripts()
-    for head, body in _sections(FLAWS):
+    for head, body in sections(FLAWS):
         name, _, rest = head.partition(": ")
         rules, _, healthy = rest.partition(" in ")
         text = right[healthy]
@@ -1106,7 +1106,8 @@ def wrong_scripts() -> dict[str, tuple[str, str]]:
     return found
 
 
-def _sections(text: str) -> Iterator[tuple[str, str]]:
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """What is behind each ``##``, and the lines below it."""
     for section in text.split("\n## ")[1:]:
         head, _, body = section.partition("\n")
         yield head, body + "\n"

@@ -20,29 +20,6 @@ WIDTH, ROWS = 24, 48
 Parts = Callable[[nn.Module, Any], tuple[torch.Tensor, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A training whose loss is a weighted sum of parts."""
-
-    model: Callable[[], nn.Module]
-    parts: Parts
-    batch: Callable[[], Any]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    weights: tuple[float, ...] = (1.0,)
-
-    def make(self) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
-        """Model, loss function, batch and optimizer, the same every time."""
-        torch.manual_seed(0)
-        model = self.model()
-        return model, self.loss, self.batch(), self.optimizer(model.parameters())
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The loss that is minimized."""
-        parts = self.parts(model, batch)
-        weighted = (weight * part for weight, part in zip(self.weights, parts, strict=True))
-        return cast("torch.Tensor", sum(weighted))
-
-
 def normal(*shape: int, seed: int, std: float = 1.0) -> torch.Tensor:
     return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -79,6 +56,29 @@ def classes(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
 
 def each_head(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
     return tuple(F.mse_loss(out.float(), batch[1]) for out in model(batch[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training whose loss is a weighted sum of parts."""
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    parts: Parts = square
+    batch: Callable[[], Any] = pairs
+    weights: tuple[float, ...] = (1.0,)
+
+    def make(self) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
+        """Model, loss function, batch and optimizer, the same every time."""
+        torch.manual_seed(0)
+        model = self.model()
+        return model, self.loss, self.batch(), self.optimizer(model.parameters())
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss that is minimized."""
+        parts = self.parts(model, batch)
+        weighted = (weight * part for weight, part in zip(self.weights, parts, strict=True))
+        return cast("torch.Tensor", sum(weighted))
 
 
 def mlp(*middle: Callable[[], nn.Module], act: Any = nn.GELU, gain: float = 1.0) -> nn.Module:
@@ -230,30 +230,26 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
+# fmt: off
 DESCRIBED = {
-    "unequal heads": Training(
-        partial(Heads, 2), each_head, pairs, partial(adam, eps=1e-16), (2e3, 1e-9)
-    ),
-    "Adam's eps": Training(mlp, square, pairs, adam),
-    "AdamW in a transformer": Training(partial(Tokens, "attention"), classes, tokens, adamw),
-    "Adam in a convolution": Training(partial(convolutions, nn.BatchNorm2d), classes, images, adam),
-    "RMSprop": Training(mlp, square, pairs, partial(torch.optim.RMSprop, lr=1e-3)),
-    "softmax by hand": Training(
-        partial(Softmax, 1.0), square, lambda: tuple(t.view(4, 12, WIDTH) for t in pairs()), adam
-    ),
-    "softmax by hand, large": Training(
-        partial(Softmax, 3.0), square, lambda: tuple(t.view(4, 12, WIDTH) for t in pairs()), adam
-    ),
-    "sparse embedding": Training(
-        partial(Tokens, "", sparse=True), classes, tokens, partial(torch.optim.SGD, lr=1.0)
-    ),
-    "near the limit": Training(
-        partial(deep, 2.5), square, pairs, partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    ),
-    "bias before a norm": Training(
-        partial(mlp, partial(nn.BatchNorm1d, 2 * WIDTH)), square, pairs, safe_adam
-    ),
+    "unequal heads": Training(partial(Heads, 2), partial(adam, eps=1e-16), parts=each_head,
+        weights=(2e3, 1e-9)),
+    "Adam's eps": Training(mlp, adam),
+    "AdamW in a transformer": Training(partial(Tokens, "attention"), adamw, parts=classes,
+        batch=tokens),
+    "Adam in a convolution": Training(partial(convolutions, nn.BatchNorm2d), adam, parts=classes,
+        batch=images),
+    "RMSprop": Training(mlp, partial(torch.optim.RMSprop, lr=1e-3)),
+    "softmax by hand": Training(partial(Softmax, 1.0), adam,
+        batch=lambda: tuple(t.view(4, 12, WIDTH) for t in pairs())),
+    "softmax by hand, large": Training(partial(Softmax, 3.0), adam,
+        batch=lambda: tuple(t.view(4, 12, WIDTH) for t in pairs())),
+    "sparse embedding": Training(partial(Tokens, "", sparse=True), partial(torch.optim.SGD, lr=1.0),
+        parts=classes, batch=tokens),
+    "near the limit": Training(partial(deep, 2.5), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "bias before a norm": Training(partial(mlp, partial(nn.BatchNorm1d, 2 * WIDTH)), safe_adam),
 }
+# fmt: on
 """Kinds that the planner was known to be wrong about."""
 
 
@@ -343,78 +339,68 @@ def one_hot() -> tuple[torch.Tensor, torch.Tensor]:
     return F.one_hot(torch.arange(ROWS) % WIDTH, WIDTH).float(), torch.arange(ROWS) * 5 % WIDTH
 
 
+# fmt: off
 NEW = {
-    "recurrent": Training(partial(Tokens, "GRU"), classes, tokens, adamw),
-    "LSTM, momentum": Training(partial(Tokens, "LSTM"), classes, tokens, partial(momentum, lr=0.5)),
-    "tied weights": Training(partial(Tokens, "attention", tied=True), classes, tokens, adam),
-    "sparse, slow": Training(
-        partial(Tokens, "", sparse=True), classes, tokens, partial(torch.optim.SGD, lr=0.05)
-    ),
-    "SparseAdam": Training(
-        partial(nn.Embedding, 30, 30, sparse=True),
-        classes,
-        tokens,
-        partial(torch.optim.SparseAdam, lr=1e-2),
-    ),
-    "convolution, SGD": Training(
-        partial(convolutions, nn.BatchNorm2d), classes, images, partial(momentum, weight_decay=1e-4)
-    ),
-    "group norm": Training(
-        partial(convolutions, partial(nn.GroupNorm, 4)), classes, images, safe_adam
-    ),
-    "instance norm": Training(partial(convolutions, nn.InstanceNorm2d), classes, images, adamw),
-    "Adagrad": Training(mlp, square, pairs, partial(torch.optim.Adagrad, lr=0.02)),
-    "Adadelta": Training(mlp, square, pairs, partial(torch.optim.Adadelta, lr=1.0)),
-    "Adamax": Training(mlp, square, pairs, partial(torch.optim.Adamax, lr=3e-3)),
-    "NAdam, safe eps": Training(mlp, square, pairs, partial(torch.optim.NAdam, lr=3e-3, eps=1e-4)),
-    "FusedAdam": Training(mlp, square, pairs, partial(FusedAdam, lr=3e-3)),
-    "FusedLAMB": Training(mlp, square, pairs, partial(FusedLAMB, lr=1e-2)),
-    "Rprop": Training(mlp, square, pairs, partial(torch.optim.Rprop, lr=1e-3)),
-    "slow AdamW": Training(mlp, square, pairs, partial(torch.optim.AdamW, lr=1e-6)),
-    "slow SGD": Training(mlp, square, pairs, partial(torch.optim.SGD, lr=1e-5)),
-    "groups of different rates": Training(mlp, square, pairs, groups_of),
-    "small loss, SGD": Training(mlp, square, pairs, partial(torch.optim.SGD, lr=1e7), (1e-8,)),
-    "small loss, Adam": Training(mlp, square, pairs, partial(adam, eps=1e-20), (1e-12,)),
-    "large loss": Training(mlp, summed, pairs, adam, (1e4,)),
-    "unequal heads, SGD": Training(partial(Heads, 2), each_head, pairs, sgd, (1.0, 1e-7)),
-    "three heads": Training(
-        partial(Heads, 3), each_head, pairs, partial(adam, eps=1e-16), (1.0, 1e-3, 1e-6)
-    ),
-    "large residual stream": Training(partial(Residual, 12, 4.0), square, pairs, safe_adam),
-    "huge residual stream": Training(partial(Residual, 24, 4.0), square, pairs, safe_adam),
-    "norm by hand": Training(partial(mlp, RmsNorm), square, partial(pairs, 30.0), safe_adam),
-    "norm by hand, large": Training(
-        partial(mlp, RmsNorm), square, partial(pairs, 2000.0), safe_adam
-    ),
-    "mask of -1e9": Training(partial(Masked, -1e9), square, folded(pairs), safe_adam),
-    "mask of -1e4": Training(partial(Masked, -1e4), square, folded(pairs), safe_adam),
-    "mask of -inf": Training(partial(Masked, -float("inf")), square, folded(pairs), safe_adam),
-    "autoencoder": Training(Vae, variational, pairs, adamw, (1.0, 0.1)),
-    "differentiated twice": Training(Penalty, equation, line, adam),
-    "absolute error": Training(mlp, absolute, pairs, sgd),
-    "likelihood": Training(partial(mlp, act=nn.SiLU), likelihood, pairs, adam),
-    "contrast": Training(mlp, contrast, pairs, adam),
-    "energy": Training(mlp, energy, pairs, safe_adam),
-    "large targets": Training(mlp, square, partial(pairs, 1.0, 500.0), partial(adam, lr=0.1)),
-    "large inputs": Training(mlp, square, partial(pairs, 3e4), safe_adam),
-    "inputs beyond float16": Training(mlp, square, partial(pairs, 1e6), safe_adam),
-    "variance of large inputs": Training(
-        lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), mlp()), square, partial(pairs, 1e3), safe_adam
-    ),
-    "positions": Training(Fourier, square, positions, adam),
-    "saturated": Training(partial(mlp, act=nn.Sigmoid, gain=30.0), square, pairs, safe_adam),
-    "dropout": Training(partial(mlp, partial(nn.Dropout, 0.2)), square, pairs, safe_adam),
-    "dead units": Training(partial(mlp, act=nn.ReLU, gain=3.0), square, pairs, sgd),
-    "high rate": Training(partial(deep, 1.5), square, pairs, partial(momentum, lr=0.5)),
-    "deep, plain": Training(partial(deep, 1.0), square, pairs, partial(adam, lr=1e-2)),
-    "one hot": Training(mlp, classes, one_hot, partial(momentum, lr=0.5)),
-    "cubes": Training(
-        lambda: nn.Sequential(mlp(), _Power(3), nn.Linear(WIDTH, WIDTH)),
-        square,
-        partial(pairs, 8.0),
-        safe_adam,
-    ),
+    "recurrent": Training(partial(Tokens, "GRU"), adamw, parts=classes, batch=tokens),
+    "LSTM, momentum": Training(partial(Tokens, "LSTM"), partial(momentum, lr=0.5), parts=classes,
+        batch=tokens),
+    "tied weights": Training(partial(Tokens, "attention", tied=True), adam, parts=classes,
+        batch=tokens),
+    "sparse, slow": Training(partial(Tokens, "", sparse=True), partial(torch.optim.SGD, lr=0.05),
+        parts=classes, batch=tokens),
+    "SparseAdam": Training(partial(nn.Embedding, 30, 30, sparse=True),
+        partial(torch.optim.SparseAdam, lr=1e-2), parts=classes, batch=tokens),
+    "convolution, SGD": Training(partial(convolutions, nn.BatchNorm2d),
+        partial(momentum, weight_decay=1e-4), parts=classes, batch=images),
+    "group norm": Training(partial(convolutions, partial(nn.GroupNorm, 4)), safe_adam,
+        parts=classes, batch=images),
+    "instance norm": Training(partial(convolutions, nn.InstanceNorm2d), adamw, parts=classes,
+        batch=images),
+    "Adagrad": Training(mlp, partial(torch.optim.Adagrad, lr=0.02)),
+    "Adadelta": Training(mlp, partial(torch.optim.Adadelta, lr=1.0)),
+    "Adamax": Training(mlp, partial(torch.optim.Adamax, lr=3e-3)),
+    "NAdam, safe eps": Training(mlp, partial(torch.optim.NAdam, lr=3e-3, eps=1e-4)),
+    "FusedAdam": Training(mlp, partial(FusedAdam, lr=3e-3)),
+    "FusedLAMB": Training(mlp, partial(FusedLAMB, lr=1e-2)),
+    "Rprop": Training(mlp, partial(torch.optim.Rprop, lr=1e-3)),
+    "slow AdamW": Training(mlp, partial(torch.optim.AdamW, lr=1e-6)),
+    "slow SGD": Training(mlp, partial(torch.optim.SGD, lr=1e-5)),
+    "groups of different rates": Training(mlp, groups_of),
+    "small loss, SGD": Training(mlp, partial(torch.optim.SGD, lr=1e7), weights=(1e-8,)),
+    "small loss, Adam": Training(mlp, partial(adam, eps=1e-20), weights=(1e-12,)),
+    "large loss": Training(mlp, adam, parts=summed, weights=(1e4,)),
+    "unequal heads, SGD": Training(partial(Heads, 2), sgd, parts=each_head, weights=(1.0, 1e-7)),
+    "three heads": Training(partial(Heads, 3), partial(adam, eps=1e-16), parts=each_head,
+        weights=(1.0, 1e-3, 1e-6)),
+    "large residual stream": Training(partial(Residual, 12, 4.0), safe_adam),
+    "huge residual stream": Training(partial(Residual, 24, 4.0), safe_adam),
+    "norm by hand": Training(partial(mlp, RmsNorm), safe_adam, batch=partial(pairs, 30.0)),
+    "norm by hand, large": Training(partial(mlp, RmsNorm), safe_adam, batch=partial(pairs, 2000.0)),
+    "mask of -1e9": Training(partial(Masked, -1e9), safe_adam, batch=folded(pairs)),
+    "mask of -1e4": Training(partial(Masked, -1e4), safe_adam, batch=folded(pairs)),
+    "mask of -inf": Training(partial(Masked, -float("inf")), safe_adam, batch=folded(pairs)),
+    "autoencoder": Training(Vae, adamw, parts=variational, weights=(1.0, 0.1)),
+    "differentiated twice": Training(Penalty, adam, parts=equation, batch=line),
+    "absolute error": Training(mlp, sgd, parts=absolute),
+    "likelihood": Training(partial(mlp, act=nn.SiLU), adam, parts=likelihood),
+    "contrast": Training(mlp, adam, parts=contrast),
+    "energy": Training(mlp, safe_adam, parts=energy),
+    "large targets": Training(mlp, partial(adam, lr=0.1), batch=partial(pairs, 1.0, 500.0)),
+    "large inputs": Training(mlp, safe_adam, batch=partial(pairs, 3e4)),
+    "inputs beyond float16": Training(mlp, safe_adam, batch=partial(pairs, 1e6)),
+    "variance of large inputs": Training(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), mlp()),
+        safe_adam, batch=partial(pairs, 1e3)),
+    "positions": Training(Fourier, adam, batch=positions),
+    "saturated": Training(partial(mlp, act=nn.Sigmoid, gain=30.0), safe_adam),
+    "dropout": Training(partial(mlp, partial(nn.Dropout, 0.2)), safe_adam),
+    "dead units": Training(partial(mlp, act=nn.ReLU, gain=3.0), sgd),
+    "high rate": Training(partial(deep, 1.5), partial(momentum, lr=0.5)),
+    "deep, plain": Training(partial(deep, 1.0), partial(adam, lr=1e-2)),
+    "one hot": Training(mlp, partial(momentum, lr=0.5), parts=classes, batch=one_hot),
+    "cubes": Training(lambda: nn.Sequential(mlp(), _Power(3), nn.Linear(WIDTH, WIDTH)), safe_adam,
+        batch=partial(pairs, 8.0)),
 }
+# fmt: on
 """Kinds that nothing was tuned for when they were written."""
 
 
@@ -524,124 +510,85 @@ def standardized(x: torch.Tensor) -> torch.Tensor:
     return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-8)
 
 
+def deep_tanh() -> nn.Module:
+    return nn.Sequential(*(m for _ in range(15) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def weight_normed() -> nn.Module:
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(first, nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def transposed() -> nn.Module:
+    first = nn.Unflatten(1, (WIDTH, 1, 1)), nn.ConvTranspose2d(WIDTH, 8, 4), nn.BatchNorm2d(8)
+    return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), nn.Linear(128, WIDTH))
+
+
+def local_response() -> nn.Module:
+    first = nn.Conv2d(3, 8, 3), nn.LocalResponseNorm(3), nn.ReLU()
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(288, 4))
+
+
+def wide_rates(params: Any) -> torch.optim.Optimizer:
+    first, last = (own := list(params))[:4], own[4:]
+    return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": last, "lr": 1e5}])
+
+
+# fmt: off
 LATER = {
-    "log of probabilities": Training(
-        lambda: nn.Sequential(mlp(gain=8.0), nn.Softmax(-1)), by_log, one_hot, safe_adam
-    ),
-    "norm of large values": Training(partial(By, by_norm, 60.0), square, pairs, safe_adam),
-    "norm of small values": Training(partial(By, by_norm, 1e-4), square, pairs, safe_adam),
-    "standardized": Training(partial(By, standardized), square, pairs, safe_adam),
-    "standardized zeros": Training(
-        partial(By, standardized),
-        square,
-        lambda: (pairs()[0] * (torch.arange(ROWS) > 5).view(-1, 1), pairs()[1]),
-        safe_adam,
-    ),
-    "running sums": Training(
-        partial(By, lambda x: x.cumsum(0) / 100), square, partial(pairs, 30.0), safe_adam
-    ),
-    "exponentials": Training(partial(By, torch.exp), square, partial(pairs, 3.0), safe_adam),
-    "reciprocals": Training(
-        partial(By, lambda x: 1 / (x.square() + 1e-6)), square, pairs, partial(safe_adam, lr=1e-5)
-    ),
-    "logarithms": Training(
-        partial(By, lambda x: (x.abs() + 1e-10).log()), square, pairs, safe_adam
-    ),
-    "layer scale 1e-5": Training(partial(LayerScale, 1e-5), square, pairs, safe_adam),
-    "layer scale 1e-9": Training(partial(LayerScale, 1e-9), square, pairs, adamw),
-    "experts": Training(Gated, square, pairs, adamw),
-    "frozen backbone": Training(Frozen, square, pairs, safe_adam),
-    "temperature": Training(partial(Tempered, 3.0), classes, one_hot, safe_adam),
-    "high temperature": Training(
-        partial(Tempered, 12.0), classes, one_hot, partial(safe_adam, lr=1e-3)
-    ),
-    "Huber": Training(mlp, huber, pairs, partial(sgd, lr=1.0)),
-    "hinge": Training(mlp, hinge, one_hot, sgd),
-    "weighted rows": Training(mlp, weighted, pairs, adam),
-    "penalty on outputs": Training(mlp, two_sums, pairs, adamw, (1.0, 1e-6)),
-    "gradient penalty": Training(mlp, penalized, pairs, adam, (1.0, 0.1)),
-    "gradient penalty, SGD": Training(
-        partial(mlp, act=nn.Tanh), penalized, pairs, partial(sgd, lr=0.02), (1.0, 0.1)
-    ),
-    "AMSGrad": Training(mlp, square, pairs, partial(safe_adam, amsgrad=True)),
-    "RAdam": Training(mlp, square, pairs, partial(torch.optim.RAdam, lr=1e-2)),
-    "Nesterov": Training(mlp, square, pairs, partial(momentum, nesterov=True)),
-    "averaged SGD": Training(mlp, square, pairs, partial(torch.optim.ASGD, lr=0.1)),
-    "Adafactor": Training(mlp, square, pairs, partial(torch.optim.Adafactor, lr=1e-2)),
-    "decay": Training(mlp, square, pairs, partial(adamw, weight_decay=0.5)),
-    "fast Adam": Training(mlp, square, pairs, partial(adam, lr=0.03)),
-    "middling AdamW": Training(mlp, square, pairs, partial(adamw, lr=1e-4)),
-    "middling SGD": Training(mlp, square, pairs, partial(sgd, lr=3e-3)),
-    "small weights": Training(partial(mlp, gain=1e-3), square, pairs, safe_adam),
-    "wide range of rates": Training(
-        partial(Heads, 2),
-        each_head,
-        pairs,
-        lambda params: (
-            lambda p: torch.optim.SGD([{"params": p[:4], "lr": 0.1}, {"params": p[4:], "lr": 1e5}])
-        )(list(params)),
-        (1.0, 1e-6),
-    ),
-    "deep tanh": Training(
-        lambda: nn.Sequential(
-            *(m for _ in range(15) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-        ),
-        square,
-        pairs,
-        partial(safe_adam, eps=1e-3),
-    ),
-    "deep tanh, Adam": Training(
-        lambda: nn.Sequential(
-            *(m for _ in range(15) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-        ),
-        square,
-        pairs,
-        adam,
-    ),
-    "weight norm": Training(
-        lambda: nn.Sequential(
-            nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-            nn.GELU(),
-            nn.Linear(WIDTH, WIDTH),
-        ),
-        square,
-        pairs,
-        safe_adam,
-    ),
-    "transposed convolution": Training(
-        lambda: nn.Sequential(
-            nn.Unflatten(1, (WIDTH, 1, 1)),
-            nn.ConvTranspose2d(WIDTH, 8, 4),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(128, WIDTH),
-        ),
-        square,
-        pairs,
-        adamw,
-    ),
+    "log of probabilities": Training(lambda: nn.Sequential(mlp(gain=8.0), nn.Softmax(-1)),
+        safe_adam, parts=by_log, batch=one_hot),
+    "norm of large values": Training(partial(By, by_norm, 60.0), safe_adam),
+    "norm of small values": Training(partial(By, by_norm, 1e-4), safe_adam),
+    "standardized": Training(partial(By, standardized), safe_adam),
+    "standardized zeros": Training(partial(By, standardized), safe_adam,
+        batch=lambda: (pairs()[0] * (torch.arange(ROWS) > 5).view(-1, 1), pairs()[1])),
+    "running sums": Training(partial(By, lambda x: x.cumsum(0) / 100), safe_adam,
+        batch=partial(pairs, 30.0)),
+    "exponentials": Training(partial(By, torch.exp), safe_adam, batch=partial(pairs, 3.0)),
+    "reciprocals": Training(partial(By, lambda x: 1 / (x.square() + 1e-6)),
+        partial(safe_adam, lr=1e-5)),
+    "logarithms": Training(partial(By, lambda x: (x.abs() + 1e-10).log()), safe_adam),
+    "layer scale 1e-5": Training(partial(LayerScale, 1e-5), safe_adam),
+    "layer scale 1e-9": Training(partial(LayerScale, 1e-9), adamw),
+    "experts": Training(Gated, adamw),
+    "frozen backbone": Training(Frozen, safe_adam),
+    "temperature": Training(partial(Tempered, 3.0), safe_adam, parts=classes, batch=one_hot),
+    "high temperature": Training(partial(Tempered, 12.0), partial(safe_adam, lr=1e-3),
+        parts=classes, batch=one_hot),
+    "Huber": Training(mlp, partial(sgd, lr=1.0), parts=huber),
+    "hinge": Training(mlp, sgd, parts=hinge, batch=one_hot),
+    "weighted rows": Training(mlp, adam, parts=weighted),
+    "penalty on outputs": Training(mlp, adamw, parts=two_sums, weights=(1.0, 1e-6)),
+    "gradient penalty": Training(mlp, adam, parts=penalized, weights=(1.0, 0.1)),
+    "gradient penalty, SGD": Training(partial(mlp, act=nn.Tanh), partial(sgd, lr=0.02),
+        parts=penalized, weights=(1.0, 0.1)),
+    "AMSGrad": Training(mlp, partial(safe_adam, amsgrad=True)),
+    "RAdam": Training(mlp, partial(torch.optim.RAdam, lr=1e-2)),
+    "Nesterov": Training(mlp, partial(momentum, nesterov=True)),
+    "averaged SGD": Training(mlp, partial(torch.optim.ASGD, lr=0.1)),
+    "Adafactor": Training(mlp, partial(torch.optim.Adafactor, lr=1e-2)),
+    "decay": Training(mlp, partial(adamw, weight_decay=0.5)),
+    "fast Adam": Training(mlp, partial(adam, lr=0.03)),
+    "middling AdamW": Training(mlp, partial(adamw, lr=1e-4)),
+    "middling SGD": Training(mlp, partial(sgd, lr=3e-3)),
+    "small weights": Training(partial(mlp, gain=1e-3), safe_adam),
+    "wide range of rates": Training(partial(Heads, 2), wide_rates,
+        parts=each_head, weights=(1.0, 1e-6)),
+    "deep tanh": Training(deep_tanh, partial(safe_adam, eps=1e-3)),
+    "deep tanh, Adam": Training(deep_tanh, adam),
+    "weight norm": Training(weight_normed, safe_adam),
+    "transposed convolution": Training(transposed, adamw),
     "bags of words": Training(
         lambda: nn.Sequential(nn.EmbeddingBag(30, WIDTH), nn.Linear(WIDTH, 4)),
-        classes,
-        lambda: (tokens()[0], torch.arange(8) % 4),
-        partial(momentum, lr=0.5),
-    ),
-    "attention without the root": Training(
-        partial(Masked, -float("inf")), square, folded(partial(pairs, 6.0)), adamw
-    ),
-    "prelu and layer norm": Training(
-        partial(mlp, partial(nn.LayerNorm, 2 * WIDTH), act=nn.PReLU), square, pairs, safe_adam
-    ),
-    "local response": Training(
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.LocalResponseNorm(3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
-        ),
-        classes,
-        images,
-        safe_adam,
-    ),
+        partial(momentum, lr=0.5), parts=classes, batch=lambda: (tokens()[0], torch.arange(8) % 4)),
+    "attention without the root": Training(partial(Masked, -float("inf")), adamw,
+        batch=folded(partial(pairs, 6.0))),
+    "prelu and layer norm": Training(partial(mlp, partial(nn.LayerNorm, 2 * WIDTH), act=nn.PReLU),
+        safe_adam),
+    "local response": Training(local_response, safe_adam, parts=classes, batch=images),
 }
+# fmt: on
 """Kinds that were added when the others came right."""
 
 
@@ -697,49 +644,40 @@ def shaken(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
     return (F.mse_loss(out.float(), batch[1]),)
 
 
+# fmt: off
 STAYING = {
     **{
-        f"cancelling variance, {by:g} away": Training(
-            partial(shifted, by), square, pairs, partial(adamw, lr=lr)
-        )
+        f"cancelling variance, {by:g} away": Training(partial(shifted, by), partial(adamw, lr=lr))
         for by, lr in ((3.0, 3e-3), (10.0, 3e-3), (10.0, 1e-2), (30.0, 1e-3), (100.0, 3e-3))
     },
-    "cancelling variance, SGD": Training(partial(shifted, 20.0), square, pairs, sgd),
-    "cancelling variance, wide floor": Training(
-        partial(shifted, 20.0, 1e-2), square, pairs, safe_adam
-    ),
+    "cancelling variance, SGD": Training(partial(shifted, 20.0), sgd),
+    "cancelling variance, wide floor": Training(partial(shifted, 20.0, 1e-2), safe_adam),
     **{
-        f"softmax by hand, {gain:g}": Training(partial(Softmax, gain), square, folded(pairs), adamw)
+        f"softmax by hand, {gain:g}": Training(partial(Softmax, gain), adamw, batch=folded(pairs))
         for gain in (2.0, 2.5, 4.0)
     },
-    "bfloat16 weights stand still": Training(mlp, square, pairs, partial(adamw, lr=3e-5)),
-    "activations of 1e5": Training(partial(mlp, RmsNorm, gain=1e5), square, pairs, safe_adam),
-    "rows drawn anew": Training(mlp, noisy, pairs, adamw),
-    "shaken inputs": Training(mlp, shaken, pairs, partial(sgd, lr=0.3)),
-    "exactly zero": Training(mlp, hinge, one_hot, partial(adamw, lr=1e-2)),
-    "nearly zero": Training(
-        lambda: nn.Linear(WIDTH, WIDTH),
-        lambda model, batch: (F.mse_loss(model(batch[0]).float(), batch[0]),),
-        pairs,
-        partial(torch.optim.SGD, lr=5.0),
-    ),
-    "recurrent, slow": Training(partial(Tokens, "RNN"), classes, tokens, partial(adamw, lr=1e-4)),
-    "transformer, slow": Training(
-        partial(Tokens, "attention"), classes, tokens, partial(adamw, lr=1e-4)
-    ),
+    "bfloat16 weights stand still": Training(mlp, partial(adamw, lr=3e-5)),
+    "activations of 1e5": Training(partial(mlp, RmsNorm, gain=1e5), safe_adam),
+    "rows drawn anew": Training(mlp, adamw, parts=noisy),
+    "shaken inputs": Training(mlp, partial(sgd, lr=0.3), parts=shaken),
+    "exactly zero": Training(mlp, partial(adamw, lr=1e-2), parts=hinge, batch=one_hot),
+    "nearly zero": Training(lambda: nn.Linear(WIDTH, WIDTH), partial(torch.optim.SGD, lr=5.0),
+        parts=lambda model, batch: (F.mse_loss(model(batch[0]).float(), batch[0]),)),
+    "recurrent, slow": Training(partial(Tokens, "RNN"), partial(adamw, lr=1e-4), parts=classes,
+        batch=tokens),
+    "transformer, slow": Training(partial(Tokens, "attention"), partial(adamw, lr=1e-4),
+        parts=classes, batch=tokens),
 }
+# fmt: on
 """Kinds whose losses fall in half as well, but do not come near float32's; and healthy ones."""
 
+# fmt: off
 GAMES = {
-    "slow": Training(Adversaries, adversarial, pairs, adamw, (1.0, 1.0)),
-    "fast": Training(
-        Adversaries,
-        adversarial,
-        pairs,
-        partial(torch.optim.Adam, lr=1e-2, betas=(0.5, 0.9)),
-        (1.0, 1.0),
-    ),
+    "slow": Training(Adversaries, adamw, parts=adversarial, weights=(1.0, 1.0)),
+    "fast": Training(Adversaries, partial(torch.optim.Adam, lr=1e-2, betas=(0.5, 0.9)),
+        parts=adversarial, weights=(1.0, 1.0)),
 }
+# fmt: on
 """Trainings whose losses do not fall, so that no progress tells whether a level trains."""
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
@@ -787,10 +725,10 @@ def drawn(count: int, seed: int) -> dict[str, Training]:
         parts, weight = LOSSES[loss]
         found[f"{architecture}, {loss}, {optimizer}, {inputs:g}"] = Training(
             ARCHITECTURES[architecture],
-            parts,
-            partial(pairs, inputs),
             OPTIMIZERS[optimizer],
-            (weight,),
+            parts=parts,
+            batch=partial(pairs, inputs),
+            weights=(weight,),
         )
     return found
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -119,22 +120,16 @@ def root_of_zero(x: torch.Tensor) -> torch.Tensor:
     return x + (x - x.detach()).square().sqrt()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Truth:
-    """What the report has to say first."""
-
-    first: str  # the first line, a pattern that matches all of it
-    where: str = ""  # a parameter, module or operation that the first advice has to name
-    do: str = ""  # pattern of what is to be done
-    never: str = ""  # pattern that no advice of the page may have
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
-    """One run."""
+    """One run, and what its report has to say first."""
 
     name: str
-    truth: Truth
+    first: str  # the first line, a pattern that matches all of it
+    _: KW_ONLY
+    do: str = ""  # pattern of what is to be done
+    where: str = ""  # a parameter, module or operation that the first advice has to name
+    never: str = ""  # pattern that no advice of the page may have
     level: str = "O2"
     kind: str = "mlp"
     net: Callable[[str], nn.Module] = Net
@@ -174,38 +169,25 @@ def _train(case: Case, path: Path) -> list[Record]:
         engine.scaler(0).set_scale(case.scale or 2.0**12)
     inputs = torch.randn(64, 6, 8)
     labels = (inputs.mean(1)[:, :CLASSES]).argmax(1)
-    for step in range(1, case.steps + 1):
-        is_faulty = case.at(step)
-        if case.change is not None:
-            spot = model.get_submodule("blocks.1.spot")
-            assert isinstance(spot, Spot)
-            spot.change = case.change if is_faulty else None
-        optimizer.param_groups[0]["lr"] = case.rate(case.lr) if case.rate and is_faulty else case.lr
-        try:
-            _step(case, model, optimizer, inputs, labels, is_faulty)
-        except preamp.LossScaleError:  # the scale fell to nothing: the run is over
-            break
+    with suppress(preamp.LossScaleError):  # the scale fell to nothing: the run is over
+        for step in range(1, case.steps + 1):
+            is_faulty = case.at(step)
+            if case.change is not None:
+                spot = cast("Spot", model.get_submodule("blocks.1.spot"))
+                spot.change = case.change if is_faulty else None
+            rate = case.rate(case.lr) if case.rate and is_faulty else case.lr
+            optimizer.param_groups[0]["lr"] = rate
+            for _ in range(case.parts):
+                x = case.data(inputs) if case.data and is_faulty else inputs
+                loss = F.cross_entropy(model(x).float(), labels)
+                loss = case.loss(loss) if case.loss and is_faulty else loss
+                with preamp.scale_loss(loss / case.parts, optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     history = engine.history
     engine.close()
     return [*history]
-
-
-def _step(
-    case: Case,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    is_faulty: bool,
-) -> None:
-    for _ in range(case.parts):
-        x = case.data(inputs) if case.data and is_faulty else inputs
-        loss = F.cross_entropy(model(x).float(), labels)
-        loss = case.loss(loss) if case.loss and is_faulty else loss
-        with preamp.scale_loss(loss / case.parts, optimizer) as scaled:
-            scaled.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def since(first: int) -> Callable[[int], bool]:
@@ -229,238 +211,77 @@ ADAM = torch.optim.Adam
 GOOD = "Nothing to report"
 A_SCALE = r"(smaller|larger|lower|other|higher) (loss )?scale|dynamic"
 LEARNING_RATE = "[Ll]ower the learning rate"
-BY_A_FORWARD = Truth(
-    first="The forward of blocks.1.spot makes inf, since step 26",
-    where="blocks.1.spot",
-    do="float32",
-    never=f"overflow=.?.trace|{A_SCALE}",
-)
+BY_A_FORWARD: dict[str, Any] = {
+    "first": "The forward of blocks.1.spot makes inf, since step 26",
+    "where": "blocks.1.spot",
+    "do": "float32",
+    "never": f"overflow=.?.trace|{A_SCALE}",
+}
 
+# Tables from here on: a case is a few lines, its name, first line and advice before its settings.
+# fmt: off
 FAULTY = (
-    Case(
-        name="o3-scale-1-all-zero",
-        level="O3",
-        net=Deep,
-        loss=times(1e-6),
-        truth=Truth(
-            first="All gradients are zero in float16, since step 1",
-            where="12 gradients|14 gradients|16 gradients",
-            do="dynamic",
-        ),
-    ),
-    Case(
-        name="o1-scale-1-all-zero",
-        level="O1",
-        kind="attention",
-        loss=times(1e-9),
-        options={"loss_scale": 1.0},
-        truth=Truth(first="All gradients are zero in float16, since step 1", do="dynamic"),
-    ),
-    Case(
-        name="o2-static-2^28",
-        options=STATIC,
-        truth=Truth(
-            first="A static loss scale of 2²⁸ is too large, since step 1", do="smaller|dynamic"
-        ),
-    ),
-    Case(
-        name="o3-static-2^28-no-statistics",
-        level="O3",
-        kind="conv",
-        options={**STATIC, "numerics": "off"},
-        truth=Truth(
-            first="A static loss scale of 2²⁸ is too large, since step 1",
-            do="smaller|dynamic",
-            never="No loss scale can help",
-        ),
-    ),
-    Case(
-        name="o2-static-breaks-late",
-        options={"loss_scale": 2.0**14},
-        loss=times(1e5),
-        at=since(16),
-        truth=Truth(
-            first="A static loss scale of 2¹⁴ is too large, since step 16", do="smaller|dynamic"
-        ),
-    ),
-    Case(
-        name="forward-traced", change=times(3e5), at=since(26), options=TRACED, truth=BY_A_FORWARD
-    ),
-    Case(
-        name="forward-traced-o1-attention",
-        level="O1",
-        kind="attention",
-        change=lambda x: x.half() * 3e5,
-        at=since(26),
-        options=TRACED,
-        truth=BY_A_FORWARD,
-    ),
-    Case(
-        name="forward-not-traced",
-        change=times(3e5),
-        at=since(26),
-        truth=Truth(
-            first="The loss is infinite or nan, since step 26", do='overflow="trace"', never=A_SCALE
-        ),
-    ),
-    Case(
-        name="backward-traced",
-        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
-        at=since(20),
-        options=TRACED,
-        truth=Truth(
-            first="Gradients become infinite at any scale, since step 20",
-            where="blocks.1.spot",
-            never="overflow=.?.trace",
-        ),
-    ),
-    Case(
-        name="backward-not-traced",
-        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
-        at=lambda step: step % 4 == 0,
-        truth=Truth(
-            first="Overflows keep beginning in the gradient of blocks.1.inner.bias, since step 4",
-            where="blocks.1.inner",
-            do='overflow="trace"',
-        ),
-    ),
-    Case(
-        name="nan-at-any-scale-traced",
-        kind="conv",
-        change=root_of_zero,
-        at=since(20),
-        options=TRACED,
-        truth=Truth(
-            first="Gradients become infinite at any scale, since step 20",
-            where="blocks.1.spot",
-            never=f"overflow=.?.trace|{A_SCALE}",
-        ),
-    ),
-    Case(
-        name="nan-at-any-scale",
-        change=root_of_zero,
-        at=since(20),
-        truth=Truth(
-            first="Gradients become nan at any scale, since step 20",
-            where="blocks.1.inner",
-            do='overflow="trace"',
-        ),
-    ),
-    Case(
-        name="nan-data-dynamic",
-        data=times(float("nan")),
-        at=only(12, 24, 36),
-        truth=Truth(first="The loss is infinite or nan, since step 12", do="data", never=A_SCALE),
-    ),
-    Case(
-        name="nan-data-o5",
-        level="O5",
-        data=times(float("nan")),
-        at=only(22),
-        options={"numerics": "full"},
-        truth=Truth(first="The loss is infinite or nan, since step 22", do="data"),
-    ),
-    Case(
-        name="log-of-zero-in-the-loss",
-        loss=lambda loss: loss - torch.log(loss.detach() * 0),
-        at=since(15),
-        options=TRACED,
-        truth=Truth(
-            first="The loss is infinite or nan, since step 15", do="loss function", never=A_SCALE
-        ),
-    ),
-    Case(
-        name="o3-adam-eps",
-        level="O3",
-        net=Deep,
-        optimizer=ADAM,
-        lr=1e-3,
-        truth=Truth(
-            first="The eps of Adam turned weights into nan, since step 1", where="Adam", do="eps"
-        ),
-    ),
-    Case(
-        name="o3-adamw-eps-full",
-        level="O3",
-        kind="conv",
-        optimizer=torch.optim.AdamW,
-        lr=1e-3,
-        options={"numerics": "full"},
-        truth=Truth(
-            first="The eps of AdamW turned weights into nan, since step 1", where="AdamW", do="eps"
-        ),
-    ),
-    Case(
-        name="diverges-o0",
-        level="O0",
-        net=Deep,
-        lr=1e4,
-        truth=Truth(first="Training diverges, since step 2", where="1e.04", do=LEARNING_RATE),
-    ),
-    Case(
-        name="diverges-from-30-o5",
-        level="O5",
-        rate=lambda lr: lr * 1e5,
-        at=since(30),
-        truth=Truth(first="Training diverges, since step 31", do=LEARNING_RATE),
-    ),
-    Case(
-        name="diverges-o2",
-        optimizer=ADAM,
-        lr=1e-3,
-        rate=lambda lr: lr * 1e6,
-        at=since(20),
-        truth=Truth(first="Training diverges, since step 21", do=LEARNING_RATE),
-    ),
-    Case(
-        name="loss-jumps",
-        level="O5",
-        steps=140,
-        loss=times(1e6),
-        at=only(80),
-        more={},
-        lr=1e-9,
-        truth=Truth(first="The loss jumps to 1[0-9.]*e.06, at step 80", do="batch|data"),
-    ),
-    Case(
-        name="updates-stall",
-        level="O3",
-        lr=1e-4,
-        options={"loss_scale": 1024.0, "numerics": "full"},
-        truth=Truth(first="Updates round to nothing, since step 1", where="stem", do="masters"),
-    ),
-    Case(
-        name="gradients-underflow-in-early-layers",
-        level="O3",
-        net=Deep,
-        options={"loss_scale": 4.0},
-        loss=times(1e-4),
-        truth=Truth(
-            first="Gradients vanish below the smallest float16 number, since step 1",
-            where="stem|layers.0",
-            do="scale",
-        ),
-    ),
-    Case(
-        name="no-step-taken",
-        steps=4,
-        scale=2.0**40,
-        truth=Truth(first="No step was taken, since step 1", do="lower scale"),
-    ),
+    Case("o3-scale-1-all-zero", "All gradients are zero in float16, since step 1", do="dynamic",
+        where="12 gradients|14 gradients|16 gradients", level="O3", net=Deep, loss=times(1e-6)),
+    Case("o1-scale-1-all-zero", "All gradients are zero in float16, since step 1", do="dynamic",
+        level="O1", kind="attention", loss=times(1e-9), options={"loss_scale": 1.0}),
+    Case("o2-static-2^28", "A static loss scale of 2²⁸ is too large, since step 1",
+        do="smaller|dynamic", options=STATIC),
+    Case("o3-static-2^28-no-statistics", "A static loss scale of 2²⁸ is too large, since step 1",
+        do="smaller|dynamic", never="No loss scale can help", level="O3", kind="conv",
+        options={**STATIC, "numerics": "off"}),
+    Case("o2-static-breaks-late", "A static loss scale of 2¹⁴ is too large, since step 16",
+        do="smaller|dynamic", options={"loss_scale": 2.0**14}, loss=times(1e5), at=since(16)),
+    Case("forward-traced", change=times(3e5), at=since(26), options=TRACED, **BY_A_FORWARD),
+    Case("forward-traced-o1-attention", level="O1", kind="attention",
+        change=lambda x: x.half() * 3e5, at=since(26), options=TRACED, **BY_A_FORWARD),
+    Case("forward-not-traced", "The loss is infinite or nan, since step 26", do='overflow="trace"',
+        never=A_SCALE, change=times(3e5), at=since(26)),
+    Case("backward-traced", "Gradients become infinite at any scale, since step 20",
+        where="blocks.1.spot", never="overflow=.?.trace",
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)), at=since(20), options=TRACED),
+    Case("backward-not-traced",
+        "Overflows keep beginning in the gradient of blocks.1.inner.bias, since step 4",
+        do='overflow="trace"', where="blocks.1.inner",
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)), at=lambda step: step % 4 == 0),
+    Case("nan-at-any-scale-traced", "Gradients become infinite at any scale, since step 20",
+        where="blocks.1.spot", never=f"overflow=.?.trace|{A_SCALE}", kind="conv",
+        change=root_of_zero, at=since(20), options=TRACED),
+    Case("nan-at-any-scale", "Gradients become nan at any scale, since step 20",
+        do='overflow="trace"', where="blocks.1.inner", change=root_of_zero, at=since(20)),
+    Case("nan-data-dynamic", "The loss is infinite or nan, since step 12", do="data", never=A_SCALE,
+        data=times(float("nan")), at=only(12, 24, 36)),
+    Case("nan-data-o5", "The loss is infinite or nan, since step 22", do="data", level="O5",
+        data=times(float("nan")), at=only(22), options={"numerics": "full"}),
+    Case("log-of-zero-in-the-loss", "The loss is infinite or nan, since step 15",
+        do="loss function", never=A_SCALE, loss=lambda loss: loss - torch.log(loss.detach() * 0),
+        at=since(15), options=TRACED),
+    Case("o3-adam-eps", "The eps of Adam turned weights into nan, since step 1", do="eps",
+        where="Adam", level="O3", net=Deep, optimizer=ADAM, lr=1e-3),
+    Case("o3-adamw-eps-full", "The eps of AdamW turned weights into nan, since step 1", do="eps",
+        where="AdamW", level="O3", kind="conv", optimizer=torch.optim.AdamW, lr=1e-3,
+        options={"numerics": "full"}),
+    Case("diverges-o0", "Training diverges, since step 2", do=LEARNING_RATE, where="1e.04",
+        level="O0", net=Deep, lr=1e4),
+    Case("diverges-from-30-o5", "Training diverges, since step 31", do=LEARNING_RATE, level="O5",
+        rate=lambda lr: lr * 1e5, at=since(30)),
+    Case("diverges-o2", "Training diverges, since step 21", do=LEARNING_RATE, optimizer=ADAM,
+        lr=1e-3, rate=lambda lr: lr * 1e6, at=since(20)),
+    Case("loss-jumps", "The loss jumps to 1[0-9.]*e.06, at step 80", do="batch|data", level="O5",
+        steps=140, loss=times(1e6), at=only(80), lr=1e-9),
+    Case("updates-stall", "Updates round to nothing, since step 1", do="masters", where="stem",
+        level="O3", lr=1e-4, options={"loss_scale": 1024.0, "numerics": "full"}),
+    Case("gradients-underflow-in-early-layers",
+        "Gradients vanish below the smallest float16 number, since step 1", do="scale",
+        where="stem|layers.0", level="O3", net=Deep, options={"loss_scale": 4.0}, loss=times(1e-4)),
+    Case("no-step-taken", "No step was taken, since step 1", do="lower scale", steps=4,
+        scale=2.0**40),
 )
 """One for each kind of fault and way of recording it."""
 
 HEALTHY = tuple(
-    Case(
-        name=f"healthy-{level}-{kind}-{optimizer.__name__}",
-        truth=Truth(first=GOOD),
-        level=level,
-        kind=kind,
-        optimizer=optimizer,
-        lr=lr,
-        parts=parts,
-        steps=steps,
-    )
+    Case(f"healthy-{level}-{kind}-{optimizer.__name__}", GOOD, level=level, kind=kind,
+        optimizer=optimizer, lr=lr, parts=parts, steps=steps)
     for level, kind, optimizer, lr, parts, steps in (
         ("O0", "mlp", torch.optim.SGD, 0.05, 1, 40),
         ("O1", "mlp", ADAM, 1e-3, 1, 40),
@@ -476,628 +297,228 @@ HEALTHY = tuple(
 )
 
 UNSEEN = (
-    Case(
-        name="data-beyond-float16",
-        data=times(1e6),
-        at=since(18),
-        truth=Truth(first="The loss is infinite or nan, since step 18", do="data", never=A_SCALE),
-    ),
-    Case(
-        name="nan-in-one-forward-o5",
-        level="O5",
-        change=lambda x: x * (x.sum() * 0 / 0),
-        at=only(18),
-        truth=Truth(first="The loss is infinite or nan, since step 18", do="step 18"),
-    ),
-    Case(
-        name="log-of-negatives-traced-o1",
-        level="O1",
-        change=lambda x: torch.log(x.float() - 5),
-        at=since(9),
-        options=TRACED,
-        truth=Truth(
-            first="The forward of blocks.1.spot makes nan, since step 9",
-            where="blocks.1.spot",
-            never=f"float32|bfloat16|{A_SCALE}",
-        ),
-    ),
-    Case(
-        name="thrown-away-at-once-o0",
-        level="O0",
-        lr=1e30,
-        options={"numerics_every": 1},
-        truth=Truth(first="Training diverges, since step 2", do=LEARNING_RATE),
-    ),
-    Case(
-        name="diverges-slowly-o4",
-        level="O4",
-        kind="attention",
-        lr=30.0,
-        truth=Truth(first="Training diverges, since step 5", where="30", do=LEARNING_RATE),
-    ),
-    Case(
-        name="o3-rmsprop-eps",
-        level="O3",
-        kind="attention",
-        optimizer=torch.optim.RMSprop,
-        lr=1e-3,
-        truth=Truth(
-            first="The eps of RMSprop turned weights into nan, since step 1",
-            where="RMSprop",
-            do="eps",
-        ),
-    ),
-    Case(
-        name="o3-adam-dynamic",
-        level="O3",
-        optimizer=ADAM,
-        lr=1e-3,
-        options={"loss_scale": "dynamic", **TRACED},
-        truth=Truth(
-            first="The eps of Adam turned weights into nan, since step 1",
-            where="Adam",
-            do="eps",
-            never=A_SCALE,
-        ),
-    ),
-    Case(
-        name="o3-partly-zero",
-        level="O3",
-        kind="attention",
-        loss=times(1e-5),
-        truth=Truth(
-            first="Gradients vanish below the smallest float16 number, since step 1", do="scale"
-        ),
-    ),
-    Case(
-        name="o1-static-1e9",
-        level="O1",
-        options={"loss_scale": 1e9},
-        truth=Truth(
-            first="A static loss scale of 1e.09 is too large, since step 1", do="smaller|dynamic"
-        ),
-    ),
-    Case(
-        name="o2-static-steep-at-17",
-        options={"loss_scale": 2.0**12, "numerics_every": 1},
-        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
-        at=since(17),
-        truth=Truth(
-            first="The backward of a finite loss makes inf or nan, since step 17",
-            where="blocks.1.inner",
-            do="huge",
-        ),
-    ),
-    Case(
-        name="outlier-batch-o2",
-        steps=200,
-        kind="conv",
-        lr=1e-4,
-        loss=times(3e3),
-        at=only(120),
-        truth=Truth(first="The loss jumps to 4[0-9.]*e.03, at step 120", do="batch"),
-    ),
-    Case(
-        name="loss-stays-high",
-        level="O5",
-        steps=120,
-        lr=1e-4,
-        loss=times(200),
-        at=since(50),
-        truth=Truth(first="The loss jumps to 2[0-9]*, at step 50", do="on purpose"),
-    ),
-    Case(
-        name="o5-without-masters-stalls",
-        level="O5",
-        lr=1e-4,
-        options={"master_weights": False, "numerics": "full"},
-        truth=Truth(first="Updates round to nothing, since step 1", do="masters"),
-    ),
-    Case(
-        name="o4-loss-times-zero",
-        level="O4",
-        loss=times(0.0),
-        truth=Truth(
-            first="All gradients are zero, since step 1", do="loss", never=f"Pass|{A_SCALE}"
-        ),
-    ),
-    Case(
-        name="search-from-2^40",
-        steps=60,
-        scale=2.0**40,
-        truth=Truth(first="Many steps in a row were skipped, since step 1", do=r"[Bb]egin"),
-    ),
-    Case(
-        name="nan-data-from-the-start",
-        data=times(float("nan")),
-        steps=20,
-        truth=Truth(first="The loss is infinite or nan, since step 1", do="data", never=A_SCALE),
-    ),
-    Case(
-        name="overflows-in-many-batches",
-        kind="attention",
-        level="O1",
-        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
-        at=lambda step: step % 3 == 0,
-        options=TRACED,
-        truth=Truth(
-            first="Gradients become infinite at any scale, since step 3",
-            where="backward of blocks.1.spot",
-            never="trace",
-        ),
-    ),
-    Case(
-        name="loss-inf-once-o4",
-        level="O4",
-        loss=lambda loss: loss / (loss.detach() * 0),
-        at=only(21),
-        truth=Truth(first="The loss is infinite or nan, since step 21", do="step 21"),
-    ),
-    Case(
-        name="lr-raised-then-high-but-finite",
-        kind="conv",
-        level="O1",
-        rate=times(300),
-        at=since(15),
-        truth=Truth(first="Training diverges, since step 16", where="raised", do=LEARNING_RATE),
-    ),
-    Case(
-        name="static-o1-nan-data-late",
-        level="O1",
-        options={"loss_scale": 256.0},
-        data=times(float("nan")),
-        at=only(28),
-        truth=Truth(first="The loss is infinite or nan, since step 28", do="step 28"),
-    ),
-    Case(name="healthy-search-from-2^24", scale=2.0**24, steps=60, truth=Truth(first=GOOD)),
-    Case(
-        name="healthy-falls-below-zero",
-        level="O5",
-        loss=lambda loss: loss - 5,
-        steps=120,
-        truth=Truth(first=GOOD),
-    ),
-    Case(
-        name="healthy-o3-dynamic",
-        level="O3",
-        options={"loss_scale": "dynamic"},
-        truth=Truth(first=GOOD),
-    ),
-    Case(
-        name="healthy-learns-by-heart",
-        level="O0",
-        kind="attention",
-        optimizer=ADAM,
-        lr=1e-2,
-        steps=250,
-        truth=Truth(first=GOOD),
-    ),
-    Case(
-        name="healthy-dropped-rate",
-        level="O2",
-        kind="conv",
-        rate=times(0.1),
-        at=since(30),
-        steps=60,
-        parts=3,
-        truth=Truth(first="Nothing to report"),
-    ),
-    Case(
-        name="healthy-o3-adam-large-eps",
-        level="O3",
-        optimizer=ADAM,
-        lr=1e-3,
-        more={"eps": 1e-4},
-        options={"loss_scale": 1024.0},
-        truth=Truth(first=GOOD),
-    ),
+    Case("data-beyond-float16", "The loss is infinite or nan, since step 18", do="data",
+        never=A_SCALE, data=times(1e6), at=since(18)),
+    Case("nan-in-one-forward-o5", "The loss is infinite or nan, since step 18", do="step 18",
+        level="O5", change=lambda x: x * (x.sum() * 0 / 0), at=only(18)),
+    Case("log-of-negatives-traced-o1", "The forward of blocks.1.spot makes nan, since step 9",
+        where="blocks.1.spot", never=f"float32|bfloat16|{A_SCALE}", level="O1",
+        change=lambda x: torch.log(x.float() - 5), at=since(9), options=TRACED),
+    Case("thrown-away-at-once-o0", "Training diverges, since step 2", do=LEARNING_RATE, level="O0",
+        lr=1e30, options={"numerics_every": 1}),
+    Case("diverges-slowly-o4", "Training diverges, since step 5", do=LEARNING_RATE, where="30",
+        level="O4", kind="attention", lr=30.0),
+    Case("o3-rmsprop-eps", "The eps of RMSprop turned weights into nan, since step 1", do="eps",
+        where="RMSprop", level="O3", kind="attention", optimizer=torch.optim.RMSprop, lr=1e-3),
+    Case("o3-adam-dynamic", "The eps of Adam turned weights into nan, since step 1", do="eps",
+        where="Adam", never=A_SCALE, level="O3", optimizer=ADAM, lr=1e-3,
+        options={"loss_scale": "dynamic", **TRACED}),
+    Case("o3-partly-zero", "Gradients vanish below the smallest float16 number, since step 1",
+        do="scale", level="O3", kind="attention", loss=times(1e-5)),
+    Case("o1-static-1e9", "A static loss scale of 1e.09 is too large, since step 1",
+        do="smaller|dynamic", level="O1", options={"loss_scale": 1e9}),
+    Case("o2-static-steep-at-17", "The backward of a finite loss makes inf or nan, since step 17",
+        do="huge", where="blocks.1.inner", options={"loss_scale": 2.0**12, "numerics_every": 1},
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)), at=since(17)),
+    Case("outlier-batch-o2", "The loss jumps to 4[0-9.]*e.03, at step 120", do="batch", steps=200,
+        kind="conv", lr=1e-4, loss=times(3e3), at=only(120)),
+    Case("loss-stays-high", "The loss jumps to 2[0-9]*, at step 50", do="on purpose", level="O5",
+        steps=120, lr=1e-4, loss=times(200), at=since(50)),
+    Case("o5-without-masters-stalls", "Updates round to nothing, since step 1", do="masters",
+        level="O5", lr=1e-4, options={"master_weights": False, "numerics": "full"}),
+    Case("o4-loss-times-zero", "All gradients are zero, since step 1", do="loss",
+        never=f"Pass|{A_SCALE}", level="O4", loss=times(0.0)),
+    Case("search-from-2^40", "Many steps in a row were skipped, since step 1", do=r"[Bb]egin",
+        steps=60, scale=2.0**40),
+    Case("nan-data-from-the-start", "The loss is infinite or nan, since step 1", do="data",
+        never=A_SCALE, data=times(float("nan")), steps=20),
+    Case("overflows-in-many-batches", "Gradients become infinite at any scale, since step 3",
+        where="backward of blocks.1.spot", never="trace", kind="attention", level="O1",
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)), at=lambda step: step % 3 == 0,
+        options=TRACED),
+    Case("loss-inf-once-o4", "The loss is infinite or nan, since step 21", do="step 21", level="O4",
+        loss=lambda loss: loss / (loss.detach() * 0), at=only(21)),
+    Case("lr-raised-then-high-but-finite", "Training diverges, since step 16", do=LEARNING_RATE,
+        where="raised", kind="conv", level="O1", rate=times(300), at=since(15)),
+    Case("static-o1-nan-data-late", "The loss is infinite or nan, since step 28", do="step 28",
+        level="O1", options={"loss_scale": 256.0}, data=times(float("nan")), at=only(28)),
+    Case("healthy-search-from-2^24", GOOD, scale=2.0**24, steps=60),
+    Case("healthy-falls-below-zero", GOOD, level="O5", loss=lambda loss: loss - 5, steps=120),
+    Case("healthy-o3-dynamic", GOOD, level="O3", options={"loss_scale": "dynamic"}),
+    Case("healthy-learns-by-heart", GOOD, level="O0", kind="attention", optimizer=ADAM, lr=1e-2,
+        steps=250),
+    Case("healthy-dropped-rate", "Nothing to report", level="O2", kind="conv", rate=times(0.1),
+        at=since(30), steps=60, parts=3),
+    Case("healthy-o3-adam-large-eps", GOOD, level="O3", optimizer=ADAM, lr=1e-3, more={"eps": 1e-4},
+        options={"loss_scale": 1024.0}),
 )
 """Kinds that the rules were not written with in view."""
 
 LATER = (
-    Case(
-        name="static-nan-by-a-root",
-        level="O1",
-        options={"loss_scale": 1024.0, "numerics_every": 1},
-        change=root_of_zero,
-        at=since(12),
-        truth=Truth(
-            first="The backward of a finite loss makes inf or nan, since step 12",
-            where="blocks.1.inner",
-            do="root",
-        ),
-    ),
-    Case(
-        name="empty-mask",
-        level="O1",
-        loss=lambda loss: loss + loss.new_zeros(0).mean(),
-        at=only(7, 8, 30),
-        truth=Truth(first="The loss is infinite or nan, since step 7", do="mask", never=A_SCALE),
-    ),
-    Case(
-        name="o3-nan-data-harmless-eps",
-        level="O3",
-        optimizer=ADAM,
-        lr=1e-3,
-        more={"eps": 1e-4},
-        data=times(float("nan")),
-        at=only(21),
-        truth=Truth(first="The loss is infinite or nan, since step 21", do="step 21", never="eps"),
-    ),
-    Case(
-        name="two-jumps",
-        level="O4",
-        steps=160,
-        lr=1e-4,
-        loss=times(500),
-        at=only(60, 120),
-        truth=Truth(first="The loss jumps to [0-9]+, at step (60|120)", where="more", do="batch"),
-    ),
-    Case(
-        name="o1-static-2^30-adam-conv",
-        level="O1",
-        kind="conv",
-        optimizer=ADAM,
-        lr=1e-3,
-        options={"loss_scale": 2.0**30},
-        truth=Truth(first="A static loss scale of 2³⁰ is too large, since step 1", do="dynamic"),
-    ),
-    Case(
-        name="ceiling-of-one",
-        level="O2",
-        net=Deep,
-        loss=times(1e-7),
-        scale=1.0,
-        options={"max_loss_scale": 1.0},
-        truth=Truth(
-            first="All gradients are zero in float16, since step 1", do="raise max_loss_scale"
-        ),
-    ),
-    Case(
-        name="no-step-in-30",
-        scale=2.0**60,
-        steps=30,
-        truth=Truth(first="No step was taken, since step 1", do="lower scale"),
-    ),
-    Case(
-        name="loss-times-zero-dynamic",
-        loss=times(0.0),
-        at=since(11),
-        truth=Truth(first="All gradients are zero, since step 11", do="depends", never="Pass"),
-    ),
-    Case(
-        name="unbounded-below",
-        level="O5",
-        loss=times(-1),
-        lr=20.0,
-        truth=Truth(first="Training diverges, since step [0-9]+", do="[Ll]ower the learning rate"),
-    ),
-    Case(
-        name="large-data-o3",
-        level="O3",
-        data=times(1e6),
-        truth=Truth(first="The loss is infinite or nan, since step 1", do="data"),
-    ),
-    Case(
-        name="output-beyond-float16",
-        change=lambda x: x * 200 * x.new_tensor(4e4),
-        kind="attention",
-        at=only(13, 26, 39),
-        options=TRACED,
-        truth=Truth(
-            first="The forward of blocks.1.spot makes inf, since step 13",
-            where="blocks.1.spot",
-            never=A_SCALE,
-        ),
-    ),
-    Case(
-        name="steep-in-single-batches-traced",
-        change=lambda x: steepen(6e4)(steepen(40.0)(x)),
-        at=lambda step: step % 5 == 0,
-        scale=2.0**16,
-        options=TRACED,
-        steps=35,
-        truth=Truth(
-            first="Overflows keep beginning in the backward of blocks.1.spot.*, since step 5",
-            where="blocks.1.spot",
-            never="overflow=.?.trace",
-        ),
-    ),
-    Case(
-        name="frozen-by-a-product-with-zero",
-        level="O5",
-        change=times(0.0),
-        truth=Truth(first="Nothing to worry about, 1 note", where="blocks.1.norm", do="used"),
-    ),
-    Case(name="healthy-accumulates-o1", level="O1", kind="conv", parts=8, truth=Truth(first=GOOD)),
-    Case(
-        name="healthy-noisy-data",
-        level="O2",
-        data=lambda x: x + torch.randn_like(x),
-        steps=150,
-        truth=Truth(first=GOOD),
-    ),
-    Case(
-        name="healthy-tiny-loss",
-        level="O2",
-        loss=times(1e-4),
-        scale=2.0**16,
-        steps=60,
-        truth=Truth(first=GOOD),
-    ),
-    Case(
-        name="healthy-huge-loss",
-        level="O5",
-        loss=times(1e4),
-        lr=5e-6,
-        steps=60,
-        truth=Truth(first=GOOD),
-    ),
-    Case(
-        name="healthy-warm-up",
-        level="O1",
-        lr=1e-3,
-        rate=times(30),
-        at=since(10),
-        truth=Truth(first=GOOD),
-    ),
+    Case("static-nan-by-a-root", "The backward of a finite loss makes inf or nan, since step 12",
+        do="root", where="blocks.1.inner", level="O1",
+        options={"loss_scale": 1024.0, "numerics_every": 1}, change=root_of_zero, at=since(12)),
+    Case("empty-mask", "The loss is infinite or nan, since step 7", do="mask", never=A_SCALE,
+        level="O1", loss=lambda loss: loss + loss.new_zeros(0).mean(), at=only(7, 8, 30)),
+    Case("o3-nan-data-harmless-eps", "The loss is infinite or nan, since step 21", do="step 21",
+        never="eps", level="O3", optimizer=ADAM, lr=1e-3, more={"eps": 1e-4},
+        data=times(float("nan")), at=only(21)),
+    Case("two-jumps", "The loss jumps to [0-9]+, at step (60|120)", do="batch", where="more",
+        level="O4", steps=160, lr=1e-4, loss=times(500), at=only(60, 120)),
+    Case("o1-static-2^30-adam-conv", "A static loss scale of 2³⁰ is too large, since step 1",
+        do="dynamic", level="O1", kind="conv", optimizer=ADAM, lr=1e-3,
+        options={"loss_scale": 2.0**30}),
+    Case("ceiling-of-one", "All gradients are zero in float16, since step 1",
+        do="raise max_loss_scale", level="O2", net=Deep, loss=times(1e-7), scale=1.0,
+        options={"max_loss_scale": 1.0}),
+    Case("no-step-in-30", "No step was taken, since step 1", do="lower scale", scale=2.0**60,
+        steps=30),
+    Case("loss-times-zero-dynamic", "All gradients are zero, since step 11", do="depends",
+        never="Pass", loss=times(0.0), at=since(11)),
+    Case("unbounded-below", "Training diverges, since step [0-9]+", do="[Ll]ower the learning rate",
+        level="O5", loss=times(-1), lr=20.0),
+    Case("large-data-o3", "The loss is infinite or nan, since step 1", do="data", level="O3",
+        data=times(1e6)),
+    Case("output-beyond-float16", "The forward of blocks.1.spot makes inf, since step 13",
+        where="blocks.1.spot", never=A_SCALE, change=lambda x: x * 200 * x.new_tensor(4e4),
+        kind="attention", at=only(13, 26, 39), options=TRACED),
+    Case("steep-in-single-batches-traced",
+        "Overflows keep beginning in the backward of blocks.1.spot.*, since step 5",
+        where="blocks.1.spot", never="overflow=.?.trace",
+        change=lambda x: steepen(6e4)(steepen(40.0)(x)), at=lambda step: step % 5 == 0,
+        scale=2.0**16, options=TRACED, steps=35),
+    Case("frozen-by-a-product-with-zero", "Nothing to worry about, 1 note", do="used",
+        where="blocks.1.norm", level="O5", change=times(0.0)),
+    Case("healthy-accumulates-o1", GOOD, level="O1", kind="conv", parts=8),
+    Case("healthy-noisy-data", GOOD, level="O2", data=lambda x: x + torch.randn_like(x), steps=150),
+    Case("healthy-tiny-loss", GOOD, level="O2", loss=times(1e-4), scale=2.0**16, steps=60),
+    Case("healthy-huge-loss", GOOD, level="O5", loss=times(1e4), lr=5e-6, steps=60),
+    Case("healthy-warm-up", GOOD, level="O1", lr=1e-3, rate=times(30), at=since(10)),
 )
 """Written after the rules had been mended for the ones above."""
 
 FURTHER = (
-    Case(name="warm-restarts", script=scripts.warm_restarts, truth=Truth(first=GOOD)),
-    Case(
-        name="nan-data-after-a-restart",
-        script=partial(scripts.warm_restarts, nan_at=43),
-        truth=Truth(
-            first="The loss is infinite or nan, since step 43", do="step 43", never=LEARNING_RATE
-        ),
-    ),
-    Case(name="fine-tuning", script=scripts.fine_tuning, truth=Truth(first=GOOD)),
-    Case(name="likelihood", script=scripts.likelihood, truth=Truth(first=GOOD)),
-    Case(
-        name="likelihood-nan-data",
-        script=partial(scripts.likelihood, nan_at=200),
-        truth=Truth(
-            first="The loss is infinite or nan, since step 200", do="step 200", never=LEARNING_RATE
-        ),
-    ),
-    Case(
-        name="likelihood-nan-data-o5",
-        script=partial(scripts.likelihood, level="O5", nan_at=200),
-        truth=Truth(
-            first="The loss is infinite or nan, since step 200", do="step 200", never=LEARNING_RATE
-        ),
-    ),
-    Case(name="policy-gradient", script=scripts.policy_gradient, truth=Truth(first=GOOD)),
-    Case(
-        name="curriculum",
-        script=scripts.curriculum,
-        truth=Truth(
-            first="The loss jumps to 2[0-9.]*, at step 101", do="on purpose", never="batch"
-        ),
-    ),
-    Case(
-        name="adversarial",
-        script=scripts.adversarial,
-        truth=Truth(
-            first="Nothing to worry about, 1 note", where="A loss rises.*loss 1", do="critic"
-        ),
-    ),
-    Case(name="sparse-looks", script=scripts.sparse_looks, truth=Truth(first=GOOD)),
-    Case(name="resumed", script=scripts.resumed, truth=Truth(first=GOOD)),
-    Case(
-        name="resumed-without-a-layer",
-        script=partial(scripts.resumed, is_lost=True),
-        truth=Truth(
-            first="The loss jumps to [0-9]+, at step 61",
-            where="went on from a checkpoint at step 60",
-            do="did not bring back",
-            never="batch",
-        ),
-    ),
-    Case(
-        name="a-good-run-after-a-bad-one",
-        script=partial(scripts.two_runs, bad=1),
-        truth=Truth(first=GOOD),
-    ),
-    Case(
-        name="a-bad-run-after-a-good-one",
-        script=partial(scripts.two_runs, bad=2),
-        truth=Truth(first="The loss is infinite or nan, since step 41", do="data", never=A_SCALE),
-    ),
-    Case(name="one-step", script=scripts.one_step, truth=Truth(first=GOOD)),
-    Case(name="hinge", script=scripts.hinge, truth=Truth(first=GOOD)),
-    Case(
-        name="overshooting",
-        script=scripts.overshooting,
-        truth=Truth(first="Training diverges, since step 2[1-9]", where="raised", do=LEARNING_RATE),
-    ),
+    Case("warm-restarts", GOOD, script=scripts.warm_restarts),
+    Case("nan-data-after-a-restart", "The loss is infinite or nan, since step 43", do="step 43",
+        never=LEARNING_RATE, script=partial(scripts.warm_restarts, nan_at=43)),
+    Case("fine-tuning", GOOD, script=scripts.fine_tuning),
+    Case("likelihood", GOOD, script=scripts.likelihood),
+    Case("likelihood-nan-data", "The loss is infinite or nan, since step 200", do="step 200",
+        never=LEARNING_RATE, script=partial(scripts.likelihood, nan_at=200)),
+    Case("likelihood-nan-data-o5", "The loss is infinite or nan, since step 200", do="step 200",
+        never=LEARNING_RATE, script=partial(scripts.likelihood, level="O5", nan_at=200)),
+    Case("policy-gradient", GOOD, script=scripts.policy_gradient),
+    Case("curriculum", "The loss jumps to 2[0-9.]*, at step 101", do="on purpose", never="batch",
+        script=scripts.curriculum),
+    Case("adversarial", "Nothing to worry about, 1 note", do="critic", where="A loss rises.*loss 1",
+        script=scripts.adversarial),
+    Case("sparse-looks", GOOD, script=scripts.sparse_looks),
+    Case("resumed", GOOD, script=scripts.resumed),
+    Case("resumed-without-a-layer", "The loss jumps to [0-9]+, at step 61", do="did not bring back",
+        where="went on from a checkpoint at step 60", never="batch",
+        script=partial(scripts.resumed, is_lost=True)),
+    Case("a-good-run-after-a-bad-one", GOOD, script=partial(scripts.two_runs, bad=1)),
+    Case("a-bad-run-after-a-good-one", "The loss is infinite or nan, since step 41", do="data",
+        never=A_SCALE, script=partial(scripts.two_runs, bad=2)),
+    Case("one-step", GOOD, script=scripts.one_step),
+    Case("hinge", GOOD, script=scripts.hinge),
+    Case("overshooting", "Training diverges, since step 2[1-9]", do=LEARNING_RATE, where="raised",
+        script=scripts.overshooting),
 )
 """Runs whose course is their own: schedules, kinds of losses, several parts or losses."""
 
 
-def changed(name: str, truth: Truth, **options: Any) -> Case:
+
+def changed(
+    name: str, first: str, *, do: str = "", where: str = "", never: str = "", **options: Any
+) -> Case:
     """A case of `report_changes`."""
-    return Case(name=name, truth=truth, script=partial(changes.trained, **options))
+    script = partial(changes.trained, **options)
+    return Case(name, first, do=do, where=where, never=never, script=script)
 
 
-REWRITTEN = Truth(
-    first="Weights change by more than updates can, since step 71", do="writes", never="keep_fp32"
-)
-RAISED = Truth(
-    first="Training diverges, since step 61",
-    where="Step 60 raised the learning rate",
-    do="back towards 0.05",
-    never=f"keep_fp32|small number|{A_SCALE}",
-)
+REWRITTEN: dict[str, Any] = {
+    "first": "Weights change by more than updates can, since step 71", "do": "writes",
+    "never": "keep_fp32",
+}
+RAISED: dict[str, Any] = {
+    "first": "Training diverges, since step 61", "do": "back towards 0.05",
+    "where": "Step 60 raised the learning rate", "never": f"keep_fp32|small number|{A_SCALE}",
+}
 QUICK = {"kind": ADAM, "lr": 1e-2}
 
 CHANGED = (
-    changed("raised-500-fold", RAISED, changes={60: changes.setting(lr=25.0)}),
-    changed("raised-500-fold-traced", RAISED, changes={60: changes.setting(lr=25.0)}, **TRACED),
-    changed("raised-500-fold-o5", RAISED, level="O5", changes={60: changes.setting(lr=25.0)}),
-    changed("raised-5000-fold-o1", RAISED, level="O1", changes={60: changes.setting(lr=250.0)}),
-    changed("raised-5000-fold-o0", RAISED, level="O0", changes={60: changes.setting(lr=250.0)}),
-    changed(
-        "raised-500-fold-and-recovered",
-        Truth(
-            first="The loss jumps to 7[0-9.]*, at step 61",
-            where="Step 60 raised the learning rate from 0.001 to 0.5",
-            do=LEARNING_RATE,
-        ),
-        kind=ADAM,
-        lr=1e-3,
-        changes={60: changes.setting(lr=0.5)},
-    ),
-    changed(
-        "warm-up-ends-too-high",
-        Truth(
-            first="The loss jumps to 1.03e.03, at step 106",
-            where="The learning rate grew from 0.000112 to 8.35",
-            do="end its warm-up at 0",
-        ),
-        kind=ADAM,
-        rate=changes.rate_of_warm_up,
-    ),
-    changed(
-        "rate-jumps-at-a-resume",
-        Truth(
-            first="Training diverges, since step 62",
-            where="Step 61 raised.*went on from a checkpoint at step 60",
-            do="schedule",
-        ),
-        rate=changes.rate_after_resuming,
-        resumed_at=60,
-    ),
-    changed(
-        "weights-replaced",
-        REWRITTEN,
-        numerics="full",
-        changes={71: lambda scene: scene.rewrite(10.0)},
-    ),
-    changed(
-        "weights-replaced-o5-traced",
-        REWRITTEN,
-        level="O5",
-        numerics="full",
-        changes={71: lambda scene: scene.rewrite(3e4)},
-        **TRACED,
-    ),
-    changed(
-        "weights-replaced-not-looked-at",
-        Truth(
-            first="The loss is infinite or nan, since step 71", do="the script wrote", never=A_SCALE
-        ),
-        changes={71: lambda scene: scene.rewrite(100.0)},
-    ),
-    changed(
-        "weights-replaced-traced",
-        Truth(
-            first="The loss jumps to 7.59e.03, at step 71",
-            do="the script wrote",
-            never=f"keep_fp32|small number|{A_SCALE}",
-        ),
-        changes={71: lambda scene: scene.rewrite(10.0)},
-        **TRACED,
-    ),
-    changed(
-        "layer-made-anew",
-        Truth(first="The loss jumps to 14[0-9.]*, at step 80", do="weights that the script wrote"),
-        changes={80: lambda scene: scene.rewrite(1.0, "head.weight")},
-        **QUICK,
-    ),
-    changed(
-        "decay-of-60",
-        Truth(first="The weight decay of SGD is too large, since step 1", do="0.02 or less"),
-        more={"weight_decay": 60.0},
-    ),
-    changed(
-        "decay-of-30-adamw",
-        Truth(first="The weight decay of AdamW is too large, since step 1", do="0.1 or less"),
-        kind=torch.optim.AdamW,
-        lr=1e-2,
-        more={"weight_decay": 30.0},
-    ),
-    changed(
-        "decay-of-10-adam",
-        Truth(first="The loss stays where it began, since step 1", do="weight decay is 10"),
-        more={"weight_decay": 10.0},
-        **QUICK,
-    ),
-    changed(
-        "momentum-of-1",
-        Truth(first="The momentum of SGD is 1, since step 1", do="0.9"),
-        lr=1.0,
-        more={"momentum": 1.0},
-    ),
-    changed(
-        "batch-of-zeros",
-        Truth(first="The loss jumps to 3[0-9.]*, at step 80", do="the batch of step 80"),
-        changes={
-            80: lambda scene: changes.setting(kept=scene.x, x=scene.x * 0)(scene),
-            81: lambda scene: changes.setting(x=scene.kept)(scene),
-        },
-        **QUICK,
-    ),
-    changed(
-        "zeros-from-80-on",
-        Truth(first="The loss jumps to 3[0-9.]*, at step 80", do="the data", never="batch"),
-        changes={80: changes.larger(0.0)},
-        **QUICK,
-    ),
-    changed(
-        "labels-permuted",
-        Truth(first="The loss jumps to 1[0-9.]*, at step 80", do="the labels", never="batch"),
-        changes={80: changes.permuted},
-        **QUICK,
-    ),
-    changed(
-        "inputs-1000-times-larger",
-        Truth(
-            first="The loss jumps to 57[0-9.]*, at step 80",
-            where="weight of stem is [0-9]+ times",
-            do="the scale of the data",
-            never="^Lower the learning rate",
-        ),
-        norm=nn.Identity(),
-        changes={80: changes.larger(1e3)},
-    ),
-    changed(
-        "batch-norm-over-one",
-        Truth(first="No gradient reaches stem.weight, since step 1", do="norm over a single value"),
-        norm=changes.OwnBatchNorm(),
-        changes={1: changes.setting(keep=slice(0, 1))},
-    ),
-    changed(
-        "clip-far-too-small",
-        Truth(first="The loss stays where it began, since step 1", do="clipped to"),
-        clip=1e-6,
-    ),
-    changed(
-        "dead-relu",
-        Truth(first="No gradient reaches stem.weight, since step 1", do="relu"),
-        norm=nn.Identity(),
-        changes={1: changes.dead},
-    ),
-    changed(
-        "relu-that-dies",
-        Truth(first="No gradient reaches stem.weight, since step 51", do="relu"),
-        changes={50: changes.dead},
-    ),
-    changed(
-        "loss-not-divided-by-16",
-        Truth(first="The loss jumps to 14.9, at step 80", do="divided by", never="batch of"),
-        changes={80: changes.setting(factor=16.0)},
-    ),
-    changed(
-        "loss-divided-by-64-twice",
-        Truth(first="The loss stays where it began, since step 1", do="divided by"),
-        changes={1: changes.setting(factor=1 / 64)},
-    ),
+    changed("raised-500-fold", changes={60: changes.setting(lr=25.0)}, **RAISED),
+    changed("raised-500-fold-traced", changes={60: changes.setting(lr=25.0)}, **TRACED, **RAISED),
+    changed("raised-500-fold-o5", level="O5", changes={60: changes.setting(lr=25.0)}, **RAISED),
+    changed("raised-5000-fold-o1", level="O1", changes={60: changes.setting(lr=250.0)}, **RAISED),
+    changed("raised-5000-fold-o0", level="O0", changes={60: changes.setting(lr=250.0)}, **RAISED),
+    changed("raised-500-fold-and-recovered", "The loss jumps to 7[0-9.]*, at step 61",
+        do=LEARNING_RATE, where="Step 60 raised the learning rate from 0.001 to 0.5", kind=ADAM,
+        lr=1e-3, changes={60: changes.setting(lr=0.5)}),
+    changed("warm-up-ends-too-high", "The loss jumps to 1.03e.03, at step 106",
+        do="end its warm-up at 0", where="The learning rate grew from 0.000112 to 8.35", kind=ADAM,
+        rate=changes.rate_of_warm_up),
+    changed("rate-jumps-at-a-resume", "Training diverges, since step 62", do="schedule",
+        where="Step 61 raised.*went on from a checkpoint at step 60",
+        rate=changes.rate_after_resuming, resumed_at=60),
+    changed("weights-replaced", numerics="full", changes={71: lambda scene: scene.rewrite(10.0)},
+        **REWRITTEN),
+    changed("weights-replaced-o5-traced", level="O5", numerics="full",
+        changes={71: lambda scene: scene.rewrite(3e4)}, **TRACED, **REWRITTEN),
+    changed("weights-replaced-not-looked-at", "The loss is infinite or nan, since step 71",
+        do="the script wrote", never=A_SCALE, changes={71: lambda scene: scene.rewrite(100.0)}),
+    changed("weights-replaced-traced", "The loss jumps to 7.59e.03, at step 71",
+        do="the script wrote", never=f"keep_fp32|small number|{A_SCALE}",
+        changes={71: lambda scene: scene.rewrite(10.0)}, **TRACED),
+    changed("layer-made-anew", "The loss jumps to 14[0-9.]*, at step 80",
+        do="weights that the script wrote",
+        changes={80: lambda scene: scene.rewrite(1.0, "head.weight")}, **QUICK),
+    changed("decay-of-60", "The weight decay of SGD is too large, since step 1", do="0.02 or less",
+        more={"weight_decay": 60.0}),
+    changed("decay-of-30-adamw", "The weight decay of AdamW is too large, since step 1",
+        do="0.1 or less", kind=torch.optim.AdamW, lr=1e-2, more={"weight_decay": 30.0}),
+    changed("decay-of-10-adam", "The loss stays where it began, since step 1",
+        do="weight decay is 10", more={"weight_decay": 10.0}, **QUICK),
+    changed("momentum-of-1", "The momentum of SGD is 1, since step 1", do="0.9", lr=1.0,
+        more={"momentum": 1.0}),
+    changed("batch-of-zeros", "The loss jumps to 3[0-9.]*, at step 80", do="the batch of step 80",
+        changes={80: lambda scene: changes.setting(kept=scene.x, x=scene.x * 0)(scene),
+            81: lambda scene: changes.setting(x=scene.kept)(scene)},
+        **QUICK),
+    changed("zeros-from-80-on", "The loss jumps to 3[0-9.]*, at step 80", do="the data",
+        never="batch", changes={80: changes.larger(0.0)}, **QUICK),
+    changed("labels-permuted", "The loss jumps to 1[0-9.]*, at step 80", do="the labels",
+        never="batch", changes={80: changes.permuted}, **QUICK),
+    changed("inputs-1000-times-larger", "The loss jumps to 57[0-9.]*, at step 80",
+        do="the scale of the data", where="weight of stem is [0-9]+ times",
+        never="^Lower the learning rate", norm=nn.Identity(), changes={80: changes.larger(1e3)}),
+    changed("batch-norm-over-one", "No gradient reaches stem.weight, since step 1",
+        do="norm over a single value", norm=changes.OwnBatchNorm(),
+        changes={1: changes.setting(keep=slice(0, 1))}),
+    changed("clip-far-too-small", "The loss stays where it began, since step 1", do="clipped to",
+        clip=1e-6),
+    changed("dead-relu", "No gradient reaches stem.weight, since step 1", do="relu",
+        norm=nn.Identity(), changes={1: changes.dead}),
+    changed("relu-that-dies", "No gradient reaches stem.weight, since step 51", do="relu",
+        changes={50: changes.dead}),
+    changed("loss-not-divided-by-16", "The loss jumps to 14.9, at step 80", do="divided by",
+        never="batch of", changes={80: changes.setting(factor=16.0)}),
+    changed("loss-divided-by-64-twice", "The loss stays where it began, since step 1",
+        do="divided by", changes={1: changes.setting(factor=1 / 64)}),
 )
 """Runs that something is changed in at some step, and settings that are wrong from the first."""
 
+# fmt: on
+
+KINDS = {
+    "faulty runs": FAULTY,
+    "healthy runs": HEALTHY,
+    "unseen": UNSEEN,
+    "later": LATER,
+    "further": FURTHER,
+    "changed": CHANGED,
+}
 CASES = (*CHANGED, *FAULTY, *HEALTHY, *UNSEEN, *LATER, *FURTHER)
 
 
@@ -1107,41 +528,20 @@ def judge_case(case: Case) -> str:
     findings = advise(run)
     first = judge(run, findings).title
     told = " ".join(f"{f.title} {f.where} {f.number}" for f in findings[:1])
-    does = " ".join(f.do for f in findings)
-    truth = case.truth
-    wrong = [
-        what
-        for what, is_right in (
-            ("first line", bool(re.fullmatch(truth.first, first))),
-            ("where", bool(re.search(truth.where, told))),
-            ("do", not truth.do or bool(findings and re.search(truth.do, findings[0].do))),
-            ("never", not (truth.never and re.search(truth.never, does))),
-        )
-        if not is_right
-    ]
-    if not wrong:
-        return ""
-    first_do = findings[0].do if findings else ""
-    return f"{case.name}: {', '.join(wrong)}; got {first!r}; {told}; {first_do}"
+    do = findings[0].do if findings else ""
+    checks = {
+        "first line": re.fullmatch(case.first, first),
+        "where": re.search(case.where, told),
+        "do": re.search(case.do, do),
+        "never": not case.never or not re.search(case.never, " ".join(f.do for f in findings)),
+    }
+    wrong = ", ".join(what for what, is_right in checks.items() if not is_right)
+    return f"{case.name}: {wrong}; got {first!r}; {told}; {do}" if wrong else ""
 
 
 def scores(every: int, offset: int) -> list[Score]:
     """Train each ``every``-th case, and count the reports whose first advice is right."""
-    counted: list[Score] = []
-    for kind, cases in (
-        ("report, faulty runs", FAULTY),
-        ("report, healthy runs", HEALTHY),
-        ("report, unseen", UNSEEN),
-        ("report, later", LATER),
-        ("report, further", FURTHER),
-        ("report, changed", CHANGED),
-    ):
-        score = Score(kind)
-        for case in cases[offset::every]:
-            wrong = judge_case(case)
-            if wrong:
-                score.wrong.append(wrong)
-            else:
-                score.right += 1
-        counted.append(score)
-    return counted
+    return [
+        Score.of(f"report, {kind}", map(judge_case, cases[offset::every]))
+        for kind, cases in KINDS.items()
+    ]

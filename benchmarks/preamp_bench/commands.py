@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 import preamp
-from preamp.cli.console import make_console
+from preamp.cli.console import make_console, refused
 from preamp.cli.demo import choose_device
 from preamp.core.errors import PreampUnavailableError, message
 from preamp_bench import distributed, records, step, train
@@ -22,7 +21,6 @@ bench = typer.Typer(
     name="bench", help="Measure preamp against the same written by hand.", no_args_is_help=True
 )
 
-Value = TypeVar("Value")
 Out = Annotated[Path | None, typer.Option(help="File that rows are appended to, as JSON lines.")]
 Seconds = Annotated[float, typer.Option(help="Time for each comparison; a few rounds always run.")]
 Device = Annotated[str, typer.Option(help="auto (cuda where there is one), cpu, cuda, …")]
@@ -48,8 +46,7 @@ def bench_step(
         counts, sizes = numbers(params, "--params"), numbers(tensors, "--tensors")
         cases = step.grid(counts, sizes, _clips(clips), where)
     except (ValueError, PreampUnavailableError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     for case in cases:
         rows = step.run_case(case, Effort(seconds=seconds), threads)
         show_step(rows, console)
@@ -79,8 +76,7 @@ def bench_train(
             TaskConfig(name=name, width=width, batch=batch, device=where) for name in _names(models)
         ]
     except (ValueError, PreampUnavailableError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     for task in tasks:
         for level in names:
             rows = train.run_level(task, level, Effort(seconds=seconds))
@@ -101,36 +97,35 @@ def bench_distributed(
     try:
         config = distributed.Config(width=width, rounds=rounds)
     except ValueError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     rows = distributed.run(config)
     show_distributed(rows, make_console())
     keep(rows, out)
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Read numbers separated by commas.
-
-    Args:
-        text: Such as ``"1e6,2000"``.
-        option: What it was given for.
-
-    Returns:
-        The numbers.
+    """Read numbers separated by commas, such as ``"1e6,2000"``.
 
     Raises:
         ValueError: One of them is not a whole number above zero.
     """
-    return [_read(part.strip(), _whole, option) for part in text.split(",")]
+    try:
+        found = [float(part) for part in text.split(",")]
+        if all(value >= 1 and value == int(value) for value in found):
+            return [int(value) for value in found]
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(
+        message(
+            f"{option} got {text!r}",
+            "It takes whole numbers above zero, separated by commas",
+            f"Pass for example {option} 1000,1e6",
+        )
+    )
 
 
 def keep(rows: list[records.Record], out: Path | None) -> None:
-    """Append rows to the file that was asked for.
-
-    Args:
-        rows: What was measured.
-        out: The file, or nothing.
-    """
+    """Append rows to the file that was asked for."""
     if out is not None:
         records.append(out, rows)
 
@@ -147,23 +142,3 @@ def _clips(text: str) -> tuple[bool, ...]:
             message(f"--clips got {text!r}", f"It takes {', '.join(known)}", "Check the spelling")
         )
     return known[text]
-
-
-def _whole(text: str) -> int:
-    value = float(text)
-    if value < 1 or value != int(value):
-        raise ValueError
-    return int(value)
-
-
-def _read(text: str, kind: Callable[[str], Value], option: str) -> Value:
-    try:
-        return kind(text)
-    except (ValueError, OverflowError):
-        raise ValueError(
-            message(
-                f"{option} got {text!r}",
-                "It takes whole numbers above zero, separated by commas",
-                f"Pass for example {option} 1000,1e6",
-            )
-        ) from None

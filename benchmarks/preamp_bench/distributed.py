@@ -37,17 +37,11 @@ WORLDS = (8, 64, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        group: What it is compared with: the first of its group.
-        level: The opt level; ``None`` for plain torch.
-        is_shared: Whether ranks share optimizer state and masters.
-    """
-
-    group: str
-    level: str | None = None
-    is_shared: bool = False
+    group: str  # what it is compared with: the first of its group
+    level: str | None = None  # the opt level; ``None`` for plain torch
+    is_shared: bool = False  # whether ranks share optimizer state and masters
 
 
 WAYS: Mapping[str, Way] = MappingProxyType(
@@ -69,14 +63,10 @@ COLLECTIVES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        width: Of the model's four linear layers.
-        rounds: How often each step is timed; as often on every rank, since each is a matter of all.
-    """
-
-    width: int = 512
+    width: int = 512  # of the model's four linear layers
+    # How often each step is timed; as often on every rank, since each is a matter of all.
     rounds: int = 30
 
     def __post_init__(self) -> None:
@@ -92,12 +82,7 @@ class Config:
 
 
 def make_step(way: Way, width: int) -> Callable[[], None]:
-    """Make a function that takes a whole training step: forward, backward, clipping, AdamW.
-
-    Args:
-        way: How to train.
-        width: Of the layers.
-    """
+    """Make a function that takes a whole training step: forward, backward, clipping, AdamW."""
     torch.manual_seed(0)
     layers = [nn.Linear(width, width) for _ in range(4)]
     model: Any = nn.Sequential(*layers)
@@ -127,14 +112,7 @@ def make_step(way: Way, width: int) -> Callable[[], None]:
 
 
 def run(config: Config) -> list[records.Record]:
-    """Start the ranks and measure; every variant runs once in each round.
-
-    Args:
-        config: What.
-
-    Returns:
-        One record for each way to train and each collective, as the first rank saw it.
-    """
+    """Start the ranks and measure, every variant once a round; returns what the first rank saw."""
     with tempfile.TemporaryDirectory() as folder:
         # Forks of a server end without finalizing Python. Spawned ones finalize, and may abort as
         # gloo's threads take Python's lock to free the last tensors (pytorch/pytorch#190489).

@@ -21,34 +21,21 @@ FEWEST_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to do the work.
+    """One way to do the work."""
 
-    Attributes:
-        name: Name in the rows.
-        group: Variants of one group do the same work; ratios are to the group's first.
-        seconds: Does the work once and returns how long it took; see `stopwatch`.
-    """
-
-    name: str
-    group: str
-    seconds: Callable[[], float]
+    name: str  # name in the rows
+    group: str  # variants of one group do the same work; ratios are to the group's first
+    seconds: Callable[[], float]  # does the work once and returns how long it took; see `stopwatch`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        seconds: No round begins later, once there are ``least``.
-        least: Rounds at least.
-        most: Rounds at most.
-        warmup: Rounds before, which are not counted.
-    """
-
-    seconds: float = 10.0
-    least: int = FEWEST_ROUNDS
-    most: int = 50
-    warmup: int = 1
+    seconds: float = 10.0  # no round begins later, once there are ``least``
+    least: int = FEWEST_ROUNDS  # rounds at least
+    most: int = 50  # rounds at most
+    warmup: int = 1  # rounds before, which are not counted
 
     def __post_init__(self) -> None:
         """Refuse what cannot be summarised."""
@@ -64,35 +51,20 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was measured of one variant, in milliseconds.
+    """What was measured of one variant, in milliseconds."""
 
-    Attributes:
-        name: The variant.
-        group: Its group.
-        baseline: The variant to which the ratios are.
-        best: Shortest round.
-        p20: A fifth of the rounds was shorter.
-        p50: Median.
-        p80: A fifth of the rounds was longer.
-        best_ratio: Best over the baseline's best.
-        ratio_p20: Of the ratios within a round, lower end of the spread.
-        ratio_p50: Median ratio within a round.
-        ratio_p80: Upper end of the spread.
-        rounds: Number of rounds.
-    """
-
-    name: str
-    group: str
-    baseline: str
-    best: float
-    p20: float
-    p50: float
-    p80: float
-    best_ratio: float
-    ratio_p20: float
-    ratio_p50: float
-    ratio_p80: float
-    rounds: int
+    name: str  # the variant
+    group: str  # its group
+    baseline: str  # the variant to which the ratios are
+    best: float  # shortest round
+    p20: float  # a fifth of the rounds was shorter
+    p50: float  # median
+    p80: float  # a fifth of the rounds was longer
+    best_ratio: float  # best over the baseline's best
+    ratio_p20: float  # of the ratios within a round, lower end of the spread
+    ratio_p50: float  # median ratio within a round
+    ratio_p80: float  # upper end of the spread
+    rounds: int  # number of rounds
 
 
 def stopwatch(
@@ -101,15 +73,9 @@ def stopwatch(
     prepare: Callable[[], object] = lambda: None,
     synchronize: Callable[[], object] = lambda: None,
 ) -> Callable[[], float]:
-    """Make a function that times ``run``.
+    """Make a function that times ``run``, and returns seconds.
 
-    Args:
-        run: The work.
-        prepare: Restores what ``run`` changes; called before it, not timed.
-        synchronize: Waits for the device; called before the clock is read.
-
-    Returns:
-        A function that returns seconds.
+    ``prepare`` restores what ``run`` changes, untimed; ``synchronize`` waits for the device.
     """
 
     def seconds() -> float:
@@ -124,14 +90,7 @@ def stopwatch(
 
 
 def measure(variants: Sequence[Variant], effort: Effort) -> list[Row]:
-    """Time all variants, interleaved.
-
-    Args:
-        variants: What to compare; names are unique.
-        effort: How long.
-
-    Returns:
-        One row for each variant, in the order given, compared with the first of its group.
+    """Time all variants, interleaved; return a row for each, over the first of its group.
 
     Raises:
         ValueError: Two variants have one name.
@@ -142,14 +101,7 @@ def measure(variants: Sequence[Variant], effort: Effort) -> list[Row]:
 
 
 def time_rounds(variants: Sequence[Variant], effort: Effort) -> dict[str, list[float]]:
-    """Run all variants in turns and keep every duration.
-
-    Args:
-        variants: What to time; names are unique.
-        effort: How long.
-
-    Returns:
-        Seconds by name; the n-th of each belong to one round.
+    """Return seconds by name; the n-th of each belong to one round.
 
     Raises:
         ValueError: Two variants have one name.
@@ -174,16 +126,7 @@ def time_rounds(variants: Sequence[Variant], effort: Effort) -> dict[str, list[f
 
 
 def compare(variant: Variant, baseline: str, seconds: dict[str, list[float]]) -> Row:
-    """Summarise one variant.
-
-    Args:
-        variant: The variant.
-        baseline: Name of the one it is compared with.
-        seconds: What `time_rounds` returned.
-
-    Returns:
-        The row.
-    """
+    """Summarise one variant."""
     own, base = seconds[variant.name], seconds[baseline]
     p20, p50, p80 = _spread([1e3 * value for value in own])
     ratio_p20, ratio_p50, ratio_p80 = _spread([a / b for a, b in zip(own, base, strict=True)])

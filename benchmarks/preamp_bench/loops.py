@@ -47,37 +47,17 @@ class Loop(Protocol):
 
 
 def torch_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make torch's AdamW.
-
-    Args:
-        parameters: What it updates.
-
-    Returns:
-        The optimizer.
-    """
+    """Make torch's AdamW."""
     return torch.optim.AdamW(parameters, **SETTINGS, fused=True)
 
 
 def fused_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make preamp's AdamW.
-
-    Args:
-        parameters: What it updates.
-
-    Returns:
-        The optimizer.
-    """
+    """Make preamp's AdamW."""
     return FusedAdam(parameters, **SETTINGS, adam_w_mode=True)
 
 
 class WithPreamp:
-    """The three lines of preamp in an ordinary loop.
-
-    Args:
-        task: What to train.
-        level: The opt level.
-        make: Makes the optimizer.
-    """
+    """The three lines of preamp in an ordinary loop."""
 
     def __init__(self, task: Task, level: str, make: MakeOptimizer) -> None:
         """Initialize the model and its optimizer."""
@@ -102,11 +82,7 @@ class WithPreamp:
 class Autocast:
     """float32 weights; `torch.autocast` and `torch.amp.GradScaler` as far as they are wanted.
 
-    Args:
-        task: What to train.
-        half: Dtype of autocast, or nothing.
-        scales: Whether to scale the loss.
-        widens: Whether a CPU computes in float32 what a GPU does, as preamp does everywhere.
+    Where it ``widens``, a CPU computes in float32 what a GPU does, as preamp does everywhere.
     """
 
     def __init__(
@@ -160,12 +136,7 @@ def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PureHalf:
-    """Everything in half precision; no masters, no loss scale.
-
-    Args:
-        task: What to train.
-        half: Dtype of the weights.
-    """
+    """Everything in half precision; no masters, no loss scale."""
 
     def __init__(self, task: Task, half: torch.dtype) -> None:
         """Cast the model and make the optimizer."""
@@ -188,10 +159,7 @@ class PureHalf:
 class Masters:
     """Half weights, float32 batch normalization and masters; gradients of these keep their memory.
 
-    Args:
-        task: What to train.
-        half: Dtype of the weights.
-        scale: First loss scale; 1 is never changed.
+    A first loss scale of 1 is never changed.
     """
 
     def __init__(self, task: Task, half: torch.dtype, scale: float) -> None:
@@ -275,14 +243,8 @@ BY_HAND: Mapping[str, Callable[[Task], Loop]] = MappingProxyType(
 def make_loop(task: Task, way: str, level: str) -> Loop:
     """Make the loop that a worker runs.
 
-    Args:
-        task: What to train.
-        way: ``"by hand"``; ``"autocast"``, torch's for bfloat16 as it is on the device; or with
-            preamp ``"torch AdamW"`` or ``"FusedAdam"``.
-        level: The opt level; ``"autocast"`` has none.
-
-    Returns:
-        The loop.
+    ``way`` is ``"by hand"``; ``"autocast"``, torch's for bfloat16 as it is on the device, whatever
+    the level; or, with preamp, ``"torch AdamW"`` or ``"FusedAdam"``.
     """
     if way == "by hand":
         return BY_HAND[level](task)

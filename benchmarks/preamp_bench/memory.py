@@ -16,9 +16,6 @@ class Peak:
 
     On CUDA what torch's allocator handed out; on the CPU, under Linux, resident memory as the
     kernel counts it, pages that an allocator keeps included; elsewhere nothing is known.
-
-    Args:
-        device: Where tensors are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,11 +31,7 @@ class Peak:
                 self._start = proc_bytes("self/status", "VmRSS")
 
     def bytes(self) -> int | None:
-        """Return the peak so far.
-
-        Returns:
-            Bytes, or ``None`` where there is no way to tell.
-        """
+        """Return the peak so far; ``None`` where there is no way to tell."""
         if self._start is None:
             return None
         if self._device.type == "cuda":
@@ -48,13 +41,6 @@ class Peak:
 
 def proc_bytes(file: str, key: str) -> int:
     """Read one of the sizes that Linux tells in kilobytes.
-
-    Args:
-        file: Path below ``/proc``.
-        key: What stands before the colon.
-
-    Returns:
-        Bytes.
 
     Raises:
         OSError: There is no such file here.

@@ -22,15 +22,8 @@ def of_module(
 ) -> Callable[[StepCase, Gradients], Work]:
     """Make the variant of an optimizer on bfloat16 weights.
 
-    Args:
-        module: Where it is; imported when the variant is made.
-        name: Its name there.
-        least: Elements below which it treats a tensor as torch's AdamW does.
-        options: Arguments besides learning rate and weight decay.
-
-    Returns:
-        A function of case and gradients that returns the variant, and raises what the package
-        raises where it is missing or does not run.
+    Below ``least`` elements it treats a tensor as torch's AdamW does. Making it imports ``module``,
+    and raises what the package raises where it is missing or does not run.
     """
 
     def build(case: StepCase, gradients: Gradients) -> Work:

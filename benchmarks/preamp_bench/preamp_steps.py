@@ -21,26 +21,12 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def torch_adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Make torch's own AdamW.
-
-    Args:
-        parameters: What it updates.
-
-    Returns:
-        The optimizer.
-    """
+    """Make torch's own AdamW."""
     return torch.optim.AdamW(parameters, **SETTINGS, fused=True)
 
 
 def fused_adam(parameters: Any) -> torch.optim.Optimizer:
-    """Make preamp's AdamW.
-
-    Args:
-        parameters: What it updates.
-
-    Returns:
-        The optimizer.
-    """
+    """Make preamp's AdamW."""
     return FusedAdam(parameters, **SETTINGS, adam_w_mode=True)
 
 
@@ -49,13 +35,7 @@ def through_engine(
 ) -> Callable[[StepCase, Gradients], Work]:
     """Make a step of a training loop: `preamp.scale_loss`, clipping, ``step``.
 
-    Args:
-        level: The opt level; O0 gets a dynamic loss scale, so that it does what GradScaler does.
-        make: Makes the optimizer.
-        storage: Of masters and moments.
-
-    Returns:
-        A function of case and gradients that returns the variant.
+    O0 gets a dynamic loss scale, so that it does what GradScaler does.
     """
 
     def build(case: StepCase, gradients: Gradients) -> Work:
@@ -86,13 +66,6 @@ def through_ops(case: StepCase, gradients: Gradients) -> Work:
     """The ops alone: census, then AdamW on masters with the halves rounded along.
 
     What the engine adds to this is bookkeeping per tensor.
-
-    Args:
-        case: The size.
-        gradients: Half, scaled.
-
-    Returns:
-        The variant; the loss scale is left alone, an overflow is decided on the device.
     """
     ops = backend("auto")
     weights = Weights(case)

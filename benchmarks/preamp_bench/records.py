@@ -24,55 +24,23 @@ provenance; lines of status ``"measured"`` have the fields of a row, the others 
 
 
 def measured(row: Row, **more: object) -> Record:
-    """Make the record of a row.
-
-    Args:
-        row: What the harness returned.
-        more: What else is true of it.
-
-    Returns:
-        The record.
-    """
+    """Make the record of a row."""
     return {**asdict(row), "status": "measured", **more}
 
 
 def not_measured(name: str, group: str, reason: str, **more: object) -> Record:
-    """Make the record of a variant that did not run.
-
-    Args:
-        name: The variant.
-        group: Its group.
-        reason: Why.
-        more: What else is true of it.
-
-    Returns:
-        The record.
-    """
+    """Make the record of a variant that did not run."""
     return {"name": name, "group": group, "status": "not measured", "reason": reason, **more}
 
 
 def reason_of(error: Exception) -> str:
-    """Put an exception into one line.
-
-    Args:
-        error: What a variant raised.
-
-    Returns:
-        Its class and the first line of its message.
-    """
+    """Put an exception into one line: its class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def provenance(device: torch.device) -> Record:
-    """Tell where and with what a measurement is made; part of every line.
-
-    Args:
-        device: Where the tensors are.
-
-    Returns:
-        Date, machine, threads, versions, commit.
-    """
+    """Tell where and with what a measurement is made; part of every line."""
     on_gpu = device.type == "cuda"
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -88,11 +56,7 @@ def provenance(device: torch.device) -> Record:
 
 
 def cpu_model() -> str:
-    """Name the processor, as far as the system tells it, and what torch uses of it.
-
-    Returns:
-        Such as ``"AMD EPYC (AVX2)"``.
-    """
+    """Name the processor, as far as the system tells it, and what torch uses of it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -121,12 +85,7 @@ def _commit() -> str:
 
 
 def append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
-    """Append records to a file, one JSON object a line.
-
-    Args:
-        path: The file; its folder is made where it does not exist.
-        records: What to append.
-    """
+    """Append records to a file, one JSON object a line; its folder is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for record in records:
@@ -134,12 +93,5 @@ def append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """Read a result file.
-
-    Args:
-        path: What `append` wrote.
-
-    Returns:
-        Its records.
-    """
+    """Read a result file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

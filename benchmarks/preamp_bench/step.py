@@ -34,19 +34,14 @@ _BYTES_TO_HOLD = {torch.float16: 150, torch.bfloat16: 190}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A row of the table of variants.
+    """A row of the table of variants."""
 
-    Attributes:
-        name: Name in the rows.
-        build: Makes it ready to run; its tensors exist from then on.
-        bytes: What a step moves at least, in bytes per parameter of the case.
-        may_fail: Whether it depends on more than torch and may be missing here.
-    """
-
-    name: str
+    name: str  # name in the rows
+    # Makes it ready to run; its tensors exist from then on.
     build: Callable[[StepCase, Gradients], Work]
+    # What a step moves at least, in bytes per parameter of the case.
     bytes: Callable[[StepCase], int]
-    may_fail: bool = False
+    may_fail: bool = False  # whether it depends on more than torch and may be missing here
 
 
 def _fp32(case: StepCase) -> int:
@@ -152,17 +147,7 @@ BF16_ONLY = (
 def grid(
     parameters: Sequence[int], tensors: Sequence[int], clips: Sequence[bool], device: torch.device
 ) -> list[StepCase]:
-    """List the cases of a run.
-
-    Args:
-        parameters: Elements.
-        tensors: Numbers of tensors.
-        clips: Whether to clip: one value, or both.
-        device: Where.
-
-    Returns:
-        All combinations, with float16 and with bfloat16.
-    """
+    """List the cases of a run."""
     return [
         StepCase(parameters=count, tensors=number, half=half, clip=clip, device=device)
         for count, number, clip, half in product(parameters, tensors, clips, HALF)
@@ -171,14 +156,6 @@ def grid(
 
 def run_case(case: StepCase, effort: Effort, threads: int = 1) -> list[records.Record]:
     """Measure all variants of one case.
-
-    Args:
-        case: The size.
-        effort: How long.
-        threads: How many torch and the kernels take.
-
-    Returns:
-        A record for each variant, the copy last.
 
     Mutates:
         torch's number of threads.

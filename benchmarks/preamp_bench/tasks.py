@@ -21,20 +21,13 @@ PIXELS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """Size of a task.
+    """Size of a task."""
 
-    Attributes:
-        name: ``"gpt"`` or ``"convnet"``.
-        width: Of the GPT's residual stream; the convolutions have a quarter, half and all of it
-            as channels.
-        batch: Windows of text, or images, in a step.
-        device: Where to train, as ``torch.device`` spells it.
-    """
-
-    name: str
+    name: str  # ``"gpt"`` or ``"convnet"``
+    # Of the GPT's residual stream; the convolutions have a quarter, half and all of it as channels.
     width: int = 256
-    batch: int = 8
-    device: str = "cpu"
+    batch: int = 8  # windows of text, or images, in a step
+    device: str = "cpu"  # where to train, as ``torch.device`` spells it
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built."""
@@ -69,16 +62,11 @@ class Task:
     """A float32 model, one batch, and the loss.
 
     The batch is the same in every step and random: it costs what any other costs.
-
-    Attributes:
-        model: The model.
-        inputs: Bytes, shape (batch, context), int64, or images, (batch, 3, 32, 32), float32.
-        targets: Classes, int64; for bytes the shape of the inputs, for images (batch,).
     """
 
-    model: nn.Module
-    inputs: Tensor
-    targets: Tensor
+    model: nn.Module  # the model
+    inputs: Tensor  # bytes, shape (batch, context), int64, or images, (batch, 3, 32, 32), float32
+    targets: Tensor  # classes, int64; for bytes the shape of the inputs, for images (batch,)
 
     @property
     def device(self) -> torch.device:
@@ -86,26 +74,12 @@ class Task:
         return self.inputs.device
 
     def loss(self, outputs: Tensor) -> Tensor:
-        """Compute the mean cross-entropy.
-
-        Args:
-            outputs: Logits, the classes in the last dimension.
-
-        Returns:
-            A scalar.
-        """
+        """Compute the mean cross-entropy."""
         return F.cross_entropy(outputs.flatten(0, -2), self.targets.flatten())
 
 
 def make_task(config: TaskConfig) -> Task:
-    """Draw a task; equal configurations give equal ones.
-
-    Args:
-        config: Its size.
-
-    Returns:
-        The task.
-    """
+    """Draw a task; equal configurations give equal ones."""
     return TASKS[config.name](config)
 
 

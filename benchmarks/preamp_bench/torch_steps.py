@@ -16,15 +16,7 @@ from preamp_bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weight
 
 
 def grad_scaler(case: StepCase, gradients: Gradients) -> Work:
-    """The usual way with float32 weights: `torch.amp.GradScaler` and fused AdamW.
-
-    Args:
-        case: The size.
-        gradients: float32, scaled.
-
-    Returns:
-        The variant.
-    """
+    """The usual way with float32 weights: `torch.amp.GradScaler` and fused AdamW."""
     parameters = list(Weights(case).parameters())
     optimizer = torch.optim.AdamW(parameters, **SETTINGS, fused=True)
     scaler = torch.amp.GradScaler(case.device.type)
@@ -63,15 +55,7 @@ class _Masters:
 
 
 def naive_masters(case: StepCase, gradients: Gradients) -> Work:
-    """Masters by hand, every gradient widened into a new tensor, as many scripts do it.
-
-    Args:
-        case: The size.
-        gradients: Half, scaled.
-
-    Returns:
-        The variant; the loss scale is left alone.
-    """
+    """Masters by hand, every gradient widened into a new tensor, as many scripts do it."""
     work = _Masters(case)
 
     def step() -> None:
@@ -94,15 +78,7 @@ def naive_masters(case: StepCase, gradients: Gradients) -> Work:
 
 
 def kept_masters(case: StepCase, gradients: Gradients) -> Work:
-    """The same with care: the masters' gradients keep their memory, the norm tells overflow.
-
-    Args:
-        case: The size.
-        gradients: Half, scaled.
-
-    Returns:
-        The variant; the loss scale is left alone.
-    """
+    """The same with care: the masters' gradients keep their memory, the norm tells overflow."""
     work = _Masters(case)
     for master in work.masters:
         master.grad = torch.empty_like(master)
@@ -128,13 +104,6 @@ def compiled_masters(case: StepCase, gradients: Gradients) -> Work:
     """Masters by hand, and one compiled function that updates a tensor in one pass.
 
     It takes any length, so it is compiled once for all tensors.
-
-    Args:
-        case: The size.
-        gradients: Half, scaled.
-
-    Returns:
-        The variant; the loss scale is left alone.
     """
     weights = Weights(case)
     masters = [p.detach().clone() for p in weights.parameters()]

@@ -40,9 +40,6 @@ class _Launch:
 def check_levels(levels: list[str]) -> None:
     """Refuse levels that do not exist.
 
-    Args:
-        levels: Names.
-
     Raises:
         ValueError: One of them is not an opt level.
     """
@@ -61,14 +58,6 @@ def run_level(task: TaskConfig, level: str, effort: Effort) -> list[records.Reco
     """Measure one opt level: the loop by hand, then preamp's.
 
     Every loop trains in a process of its own; their steps are interleaved.
-
-    Args:
-        task: What to train.
-        level: The opt level.
-        effort: How long, all `LAUNCHES` together.
-
-    Returns:
-        One record for each loop. Loops by hand that fail here have the reason.
 
     Raises:
         WorkerError: A loop with preamp fails.

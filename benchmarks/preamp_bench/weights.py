@@ -21,21 +21,13 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCase:
-    """One size at which all variants are compared.
+    """One size at which all variants are compared."""
 
-    Attributes:
-        parameters: Elements of all tensors together.
-        tensors: How many tensors.
-        half: ``torch.float16`` or ``torch.bfloat16``.
-        clip: Whether every step clips the norm of the gradients.
-        device: Where the tensors are.
-    """
-
-    parameters: int
-    tensors: int
-    half: torch.dtype
-    clip: bool
-    device: torch.device
+    parameters: int  # elements of all tensors together
+    tensors: int  # how many tensors
+    half: torch.dtype  # ``torch.float16`` or ``torch.bfloat16``
+    clip: bool  # whether every step clips the norm of the gradients
+    device: torch.device  # where the tensors are
 
     def __post_init__(self) -> None:
         """Refuse tensors without elements."""
@@ -82,23 +74,15 @@ class StepCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A variant, ready to run.
+    """A variant, ready to run."""
 
-    Attributes:
-        step: One step.
-        weights: What it updates for the model to use; all variants agree on it up to rounding.
-    """
-
-    step: Callable[[], object]
+    step: Callable[[], object]  # one step
+    # What it updates for the model to use; all variants agree on it up to rounding.
     weights: Sequence[Tensor]
 
 
 class Weights(nn.Module):
-    """Parameters, and no forward.
-
-    Args:
-        case: How many, where.
-    """
+    """Parameters, and no forward."""
 
     def __init__(self, case: StepCase) -> None:
         """Draw one tensor and cut all others from it."""
@@ -110,13 +94,7 @@ class Weights(nn.Module):
 
 
 class Gradients:
-    """Gradients that all variants of one dtype share, put back before every timed step.
-
-    Args:
-        case: How many, where.
-        dtype: Of the gradients.
-        scale: The loss scale that is on them.
-    """
+    """Gradients that all variants of one dtype share, put back before every timed step."""
 
     def __init__(self, case: StepCase, dtype: torch.dtype, scale: float) -> None:
         """Draw small gradients and multiply them by the loss scale."""
@@ -132,11 +110,7 @@ class Gradients:
             buffer.copy_(gradient)
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Stand for ``loss.backward()``: the gradients are there.
-
-        Args:
-            parameters: Get the gradients.
-        """
+        """Stand for ``loss.backward()``: the gradients are there."""
         for parameter, buffer in zip(parameters, self._buffers, strict=True):
             parameter.grad = buffer
 

@@ -43,25 +43,15 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker trains.
+    """What a worker trains."""
 
-    Attributes:
-        task: The task.
-        way: See `preamp_bench.loops.make_loop`.
-        level: The opt level.
-    """
-
-    task: TaskConfig
-    way: str
-    level: str
+    task: TaskConfig  # the task
+    way: str  # see `preamp_bench.loops.make_loop`
+    level: str  # the opt level
 
 
 class Worker:
-    """The other end of such a process; a context manager that ends it.
-
-    Args:
-        job: What to train.
-    """
+    """The other end of such a process; a context manager that ends it."""
 
     def __init__(self, job: Job) -> None:
         """Start the process; it is ready when the first step is answered."""
@@ -88,9 +78,6 @@ class Worker:
     def step(self) -> float:
         """Train one step.
 
-        Returns:
-            Seconds.
-
         Raises:
             WorkerError: The loop raised.
         """
@@ -98,10 +85,6 @@ class Worker:
 
     def memory(self) -> dict[str, Any]:
         """Train one step more and measure memory.
-
-        Returns:
-            ``peak_bytes``, and bytes per parameter that were counted: ``weights``, ``masters``,
-            ``gradients``, ``optimizer_state``; ``parameters``, their number.
 
         Raises:
             WorkerError: The loop raised.
@@ -125,11 +108,6 @@ class Worker:
 
 def serve(job: Job, questions: IO[str], answers: IO[str]) -> None:
     """Train as asked.
-
-    Args:
-        job: What to train.
-        questions: Lines ``step`` or ``memory``.
-        answers: One line of JSON for each.
 
     Mutates:
         torch's number of threads, which becomes one.

@@ -79,3 +79,13 @@ def test_workflows_pin_what_they_use_and_may_only_read(workflow: Path) -> None:
 def test_the_changelog_is_read_in_two_minutes() -> None:
     section = text("CHANGELOG.md").partition("\n## [")[2].partition("\n## [")[0]
     assert len(section.split()) <= 700
+
+
+def test_links_of_the_readme_lead_somewhere_from_an_index() -> None:
+    settings = pytest.importorskip("tomllib").loads(text("pyproject.toml"))
+    readme = text("README.md")
+    for one in settings["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        readme = re.sub(one["pattern"], one["replacement"], readme)
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []

@@ -14,7 +14,7 @@ from torch import nn
 
 import preamp
 from insight.plan import scores, train, truth_of
-from insight.plan_cases import CASES, DESCRIBED, GAMES, Training, mlp, pairs, square
+from insight.plan_cases import CASES, DESCRIBED, GAMES, Training, mlp
 from preamp.planning.isolation import Task
 from preamp.planning.ranges import find_noise
 from preamp.planning.recommend import candidates, is_slow_in_bfloat16, reasons_for
@@ -311,7 +311,7 @@ class Harmless(nn.Module):
 
 
 def test_an_overflow_without_effect_is_no_misfit_but_is_told() -> None:
-    training = Training(Harmless, square, pairs, partial(torch.optim.SGD, lr=0.1))
+    training = Training(Harmless, partial(torch.optim.SGD, lr=0.1))
     forecast = report_of(training, levels=["O2"], verify_steps=0).levels["O2"]
     assert forecast.problems[0].kind == "overflow"
     report = report_of(training, levels=["O2"])

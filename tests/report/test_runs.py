@@ -18,9 +18,8 @@ def test_a_planted_fault_is_told_of_first(case: Case) -> None:
 
 
 def test_a_case_that_is_told_of_wrongly_counts_as_wrong() -> None:
-    truth = HEALTHY[0].truth
     faulty = next(case for case in CASES if case.name == "o3-scale-1-all-zero")
-    said = judge_case(Case(name="x", truth=truth, level="O3", net=faulty.net, loss=faulty.loss))
+    said = judge_case(Case("x", HEALTHY[0].first, level="O3", net=faulty.net, loss=faulty.loss))
     assert said.startswith("x: first line; got 'All gradients are zero in float16, since step 1'")
 
 

@@ -60,21 +60,14 @@ def require_folder(folder: Path) -> None:
 
 def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     """Write and return the report and the data; write records of each level under ``runs``."""
-    data = folder / "results.json"
-    text = json.dumps(to_json(result), indent=1, allow_nan=False)
-    replace_text(data, text + "\n")
-    _write_records(result, folder / "runs")
-    page = folder / "report.html"
+    page, data = folder / "report.html", folder / "results.json"
+    replace_text(data, json.dumps(to_json(result), indent=1, allow_nan=False) + "\n")
+    for row in result.levels:
+        if row.records:  # what ``preamp report`` reads
+            lines = (json.dumps(record_to_json(r), allow_nan=False) + "\n" for r in row.records)
+            replace_text(folder / "runs" / f"{row.level}.jsonl", "".join(lines))
     replace_text(page, render(result))
     return page, data
-
-
-def _write_records(result: DemoResult, folder: Path) -> None:
-    """Write what ``preamp report`` reads, one file for each level that has any."""
-    for row in result.levels:
-        if row.records:
-            lines = (json.dumps(record_to_json(r), allow_nan=False) + "\n" for r in row.records)
-            replace_text(folder / f"{row.level}.jsonl", "".join(lines))
 
 
 _INTRO = (
@@ -98,38 +91,29 @@ def render(result: DemoResult) -> str:
 
 
 def _results(result: DemoResult) -> Section:
+    columns = columns_of(result)
+    table = Table(
+        name="results-table",
+        caption="Small print below a number is its ratio to O0, or its parts",
+        columns=[Column(title=c.title, unit=c.unit, is_number=c.is_number) for c in columns],
+        rows=[[_html_of(c.cell(row, result.baseline)) for c in columns] for row in result.levels],
+    )
     remarks = [(row.level, note_of(row, result)) for row in result.levels]
-    blocks: list[Block] = [_table(result), Facts(facts=remarks)]
+    blocks: list[Block] = [table, Facts(facts=remarks)]
     picture = _loss_by_time(result)
     if picture is not None:
         text = "A line further to the left got there faster."
         blocks.append(Figure(title="Loss by time", body=picture, caption=text))
     if ranks := rank_rows(result):
-        columns = [Column(title=title, is_number=i > 0) for i, title in enumerate(RANK_COLUMNS)]
-        shared = SHARED[result.config.parallel]
-        blocks.append(
-            Table(name="ranks-table", caption=f"Ranks. {shared}", columns=columns, rows=ranks)
-        )
+        heads = [Column(title=title, is_number=i > 0) for i, title in enumerate(RANK_COLUMNS)]
+        caption = f"Ranks. {SHARED[result.config.parallel]}"
+        blocks.append(Table(name="ranks-table", caption=caption, columns=heads, rows=ranks))
     blocks += [Text(text=text) for text in (HELD_OUT, TIMING, MEMORY)]
     return Section(name="results", title="Results", blocks=blocks)
 
 
-def _table(result: DemoResult) -> Table:
-    columns = columns_of(result)
-    rows = [
-        [_cell(column.cell(row, result.baseline)) for column in columns] for row in result.levels
-    ]
-    return Table(
-        name="results-table",
-        caption="Small print below a number is its ratio to O0, or its parts",
-        columns=[Column(title=c.title, unit=c.unit, is_number=c.is_number) for c in columns],
-        rows=rows,
-    )
-
-
-def _cell(cell: Cell) -> Html:
-    detail = [tag("small", cell.detail)] if cell.detail else []
-    return joined([cell.value, *detail])
+def _html_of(cell: Cell) -> Html:
+    return joined([cell.value, *([tag("small", cell.detail)] if cell.detail else [])])
 
 
 def _loss_by_time(result: DemoResult) -> Html | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,26 +16,21 @@ from preamp.kernels import cpu_lacks_matmul
 MISSING = "–"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     """One cell."""
 
     value: str  # the measurement
     detail: str = ""  # its parts, or its ratio to O0; may be empty
 
 
-MakeCell = Callable[[LevelResult, LevelResult | None], Cell]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class Column(NamedTuple):
     """One column."""
 
     title: str  # heading
     unit: str  # second line of the heading; may be empty
-    is_number: bool  # whether to align to the right
     # Makes the cell of a row; the second argument is the row of O0, if there is one.
-    cell: MakeCell
+    cell: Callable[[LevelResult, LevelResult | None], Cell]
+    is_number: bool = True  # whether to align to the right
 
 
 def columns_of(result: DemoResult) -> tuple[Column, ...]:
@@ -56,16 +50,16 @@ def rank_rows(result: DemoResult) -> list[list[str]]:
             str(rank.rank),
             _text(rank.median_seconds, format_seconds),
             _text(rank.bytes_per_parameter, "{:.1f}".format),
-            _text(rank.peak_bytes, lambda size: f"{size / 2**20:,.1f}"),
+            _text(rank.peak_bytes, _mebibytes),
             str(rank.steps_skipped),
-            f"{rank.loss_scale:,.6g}",
+            _scale(rank.loss_scale),
         ]
         for row in result.levels
         for rank in row.ranks
     ]
 
 
-def _text(value: float | None, form: Callable[[float], str]) -> str:
+def _text(value: Any, form: Callable[[Any], str]) -> str:
     return MISSING if value is None else form(value)
 
 
@@ -76,81 +70,74 @@ def format_seconds(seconds: float) -> str:
     return f"{milliseconds:.{digits}f}"
 
 
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.1f}"
+
+
+def _scale(scale: float) -> str:
+    return f"{scale:,.6g}"
+
+
 def _level(row: LevelResult, _base: LevelResult | None) -> Cell:
-    return Cell(value=row.level, detail="" if row.status == "finished" else row.status)
+    return Cell(row.level, "" if row.status == "finished" else row.status)
 
 
 def _formats(row: LevelResult, _base: LevelResult | None) -> Cell:
     if row.dtypes is None:
-        return Cell(value=MISSING)
+        return Cell(MISSING)
     masters = "no" if row.dtypes.masters == "none" else row.dtypes.masters
-    return Cell(value=f"{row.dtypes.weights} / {row.dtypes.compute}", detail=f"{masters} masters")
-
-
-def _held_out(row: LevelResult, base: LevelResult | None) -> Cell:
-    if row.held_out_bits is None:
-        return Cell(value=MISSING)
-    relative = ratio(row.held_out_bits, base and base.held_out_bits)
-    detail = "" if relative is None else f"{100 * (relative - 1):+.2f} %"
-    return Cell(value=f"{row.held_out_bits:.3f}", detail=detail)
-
-
-def _seconds(value: float | None, base: float | None) -> Cell:
-    if value is None:
-        return Cell(value=MISSING)
-    return Cell(value=format_seconds(value), detail=_times(ratio(value, base)))
-
-
-def _compared(name: str, spell: Callable[[Any, Any], Cell]) -> MakeCell:
-    """A measurement, beside that of O0."""
-    return lambda row, base: spell(getattr(row, name), base and getattr(base, name))
-
-
-def _speed(row: LevelResult, _base: LevelResult | None) -> Cell:
-    speed = row.tokens_per_second
-    return Cell(value=MISSING if speed is None else f"{speed:,.0f}")
+    return Cell(f"{row.dtypes.weights} / {row.dtypes.compute}", f"{masters} masters")
 
 
 def _memory(row: LevelResult, _base: LevelResult | None) -> Cell:
     memory = row.memory
     if memory is None:
-        return Cell(value=MISSING)
+        return Cell(MISSING)
     parts = (memory.weights, memory.masters, memory.gradients, memory.optimizer_state)
-    return Cell(value=f"{memory.total:.1f}", detail="+".join(f"{part:.3g}" for part in parts))
-
-
-def _mebibytes(value: int | None, base: int | None) -> Cell:
-    if value is None:
-        return Cell(value=MISSING)
-    return Cell(value=f"{value / 2**20:,.1f}", detail=_times(ratio(value, base)))
-
-
-def _scale(row: LevelResult, _base: LevelResult | None) -> Cell:
-    return Cell(value=f"{row.loss_scale:,.6g}")
+    return Cell(f"{memory.total:.1f}", "+".join(f"{part:.3g}" for part in parts))
 
 
 def _skipped(row: LevelResult, _base: LevelResult | None) -> Cell:
-    return Cell(value=str(row.steps_skipped), detail=f"of {row.steps_done}")
+    return Cell(str(row.steps_skipped), f"of {row.steps_done}")
 
 
-def _times(value: float | None) -> str:
-    return "" if value is None else f"×{value:.2f}"
+def _number(
+    title: str,
+    unit: str,
+    name: str,
+    form: Callable[[Any], str],
+    compared: Callable[[float], str] = "×{:.2f}".format,
+) -> Column:
+    """A column of the measurement ``name``, and how it compares with that of O0."""
+
+    def cell(row: LevelResult, base: LevelResult | None) -> Cell:
+        value = getattr(row, name)
+        relative = ratio(value, base and getattr(base, name))
+        return Cell(_text(value, form), "" if relative is None else compared(relative))
+
+    return Column(title, unit, cell)
+
+
+def _percent(relative: float) -> str:
+    return f"{100 * (relative - 1):+.2f} %"
+
+
+def _not_compared(_relative: float) -> str:
+    return ""
 
 
 _COLUMNS = (
-    Column(title="level", unit="", is_number=False, cell=_level),
-    Column(title="weights / compute", unit="", is_number=False, cell=_formats),
-    Column(title="held-out", unit="bits/byte", is_number=True, cell=_held_out),
-    Column(title="best", unit="ms", is_number=True, cell=_compared("best_seconds", _seconds)),
-    Column(title="median", unit="ms", is_number=True, cell=_compared("median_seconds", _seconds)),
-    Column(title="speed", unit="tokens/s", is_number=True, cell=_speed),
-    Column(title="memory", unit="B/param", is_number=True, cell=_memory),
-    Column(
-        title="kept", unit="MiB", is_number=True, cell=_compared("activation_bytes", _mebibytes)
-    ),
-    Column(title="peak", unit="MiB", is_number=True, cell=_compared("peak_bytes", _mebibytes)),
-    Column(title="loss", unit="scale", is_number=True, cell=_scale),
-    Column(title="skipped", unit="steps", is_number=True, cell=_skipped),
+    Column("level", "", _level, is_number=False),
+    Column("weights / compute", "", _formats, is_number=False),
+    _number("held-out", "bits/byte", "held_out_bits", "{:.3f}".format, _percent),
+    _number("best", "ms", "best_seconds", format_seconds),
+    _number("median", "ms", "median_seconds", format_seconds),
+    _number("speed", "tokens/s", "tokens_per_second", "{:,.0f}".format, _not_compared),
+    Column("memory", "B/param", _memory),
+    _number("kept", "MiB", "activation_bytes", _mebibytes),
+    _number("peak", "MiB", "peak_bytes", _mebibytes),
+    _number("loss", "scale", "loss_scale", _scale, _not_compared),
+    Column("skipped", "steps", _skipped),
 )
 
 
