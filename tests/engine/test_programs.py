@@ -379,6 +379,7 @@ SHORT: dict[str, list[Call]] = {
 SCALES = ("dynamic", 128.0, 1.0)
 
 
+@pytest.mark.apex("2.7 plain and delayed blocks mixed", "10 A-2", "10 A-23")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("first", SHORT)
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 6, 9))])
