@@ -427,7 +427,7 @@ def test_loss_that_is_none(door: Any, level: str, loss: Any, described: str) -> 
         enter(door, loss, optimizer)
 
 
-@pytest.mark.apex("2.1 loss_id out of range")
+@pytest.mark.apex("1.2 num_losses=0", "2.1 loss_id out of range")
 @DOORS
 @pytest.mark.parametrize(("count", "loss_id"), [(1, 1), (3, 3), (2, -1), (0, 0)])
 def test_wrong_loss_id(door: Any, count: int, loss_id: int) -> None:

@@ -245,6 +245,7 @@ def test_parameters_of_three_dtypes_in_one_optimizer() -> None:
     assert_same(brain.detach(), torch.full((2,), 0.8, dtype=torch.bfloat16))
 
 
+@pytest.mark.apex("1.7 optimizer state follows its parameters")
 @levels
 @pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
 def test_state_from_before_initialize_is_kept(level: str, build: Any) -> None:
