@@ -563,7 +563,9 @@ def test_disabled_scale_loss_asks_nothing_of_its_optimizers(optimizers: Any) -> 
         assert scaled is loss
 
 
-@pytest.mark.apex("B 15: enabled=False")
+@pytest.mark.apex(
+    "10 A-25", "3 amp.state_dict() when amp is off or was never initialized", "B 15: enabled=False"
+)
 def test_disabled_state() -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, enabled=False)
@@ -744,7 +746,7 @@ def test_gradients_reach_the_inputs() -> None:
 # -- outputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
+@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs", "10 A-19")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("scope", ["model", "thread"])
 def test_outputs(level: str, scope: Any) -> None:

@@ -217,12 +217,16 @@ def run(case: Case) -> None:
 
 @pytest.mark.each
 @pytest.mark.apex(
+    "10 A-24",
+    "10 A-5",
     "2.2 O0, O3 defaults",
     "2.2 O1",
     "2.2 O2",
     "2.6 a skipped step changes nothing",
     "2.6 only optimizers of the overflowing loss skip",
+    "2.6 zero_grad",
     "2.7 num_losses and loss_id",
+    "2.7 three ways to zero gradients",
 )
 @pytest.mark.parametrize("accumulate", [1, 3], ids=lambda n: f"every{n}")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])

@@ -64,7 +64,12 @@ def is_plain(level: str) -> bool:
 # -- models ----------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("B 9: copies for averages")
+@pytest.mark.apex(
+    "1.8 model.forward after initialize",
+    "10 A-18",
+    "B 9: copies for averages",
+    "B 9: torch.save(model)",
+)
 @ALL_LEVELS
 def test_a_copy_is_a_model_of_its_own(level: str, duplicate: Any) -> None:
     """It has the exact weights, nothing of ours, and neither of the two hears of the other."""

@@ -379,7 +379,15 @@ SHORT: dict[str, list[Call]] = {
 SCALES = ("dynamic", 128.0, 1.0)
 
 
-@pytest.mark.apex("2.7 plain and delayed blocks mixed", "10 A-2", "10 A-23")
+@pytest.mark.apex(
+    "10 A-2",
+    "10 A-22",
+    "10 A-23",
+    "10 A-3",
+    "2.1 an exception in the block",
+    "2.2 static 1.0 with master weights",
+    "2.7 plain and delayed blocks mixed",
+)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("first", SHORT)
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 6, 9))])

@@ -59,6 +59,7 @@ def test_delayed_overflow_belongs_to_its_own_scaler(level: str) -> None:
     pair.check()
 
 
+@pytest.mark.apex("10 A-26", "2.7 delay_overflow_check=True")
 @dynamic
 @pytest.mark.parametrize("then", ["checked", "delayed"])
 def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
@@ -105,7 +106,12 @@ def test_a_loss_that_is_no_scalar(level: str) -> None:
     pair.check()
 
 
-@pytest.mark.apex("B 16: several optimizers in one scale_loss")
+@pytest.mark.apex(
+    "10 A-21",
+    "2.1 tuples and other collections of optimizers",
+    "B 16: several optimizers in one scale_loss",
+    "B 18: a tuple of optimizers",
+)
 @pytest.mark.parametrize("container", [tuple, list, iter, set], ids=lambda kind: kind.__name__)
 @levels
 def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any]) -> None:
