@@ -216,13 +216,20 @@ def test_clipping_then_accumulating_adds_to_the_clipped(level: str, norm_type: f
         assert_same(master.grad, old + new)
 
 
+@pytest.mark.apex("B 5: a norm that is not finite, and step all the same")
 @levels
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_an_overflow_gives_its_norm_and_skips(level: str, norm_type: float) -> None:
+@pytest.mark.parametrize("by", ["preamp", "torch"])
+def test_clipping_an_overflow_gives_its_norm_and_skips(
+    level: str, norm_type: float, by: str
+) -> None:
     pair = Pair(level, loss_scale="dynamic")
     before = values(pair.optimizer)
     pair.overflow()
-    norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
+    if by == "preamp":
+        norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(masters(pair), 1.0, norm_type)
     assert not torch.isfinite(norm)
     pair.optimizer.step()
     assert pair.engine.last_step_skipped

@@ -649,12 +649,12 @@ INPUT_DTYPE = {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF
 
 
 @pytest.mark.apex(
-    "1.8 Tensor",
-    "1.8 str, ndarray",
-    "1.8 object with to",
     "1.8 Mapping",
-    "1.8 other Iterable",
+    "1.8 Tensor",
     "1.8 anything else",
+    "1.8 object with to",
+    "1.8 other Iterable",
+    "1.8 str, ndarray",
     "B 8: forward arguments of every kind",
 )
 @pytest.mark.parametrize("level", LEVEL_NAMES)

@@ -227,6 +227,7 @@ def run(case: Case) -> None:
     "2.6 zero_grad",
     "2.7 num_losses and loss_id",
     "2.7 three ways to zero gradients",
+    "B 6: only the model is zeroed",
 )
 @pytest.mark.parametrize("accumulate", [1, 3], ids=lambda n: f"every{n}")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])

@@ -109,7 +109,9 @@ def check_resume(
 @pytest.mark.apex(
     "1.7 what model.state_dict() holds",
     "10 A-4",
+    "2.6 state_dict, load_state_dict",
     "B 10: loading before and after, and at another level",
+    "B 10: the usual checkpoint",
 )
 @ALL_LEVELS
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
