@@ -99,16 +99,6 @@ def of_num_losses(given: str) -> tuple[type[Exception], str]:
     )
 
 
-ZERO_FOR_O = (
-    "opt_level='01' is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. Levels "
-    "are strings that begin with the letter O, not the digit zero; here 'O1' was probably "
-    "meant."
-)
-NO_MASTERS = (
-    "master_weights=True with opt_level='O1'. O1 and O4 keep the weights in float32, so there "
-    "is nothing to keep a master of. Leave master_weights out, or choose opt_level='O2' ('O5' "
-    "for bfloat16)."
-)
 TWICE = (
     "The same Adam is listed twice in optimizers. Each optimizer may be given once. Remove "
     "the second mention."
@@ -126,8 +116,6 @@ ARGUMENTS: list[tuple[Callable[[Any, Any], dict[str, Any]], tuple[type[Exception
     (lambda _, opt: {"optimizers": {"a": opt}}, of_optimizers("a dict")),
     (lambda *_: {"optimizers": 3}, of_optimizers("an int")),
     (lambda _, opt: {"optimizers": [opt, opt]}, (PreampStateError, TWICE)),
-    (lambda *_: {"opt_level": "01"}, (PreampPolicyError, ZERO_FOR_O)),
-    (lambda *_: {"opt_level": "O1", "master_weights": True}, (PreampPolicyError, NO_MASTERS)),
     (lambda *_: {"verbosity": None}, of_verbosity("None")),
     (lambda *_: {"verbosity": "loud"}, of_verbosity("'loud'")),
     (lambda *_: {"verbosity": [1]}, of_verbosity("[1]")),
