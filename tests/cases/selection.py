@@ -24,10 +24,9 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
 
     The quick one leaves out what is marked ``full``, and of a function with three parameters or
     more the cases whose pairs of values all occur in others; of one that is marked ``each``, those
-    whose values do.
+    whose values do. Of a function that is marked ``threes`` all suites leave out the cases whose
+    every three values occur together in others.
     """
-    if suite == "all":
-        return list(items)
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("full"):
@@ -41,7 +40,14 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
     }
     if suite == "quick":
         return [item for item in items if item in quick]
-    return [item for item in items if item not in quick or is_search(item)]
+    spare = set[pytest.Item]()
+    for cases in functions.values():
+        if cases[0].get_closest_marker("threes"):
+            chosen = {cases[number] for number in covering(list(map(values_of, cases)), 3)}
+            spare.update(set(cases) - chosen - quick)
+    if suite == "all":
+        return [item for item in items if item not in spare]
+    return [item for item in items if item not in spare | quick or is_search(item)]
 
 
 def examples(count: int) -> int:

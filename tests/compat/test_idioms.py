@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-import io
 import re
 from typing import Any
 
@@ -316,119 +315,6 @@ def test_clipping_the_masters(level: str, where: str) -> None:
     assert model.weight.flatten().tolist() == pytest.approx([expected] * 2, abs=1e-2)
 
 
-@pytest.mark.apex("B 5: a norm that is not finite, and step all the same")
-@ALL_LEVELS
-def test_overflow_seen_by_the_script(level: str) -> None:
-    """The norm is not finite, the script steps all the same, and the step is skipped."""
-    model, optimizer = started(level, loss_scale="dynamic")
-    before = weights(model.eval())
-    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        (scaled * float("inf")).backward()
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-    assert not norm.isfinite()
-    optimizer.step()
-    assert same(weights(model), before)
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
-
-
-@pytest.mark.apex("B 5: a bad loss is left out")
-@ALL_LEVELS
-def test_a_bad_loss_is_left_out(level: str) -> None:
-    """Neither backward nor step on a bad loss; the next iteration is as if it never was."""
-    model, optimizer = started(level)
-    other, second = started(level)
-    step(model, optimizer, 0)
-    step(other, second, 0)
-    loss_of(model.eval(), 1) * float("nan")
-    model.train()
-    step(model, optimizer, 2)
-    step(other, second, 2)
-    assert same(weights(model), weights(other))
-
-
-@pytest.mark.apex("B 4: accumulation with clipping each time, or delay_unscale")
-@ALL_LEVELS
-@pytest.mark.parametrize("way", ["full", "delayed"])
-def test_accumulation(level: str, way: str) -> None:
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.data.fill_(4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    for number in range(1, 5):
-        last = number % 2 == 0
-        loss = model.weight.float().sum() / 2
-        with amp.scale_loss(loss, optimizer, delay_unscale=way == "delayed" and not last) as s:
-            s.backward()
-        if way == "full" or last:
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert model.weight.tolist() == [[2.0, 2.0]]
-
-
-@pytest.mark.apex(
-    "2.6 master gradients are gone after step",
-    "2.7 three ways to zero gradients",
-    "B 6: only the model is zeroed",
-)
-@MASTERS
-def test_only_the_model_is_zeroed(level: str) -> None:
-    model, optimizer = started(level)
-    other, second = started(level)
-    for number in range(3):
-        model.zero_grad()
-        with amp.scale_loss(loss_of(model, number), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert all(p.grad is None for p in amp.master_params(optimizer) if p.dim() == 2)
-        step(other, second, number)
-    assert same(weights(model), weights(other))
-
-
-@pytest.mark.apex("B 6: one gradient set to None")
-@ALL_LEVELS
-def test_gradient_of_one_parameter_is_dropped(level: str) -> None:
-    model, optimizer = started(level)
-    before = weights(model)
-    with amp.scale_loss(loss_of(model, 0) * 2.0**-8, optimizer) as scaled:
-        scaled.backward()
-    model.first.weight.grad = None
-    optimizer.step()
-    after = weights(model)
-    assert same(after["first.weight"], before["first.weight"])
-    assert not same(after["last.bias"], before["last.bias"])
-
-
-@pytest.mark.apex("B 6: a step before any backward")
-@ALL_LEVELS
-@pytest.mark.parametrize("optimizer_name", ["sgd", "adam", "adamw"])
-def test_step_before_any_backward(level: str, optimizer_name: str) -> None:
-    model, optimizer = started(level, optimizer_name)
-    before = weights(model)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert same(weights(model), before)
-    step(model, optimizer)
-    assert halves_match(model)
-
-
-@pytest.mark.apex("B 7: several backwards, double backward")
-@ALL_LEVELS
-def test_gradient_penalty(level: str) -> None:
-    """Double backward with ``create_graph`` and several backwards in one block."""
-    model, optimizer = started(level, loss_scale=4.0)
-    x = batch(0)[0].requires_grad_(True)
-    out = model(x).float().sum()
-    (slope,) = torch.autograd.grad(out, x, create_graph=True)
-    with amp.scale_loss(slope.square().sum(), optimizer) as scaled:
-        scaled.backward(retain_graph=True)
-        scaled.backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in amp.master_params(optimizer))
-    optimizer.step()
-    assert halves_match(model)
-
-
 class Square(nn.Module):
     """A model with a second derivative; for small integers all of it is exact in half."""
 
@@ -528,92 +414,10 @@ def test_two_networks_and_three_losses(level: str) -> None:
     assert not same(weights(g)["last.bias"], before[1]["last.bias"])
 
 
-@pytest.mark.apex("B 8: forward arguments of every kind")
-@ALL_LEVELS
-def test_forward_with_a_string_first(level: str) -> None:
-    class Modes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, mode: str, x: torch.Tensor, causal: bool = True) -> torch.Tensor:
-            assert (mode, causal) == ("fwd", False)
-            return self.linear(x)
-
-    model = amp.initialize(Modes(), opt_level=level, verbosity=0)
-    assert model("fwd", x=torch.ones(2, 4), causal=False).shape == (2, 4)
-
-
 # -- identity --------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("B 1: what initialize returns is ignored")
-@ALL_LEVELS
-def test_frameworks_ignore_what_is_returned(level: str) -> None:
-    model, optimizer = make()
-    groups, bound = optimizer.param_groups, optimizer.step
-    amp.initialize([model], [optimizer], opt_level=level, verbosity=0)
-    assert optimizer.param_groups is groups
-    before = weights(model)
-    optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model, 0) * 2.0**-8, optimizer) as scaled:
-        scaled.backward()
-    bound()  # looked up before initialize
-    assert not same(weights(model)["last.bias"], before["last.bias"])
-    assert halves_match(model)
-
-
-@pytest.mark.apex("B 9: copies for averages")
-@ALL_LEVELS
-def test_exponential_average_through_data(level: str) -> None:
-    model, optimizer = started(level)
-    average = copy.deepcopy(model)
-    step(model, optimizer)
-    with torch.no_grad():
-        for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-            slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
-    assert average(torch.ones(2, 4)).isfinite().all()
-    average.load_state_dict(model.state_dict())
-    exact = level in WITH_MASTERS  # then the copy is float32, with the masters' values
-    wanted = amp.master_params(optimizer) if exact else model.parameters()
-    assert same([p.detach() for p in average.parameters()], [p.detach() for p in wanted])
-
-
 # -- state -----------------------------------------------------------------------------------
-
-
-@pytest.mark.apex(
-    "2.6 state_dict, load_state_dict",
-    "3 amp.state_dict(destination=None)",
-    "B 10: the usual checkpoint",
-)
-@ALL_LEVELS
-def test_the_usual_checkpoint(level: str) -> None:
-    model, optimizer = started(level, "adam")
-    step(model, optimizer)
-    checkpoint = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "amp": amp.state_dict(),
-    }
-    file = io.BytesIO()
-    torch.save(checkpoint, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    expected_state = copy.deepcopy(checkpoint["optimizer"])
-    at_save = masters(optimizer)
-    step(model, optimizer, 1)
-    expected = masters(optimizer)
-    preamp.engine_of(model).close()
-    other, second = started(level, "adam")
-    other.load_state_dict(loaded["model"])
-    second.load_state_dict(loaded["optimizer"])
-    amp.load_state_dict(loaded["amp"])
-    assert same(masters(second), at_save)
-    assert same(second.state_dict(), expected_state)
-    assert amp.state_dict() == checkpoint["amp"]
-    step(other, second, 1)
-    assert same(masters(second), expected)
 
 
 @pytest.mark.apex(
@@ -710,14 +514,6 @@ def test_levels_and_options_of_the_frontend() -> None:
     assert (options.enabled, options.loss_scale, options.opt_level) == (False, 1.0, None)
     with pytest.raises(AttributeError, match="opt_properties has no option 'nonsense'"):
         _ = options.nonsense
-
-
-@pytest.mark.apex("1.2 num_losses=0")
-def test_no_losses() -> None:
-    _, optimizer = started("O2", num_losses=0)
-    assert amp.state_dict() == {}
-    with pytest.raises(IndexError, match="loss_id=0 with 0 loss scaler"):
-        amp.scale_loss(torch.ones(()), optimizer).__enter__()
 
 
 @pytest.mark.apex("2.2 O0, O3 defaults")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.levels import WITH_MASTERS
 from cases.ranks import run_ranks
 from preamp.core.errors import PreampStateError
 from preamp.numerics import (
@@ -143,19 +143,6 @@ def test_they_are_of_all_forwards_and_backwards_of_the_step(level: str) -> None:
         for name in TensorStatistics.__slots__:
             if name != "rms":
                 assert getattr(found[key], name) == getattr(tensor, name), (key, name)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_watching_changes_nothing(level: str) -> None:
-    plain, plain_optimizer = started(level)
-    model, optimizer = started(level)
-    preamp.engine_of(model).watch_activations(kinds=KINDS, steps=range(2, 4))
-    for number in range(5):
-        step(plain, plain_optimizer, number)
-        step(model, optimizer, number)
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert {number for number, _ in watched(model)} == {2, 3}
 
 
 def test_without_steps_every_so_many_of_them_are_looked_at(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,11 +14,8 @@ from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     HALF,
     OPTIMIZERS,
-    Net,
     differences,
-    everything,
     halves_match,
-    loss_of,
     make,
     masters,
     picture,
@@ -30,7 +26,6 @@ from engine.harness import (
     weights,
 )
 from preamp import amp
-from preamp.optim import MasterParameter
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
@@ -90,36 +85,6 @@ def test_trained(door: Any, level: str, optimizer_name: str) -> None:
         assert floats == {torch.float32}
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_weights_are_the_exact_masters(level: str) -> None:
-    model, optimizer = started(level, optimizer="adam")
-    train_step(model, optimizer, 0)
-    exact, moments = masters(optimizer), everything(model, optimizer)["optimizer"]
-    preamp.engine_of(optimizer).close()
-    assert same([p.detach() for p in model.parameters()], exact)
-    assert same(optimizer.state_dict(), moments)
-    assert not any(isinstance(p, MasterParameter) for p in preamp.master_params(optimizer))
-    assert all(
-        a is b for a, b in zip(preamp.master_params(optimizer), model.parameters(), strict=True)
-    )
-
-
-@ALL_LEVELS
-def test_training_goes_on_in_float32(level: str) -> None:
-    model, optimizer = started(level, optimizer="adam")
-    train_step(model, optimizer, 0)
-    preamp.engine_of(optimizer).close()
-    twin = Net()
-    twin.load_state_dict(model.state_dict())
-    other = OPTIMIZERS["adam"](twin.parameters())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for step in range(1, 4):
-        train_plain(model, optimizer, step)
-        train_plain(twin, other, step)
-    assert same(weights(model), weights(twin))
-    assert model(torch.ones(2, 4, dtype=torch.float32)).dtype is torch.float32
-
-
 @ALL_LEVELS
 def test_twice(level: str) -> None:
     model, optimizer = started(level)
@@ -171,15 +136,6 @@ def test_pending_gradients_of_float64_parameters(level: str) -> None:
     assert model.weight.grad is not None
     assert model.weight.grad.dtype is model.weight.dtype is torch.float64
     assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
-
-
-def test_pending_overflow_does_not_haunt_the_optimizer() -> None:
-    model, optimizer = started("O2")
-    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        (scaled * float("inf")).backward()
-    preamp.engine_of(model).close()
-    train_plain(model, optimizer, 0)
-    assert all(param.isfinite().all() for param in model.parameters())
 
 
 @ALL_LEVELS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -111,9 +112,14 @@ def check_goes_on_as(made: Any, plain: Any) -> None:
 @MASTERS
 @calls
 @pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("build", BUILDS)
-def test_a_pair_goes_on_in_float32(level: str, call: Any, holder: str, build: str) -> None:
-    model, optimizer = started(level, build)
+@pytest.mark.parametrize(
+    ("build", "storage"),
+    [*((build, "full") for build in BUILDS), ("FusedAdam", "split"), ("FusedAdam", "compact")],
+)
+def test_a_pair_goes_on_in_float32(
+    level: str, call: Any, holder: str, build: str, storage: str
+) -> None:
+    model, optimizer = started(level, build, storage=storage)
     for number in range(2):
         train_step(model, optimizer, number)
     plain = plain_pair(model, optimizer, build)
@@ -122,17 +128,6 @@ def test_a_pair_goes_on_in_float32(level: str, call: Any, holder: str, build: st
     assert {p.dtype for p in made[0].parameters()} == {torch.float32}
     check_goes_on_as(made, plain)
     assert same(weights(model), before)
-
-
-@MASTERS
-@calls
-@pytest.mark.parametrize("storage", ["split", "compact"])
-def test_a_pair_of_other_storage_goes_on(level: str, call: Any, storage: str) -> None:
-    model, optimizer = started(level, "FusedAdam", storage=storage)
-    for number in range(2):
-        train_step(model, optimizer, number)
-    plain = plain_pair(model, optimizer, "FusedAdam")
-    check_goes_on_as(call((model, optimizer)), plain)
     train_step(model, optimizer, 2)  # nothing happened to it
 
 
@@ -250,29 +245,10 @@ class Tied(nn.Module):
         return self.rnn(self.again(self.into(x)))[0] * self.scale
 
 
-@MASTERS
-@calls
-def test_what_is_tied_stays_tied(level: str, call: Any) -> None:
-    model, optimizer = started(level, model=Tied)
-    train_step(model, optimizer, 0)
-    plain = plain_pair(model, optimizer, "SGD", Tied)
-    made, other = call((model, optimizer))
-    assert made.into.weight is made.again.weight
-    assert {t.dtype for t in made.state_dict().values()} == {torch.float32, torch.int64}
-    check_goes_on_as((made, other), plain)
-
-
-@MASTERS
-def test_a_parametrized_layer(level: str) -> None:
-    def build() -> nn.Module:
-        model = Net()
-        nn.utils.parametrizations.weight_norm(model.first)
-        return model
-
-    model, optimizer = started(level, model=build)
-    train_step(model, optimizer, 0)
-    plain = plain_pair(model, optimizer, "SGD", build)
-    check_goes_on_as(copy.deepcopy((model, optimizer)), plain)
+def weight_normed() -> nn.Module:
+    model = Net()
+    nn.utils.parametrizations.weight_norm(model.first)
+    return model
 
 
 def traced() -> nn.Module:
@@ -281,12 +257,22 @@ def traced() -> nn.Module:
 
 
 @MASTERS
-@calls
-def test_a_graph_module(level: str, call: Any) -> None:
-    model, optimizer = started(level, model=traced)
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        *itertools.product((Tied, traced), CALLS.values()),
+        (weight_normed, copy.deepcopy),  # torch pickles no parametrized module
+    ],
+)
+def test_models_of_other_kinds(level: str, kind: Any, call: Any) -> None:
+    model, optimizer = started(level, model=kind)
     train_step(model, optimizer, 0)
-    plain = plain_pair(model, optimizer, "SGD", traced)
-    check_goes_on_as(call((model, optimizer)), plain)
+    plain = plain_pair(model, optimizer, "SGD", kind)
+    made, other = call((model, optimizer))
+    assert {t.dtype for t in made.state_dict().values()} <= {torch.float32, torch.int64}
+    if kind is Tied:
+        assert made.into.weight is made.again.weight
+    check_goes_on_as((made, other), plain)
 
 
 @MASTERS

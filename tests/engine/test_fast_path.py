@@ -202,7 +202,8 @@ def clipped(level: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
 
 def norm_of(training: Training) -> torch.Tensor:
     grads = [m.grad for m in preamp.master_params(training.optimizer) if m.grad is not None]
-    return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]))
+    every = [torch.zeros(1), *grads]
+    return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in every]))
 
 
 every_scaled = pytest.mark.parametrize("level", EXACT)
@@ -228,25 +229,87 @@ def test_a_second_clip_sees_clipped_gradients(level: str, monkeypatch: pytest.Mo
     torch.testing.assert_close(again, torch.tensor(0.1), rtol=1e-4, atol=0)
 
 
+def masters_of(training: Training) -> list[Any]:
+    return list(preamp.master_params(training.optimizer))
+
+
+def penalty(training: Training) -> None:
+    """On the master of a weight whose half gradient is not there."""
+    training.optimizer.zero_grad()
+    loss = training.model(batch(1)[0], "a").float().square().mean()
+    with preamp.scale_loss(loss, training.optimizer) as scaled:
+        scaled.backward()
+    masters_of(training)[2].double().square().sum().backward()
+
+
+def written_outside(training: Training) -> None:
+    """No loss scale is on what a backward outside of blocks makes."""
+    training.optimizer.zero_grad()
+    training.model(batch(1)[0]).float().square().mean().backward()
+    params: Any = list(training.model.parameters())
+    params[0].grad[1:] = 0
+    params[2].grad.mul_(1)
+
+
+def replaced(training: Training) -> None:
+    for master in masters_of(training):
+        master.grad = None
+        master.grad = torch.full_like(master, 100.0)
+
+
+CHANGES: dict[str, Callable[[Training], object]] = {
+    "drop": lambda t: setattr(masters_of(t)[0], "grad", None),
+    "accumulate": lambda t: t.backward(2),
+    "assign": lambda t: setattr(masters_of(t)[0], "grad", torch.ones_like(masters_of(t)[0])),
+    "write": lambda t: masters_of(t)[0].grad.mul_(3.0),
+    "penalty": penalty,
+    "written outside": written_outside,
+    "replaced": replaced,
+}
+
+
 @every_scaled
-@pytest.mark.parametrize("change", ["drop", "accumulate", "assign", "write"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_norm_of_other_gradients_is_taken_anew(
     level: str, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, _ = clipped(level, monkeypatch)
     training.backward(1)
-    first = next(iter(preamp.master_params(training.optimizer)))
-    if change == "drop":
-        first.grad = None
-    elif change == "accumulate":
-        training.backward(2)
-    elif change == "assign":
-        first.grad = torch.ones_like(first)
-    else:
-        assert first.grad is not None
-        first.grad.mul_(3.0)
+    CHANGES[change](training)
     norm = preamp.clip_grad_norm_(training.optimizer, math.inf)
     torch.testing.assert_close(norm.double(), norm_of(training), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("again", [False, True])
+def test_another_optimizer_of_the_weights_has_other_gradients(
+    level: str, to_none: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, _ = clipped(level, monkeypatch)
+    other = FusedAdam(training.model.parameters())
+    training.engine.close()
+    optimizers: list[Any] = [training.optimizer, other]
+    options: Any = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
+    preamp.initialize(training.model, optimizers, **options)
+
+    def backward(owners: Any, factor: float = 1.0) -> None:
+        loss = training.model(batch(1)[0]).float().square().mean() * factor * 2.0**-8
+        with preamp.scale_loss(loss, owners) as scaled:
+            scaled.backward()
+
+    backward(optimizers)
+    for optimizer in optimizers:
+        preamp.clip_grad_norm_(optimizer, math.inf)  # from now on the norm is taken along
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    backward(optimizers)
+    other.zero_grad(set_to_none=to_none)
+    if again:
+        backward([other], 3.0)
+    norm = preamp.clip_grad_norm_(training.optimizer, math.inf)
+    torch.testing.assert_close(norm.double(), norm_of(training), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

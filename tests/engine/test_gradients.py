@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,13 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import EXACT, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from cases.models import batch, values
 from cases.pair import Pair
 from cases.tolerances import assert_same
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
-F32_ULPS = 4 * 2.0**-23
-"""Norms are sums of squares in float32; the order of summation differs."""
 
 
 def plain_params(pair: Pair) -> list[torch.Tensor]:
@@ -80,18 +77,6 @@ def test_assigning_a_master_gradient_replaces_it(level: str) -> None:
     pair.check()
 
 
-@with_masters
-def test_changing_a_master_gradient_in_place(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    for master, plain in zip(masters(pair), plain_params(pair), strict=True):
-        for param in (master, plain):
-            param.grad.mul_(0.5).add_(1.0)
-    pair.check_grads()
-    pair.step()
-    pair.check()
-
-
 def _double_in_place(half: torch.Tensor) -> None:
     assert half.grad is not None
     half.grad.mul_(2)
@@ -121,27 +106,6 @@ def test_without_a_loss_scale_half_gradients_may_be_rewritten(
     pair.check_grads()
     pair.step()
     pair.check()
-
-
-@pytest.mark.apex("2.1 changing those half gradients in place")
-@with_masters
-@rewrites
-@pytest.mark.parametrize("read", [False, True])
-def test_with_a_loss_scale_rewriting_a_half_gradient_is_refused(
-    level: str, read: bool, rewrite: Callable[[torch.Tensor], None]
-) -> None:
-    pair = Pair(level, loss_scale=128.0)
-    pair.backward(0)
-    if read:
-        pair.check_grads()
-    weight = pair.model.get_parameter("b.weight")
-    rewrite(weight)
-    text = (
-        f"The {str(weight.dtype).removeprefix('torch.')} gradient of 'b.weight' was changed in "
-        "place or replaced after scale_loss, while it was still multiplied by the loss scale."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}"):
-        pair.optimizer.step()
 
 
 @with_masters
@@ -192,35 +156,6 @@ def test_master_params_without_initialize(level: str) -> None:
 # -- clipping --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", EXACT)
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.01, 1e3], ids=["clips", "leaves"])
-@pytest.mark.parametrize("read", ["none", "one", "all"])
-def test_three_ways_to_clip_agree(level: str, norm_type: float, max_norm: float, read: str) -> None:
-    ours, by_hand = Pair(level), Pair(level)
-    for index in range(2):
-        ours.backward(index)
-        by_hand.backward(index)
-    for master in masters(ours)[: {"none": 0, "one": 1, "all": None}[read]]:
-        assert master.grad is not None
-    norm = preamp.clip_grad_norm_(ours.optimizer, max_norm, norm_type)
-    norm_by_hand = torch.nn.utils.clip_grad_norm_(masters(by_hand), max_norm, norm_type)
-    norm_plain = torch.nn.utils.clip_grad_norm_(plain_params(ours), max_norm, norm_type)
-    torch.nn.utils.clip_grad_norm_(plain_params(by_hand), max_norm, norm_type)
-    assert norm.dtype is torch.float32
-    assert_same(norm_by_hand, norm_plain)
-    torch.testing.assert_close(norm, norm_plain, rtol=0 if norm_type != 2 else F32_ULPS, atol=0)
-    by_hand.check_grads()  # the same torch function on the same float32 values
-    for mine, theirs in zip(masters(ours), plain_params(ours), strict=True):
-        rtol = F32_ULPS if max_norm < 1 else 0  # nothing is rounded where nothing is clipped
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=rtol, atol=0)
-    by_hand.step()
-    by_hand.check()
-    ours.step()
-    for mine, theirs in zip(values(ours.optimizer), values(ours.plain_optimizer), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2.0**-22, atol=2.0**-24)
-
-
 @with_masters
 def test_clipping_makes_no_master_gradients(level: str) -> None:
     pair = Pair(level)
@@ -230,19 +165,6 @@ def test_clipping_makes_no_master_gradients(level: str) -> None:
     assert not any(master.has_materialized_grad for master in masters(pair))
     for param, was in zip(pair.model.parameters(), half_before, strict=True):
         assert_same(param.grad, was)
-
-
-@levels
-def test_clipping_twice_clips_to_the_smaller_norm(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    first = preamp.clip_grad_norm_(pair.optimizer, 0.02)
-    second = preamp.clip_grad_norm_(pair.optimizer, 0.005)
-    third = preamp.clip_grad_norm_(pair.optimizer, 1.0)
-    assert first > 0.02
-    rel = 1e-2 if level == "O3" else 1e-3
-    assert second.item() == pytest.approx(0.02, rel=rel)
-    assert third.item() == pytest.approx(0.005, rel=rel)
 
 
 @levels
@@ -263,13 +185,20 @@ def test_clipping_then_accumulating_adds_to_the_clipped(level: str, norm_type: f
         assert_same(master.grad, old + new)
 
 
+@pytest.mark.apex("B 5: a norm that is not finite, and step all the same")
 @levels
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_an_overflow_gives_its_norm_and_skips(level: str, norm_type: float) -> None:
+@pytest.mark.parametrize("by", ["preamp", "torch"])
+def test_clipping_an_overflow_gives_its_norm_and_skips(
+    level: str, norm_type: float, by: str
+) -> None:
     pair = Pair(level, loss_scale="dynamic")
     before = values(pair.optimizer)
     pair.overflow()
-    norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
+    if by == "preamp":
+        norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(masters(pair), 1.0, norm_type)
     assert not torch.isfinite(norm)
     pair.optimizer.step()
     assert pair.engine.last_step_skipped

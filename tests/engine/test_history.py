@@ -15,9 +15,10 @@ from torch import nn
 
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
-from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES
 from engine.harness import (
     HALF,
+    OPTIMIZERS,
     Net,
     batch,
     everything,
@@ -48,7 +49,6 @@ from preamp.optimizers import FusedAdam
 from preamp.watch import host_copies
 
 every_level = pytest.mark.parametrize("level", LEVEL_NAMES)
-both = pytest.mark.parametrize("numerics", ["light", "full"])
 
 
 def history_of(thing: Any) -> History:
@@ -403,40 +403,42 @@ def test_parameters_of_no_model_are_named_by_their_place() -> None:
 # -- numbers stay what they are --------------------------------------------------------------
 
 
+WATCHERS: dict[str, dict[str, Any]] = {
+    "light": {"numerics": "light", "numerics_every": 2},
+    "full": {"numerics": "full", "numerics_every": 1},
+    "trace": {"overflow": "trace"},
+    "activations": {"numerics": "light"},
+}
+
+
 @every_level
-@both
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "fused"])
+@pytest.mark.parametrize("accumulates", [False, True])
 def test_taking_notes_changes_no_number(
-    level: str, numerics: str, optimizer: str, tmp_path: Path
+    level: str, watcher: str, optimizer: str, accumulates: bool, tmp_path: Path
 ) -> None:
     found = list[Any]()
-    for arguments in ({}, {"numerics": numerics, "numerics_every": 2, "history": tmp_path / "r"}):
-        model, opt = started(level, optimizer=optimizer, **arguments)
-        is_dynamic = preamp.engine_of(model).policy.is_dynamic
-        for step in range(5):
-            train_step(model, opt, step, poison=step == 2 and is_dynamic)
-        found.append(everything(model, opt))
-        preamp.engine_of(model).close()
-    assert same(found[0], found[1])
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@both
-def test_nor_with_accumulation_clipping_and_fused_updates(level: str, numerics: str) -> None:
-    found = list[Any]()
-    for arguments in ({}, {"numerics": numerics, "numerics_every": 1}):
+    history = {"history": tmp_path / "r"} if watcher == "full" else {}
+    for arguments in ({}, {**WATCHERS[watcher], **history}):
         torch.manual_seed(0)
         model = Net()
-        optimizer = FusedAdam(model.parameters(), lr=0.01)
-        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **arguments)
-        for step in range(8):
-            with preamp.scale_loss(loss_of(model, step), optimizer) as scaled:
-                (scaled * math.inf if step == 4 and level == "O2" else scaled).backward()
-            if step % 2:
-                preamp.clip_grad_norm_(optimizer, 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(everything(model, optimizer))
+        build = OPTIMIZERS.get(optimizer, lambda params: FusedAdam(params, lr=0.01))
+        opt = build(model.parameters())
+        preamp.initialize(model, opt, opt_level=level, verbosity=0, **arguments)
+        engine = preamp.engine_of(model)
+        if watcher == "activations" and arguments:
+            engine.watch_activations(steps=range(2, 4))
+        for number in range(8):
+            with preamp.scale_loss(loss_of(model, number), opt) as scaled:
+                is_bad = number == 4 and engine.policy.is_dynamic
+                (scaled * math.inf if is_bad else scaled).backward()
+            if number % 2 or not accumulates:
+                preamp.clip_grad_norm_(opt, 0.5)
+                opt.step()
+                opt.zero_grad()
+        found.append(everything(model, opt))
+        engine.close()
     assert same(found[0], found[1])
 
 

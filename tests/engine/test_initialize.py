@@ -29,7 +29,6 @@ from engine.harness import (
     masters,
     same,
     started,
-    train_plain,
     train_step,
     weights,
 )
@@ -180,13 +179,6 @@ def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert halves_match(model)
 
 
-@pytest.mark.apex("1.2 num_losses=0")
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_num_losses(count: int) -> None:
-    model, _ = started("O2", num_losses=count)
-    assert len(preamp.engine_of(model).scalers) == count
-
-
 # -- printing --------------------------------------------------------------------------------
 
 BRIEFS = {
@@ -239,18 +231,6 @@ def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == ""
 
 
-def test_skipped_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O2")
-    capsys.readouterr()
-    train_step(model, optimizer, 0, poison=True)
-    out = capsys.readouterr().out
-    assert out.startswith(
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
-    )
-    assert "(step 1: nan first in 'last.bias' and in 7 more; loss scale 65536.0 to 32768.0)" in out
-
-
 @pytest.mark.apex("2.6 a skipped step prints Apex's line")
 def test_skipped_step_is_told_by_the_first_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -287,13 +267,8 @@ def test_what_fails_says_nothing_before(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(RuntimeError):
         preamp.initialize(nn.Linear(2, 2).half(), opt_level="O2")
     preamp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    preamp.initialize(nn.Linear(2, 2), opt_level="O2", enabled=False)
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.apex("1.1 enabled=False")
-def test_disabled_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    amp.initialize(Net(), opt_level="O2", enabled=False)
+    for door in DOORS:
+        door(nn.Linear(2, 2), opt_level="O2", enabled=False)
     assert capsys.readouterr().out == ""
 
 
@@ -378,18 +353,13 @@ def test_cast_model_type_false_converts_nothing(level: str) -> None:
 
 
 @pytest.mark.apex("1.5 keep_batchnorm_fp32")
-@pytest.mark.parametrize("given", [False, "False"])
-def test_keep_batchnorm_false(given: Any) -> None:
+@pytest.mark.parametrize(
+    ("level", "given", "kept"), [("O2", False, F16), ("O2", "False", F16), ("O3", "True", F32)]
+)
+def test_keep_batchnorm(level: str, given: Any, kept: torch.dtype) -> None:
     model = Zoo()
-    preamp.initialize(model, opt_level="O2", keep_batchnorm_fp32=given, verbosity=0)
-    assert model.bn.weight.dtype is F16
-    assert model.bn.running_mean.dtype is F16
-
-
-def test_keep_batchnorm_true_at_o3() -> None:
-    model = Zoo()
-    preamp.initialize(model, opt_level="O3", keep_batchnorm_fp32="True", verbosity=0)
-    assert model.bn.weight.dtype is F32
+    preamp.initialize(model, opt_level=level, keep_batchnorm_fp32=given, verbosity=0)
+    assert model.bn.weight.dtype is model.bn.running_mean.dtype is kept
     assert model.plain_bn.running_mean.dtype is F16
 
 
@@ -403,26 +373,19 @@ def test_every_batch_norm_is_kept(kind: Any) -> None:
 
 @pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_parameters_keep_their_identity(level: str) -> None:
+def test_parameters_and_groups_keep_their_identity(level: str) -> None:
     model, optimizer = make()
     before = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    after = dict(model.named_parameters())
-    assert all(after[name] is param for name, param in before.items())
-    assert all(dict(model.named_buffers())[name] is b for name, b in buffers.items())
-
-
-@pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_groups_keep_their_identity(level: str) -> None:
-    model, optimizer = make()
     groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     inner = list(groups)
     preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert optimizer.param_groups is groups
     assert all(a is b for a, b in zip(groups, inner, strict=True))
     assert all(group["params"] is params for group, params in zip(groups, lists, strict=True))
+    after = dict(model.named_parameters())
+    assert all(after[name] is param for name, param in before.items())
+    assert all(dict(model.named_buffers())[name] is b for name, b in buffers.items())
 
 
 @pytest.mark.apex("1.7 existing gradients")
@@ -446,20 +409,6 @@ def test_existing_gradients_count(level: str) -> None:
     preamp.initialize(weight, optimizer, opt_level=level, verbosity=0)
     optimizer.step()
     assert weight.weight.tolist() == [[0.75, 0.75]]
-
-
-@pytest.mark.apex("1.7 masters")
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_masters_are_the_exact_values_from_before(level: str) -> None:
-    model, optimizer = make()
-    before = [param.detach().clone() for param in model.parameters()]
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert same(masters(optimizer), before)
-    assert any(
-        not torch.equal(master, half.float())
-        for master, half in zip(before, model.parameters(), strict=True)
-    )
-    assert halves_match(model)
 
 
 @pytest.mark.apex("1.7 masters")
@@ -508,53 +457,23 @@ def test_master_weights_can_be_asked_for(level: str) -> None:
     assert halves_match(model)
 
 
-@pytest.mark.apex("1.7 optimizer state follows its parameters")
-def test_optimizer_state_follows_the_dtypes() -> None:
-    model, optimizer = make(optimizer="adam")
-    train_plain(model, optimizer, 0)
-    exact = {id(p): optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
-    first = model.first.weight
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    state = optimizer.state
-    assert first not in state
-    for param, own in zip(preamp.master_params(optimizer), model.parameters(), strict=True):
-        assert same(state[param]["exp_avg"], exact[id(own)])
-        assert state[param]["step"].item() == 1.0
-
-
-@pytest.mark.apex("1.7 optimizer state follows its parameters")
-def test_optimizer_state_at_o3_is_half() -> None:
-    model, optimizer = make(optimizer="adam")
-    train_plain(model, optimizer, 0)
-    preamp.initialize(model, optimizer, opt_level="O3", verbosity=0)
-    state = optimizer.state[model.first.weight]
-    assert state["exp_avg"].dtype is F16
-    assert state["step"].dtype is F32
-
-
 # -- lists of models -------------------------------------------------------------------------
 
 
 @pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_a_module_and_its_own_part(level: str) -> None:
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_module_twice_or_beside_its_own_part(level: str, is_part: bool) -> None:
     model, optimizer = make()
     exact = [param.detach().clone() for param in model.parameters()]
-    preamp.initialize([model, model.first], optimizer, opt_level=level, verbosity=0)
+    models = [model, model.first if is_part else model]
+    preamp.initialize(models, optimizer, opt_level=level, verbosity=0)
     if level in WITH_MASTERS:
         assert same(masters(optimizer), exact)
     assert model(torch.ones(2, 4)).dtype is F32
     train_step(model, optimizer, 0)
     assert halves_match(model)
     assert all(value.dtype is F32 for key, value in model.state_dict().items() if "num" not in key)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_a_model_listed_twice(level: str) -> None:
-    model, optimizer = make()
-    preamp.initialize([model, model], optimizer, opt_level=level, verbosity=0)
-    train_step(model, optimizer, 0)
-    assert halves_match(model)
     preamp.engine_of(model).close()
     assert {p.dtype for p in model.parameters()} == {F32}
 
@@ -644,7 +563,9 @@ def test_disabled_scale_loss_asks_nothing_of_its_optimizers(optimizers: Any) -> 
         assert scaled is loss
 
 
-@pytest.mark.apex("B 15: enabled=False")
+@pytest.mark.apex(
+    "10 A-25", "3 amp.state_dict() when amp is off or was never initialized", "B 15: enabled=False"
+)
 def test_disabled_state() -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, enabled=False)
@@ -728,12 +649,12 @@ INPUT_DTYPE = {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF
 
 
 @pytest.mark.apex(
-    "1.8 Tensor",
-    "1.8 str, ndarray",
-    "1.8 object with to",
     "1.8 Mapping",
-    "1.8 other Iterable",
+    "1.8 Tensor",
     "1.8 anything else",
+    "1.8 object with to",
+    "1.8 other Iterable",
+    "1.8 str, ndarray",
     "B 8: forward arguments of every kind",
 )
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -825,7 +746,7 @@ def test_gradients_reach_the_inputs() -> None:
 # -- outputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
+@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs", "10 A-19")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("scope", ["model", "thread"])
 def test_outputs(level: str, scope: Any) -> None:
@@ -975,15 +896,6 @@ def test_recurrent_model(level: str) -> None:
 
 
 # -- calling again ---------------------------------------------------------------------------
-
-
-@pytest.mark.apex("1.1 another call with new objects")
-def test_new_objects_get_an_engine_of_their_own() -> None:
-    one, first = started("O2")
-    two, second = started("O1")
-    assert preamp.engine_of(one) is preamp.engine_of(first)
-    assert preamp.engine_of(two) is preamp.engine_of(second)
-    assert preamp.engine_of(one) is not preamp.engine_of(two)
 
 
 def test_one_model_in_two_calls_for_two_optimizers() -> None:

@@ -152,21 +152,6 @@ def test_what_it_names_is_float32_and_trains(selection: str, level: str) -> None
     assert moved == set(named)
 
 
-@pytest.mark.parametrize("level", HALF_WEIGHTS)
-@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
-def test_every_door_has_it(door: Any, level: str) -> None:
-    model = Model()
-    door.initialize(model, opt_level=level, verbosity=0, keep_fp32=nn.LayerNorm)
-    assert in_float32(model) == NORM
-
-
-@pytest.mark.parametrize("level", sorted(set(LEVEL_NAMES) - set(HALF_WEIGHTS)))
-@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
-def test_levels_that_cast_no_model_refuse_it(door: Any, level: str) -> None:
-    with pytest.raises(preamp.PreampPolicyError, match=r"^keep_fp32=LayerNorm with opt_level="):
-        door.initialize(Model(), opt_level=level, verbosity=0, keep_fp32=nn.LayerNorm)
-
-
 @pytest.mark.parametrize(
     ("keep", "text"),
     [
@@ -330,34 +315,6 @@ def test_closing_gives_all_back(level: str) -> None:
     assert not any(part._forward_pre_hooks for part in model.modules())
     with pytest.raises(RuntimeError):  # torch's own functions are back
         torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=HALF[level]))
-
-
-@pytest.mark.parametrize("level", HALF_WEIGHTS)
-def test_a_failure_halfway_gives_all_back(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    model.register_buffer("constant", torch.full((2,), 0.1), persistent=False)
-    state = copy.deepcopy(model.state_dict())
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("preamp.engine.optimizer_hooks.OptimizerHooks.attach", fail)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(KeyboardInterrupt):
-        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32=KEEP)
-    assert in_float32(model) == {*state, "constant"}
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert not any(part._forward_pre_hooks for part in model.modules())
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_another_engine_with_another_selection(level: str) -> None:
-    model, optimizer = started(level, keep_fp32="gate")
-    train(model, optimizer)
-    preamp.engine_of(optimizer).close()
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32="norm")
-    assert in_float32(model) == NORM
-    train(model, optimizer)
 
 
 @pytest.mark.parametrize("level", HALF_WEIGHTS)

@@ -206,6 +206,7 @@ def run(case: Case) -> None:
                 assert_same(a, b, f"{case}, after step {step}")
     assert (engine.steps_applied, engine.steps_skipped) == (applied, skips)
     assert skips == (0 if case.inject is None else len(training.losses[case.hit_loss]))
+    assert [cause.loss_id for cause in engine.overflow_causes] == [case.hit_loss] * skips
     for ours, theirs in zip(training.optimizers, plain.optimizers, strict=True):
         state, wanted = clone_state(ours), clone_state(theirs)
         assert state.keys() == wanted.keys()
@@ -215,7 +216,19 @@ def run(case: Case) -> None:
 
 
 @pytest.mark.each
-@pytest.mark.apex("2.2 O0, O3 defaults", "2.2 O1", "2.2 O2", "2.7 num_losses and loss_id")
+@pytest.mark.apex(
+    "10 A-24",
+    "10 A-5",
+    "2.2 O0, O3 defaults",
+    "2.2 O1",
+    "2.2 O2",
+    "2.6 a skipped step changes nothing",
+    "2.6 only optimizers of the overflowing loss skip",
+    "2.6 zero_grad",
+    "2.7 num_losses and loss_id",
+    "2.7 three ways to zero gradients",
+    "B 6: only the model is zeroed",
+)
 @pytest.mark.parametrize("accumulate", [1, 3], ids=lambda n: f"every{n}")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("optimizer", MAIN, ids=lambda row: row.name)

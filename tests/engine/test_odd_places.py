@@ -83,40 +83,6 @@ def test_steps_and_clipping_inside_a_block_are_refused(
 # -- zeroing ---------------------------------------------------------------------------------
 
 
-@levels
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("parts", ["ab", "a"])
-def test_zeroing_after_a_delayed_block_reaches_what_came_before_it(
-    level: str, set_to_none: bool, parts: str
-) -> None:
-    """A plain backward, a delayed one, the model (or a part) is zeroed, another plain one."""
-    pair = Pair(level, loss_scale=128.0)
-    pair.backward(0)
-    pair.backward(1, delay_unscale=True)
-    for model in (pair.model, pair.plain):
-        for part in parts:
-            model.get_submodule(part).zero_grad(set_to_none)
-    pair.backward(2)
-    pair.check_grads()
-
-
-@levels
-def test_zeroing_the_model_after_a_failed_block(level: str) -> None:
-    pair = Pair(level, loss_scale=128.0)
-    pair.backward(0)
-
-    def fail() -> None:
-        with preamp.scale_loss(pair.loss(1), pair.optimizer):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    pair.model.zero_grad()
-    pair.plain.zero_grad()
-    pair.backward(2)
-    pair.check_grads()
-
-
 @with_masters
 def test_reading_a_master_gradient_after_zeroing_inside_a_block(level: str) -> None:
     """It is not there yet; it must not be taken for an unscaled one."""
@@ -230,16 +196,6 @@ def test_a_penalty_on_gradients_made_with_create_graph(level: str) -> None:
 
 
 # -- the end ---------------------------------------------------------------------------------
-
-
-@levels
-def test_close_unscales_gradients_left_scaled(level: str) -> None:
-    pair = Pair(level, loss_scale=128.0)
-    pair.backward(0)
-    pair.backward(1, delay_unscale=True)
-    pair.engine.close()
-    for ours, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        assert_same(ours.grad, theirs.grad)
 
 
 @levels

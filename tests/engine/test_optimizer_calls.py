@@ -177,7 +177,7 @@ SCHEDULERS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-@pytest.mark.apex("B 1: schedulers built before hold groups and the bound step")
+@pytest.mark.apex("10 A-17", "B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("make", SCHEDULERS, ids=["step", "lambda", "one_cycle", "cosine"])
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -129,24 +129,33 @@ def test_the_first_in_the_backward_comes_first(
     assert run.cause.parameters == tuple(names)
 
 
-@levels
-def test_an_activation(level: str) -> None:
-    """A value in the forward reaches the gradients of all it is multiplied with."""
-    run = Run(level)
-    run.step()
-    run.model.spoil = lambda x: x * torch.full_like(x, math.inf)
-    run.step()
-    assert not run.cause.loss_was_finite
-    assert run.cause.parameters == BACKWARD
+def of_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    y.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    return y
 
 
 @levels
-def test_the_loss(level: str) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "factor", "reached"),
+    [
+        (lambda x: x * torch.full_like(x, math.inf), 1.0, BACKWARD),
+        (lambda x: x, math.nan, BACKWARD),
+        (of_gradient, 1.0, BACKWARD[1:]),
+    ],
+    ids=["an activation", "the loss", "a gradient between modules"],
+)
+def test_a_value_reaches_what_is_behind_it(
+    level: str, spoil: Any, factor: float, reached: Sequence[str]
+) -> None:
+    """In the forward all gradients; in the backward nothing is wrong with the loss."""
     run = Run(level)
-    run.step(factor=math.nan)
-    assert not run.cause.loss_was_finite
-    assert run.cause.parameters == BACKWARD
-    assert run.cause.kinds == ("nan",) * 4
+    run.step()
+    run.model.spoil = spoil
+    run.step(factor=factor)
+    assert run.cause.loss_was_finite == (spoil is of_gradient)
+    assert run.cause.parameters == reached
+    assert factor == 1.0 or run.cause.kinds == ("nan",) * 4
 
 
 @pytest.mark.parametrize("which", [0, 299])
@@ -172,22 +181,6 @@ def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
     run.optimizer.step()
     assert not run.cause.loss_was_finite
     assert run.cause.loss_id == 0
-
-
-@levels
-def test_a_gradient_between_modules(level: str) -> None:
-    """Nothing is wrong with the loss, nor with what is nearer to it."""
-    run = Run(level)
-
-    def spoil(x: torch.Tensor) -> torch.Tensor:
-        y = x * 1.0
-        y.register_hook(lambda grad: torch.full_like(grad, math.inf))
-        return y
-
-    run.model.spoil = spoil
-    run.step()
-    assert run.cause.loss_was_finite
-    assert run.cause.parameters == BACKWARD[1:]
 
 
 @pytest.mark.parametrize("row", [0, 2])

@@ -338,6 +338,7 @@ SHORT: dict[str, list[Call]] = {
     "zeroed in the body": [Backward("ab", 3, both=True, zeroes=True)],
     "step": [Step(0), Step(1)],
     "step of one": [Step(0)],
+    "steps before any gradient": [Zero("model", to_none=True), Step(0), Step(1)],
     "closure": [Step(1, 4)],
     "GradScaler": [Iteration("abqnc", 5, max_norm=2.0**-8, by="torch")],
     "GradScaler, an overflow": [Iteration("aqn", 1, loss_id=1, max_norm=1.0, poison=True)],
@@ -379,6 +380,20 @@ SHORT: dict[str, list[Call]] = {
 SCALES = ("dynamic", 128.0, 1.0)
 
 
+@pytest.mark.apex(
+    "10 A-2",
+    "10 A-22",
+    "10 A-23",
+    "10 A-3",
+    "2.1 an exception in the block",
+    "2.2 static 1.0 with master weights",
+    "2.6 master gradients are gone after step",
+    "2.7 plain and delayed blocks mixed",
+    "B 4: accumulation with clipping each time, or delay_unscale",
+    "B 5: a bad loss is left out",
+    "B 6: a step before any backward",
+    "B 6: one gradient set to None",
+)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("first", SHORT)
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 6, 9))])

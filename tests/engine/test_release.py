@@ -163,6 +163,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("level", "storage", "together"),
     [(*place, n) for place, n in zip(PLACES, itertools.cycle([1, 4096, release.TOGETHER]))],

@@ -242,21 +242,6 @@ def test_whoever_reads_a_master_gets_its_value(level: str, read: Callable[[Any],
         assert "nan" not in repr(twin.master)
 
 
-@pytest.mark.usefixtures("small_blocks")
-@every_moments
-@levels
-def test_writes_to_masters_count(level: str, moments: Any) -> None:
-    runs = [start(level, storage) for storage in storages(moments)]
-    for model, optimizer in runs:
-        iterate(model, optimizer, 0, level)
-        with torch.no_grad():
-            for twin in twins(optimizer):
-                twin.master.mul_(0.5)
-        assert same(model(torch.ones(2, 4)), model(torch.ones(2, 4)))
-        iterate(model, optimizer, 1, level)
-    assert same(*[exact(*run) for run in runs])
-
-
 @levels
 def test_a_write_to_a_packed_half_weight_drops_what_is_beside_it_once(level: str) -> None:
     model, optimizer = start(level, "split")
@@ -324,57 +309,19 @@ def test_a_penalty_on_masters_counts(level: str) -> None:
 
 
 @levels
-def test_close_gives_exact_weights_back(level: str) -> None:
+@pytest.mark.parametrize("floats", [False, True])
+def test_close_gives_exact_weights_back(level: str, floats: bool) -> None:
     model, optimizer = start(level, "split")
     iterate(model, optimizer, 0, level)
-    want, held = model.state_dict(), twins(optimizer)[0].master
-    value = twins(optimizer)[0].value()
+    want = model.state_dict()
+    held, value = twins(optimizer)[0].master, twins(optimizer)[0].value()
+    if floats:
+        model.float()
     preamp.engine_of(model).close()
     assert same(dict(want), dict(model.state_dict()))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert torch.equal(held, value)
     assert optimizer.storage.masters == "float32"
-
-
-@levels
-def test_close_after_model_float(level: str) -> None:
-    model, optimizer = start(level, "split")
-    iterate(model, optimizer, 0, level)
-    want = model.state_dict()
-    model.float()
-    preamp.engine_of(model).close()
-    assert same(dict(want), dict(model.state_dict()))
-
-
-@levels
-def test_a_new_engine_takes_exact_weights_over(level: str) -> None:
-    model, optimizer = start(level, "split")
-    iterate(model, optimizer, 0, level)
-    want = model.state_dict()
-    preamp.engine_of(model).close()
-    model, optimizer = preamp.initialize(
-        model, optimizer, opt_level=level, storage="split", verbosity=0
-    )
-    assert same(dict(want), dict(model.state_dict()))
-    iterate(model, optimizer, 1, level)
-    assert all(is_packed(optimizer))
-
-
-@levels
-def test_exact_weights_and_copies(level: str) -> None:
-    model, optimizer = start(level, "split")
-    iterate(model, optimizer, 0, level)
-    want = {t.name: t.value() for t in twins(optimizer)}
-    copied = dict(copy.deepcopy(model).named_parameters())
-    assert all(torch.equal(copied[name], value) for name, value in want.items())
-    assert all(is_packed(optimizer))
-    with preamp.engine_of(model).exact_weights(), torch.no_grad():
-        params = dict(model.named_parameters())
-        assert all(torch.equal(params[name], value) for name, value in want.items())
-        params["first.weight"].mul_(3.0)
-    assert torch.equal(model.state_dict()["first.weight"], want["first.weight"] * 3)
-    iterate(model, optimizer, 1, level)
-    assert all(is_packed(optimizer))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -547,31 +494,6 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
             torch.testing.assert_close(value, wanted.detach(), rtol=2.0**-6, atol=0)
 
 
-@pytest.mark.usefixtures("small_blocks")
-@every_moments
-@levels
-def test_groups_and_frozen_parameters_may_come_later(level: str, moments: Any) -> None:
-    found: list[Any] = []
-    for storage in storages(moments):
-        torch.manual_seed(0)
-        model = Net()
-        model.first.bias.requires_grad_(False)
-        optimizer = FusedAdam(model.first.parameters(), lr=0.01)
-        model, optimizer = preamp.initialize(
-            model, optimizer, opt_level=level, storage=storage, verbosity=0, backend="reference"
-        )
-        iterate(model, optimizer, 0, level)
-        model.first.bias.requires_grad_(True)
-        iterate(model, optimizer, 1, level)
-        optimizer.add_param_group({"params": list(model.last.parameters())})
-        for number in range(2, 5):
-            iterate(model, optimizer, number, level)
-        if storage.masters == "split":
-            assert all(is_packed(optimizer))
-        found.append(exact(model, optimizer))
-    assert same(*found)
-
-
 @levels
 def test_two_optimizers_share_a_weight(level: str) -> None:
     found: list[Any] = []
@@ -615,24 +537,6 @@ def test_closures(level: str, name: str) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @every_moments
 @levels
-def test_torchs_scaler_and_gradients_shown(level: str, moments: Any) -> None:
-    runs = [start(level, storage, loss_scale="dynamic") for storage in storages(moments)]
-    for model, optimizer in runs:
-        scaler = preamp.GradScaler(optimizer)
-        for number in range(4):
-            scaler.scale(loss_of(model, number)).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            bring_to_split(optimizer)
-    assert same(*[exact(*run) for run in runs])
-
-
-@pytest.mark.usefixtures("small_blocks")
-@every_moments
-@levels
 def test_sharpness_aware_steps(level: str, moments: Any) -> None:
     """Weights move before the second backward and back after it."""
     runs = [
@@ -661,31 +565,17 @@ def test_sharpness_aware_steps(level: str, moments: Any) -> None:
     assert all(is_packed(runs[1][1]))
 
 
-@pytest.mark.usefixtures("small_blocks")
-@every_moments
 @levels
-def test_slow_weights(level: str, moments: Any) -> None:
-    """Every second step ends half way to where the weights were."""
-    runs = [start(level, storage) for storage in storages(moments)]
-    for model, optimizer in runs:
-        slow = [param.detach().clone() for param in preamp.master_params(optimizer)]
-        for number in range(4):
-            iterate(model, optimizer, number, level)
-            if number % 2:
-                with torch.no_grad():
-                    for param, value in zip(preamp.master_params(optimizer), slow, strict=True):
-                        value.lerp_(param, 0.5)
-                        param.copy_(value)
-                bring_to_split(optimizer)
-    assert same(*[exact(*run)["model"] for run in runs])
-
-
-@levels
-def test_statistics_make_no_master(level: str) -> None:
+def test_who_reads_weights_makes_no_master(level: str) -> None:
+    """Forwards, statistics, states and copies."""
     model, optimizer = start(level, "split", numerics="full", numerics_every=1)
     for number in range(2):
         train_step(model, optimizer, number)
         model(torch.ones(2, 4))
+        want = {t.name: t.value() for t in twins(optimizer)}
+        found = [dict(copy.deepcopy(model).named_parameters()), model.state_dict()]
+        for weights in found:
+            assert all(torch.equal(weights[name], value) for name, value in want.items())
         assert all(is_packed(optimizer))
     assert len(preamp.engine_of(model).history)
 
@@ -701,22 +591,6 @@ def test_masters_read_in_inference_mode_train_on(level: str) -> None:
             param.mul_(0.5)
     iterate(model, optimizer, 1, level)
     assert all(is_packed(optimizer))
-
-
-@pytest.mark.usefixtures("small_blocks")
-@every_moments
-@levels
-def test_averages(level: str, moments: Any) -> None:
-    runs = [start(level, storage) for storage in storages(moments)]
-    found: list[Any] = []
-    for model, optimizer in runs:
-        average = torch.optim.swa_utils.AveragedModel(model)
-        for number in range(3):
-            iterate(model, optimizer, number, level)
-            with preamp.engine_of(model).exact_weights():
-                average.update_parameters(model)
-        found.append(dict(average.module.state_dict()))
-    assert same(*found)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,62 +100,7 @@ def two_networks_with_a_scaler_each(make: Make) -> list[float]:
     return losses
 
 
-def penalty_on_gradients_of_inputs(make: Make) -> list[float]:
-    model = net(8, 1, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    (scaler,) = make(model, [optimizer])
-    losses: list[float] = []
-    for x, _ in batches(60):
-        x.requires_grad_()
-        output = model(x)
-        (scaled,) = torch.autograd.grad(scaler.scale(output.sum()), x, create_graph=True)
-        penalty = ((scaled / scaler.get_scale()).norm(dim=1) - 1).square().mean()
-        loss = output.mean() + 10 * penalty
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(10 + loss.item())  # away from zero, where nothing is near
-    return losses
-
-
-def early_stopping(make: Make) -> list[float]:
-    """Validates after every epoch, and takes the best weights back at the end."""
-    model = net(8, 1, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    (scaler,) = make(model, [optimizer])
-    best, patience = (float("inf"), model.state_dict()), 3
-
-    def validate() -> float:
-        model.eval()
-        with torch.no_grad():
-            errors = [F.mse_loss(model(x), y).item() for x, y in batches(4, seed=9)]
-        model.train()
-        return sum(errors) / len(errors)
-
-    found: list[float] = []
-    while patience and len(found) < 8:
-        for x, y in batches(10):
-            optimizer.zero_grad()
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        found.append(validate())
-        if found[-1] < best[0]:
-            best = found[-1], copy.deepcopy(model.state_dict())
-        else:
-            patience -= 1
-    model.load_state_dict(best[1])
-    assert validate() == best[0]
-    return found
-
-
-LOOPS = (
-    accumulation_clipping_and_a_schedule,
-    two_networks_with_a_scaler_each,
-    penalty_on_gradients_of_inputs,
-    early_stopping,
-)
+LOOPS = (accumulation_clipping_and_a_schedule, two_networks_with_a_scaler_each)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -127,6 +127,7 @@ def test_rules_are_their_formulas(ops: Any, row: RuleRow, dtypes: tuple[Any, ...
         assert_same(half, param.to(half.dtype), "a half is its rounded parameter")
 
 
+@pytest.mark.threes
 @every_back_end
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("step", [1, 2, 5000])
@@ -218,6 +219,7 @@ def test_no_overflow_changes_nothing(ops: Any, row: RuleRow, dtypes: tuple[Any, 
         assert_bits(ours, wanted)
 
 
+@pytest.mark.threes
 @every_back_end
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 1.0])
 @every_signature
@@ -282,6 +284,7 @@ def test_a_bad_gradient_spoils_its_own_tensors_only(ops: Any, row: RuleRow) -> N
 # -- layouts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.threes
 @every_back_end
 @pytest.mark.parametrize("grads", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("params", LAYOUTS, ids=lambda layout: layout.__name__)

@@ -41,10 +41,31 @@ def test_one_or_two_parameters_are_taken_whole(sizes: tuple[int, ...]) -> None:
 def test_the_suites_share_searches_only(request: pytest.FixtureRequest) -> None:
     items = [item for item in request.session.items if item.path == request.path]
     quick, rest = select(items, "quick"), select(items, "rest")
-    assert set(items) == {*quick, *rest} == set(select(items, "all"))
+    assert {*quick, *rest} == set(select(items, "all")) == set(items)  # without what is spare
     assert {item.name for item in {*quick} & {*rest}} <= {"test_a_search"}
     assert request.node in (*quick, *rest)
     assert all(item.get_closest_marker("full") is None for item in quick)
+
+
+@pytest.mark.threes
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("c", range(2))
+@pytest.mark.parametrize("d", range(2))
+def test_of_four_parameters_every_three_meet(a: int, b: int, c: int, d: int) -> None:
+    assert (a, b, c, d) in ROWS
+
+
+ROWS = list(itertools.product(range(3), range(4), range(2), range(2)))
+
+
+def test_of_some_every_three_values_are_enough() -> None:
+    """Of a test that is marked so, the full suite runs no more than that."""
+    chosen = {ROWS[number] for number in covering(ROWS, 3)}
+    threes = {three for row in ROWS for three in itertools.combinations(enumerate(row), 3)}
+    found = {three for row in chosen for three in itertools.combinations(enumerate(row), 3)}
+    assert found == threes
+    assert len(chosen) < len(ROWS)
 
 
 @given(st.integers())
