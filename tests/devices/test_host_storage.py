@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch.utils._pytree import tree_map
 
 import preamp
 import preamp.kernels
+from cases.waits import waits_refused
 from preamp.core.errors import PreampStateError, PreampUnavailableError
-from preamp.kernels import staged
+from preamp.kernels import Update, staged
+from preamp.kernels.rules import LambRule
 from preamp.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -298,6 +301,92 @@ def test_state_made_before_initialize_moves_there_and_back() -> None:
     assert [torch.equal(a.cpu(), b) for a, b in zip(back, before, strict=True)] == [True, True]
 
 
+@ways
+def test_a_checkpoint_within_an_accumulation_goes_on(way: tuple[str, str], tmp_path: Path) -> None:
+    first, second = (Run(place, ("O5", "split")) for place in way)
+    first.steps()
+    first.backward()
+    first.backward()
+    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
+    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
+    second.number = first.number
+    for run in (first, second):
+        run.backward()
+        run.end()
+        run.steps(1)
+    assert_same(first, second)
+
+
+# -- around the step -----------------------------------------------------------------------------
+
+
+@levels
+def test_nothing_waits_but_the_step(kept: tuple[str, str]) -> None:
+    run = Run("host", kept)
+    for _ in range(2):
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+    inputs, targets = torch.ones(32, 16).cuda(), torch.ones(32, 4).cuda()
+    for _ in range(2):
+        with waits_refused():
+            loss = nn.functional.mse_loss(run.net(inputs).float(), targets)
+            with preamp.scale_loss(loss, run.optimizer) as scaled:
+                scaled.backward()
+            preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.optimizer.step()
+        with waits_refused():
+            run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("storage", ["full", "split"])
+def test_a_model_that_moves_after_initialize_leaves_masters_there(storage: str) -> None:
+    nets: list[nn.Module] = []
+    for place in ("device", "host"):
+        torch.manual_seed(0)
+        net = nn.Linear(16, 4)
+        optimizer = FusedLion(net.parameters(), lr=1e-2)
+        keeps: Any = preamp.Storage(place=place, **STORAGES[storage])  # pyright: ignore
+        preamp.initialize(
+            net, optimizer, opt_level="O5", storage=keeps, backend="reference", verbosity=0
+        )
+        nets.append(net.cuda())
+        for number in range(3):
+            loss = net(torch.full((2, 16), 0.5**number).cuda()).float().square().mean()
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = {p.device.type for p in preamp.master_params(optimizer)}
+        assert masters == {"cpu" if place == "host" else "cuda"}
+    pairs = zip(*(net.parameters() for net in nets), strict=True)
+    assert [torch.equal(a, b) for a, b in pairs] == [True, True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
+def test_a_model_on_two_devices() -> None:
+    found: list[list[torch.Tensor]] = []
+    for place in ("device", "host"):
+        torch.manual_seed(0)
+        first, last = nn.Linear(16, 64).to("cuda:0"), nn.Linear(64, 4).to("cuda:1")
+        net = nn.ModuleList([first, last])
+        optimizer = FusedLion(net.parameters(), lr=1e-2)
+        keeps: Any = preamp.Storage(place=place)  # pyright: ignore
+        preamp.initialize(
+            net, optimizer, opt_level="O2", storage=keeps, backend="reference", verbosity=0
+        )
+        for number in range(3):
+            inputs = torch.full((2, 16), 0.5**number, dtype=torch.float16, device="cuda:0")
+            loss = last(first(inputs).to("cuda:1")).float().square().mean()
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            preamp.clip_grad_norm_(optimizer, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().cpu() for p in preamp.master_params(optimizer)])
+    assert [torch.equal(a, b) for a, b in zip(*found, strict=True)] == [True] * 4
+
+
 # -- exact weights, copies, words ----------------------------------------------------------------
 
 
@@ -416,6 +505,33 @@ def test_pinned_memory_is_that_of_three_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert sizes == [8256]  # of a tensor that is larger than a run
 
 
+def test_memory_is_used_again_once_it_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pretended device does not show it: there copies to the device are never late."""
+    events, streams = list[str](), list[str]()
+    synchronize, wait_stream = torch.cuda.Event.synchronize, torch.cuda.Stream.wait_stream
+
+    def note_synchronize(event: Any) -> None:
+        events.append("waited for")
+        synchronize(event)
+
+    def note_wait(stream: Any, other: Any) -> None:
+        current = torch.cuda.current_stream()
+        streams.append("training waits" if stream == current else "copies wait")
+        wait_stream(stream, other)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", note_synchronize)
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", note_wait)
+    ops = preamp.kernels.backend("reference", "host")
+    wides = [torch.zeros(2048) for _ in range(9)]
+    halves = [torch.ones(2048, dtype=torch.bfloat16, device="cuda") for _ in wides]
+    lows = [torch.zeros(2048, dtype=torch.int16) for _ in wides]
+    ops.join_(halves, lows, wides)
+    # Nine have come, and three times three shared memory, of which the last three did not wait.
+    assert events == ["waited for"] * (9 + 6)
+    assert streams == ["copies wait", "copies wait", "training waits"]
+    assert torch.equal(torch.stack(wides), torch.ones(9, 2048))
+
+
 @pytest.mark.parametrize("form", ["rows", "transposed", "channels last", "with gaps"])
 def test_forms_of_memory_are_kept(form: str) -> None:
     make: dict[str, Callable[[], torch.Tensor]] = {
@@ -434,6 +550,30 @@ def test_forms_of_memory_are_kept(form: str) -> None:
     ops.join_([half], [low], [joined])
     assert torch.equal(joined, wide)
     assert half.stride() == strides
+
+
+def test_norms_of_parts_are_taken_there() -> None:
+    """As where LAMB's tensors are parts of larger ones."""
+    rule = LambRule(
+        lr=0.1,
+        weight_decay=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        eps=1e-6,
+        decoupled=True,
+        bias_correction=True,
+        grad_averaging=True,
+        uses_trust_ratio=True,
+    )
+    lists = [[torch.randn(600) for _ in range(5)] for _ in range(4)]
+    lists[3] = [squares.abs() for squares in lists[3]]
+    update = Update(step=3, inv_scale=torch.tensor(0.5))
+    expected = preamp.kernels.backend("reference").lamb_norms(*lists, rule=rule, update=update)
+    grads = [grad.cuda() for grad in lists[1]]
+    there = replace(update, inv_scale=torch.tensor(0.5).cuda())
+    ops = preamp.kernels.backend("reference", "host")
+    found = ops.lamb_norms(lists[0], grads, *lists[2:], rule=rule, update=there)
+    assert torch.equal(found, expected)
 
 
 def test_places_of_one_device_are_left_to_it() -> None:

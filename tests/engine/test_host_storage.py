@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import preamp
+import preamp.parallel
 from cases.levels import LEVELS
 from engine.harness import Net, everything, same, train_step
 from preamp.core.errors import PreampError, PreampPolicyError, PreampStateError
@@ -127,3 +131,18 @@ def test_larc_around_it_later_is_refused() -> None:
         wrapped.step()
     now = list(model.parameters())
     assert [torch.equal(a, b) for a, b in zip(now, before, strict=True)] == [True] * len(now)
+
+
+def test_what_ranks_share_out_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _, optimizer = start()
+        with pytest.raises(PreampStateError, match='whose storage has place="host"'):
+            preamp.parallel.shard_optimizer(optimizer)
+        model = nn.Linear(4, 4)
+        fully_shard(model)
+        sharded = adam(model.parameters())
+        with pytest.raises(PreampStateError, match='place="host" beside sharded weights'):
+            preamp.initialize(model, sharded, opt_level="O5", storage=HOST, verbosity=0)
+    finally:
+        dist.destroy_process_group()

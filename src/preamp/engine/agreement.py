@@ -23,6 +23,7 @@ from preamp.core.ranks import answered, broadcast_from_first, gather_objects, ga
 from preamp.core.splits import Group, Groups, meshes_of
 from preamp.engine.params import twin_of
 from preamp.kernels import fsdp
+from preamp.optim import leaf_of
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -87,7 +88,10 @@ def compare_ranks(engine: EngineCore | None, module: nn.Module, group: Group) ->
     if any(other[-1] != found[0][-1] for other in found):
         with torch.no_grad():
             for master in masters:
-                broadcast_from_first(master.detach(), group)
+                value = master.detach().to(leaf_of(master).device)  # where the group reaches it
+                broadcast_from_first(value, group)
+                if master.device != value.device:
+                    master.copy_(value)
 
 
 def _vector(numbers: Sequence[int], module: nn.Module) -> torch.Tensor:

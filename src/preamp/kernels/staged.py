@@ -79,7 +79,9 @@ class Staged(ByDevice):
         found: dict[int, torch.Tensor] = {}
 
         def compute(places: Sequence[int], lists: list[Any]) -> None:
-            by = [at_hand(factors[place]) for place in places]
+            own = [factors[place] for place in places]
+            here = {key: at_hand(factor) for key, factor in {id(f): f for f in own}.items()}
+            by = [here[id(factor)] for factor in own]
             wide = super(Staged, self).widen_add(lists[0], by, lists[1])
             found.update(zip(places, wide, strict=True))
 

@@ -34,12 +34,14 @@ class Storage:
             a static loss scale, and an optimizer whose updates need no other gradients; nothing
             can be clipped or accumulated.
         place: ``"device"``, beside the weights; or ``"host"``: masters and moments lie in the
-            host's memory, and its processors make the update, for which weights and gradients
-            travel: at O2 and O5 gradients there and half weights back, 2 bytes of each parameter
-            either way (split masters: weights there too). Each step waits for the device once,
-            since the host must know its gradients. Bits are those of the same storage on the
-            device, but for norms of accumulated gradients, which the host takes. Fused optimizers
-            only; refused beside ``release_gradients``, sharded weights and in a CUDA graph.
+            host's memory, and its processors make the update. In each step gradients travel there
+            and new half weights back, 2 bytes of each parameter either way; with split masters the
+            weights there too. Float32 weights and their gradients take 4 bytes each way. What is
+            accumulated over backwards adds up on the host. Pinned memory is that of three runs of
+            32 MiB, or of the largest tensor. Each step waits until the device has made its
+            gradients. Numbers are those that the back end for CPUs makes of the same gradients.
+            Fused optimizers only; refused beside ``release_gradients``, sharded weights,
+            `shard_optimizer`, `LARC`, and in a CUDA graph.
     """
 
     masters: MasterStorage = "float32"
