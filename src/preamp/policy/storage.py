@@ -33,8 +33,15 @@ class Storage:
             gradient, which then goes: those of the whole model are never in memory together. Needs
             a static loss scale, and an optimizer whose updates need no other gradients; nothing
             can be clipped or accumulated.
-        place: ``"device"``, beside the weights; or ``"host"``: masters and moments lie in pinned
-            memory of the host, which makes the update.
+        place: ``"device"``, beside the weights; or ``"host"``: masters and moments lie in the
+            host's memory, and its processors make the update. In each step gradients travel there
+            and new half weights back, 2 bytes of each parameter either way; with split masters the
+            weights there too. Float32 weights and their gradients take 4 bytes each way. What is
+            accumulated over backwards adds up on the host. Pinned memory is that of three runs of
+            32 MiB, or of the largest tensor. Each step waits until the device has made its
+            gradients. Numbers are those that the back end for CPUs makes of the same gradients.
+            Fused optimizers only; refused beside ``release_gradients``, sharded weights,
+            `shard_optimizer`, `LARC`, and in a CUDA graph.
     """
 
     masters: MasterStorage = "float32"
