@@ -133,11 +133,8 @@ def convert_checkpoint(
 
 
 def _findings_table(findings: tuple[Finding, ...], src: Path) -> Table:
-    table = Table(title=escape(src.name), title_justify="left")
-    for heading in ("key", "found", "becomes"):
-        table.add_column(heading, overflow="fold")
+    table = _table(escape(src.name), ("key", "found", "becomes"))
     for finding in findings:
-        table.add_row(
-            escape(finding.key or "(the file)"), escape(finding.kind), escape(finding.becomes)
-        )
+        key = escape(finding.key or "(the file)")
+        table.add_row(key, escape(finding.kind), escape(finding.becomes))
     return table

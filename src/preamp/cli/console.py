@@ -13,7 +13,6 @@ from typing import Annotated, cast, get_args
 
 import typer
 from rich.box import SIMPLE_HEAVY
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -73,17 +72,10 @@ def print_plainly(console: Console, text: str) -> None:
 
 def print_wrapped(console: Console, lines: Iterable[str]) -> None:
     """Print lines of prose, each wrapped by itself; one that is indented is code, and stays."""
+    prose = textwrap.TextWrapper(console.width, break_long_words=False, break_on_hyphens=False)
     for line in lines:
-        indent = "  " if line.startswith("- ") else ""
-        is_prose = line and not line.startswith(" ")
-        parts = _wrap(line, console.width, indent) if is_prose else [line]
-        print_plainly(console, "\n".join(parts))
-
-
-def _wrap(line: str, width: int, indent: str) -> list[str]:
-    return textwrap.wrap(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+        prose.subsequent_indent = "  " if line.startswith("- ") else ""
+        print_plainly(console, line if line.startswith(" ") else prose.fill(line))
 
 
 def print_table(
@@ -99,7 +91,9 @@ def print_table(
     """
     lines = [headings, *rows]
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in lines]
-    widths = [max(_width(row[i]) for row in cells) for i in range(len(headings))]
+    widths = [
+        max(console.measure(cell).maximum for cell in column) for column in zip(*cells, strict=True)
+    ]
     for group in _groups(widths, console.width):
         fits_widely = sum(widths[i] + 2 for i in group) <= console.width
         padding = (0, int(fits_widely), 0, 0)
@@ -111,10 +105,6 @@ def print_table(
             table.add_row(*(row[i] for i in group))
         console.print(table)
         console.print()
-
-
-def _width(cell: Text) -> int:
-    return max(map(cell_len, cell.plain.split("\n")))
 
 
 def _groups(widths: Sequence[int], limit: int) -> list[list[int]]:

@@ -102,14 +102,19 @@ def demo(
             model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
             optimizer=OptimizerConfig(learning_rate=lr),
         )
-        setting = prepare(config, read_corpus())
-        require_sharding(config.parallel, setting.device)
-        require_folder(out)
+        setting = _prepared(config, out)
     if threads > 0:
         torch.set_num_threads(threads)
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
     finish(result, console, out)
+
+
+def _prepared(config: DemoConfig, out: Path) -> Setting:
+    setting = prepare(config, read_corpus())
+    require_sharding(config.parallel, setting.device)
+    require_folder(out)
+    return setting
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:

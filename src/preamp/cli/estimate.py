@@ -90,8 +90,7 @@ def estimate(
             policies = [resolve(name, {"storage": kept}) for name in names]
             found = [preamp.estimate(what, policy, named, **ranks) for policy in policies]
         else:
-            sizes = {"card": card * 2**30, "host": host * 2**30}
-            found = list(fitting(what, named, names, **sizes, **ranks))
+            found = [*fitting(what, named, names, card=card * 2**30, host=host * 2**30, **ranks)]
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     elif card is not None:

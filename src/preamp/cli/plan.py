@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -93,11 +93,8 @@ def plan(
 def _is_of_script(error: BaseException) -> bool:
     """Whether a bug of the script, or preamp where the script called it, raised the error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(map(is_foreign, frames)) or not _is_ours(frames[-1])
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("preamp.")
+    last = str(frames[-1].f_globals.get("__name__"))
+    return any(map(is_foreign, frames)) or not last.startswith("preamp.")
 
 
 def _levels(text: str) -> list[str]:
@@ -181,7 +178,6 @@ def _run(script: Path) -> ModuleType:
 
 
 def _attribute(module: ModuleType, script: Path, name: str) -> Any:
-    name = name.strip()
     if hasattr(module, name):
         return getattr(module, name)
     raise bad_value(

@@ -62,8 +62,8 @@ def slots_of(model: object, keep: KeepFP32 | None = None, *, in_rows: bool = Fal
 
     The model is a module on any device, ``"meta"`` included; a function without arguments that
     makes one, called with ``torch.device("meta")``; or a number of parameters, which become one
-    float32 tensor, or ``in_rows`` one of rows and one of what is left. Returns parameters and
-    buffers in the order of ``model.modules()``, each tensor once.
+    float32 tensor, or ``in_rows`` one of rows and one of what is left. Returns parameters, then
+    buffers, each tensor once.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return _flat_slots(model, BLOCK if in_rows else 0)
@@ -124,20 +124,11 @@ def _flat_slots(count: float, row: int) -> list[Slot]:
 
 def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
     kept = find_kept([model], keep)
-    names: dict[int, str] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for prefix, module in named_modules(model):
-        for name, tensor in (
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        ):
-            tensors.setdefault(id(tensor), tensor)
-            names.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
-    for key, tensor in tensors.items():
-        storage = tensor.untyped_storage()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        key, storage = id(tensor), tensor.untyped_storage()
         yield Slot(
             key=key,
-            name=names[key],
+            name=name,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             storage=storage_key(storage),

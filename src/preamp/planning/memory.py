@@ -368,7 +368,7 @@ def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, 
     """Weights, buffers and gradients; a storage that several tensors view counts once."""
     found = {"weights": 0, "buffers": 0, "gradients": 0}
     seen: set[int] = set()
-    for slot in sorted(slots, key=lambda slot: not slot.is_parameter):
+    for slot in slots:
         dtype = slot.dtype_at(policy)
         parts = share if slot.is_parameter else 1
         name = "weights" if slot.is_parameter else "buffers"

@@ -170,12 +170,9 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def _again(optimizer: torch.optim.Optimizer) -> Make:
     kind = type(optimizer)
     accepted = [name for name in inspect.signature(kind).parameters if name != "params"]
-    options: dict[str, Any] = {}
-    for name in accepted:
-        if name in optimizer.defaults:
-            options[name] = optimizer.defaults[name]
-        elif hasattr(optimizer, name):
-            options[name] = getattr(optimizer, name)
+    known = {name: getattr(optimizer, name) for name in accepted if hasattr(optimizer, name)}
+    known |= optimizer.defaults
+    options = {name: known[name] for name in accepted if name in known}
     return _complete(kind, copy.deepcopy(options))
 
 
@@ -283,8 +280,7 @@ def _small_shape(shape: Shape) -> Shape:
 
 def _small_parameter(tensor: Updated) -> torch.nn.Parameter:
     value = torch.ones(_small_shape(tensor.shape), dtype=tensor.dtype, device="cpu")
-    is_trained = tensor.has_gradient
-    return torch.nn.Parameter(value, requires_grad=is_trained)
+    return torch.nn.Parameter(value, requires_grad=tensor.has_gradient)
 
 
 def _stepped(
@@ -325,19 +321,11 @@ def _bytes_of(tensor: Updated, shape: Shape, item_bytes: int, part: ShardSize) -
     small = _small_shape(tensor.shape)
     if shape == small and math.prod(shape) > 1:
         return part(tensor.shape) * item_bytes
-    if len(shape) > len(small):
-        raise _unknown_shape(shape, small)
-    elements = 1
-    for position, size in enumerate(shape):
-        if size > 1 and size != small[position]:
-            raise _unknown_shape(shape, small)
-        elements *= tensor.shape[position] if size == small[position] else size
-    return elements * item_bytes
-
-
-def _unknown_shape(shape: Shape, small: Shape) -> ValueError:
-    return bad_value(
-        f"The optimizer keeps a state of shape {shape} for a parameter of shape {small}",
-        "Estimated is state whose sizes are those of the parameter, or one",
-        "Count a real engine with preamp.count_memory",
-    )
+    sizes = list(zip(shape, small, tensor.shape, strict=False))
+    if len(shape) > len(small) or any(size > 1 and size != own for size, own, _ in sizes):
+        raise bad_value(
+            f"The optimizer keeps a state of shape {shape} for a parameter of shape {small}",
+            "Estimated is state whose sizes are those of the parameter, or one",
+            "Count a real engine with preamp.count_memory",
+        )
+    return math.prod(whole if size == own else size for size, own, whole in sizes) * item_bytes

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -77,8 +78,8 @@ class ModulePath:
         self._ops: Counter[str] = Counter()
         self._handles: list[Any] = []
         for name, module in named_modules(model):
-            self._handles.append(module.register_forward_pre_hook(self._entering(name)))
-            leave = self._leaving(name, on_output)
+            enter, leave = partial(self._enter, name), partial(self._leave, name, on_output)
+            self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def start(self) -> None:
@@ -109,25 +110,21 @@ class ModulePath:
         for handle in self._handles:
             handle.remove()
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._stack.append(name)
+    def _enter(self, name: str, *_: Any) -> None:
+        self._stack.append(name)
 
-        return enter
+    def _leave(
+        self, name: str, on_output: Callable[[str, torch.Tensor], None], *given: Any
+    ) -> None:
+        if self._stack and self._stack[-1] == name:
+            self._stack.pop()
 
-    def _leaving(self, name: str, on_output: Callable[[str, torch.Tensor], None]) -> Any:
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
-            if self._stack and self._stack[-1] == name:
-                self._stack.pop()
+        def note(leaf: Any) -> Any:
+            if is_measurable(leaf):
+                on_output(name or "model", leaf)
+            return leaf
 
-            def note(leaf: Any) -> Any:
-                if is_measurable(leaf):
-                    on_output(name or "model", leaf)
-                return leaf
-
-            map_leaves(note, output)
-
-        return leave
+        map_leaves(note, given[-1])  # the output, behind the module and its input
 
 
 def is_measurable(value: object) -> bool:
