@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from distributed.test_fully_sharded import RUNS_ON_CPUS
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 LEARNT = 0.7  # what is left of the first value, at most
 
 
-def run(example: Path, *arguments: str) -> str:
+def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    if example.stem == "06_fully_sharded" and not RUNS_ON_CPUS:
+        pytest.skip("fully_shard of this torch needs GPUs")
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(example), *arguments],
+        [sys.executable, "-W", "error", *launcher, str(example), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -39,6 +43,15 @@ def test_example_learns(example: Path, arguments: tuple[str, ...]) -> None:
     assert last < LEARNT * first
     if arguments:
         assert "in 250 steps at O5" in printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_sharded_example_goes_on_bitwise_on_two_ranks(level: str) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "06_fully_sharded"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run(example, "--steps", "12", "--opt-level", level, launcher=launcher)
+    assert "started anew after 6 steps, went on bitwise as without: True" in printed
 
 
 @pytest.mark.full
