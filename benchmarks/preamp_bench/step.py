@@ -21,9 +21,10 @@ from preamp_bench import preamp_steps, records, torch_steps
 from preamp_bench.harness import Effort, Row, Variant, measure, stopwatch
 from preamp_bench.memory import proc_bytes
 from preamp_bench.peers import of_module
-from preamp_bench.preamp_steps import fused_adam, through_engine, torch_adamw
+from preamp_bench.preamp_steps import MakeOptimizer, fused_adam, through_engine, torch_adamw
 from preamp_bench.weights import Gradients, StepCase, Work
 
+Bytes = Callable[[StepCase], int]
 COPY = "copy"
 _COPIED_AT_MOST = 2**29
 """Bytes that the copy moves; many times any cache."""
@@ -40,7 +41,7 @@ class Contender:
     # Makes it ready to run; its tensors exist from then on.
     build: Callable[[StepCase, Gradients], Work]
     # What a step moves at least, in bytes per parameter of the case.
-    bytes: Callable[[StepCase], int]
+    bytes: Bytes
     may_fail: bool = False  # whether it depends on more than torch and may be missing here
 
 
@@ -78,10 +79,17 @@ def _peer(
     )
 
 
+def _ours(
+    level: str, name: str, make: MakeOptimizer, storage: str = "full", size: Bytes = _half
+) -> Contender:
+    build = through_engine(level, make, storage)
+    return Contender(name=f"preamp {level}{name}", build=build, bytes=size)
+
+
 FP32 = (
     Contender(name="GradScaler + fused AdamW", build=torch_steps.grad_scaler, bytes=_fp32),
-    Contender(name="preamp O0, torch AdamW", build=through_engine("O0", torch_adamw), bytes=_fp32),
-    Contender(name="preamp O0, FusedAdam", build=through_engine("O0", fused_adam), bytes=_fp32),
+    _ours("O0", ", torch AdamW", torch_adamw, size=_fp32),
+    _ours("O0", ", FusedAdam", fused_adam, size=_fp32),
 )
 
 HALF = {
@@ -91,29 +99,11 @@ HALF = {
         Contender(
             name="torch.compile", build=torch_steps.compiled_masters, bytes=_half, may_fail=True
         ),
-        Contender(
-            name=f"preamp {level}, torch AdamW",
-            build=through_engine(level, torch_adamw),
-            bytes=_half,
-        ),
-        Contender(
-            name=f"preamp {level}, FusedAdam", build=through_engine(level, fused_adam), bytes=_half
-        ),
-        Contender(
-            name=f"preamp {level} split, torch AdamW",
-            build=through_engine(level, torch_adamw, "split"),
-            bytes=_split,
-        ),
-        Contender(
-            name=f"preamp {level} split, FusedAdam",
-            build=through_engine(level, fused_adam, "split"),
-            bytes=_split,
-        ),
-        Contender(
-            name=f"preamp {level} compact, FusedAdam",
-            build=through_engine(level, fused_adam, "compact"),
-            bytes=_compact,
-        ),
+        _ours(level, ", torch AdamW", torch_adamw),
+        _ours(level, ", FusedAdam", fused_adam),
+        _ours(level, " split, torch AdamW", torch_adamw, "split", _split),
+        _ours(level, " split, FusedAdam", fused_adam, "split", _split),
+        _ours(level, " compact, FusedAdam", fused_adam, "compact", _compact),
         Contender(name="preamp ops", build=preamp_steps.through_ops, bytes=_half),
     )
     for half, level in ((torch.float16, "O2"), (torch.bfloat16, "O5"))
