@@ -292,6 +292,23 @@ def test_averaged_models_of_half_weights_do_not_stall(level: str, average: str) 
         assert ((mine - theirs).abs() <= budget).all()
 
 
+@levels
+def test_exact_weights_leave_with_an_exception(level: str) -> None:
+    pair = Pair(level)
+    train(pair)
+    dtypes = [p.dtype for p in pair.model.parameters()]
+
+    def fail() -> None:
+        with engine_of(pair.model).exact_weights():
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [p.dtype for p in pair.model.parameters()] == dtypes
+    train(pair, start=1)
+    pair.check()
+
+
 @with_masters
 @pytest.mark.parametrize("write", [False, True])
 def test_exact_weights_between_a_forward_and_its_backward(level: str, write: bool) -> None:

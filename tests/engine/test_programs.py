@@ -276,6 +276,17 @@ FOUND: dict[str, list[Call]] = {
         Freeze("a.weight", trains=False),
         Backward("ab", 0, zeroes=True),
     ],
+    "a quiet write before a step without gradients": [
+        Write("a.weight", "data.fill_"),
+        Write("b.bias", "data.fill_"),
+        Step(0),
+        Backward("a", 0),
+    ],
+    "left scaled, and an overflow of another optimizer": [
+        Backward("b", 1, delay=True),
+        Backward("a", 2, poison=True),
+        Backward("b", 3),
+    ],
     "a quiet write after a step without gradients": [
         Step(0),
         Write("a.weight", "data.fill_"),
