@@ -199,6 +199,7 @@ def test_a_float16_overflow_in_the_forward(
         dtype="float16",
         operation="linear",
         operation_max_abs=given,
+        operation_min=given if lacks else 0.0,  # of the product, or of weights and biases
         float32=Float32Record(found="finite", max_abs=240000.0),
     )
     assert re.search(r"test_trace\.py:\d+$", run.trace.where)
