@@ -142,15 +142,6 @@ def test_losses_that_cannot_be_drawn_are_told_of() -> None:
     assert "No loss was finite." in words
 
 
-def test_a_part_that_full_statistics_leave_empty_says_why() -> None:
-    half = made.tensor(what="weight")
-    words = "".join(Outline(render([made.step(1, skipped=True), made.look(1, half)])).words)
-    assert "None of the steps that were looked at was taken" in words
-    single = made.tensor(what="weight", dtype="float32")
-    words = "".join(Outline(render([made.step(1), made.look(1, single)])).words)
-    assert "There are no half weights." in words
-
-
 def test_skips_of_two_optimizers_at_the_same_step_are_both_listed() -> None:
     steps = [made.step(4, skipped=True, optimizer=index) for index in (0, 1)]
     causes = [made.overflow(4, f"{index}.weight", optimizer=index) for index in (0, 1)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cases import records as made
 from preamp.report import exponents, layers, memory
-from preamp.report.blocks import Table
+from preamp.report.blocks import Missing, Table
 from preamp.report.chart import (
     COLUMNS,
     Chart,
@@ -32,7 +32,7 @@ from preamp.report.chart import (
     tick_step,
 )
 from preamp.report.gather import Run, gather
-from preamp.report.layers import Underflow, heat_map, stalls
+from preamp.report.layers import Underflow, heat_map, stalled_shares
 from preamp.report.svg import Html, tag
 
 FINITE = st.floats(-1e30, 1e30)
@@ -175,13 +175,17 @@ def test_heat_map_groups_by_module_and_keeps_the_worst_of_a_column() -> None:
     assert other.cells == (0.01, 0.02, 0.03, 0.04, 0.05)
 
 
-def test_stalls_take_the_latest_look() -> None:
+def test_stalled_weights_of_the_latest_look_stand_beside_their_layer() -> None:
     looks = [
-        made.look(1, made.tensor("a.w", what="weight", stalled=90)),
-        made.look(2, made.tensor("a.w", what="weight", stalled=10), made.tensor("b.w")),
+        made.look(1, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=90)),
+        made.look(2, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=10)),
+        made.look(2, made.tensor("b.w", below_normal=1)),
     ]
-    (row,) = stalls(gather(looks))
-    assert (row.name, row.stalled, row.elements) == ("a", 10, 100)
+    assert stalled_shares(gather(looks)) == {"a": 0.1}
+    (_, table) = layers.underflow_section(gather(looks), "x").blocks
+    assert isinstance(table, Table)
+    assert [column.title for column in table.columns][-1] == "stalled"
+    assert [row[-1] for row in table.rows] == ["–", "10\u00a0%"]
 
 
 def test_histograms_of_the_worst_and_the_largest_are_chosen() -> None:
@@ -205,20 +209,21 @@ def test_histogram_shows_the_shift_of_the_loss_scale() -> None:
     assert "outline" not in exponents.draw(item, "h")
 
 
-def test_memory_bars_fill_the_width_of_the_largest() -> None:
+def test_memory_is_a_row_for_each_run_that_counted_it() -> None:
     runs = [
         Run(name="a", memory=made.MemoryRecord(step=1, categories={"weights": 50, "masters": 50})),
         Run(name="b", memory=made.MemoryRecord(step=1, categories={"weights": 25, "other": 0})),
         Run(name="c"),
     ]
-    drawn = memory.bars(runs, "m")
-    assert drawn is not None
-    widths = re.findall(
-        r'<rect x="([\d.]+%)" y="\d+" width="([\d.]+%)" height="18" class="m', drawn
-    )
-    assert widths == [("0%", "50%"), ("50%", "50%"), ("0%", "25%")]
-    assert memory.categories_of(runs) == ["weights", "masters"]
-    assert memory.bars([Run()], "m") is None
+    (table,) = memory.memory_section(runs, "m").blocks
+    assert isinstance(table, Table)
+    assert [column.title for column in table.columns] == ["run", "weights", "masters", "all"]
+    assert table.rows == [
+        ["a", "50 bytes", "50 bytes", "100 bytes"],
+        ["b", "25 bytes", "0 bytes", "25 bytes"],
+    ]
+    (missing,) = memory.memory_section([Run()], "m").blocks
+    assert isinstance(missing, Missing)
 
 
 def test_each_optimizer_counts_its_own_steps() -> None:

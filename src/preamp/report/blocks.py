@@ -139,6 +139,6 @@ class Page:
     sections: Sequence[Section]  # parts that belong to no run in particular, or to the only one
     chapters: Sequence[Chapter]  # one for each run of several
     closing: Sequence[Section]  # parts that come last
-    patterns: Html  # patterns that pictures refer to
+    patterns: Html  # what pictures are filled with
     made: str  # what made the page, and when
     intro: str = ""  # a paragraph below the heading; may be empty

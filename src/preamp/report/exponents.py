@@ -171,6 +171,13 @@ def _describe(chosen: Chosen, shift: int) -> str:
     return text
 
 
+def pattern() -> Html:
+    """Define once for a page what fills subnormal ranges."""
+    lines = tag("path", d="M0 8L8 0M0 4L4 0M4 8L8 4", class_="hatch")
+    size = {"width": 8, "height": 8, "patternUnits": "userSpaceOnUse"}
+    return tag("defs", tag("pattern", lines, id="pattern-sub", **size))
+
+
 def legend(*, with_outline: bool) -> Html:
     """List what is drawn."""
     entries = [("bars", "values"), ("normal", "normal range"), ("subnormal", "subnormal range")]

@@ -100,7 +100,7 @@ def render(
         sections=sections,
         chapters=chapters,
         closing=after,
-        patterns=memory.patterns(),
+        patterns=exponents.pattern(),
         made=_made(runs),
         intro=intro,
     )
@@ -156,7 +156,7 @@ def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> l
         blocks.append(Figure(title="Loss scale by step", body=scale, caption=text))
     return [
         Section(name="compare", title="Side by side", blocks=blocks),
-        memory.memory_section(list(runs), "memory"),
+        memory.memory_section(runs, "memory"),
     ]
 
 
@@ -199,7 +199,6 @@ def _sections(
         skips_section(run, f"{prefix}skips"),
         layers.underflow_section(run, f"{prefix}underflow"),
         exponents.exponents_section(run, f"{prefix}exponents"),
-        layers.stall_section(run, f"{prefix}stall"),
         modules_section(run, f"{prefix}modules"),
         *([memory.memory_section([run], f"{prefix}memory")] if with_memory else []),
         casts_section(run, f"{prefix}casts"),
