@@ -413,6 +413,17 @@ FAULTY = (
         truth=Truth(first="Training diverges, since step 21", do=LEARNING_RATE),
     ),
     Case(
+        name="rate-falls-to-nothing",
+        level="O5",
+        steps=160,
+        lr=1e-3,
+        rate=lambda lr: lr * 1e-6,
+        at=since(20),
+        truth=Truth(
+            first="The learning rate falls to next to nothing, since step 2[01]", do="schedule"
+        ),
+    ),
+    Case(
         name="loss-jumps",
         level="O5",
         steps=140,

@@ -27,13 +27,13 @@ _MEASUREMENTS: Final[tuple[Callable[[Run], Iterator[Finding]], ...]] = (
     collapse.broken_runs,
     settings.decay_too_large,
     settings.momentum_is_one,
+    settings.rate_vanishes,
     settings.loss_stays,
     losses.losses_rise,
     skips.no_step_taken,
     skips.overflows_in_one_place,
     skips.many_skips,
     skips.skips_in_a_row,
-    skips.scale_at_ceiling,
     tensors.weights_not_finite,
     tensors.gradients_all_zero,
     tensors.gradients_lost,
@@ -52,9 +52,16 @@ def advise(run: Run) -> list[Finding]:
     Of critical findings the earliest comes first, of others the first by rule.
     """
     found = [finding for measure in _MEASUREMENTS for finding in measure(run)]
-    serious = (finding for finding in found if finding.severity > Severity.NOTE)
+    serious = [finding for finding in found if finding.severity > Severity.NOTE]
     hidden = {id for finding in serious for id in finding.rule.hides}
-    return sorted((finding for finding in found if finding.id not in hidden), key=_rank)
+    shown = (finding for finding in found if finding.id not in hidden)
+    return sorted(
+        (f for f in shown if not any(_explains(cause, f) for cause in serious)), key=_rank
+    )
+
+
+def _explains(cause: Finding, later: Finding) -> bool:
+    return later.id in cause.rule.hides_later and 0 < cause.step <= later.step
 
 
 def _rank(finding: Finding) -> tuple[int, int, int]:

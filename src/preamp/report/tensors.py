@@ -275,7 +275,11 @@ def _room(headroom: float, run: Run) -> str:
     """Say what a larger scale could do."""
     powers = math.floor(headroom - 1)
     if powers >= 1:
-        found = "" if run.is_dynamic else ' loss_scale="dynamic" finds and keeps such a scale.'
+        found = ' loss_scale="dynamic" finds and keeps such a scale.'
+        if run.is_dynamic:
+            ceiling, now = run.limit("max_loss_scale"), run.first_scales[-1:]
+            at_ceiling = bool(now) and now[0][1] == ceiling
+            found = " It is at its ceiling: raise max_loss_scale." if at_ceiling else ""
         return (
             f"The largest gradient has {headroom:.1f} powers of two of headroom, so the scale could"
             f" be {2 ** min(powers, 60):,} times as large.{found}"
