@@ -209,6 +209,7 @@ class Bug:
         edits: What is replaced by what; each must be in the script.
         numbers: Some of the finding's numbers.
         says: Part of the finding's text.
+        does: Part of what is to be changed.
         also: Rules that this bug breaks as well.
         raises: The end of a script that preamp itself stops.
     """
@@ -218,6 +219,7 @@ class Bug:
     edits: tuple[tuple[str, str], ...]
     numbers: dict[str, object] = field(default_factory=dict)
     says: str = ""
+    does: str = ""
     also: tuple[str, ...] = ()
     raises: type[Exception] | None = None
 
@@ -610,6 +612,7 @@ BUGS = {
         ),
         numbers={"loss_scale": 1024.0, "gradients": 6},
         says="which the scaler does too",
+        does="Leave the division out",
     ),
     "two steps of one iteration": Bug(
         rule="PA103",
@@ -641,6 +644,7 @@ BUGS = {
         healthy=FLOAT32,
         edits=(("range(4)", "range(9)"), ("lr=1e-3)", "lr=0.0)  # <-")),
         numbers={"lr": 0.0, "steps": 8},
+        does="Look at the schedule: the rate is zero.",
     ),
     "zeros of one layer only": Bug(
         rule="PA404",

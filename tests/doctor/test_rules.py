@@ -55,6 +55,7 @@ def test_a_bug_is_found_where_it_is(bug: Bug, tmp_path: Path) -> None:
     finding = next(f for f in examination.findings if f.rule.id == bug.rule)
     assert where(finding) == ("script.py", marked_line(bug.text))
     assert bug.says in finding.what
+    assert bug.does in finding.advice
     assert {name: finding.numbers[name] for name in bug.numbers} == bug.numbers
 
 

@@ -448,14 +448,16 @@ class Outcome(Detector):
         if failed >= _SKIPPED:
             what = f"The last {failed} calls of a model, of backward or of step raised errors"
             what = f"{what} that the script went on from."
-            self.report(NO_STEP, "errors", what, where=self._failed_at, errors=failed)
+            do = "Print the errors that are caught, and let the first one end the run."
+            self.report(NO_STEP, "errors", what, where=self._failed_at, do=do, errors=failed)
         if self.seen.steps or self.seen.compiles:
             return
         for number, training in enumerate(self._all):
             if training.backwards >= _SKIPPED and not self.seen.reads_gradients:
                 what = f"{training.name} was never stepped, though its parameters got gradients."
-                backwards = training.backwards
-                self.report(NO_STEP, number, what, where=training.made, backwards=backwards)
+                made, backwards = training.made, training.backwards
+                do = f"Call {training.name}.step(), or scaler.step(optimizer), after the backward."
+                self.report(NO_STEP, number, what, where=made, do=do, backwards=backwards)
 
     def _report_no_backward(self) -> None:
         counts = {"zero_grad was": self.seen.zeroed, "A model in training was": self._forwards}
@@ -463,7 +465,8 @@ class Outcome(Detector):
         has_trained = self.seen.steps or self._losses.backwards or self.seen.compiles
         if self._is_made and count >= _SKIPPED and not has_trained:
             what = f"{what} called {count} times, and there was no backward."
-            self.report(NO_STEP, "backward", what, where=None, calls=count)
+            do = "Call backward on the loss, and then the optimizer's step."
+            self.report(NO_STEP, "backward", what, where=None, do=do, calls=count)
 
     def _report_losses(self, given_up: list[_Training]) -> bool:
         """Report one at most, and tell whether there was one."""
