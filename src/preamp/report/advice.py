@@ -6,22 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from preamp.report import (
-    casts,
-    collapse,
-    exponents,
-    layers,
-    losses,
-    settings,
-    skips,
-    tensors,
-    timeline,
-    words,
-)
+from preamp.report import casts, collapse, layers, losses, settings, skips, tensors, timeline, words
 from preamp.report.blocks import Advice, Advised, Block, Figure, Section, Text
 from preamp.report.finding import RULES, Finding, Severity, Verdict
 from preamp.report.gather import Run
-from preamp.report.svg import joined
 
 _MEASUREMENTS: Final[tuple[Callable[[Run], Iterator[Finding]], ...]] = (
     collapse.broken_runs,
@@ -186,20 +174,9 @@ def _of_steps(run: Run, finding: Finding, began: Sequence[int], name: str) -> Fi
 
 
 def _of_tensor(finding: Finding, name: str) -> Figure | None:
-    """Draw a tensor's exponents where they were recorded, else the number by step."""
-    tensor, curve = finding.tensor, finding.curve
-    if curve is None:
+    """Draw the number by step."""
+    curve = finding.curve
+    body = None if curve is None else timeline.curve_chart(curve, name, finding.step)
+    if curve is None or body is None:
         return None
-    if tensor is not None and tensor.histogram:
-        step = int(curve.points[-1][0])
-        chosen = exponents.Chosen(tensor=tensor, step=step, reason="the latest look")
-        legend = exponents.legend(with_outline=tensor.scale != 1)
-        return Figure(
-            title=f"Exponents of {words.shown(tensor.name, 48)}",
-            body=joined([exponents.draw(chosen, name), legend]),
-            caption=exponents.caption(chosen),
-        )
-    body = timeline.curve_chart(curve, name, finding.step)
-    return (
-        None if body is None else Figure(title=f"{curve.name}, by step", body=body, caption=_BEGAN)
-    )
+    return Figure(title=f"{curve.name}, by step", body=body, caption=_BEGAN)

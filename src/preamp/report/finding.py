@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Literal
 
-from preamp.numerics import TensorStatistics
 from preamp.report import words
 
 Picture = Literal["loss", "scale", "tensor", "casts"]
@@ -120,7 +119,6 @@ class Finding:
     step: int = 0  # at which it began; 0 where that means nothing
     where: str = ""  # parameters, module, operation or loss; empty where that means nothing
     curve: Curve | None = None  # the number by step, where the rule has no other picture
-    tensor: TensorStatistics | None = None  # whose exponents show it
     is_grave: bool = False  # critical here, although the rule is not so as such
 
     @property

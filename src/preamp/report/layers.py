@@ -23,43 +23,29 @@ STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they 
 TIMES = 96  # columns of a heat map
 
 
-@dataclass(slots=True, kw_only=True)
-class Underflow:
-    """Counts of a module's gradients at one time."""
+Tensors = Sequence[TensorStatistics]  # the gradients of one module at one time
 
-    elements: int = 0  # how many there are
-    exact_zeros: int = 0  # how many are exactly zero
-    nonzero: int = 0  # how many are neither that nor infinite or nan; the next two are of these
-    below_normal: int = 0  # below the format's smallest normal value: digits are lost
-    below_subnormal: int = 0  # below its smallest value of all: lost
 
-    @property
-    def share(self) -> float:
-        """Part of the finite values that are not zero that lose digits, or all; nan if none is."""
-        return self._part(self.below_normal)
+def underflow(tensors: Tensors) -> float:
+    """Part of the finite values that are not zero that lose digits, or all; nan if none is."""
+    return _part(tensors, [t.below_normal for t in tensors])
 
-    @property
-    def lost(self) -> float:
-        """Part of the values that are not zero that are lost altogether."""
-        return self._part(self.below_subnormal)
 
-    @property
-    def zeros(self) -> float:
-        """Part of all elements that are exactly zero."""
-        return self.exact_zeros / self.elements if self.elements else 0.0
+def lost(tensors: Tensors) -> float:
+    """Part of the values that are not zero that are lost altogether; nan if none is."""
+    return _part(tensors, [t.below_subnormal for t in tensors])
 
-    def _part(self, count: int) -> float:
-        if self.nonzero:
-            return count / self.nonzero
-        return math.nan if self.elements else 0.0
 
-    def add(self, tensor: TensorStatistics) -> None:
-        """Count one more tensor."""
-        self.elements += tensor.elements
-        self.exact_zeros += tensor.zeros
-        self.nonzero += tensor.nonzero
-        self.below_normal += tensor.below_normal
-        self.below_subnormal += tensor.below_subnormal
+def zeros(tensors: Tensors) -> float:
+    """Part of all elements that are exactly zero."""
+    return sum(t.zeros for t in tensors) / max(1, sum(t.elements for t in tensors))
+
+
+def _part(tensors: Tensors, counts: Sequence[int]) -> float:
+    nonzero = sum(t.nonzero for t in tensors)
+    if nonzero:
+        return sum(counts) / nonzero
+    return math.nan if any(t.elements for t in tensors) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +53,12 @@ class Layer:
     """One row of the heat map."""
 
     name: str  # qualified name of the module
-    # Share of underflow by column, the worst of what falls into it; ``None`` where nothing does
-    # that is finite and not zero.
-    cells: tuple[float | None, ...]
+    # Share of underflow by column, the worst of what falls into it; nan where nothing does that is
+    # finite and not zero.
+    cells: tuple[float, ...]
     worst: float  # the highest share; nan if no gradient was finite and other than zero
     worst_step: int  # its step
-    latest: Underflow  # the counts at the end
+    latest: Tensors  # what there was at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,30 +80,25 @@ def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
     columns = {
         step: index * min(times, len(steps)) // len(steps) for index, step in enumerate(steps)
     }
-    rows: dict[str, dict[int, Underflow]] = {}
+    rows: dict[str, dict[int, list[TensorStatistics]]] = {}
     for record in looks:
         for tensor in gradients_of([record]):
             row = rows.setdefault(module_of(tensor.name), {})
-            row.setdefault(record.step, Underflow()).add(tensor)
+            row.setdefault(record.step, []).append(tensor)
     layers = [_layer(name, row, columns) for name, row in rows.items()]
-    layers.sort(key=lambda layer: (-_rank(layer.worst), -_rank(layer.latest.share)))
+    layers.sort(key=lambda layer: (-_rank(layer.worst), -_rank(underflow(layer.latest))))
     form = gradients_of(looks[-1:])[0].form
     return HeatMap(first=steps[0], last=steps[-1], layers=tuple(layers), form=form)
 
 
-def _layer(name: str, row: dict[int, Underflow], columns: dict[int, int]) -> Layer:
-    cells: list[float | None] = [None] * (max(columns.values()) + 1)
-    for step, counts in row.items():
-        if not math.isnan(counts.share):
-            before = cells[columns[step]]
-            cells[columns[step]] = counts.share if before is None else max(before, counts.share)
-    worst_step = max(row, key=lambda step: _rank(row[step].share))
+def _layer(name: str, row: Mapping[int, Tensors], columns: Mapping[int, int]) -> Layer:
+    cells = [math.nan] * (max(columns.values()) + 1)
+    shares = {step: underflow(tensors) for step, tensors in row.items()}
+    for step, share in shares.items():
+        cells[columns[step]] = max(cells[columns[step]], share, key=_rank)
+    worst = max(shares, key=lambda step: _rank(shares[step]))
     return Layer(
-        name=name,
-        cells=tuple(cells),
-        worst=row[worst_step].share,
-        worst_step=worst_step,
-        latest=row[max(row)],
+        name=name, cells=tuple(cells), worst=shares[worst], worst_step=worst, latest=row[max(row)]
     )
 
 
@@ -159,7 +140,7 @@ def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
     if not math.isnan(layer.worst):
         description = (
             f"{steps}; at most {words.share(layer.worst)}, at step {layer.worst_step:,}; at the"
-            f" end {words.share(layer.latest.share)}."
+            f" end {words.share(underflow(layer.latest))}."
         )
     return _strip(layer.cells, name, title, description)
 
@@ -172,10 +153,10 @@ def legend() -> Html:
     )
 
 
-def _strip(cells: Sequence[float | None], name: str, title: str, description: str) -> Html:
+def _strip(cells: Sequence[float], name: str, title: str, description: str) -> Html:
     parts: list[Html] = []
     left = 0
-    for shade, group in groupby(cells, lambda cell: None if cell is None else shade_of(cell)):
+    for shade, group in groupby(cells, lambda cell: None if math.isnan(cell) else shade_of(cell)):
         width = len(list(group))
         if shade is not None:
             parts.append(tag("rect", x=left, width=width, height=_HEIGHT, class_=f"h{shade}"))
@@ -220,7 +201,7 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
         [
             name(layer.name, 48),
             words.share(layer.worst),
-            words.share(layer.latest.share),
+            words.share(underflow(layer.latest)),
             strip(layer, found, f"{prefix}-{index}"),
         ]
         for index, layer in enumerate(found.layers[:ROWS])
@@ -238,12 +219,14 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
 
 def _heat_details(found: HeatMap, stalled: Mapping[str, float], prefix: str) -> Table:
     """List the numbers; ``stalled`` are the shares of `stalled_shares`, where they are known."""
-    numbers = ["worst", "at step", "latest", "lost", "zeros", *(["stalled"] if stalled else [])]
+    numbers = ["worst", "at step", "latest", "lost", "zeros", "headroom"]
+    numbers += ["stalled"] if stalled else []
     shown = found.layers[:DETAILS]
     more = f", the worst {DETAILS} of them" if len(found.layers) > DETAILS else ""
     caption = (
         "Worst and latest: below the smallest normal number. Lost: below the smallest number of"
-        " all. Zeros: exactly zero. These two and the latest are of the latest look"
+        " all. Zeros: exactly zero. Headroom: by how many powers of two the largest value may grow."
+        " All but the worst are of the latest look"
     )
     if stalled:
         caption += ". Stalled: half weights that a step left as they were, for too small an update"
@@ -257,7 +240,13 @@ def _heat_details(found: HeatMap, stalled: Mapping[str, float], prefix: str) -> 
                 name(layer.name),
                 words.share(layer.worst),
                 f"{layer.worst_step:,}",
-                *map(words.share, (layer.latest.share, layer.latest.lost, layer.latest.zeros)),
+                *(words.share(part(layer.latest)) for part in (underflow, lost, zeros)),
+                words.headroom(
+                    min(
+                        (t.headroom for t in layer.latest if t.headroom is not None),
+                        default=math.inf,
+                    )
+                ),
                 *([words.share(stalled.get(layer.name, math.nan))] if stalled else []),
             ]
             for layer in shown

@@ -10,7 +10,7 @@ from typing import cast
 from preamp.core.errors import bad_value, unavailable
 from preamp.core.files import replace_text
 from preamp.numerics import History, Record
-from preamp.report import exponents, layers, memory, timeline, words
+from preamp.report import layers, memory, timeline, words
 from preamp.report.advice import advice_section, advise, judge
 from preamp.report.blocks import Block, Chapter, Facts, Figure, Page, Section, Table, columns
 from preamp.report.casts import casts_section
@@ -100,7 +100,6 @@ def render(
         sections=sections,
         chapters=chapters,
         closing=after,
-        patterns=exponents.pattern(),
         made=_made(runs),
         intro=intro,
     )
@@ -198,7 +197,6 @@ def _sections(
         timeline.timeline_section(run, f"{prefix}timeline"),
         skips_section(run, f"{prefix}skips"),
         layers.underflow_section(run, f"{prefix}underflow"),
-        exponents.exponents_section(run, f"{prefix}exponents"),
         modules_section(run, f"{prefix}modules"),
         *([memory.memory_section([run], f"{prefix}memory")] if with_memory else []),
         casts_section(run, f"{prefix}casts"),

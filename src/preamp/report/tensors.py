@@ -123,7 +123,6 @@ def little_headroom(run: Run) -> Iterator[Finding]:
             " float32, or use bfloat16 (O4, O5).",
             step=bad_since(points, lambda value: value < HEADROOM),
             where=named([t.name for t in near]),
-            tensor=tensor,
             curve=Curve(name="Headroom in powers of two", points=points, is_share=False),
         )
 
@@ -147,7 +146,6 @@ def gradients_lost(run: Run) -> Iterator[Finding]:
             do=_room(room, run),
             step=bad_since(points, lambda share: share > LOST_SHARE),
             where=named([t.name for t in losing]),
-            tensor=tensor,
             curve=Curve(name="Part of the gradient that is lost", points=points),
         )
 
