@@ -70,6 +70,8 @@ def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
             "Gradient overflow.  The step is taken, since the loss scale is static "
             f"(step {cause.step}: {loss}{_where(cause)}; loss scale {cause.old_scale})"
         )
+        if cause.loss_was_finite and cause.old_scale > 1:
+            text += ". A smaller loss_scale can help; 'dynamic' finds one, and skips such steps"
     if cause.is_blind and cause.trace is None:
         return f"{text}. {_BLIND}"
     if not cause.was_watched:
