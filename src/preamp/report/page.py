@@ -145,14 +145,10 @@ def _runs(records: Runs) -> list[Run]:
 def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Section]:
     blocks: list[Block] = [_run_table(runs, findings, "compare")]
     loss = timeline.loss_comparison(runs, "compare-loss")
-    scale = timeline.scale_comparison(runs, "compare-scale")
     if loss is not None:
         median = "Running medians. " if any(map(timeline.is_smoothed, runs)) else ""
         text = f"{median}Lines that lie on each other train equally well."
         blocks.append(Figure(title="Loss by step", body=loss, caption=text))
-    if scale is not None:
-        text = "Marks at the top are steps that were skipped, a row for each run that has any."
-        blocks.append(Figure(title="Loss scale by step", body=scale, caption=text))
     return [
         Section(name="compare", title="Side by side", blocks=blocks),
         memory.memory_section(runs, "memory"),
