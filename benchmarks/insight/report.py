@@ -267,6 +267,8 @@ FAULTY = (
         rate=lambda lr: lr * 1e5, at=since(30)),
     Case("diverges-o2", "Training diverges, since step 21", do=LEARNING_RATE, optimizer=ADAM,
         lr=1e-3, rate=lambda lr: lr * 1e6, at=since(20)),
+    Case("rate-falls-to-nothing", "The learning rate falls to next to nothing, since step 2[01]",
+        do="schedule", level="O5", steps=160, lr=1e-3, rate=lambda lr: lr * 1e-6, at=since(20)),
     Case("loss-jumps", "The loss jumps to 1[0-9.]*e.06, at step 80", do="batch|data", level="O5",
         steps=140, loss=times(1e6), at=only(80), lr=1e-9),
     Case("updates-stall", "Updates round to nothing, since step 1", do="masters", where="stem",

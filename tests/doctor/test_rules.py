@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import preamp
-from doctor.cases import BUGS, HEALTHY, Bug
+from doctor.cases import BUGS, GRAD_SCALER, HEALTHY, Bug
 from doctor.harness import HERE, examine, marked_line, where
 from insight.doctor import wrong_cases
 from preamp.doctor import RULES, Examination, select_rules
@@ -55,6 +55,7 @@ def test_a_bug_is_found_where_it_is(bug: Bug, tmp_path: Path) -> None:
     finding = next(f for f in examination.findings if f.rule.id == bug.rule)
     assert where(finding) == ("script.py", marked_line(bug.text))
     assert bug.says in finding.what
+    assert bug.does in finding.advice
     assert {name: finding.numbers[name] for name in bug.numbers} == bug.numbers
 
 
@@ -65,6 +66,16 @@ def test_it_is_the_bug_that_is_found(bug: Bug, tmp_path: Path) -> None:
     assert HERE not in bug.healthy
     if bug.healthy not in HEALTHY.values():
         assert ids(examine(bug.healthy, tmp_path)[0]) == []
+
+
+def test_clipping_by_a_function_of_torch_is_reported_once(tmp_path: Path) -> None:
+    """Its norm is the same in each step, by which clipping by hand would be known."""
+    text = GRAD_SCALER.replace("range(4)", "range(9)").replace(
+        "    scaler.unscale_(optimizer)\n", ""
+    )
+    data = "    x, y = torch.randn(8, 16), torch.randint(4, (8,))\n"
+    text = text.replace("    optimizer.zero_grad()\n", f"    optimizer.zero_grad()\n{data}")
+    assert ids(examine(text, tmp_path, select=("PA101",))[0]) == ["PA101"]
 
 
 def test_every_rule_has_a_bug() -> None:

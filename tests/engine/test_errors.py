@@ -697,6 +697,17 @@ def test_too_many_skips_from_the_loss_itself() -> None:
         damage(model, optimizer, in_loss=True)
 
 
+def test_too_many_skips_are_told_by_what_was_watched() -> None:
+    model, optimizer = started("O2", max_consecutive_skips=1, overflow="trace")
+    with torch.no_grad():
+        model.last.weight.fill_(float("inf"))
+    told = r"no loss scale can help\. .*The first to go wrong was the forward of 'last' \(Linear"
+    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(LossScaleError, match=told):
+        optimizer.step()
+
+
 def test_no_limit_on_skips() -> None:
     model, optimizer = started("O2", max_consecutive_skips=None, min_loss_scale=1.0)
     for _ in range(60):

@@ -98,10 +98,29 @@ def test_too_large_on_the_way() -> None:
     found = traced(Layer(lambda x: (x * 0 + 100) ** 4 / 1e5), "O2")
     assert found.float32 is not None
     assert found.float32.max_abs == 1000.0
-    assert "computes on the way goes beyond" in found.told()
+    assert "on the way it leaves float16's range, 6e-08 to 65,504." in found.told()
     # What is named is the function, and so is what it was given.
     assert (found.operation, found.operation_max_abs, found.input_max_abs) == ("pow", 100.0, 1.0)
     assert "from values up to 100." in found.told()
+
+
+def test_a_zero_that_a_function_fails_at_is_told() -> None:
+    """Its largest value tells nothing; and float16 has no such small eps."""
+    found = traced(Layer(lambda x: x * torch.rsqrt(x.sub(1).relu() + 1e-8)), "O2")
+    assert (found.operation, found.operation_min) == ("rsqrt", 0.0)
+    assert ", in rsqrt at " in found.told()
+    assert "inf in its float16 output, from zeros. In float32 it is finite" in found.told()
+
+
+def test_what_lies_far_beyond_float16_is_not_laid_to_it() -> None:
+    layer = large()
+    with torch.no_grad():
+        layer.weight.mul_(1e4)
+    found = traced(nn.Sequential(nn.Identity(), layer), "O1")
+    assert found.float32 is not None
+    assert found.float32.max_abs == pytest.approx(1.6e9)
+    assert "times float16's largest number, 65,504: before the precision, look at" in found.told()
+    assert "bfloat16" not in found.told()
 
 
 def test_all_in_float32_needs_no_try() -> None:

@@ -34,6 +34,10 @@ def of_nothing(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
     return y.square().mean(1)[: 0 if is_bad else 3].mean()
 
 
+def summed(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
+    return (y + (3e38 if is_bad else 0.0)).sum()
+
+
 def harmful(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
     return y.square().mean() * (float("nan") if is_bad else 1.0)
 
@@ -78,7 +82,12 @@ def test_a_loss_whose_gradients_are_finite_is_told_once(
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 @pytest.mark.parametrize(
     ("loss_of", "operation", "line"),
-    [(all_ignored, "cross_entropy", 1), (hidden, "div", 2), (of_nothing, "mean", 1)],
+    [
+        (all_ignored, "cross_entropy", 1),
+        (hidden, "div", 2),
+        (of_nothing, "mean", 1),
+        (summed, "sum", 1),
+    ],
 )
 def test_where_modules_are_watched_it_is_told_where_it_was_made(
     level: str, loss_of: Loss, operation: str, line: int, capsys: pytest.CaptureFixture[str]

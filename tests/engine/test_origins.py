@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -191,7 +192,13 @@ def test_targets_may_be_data_or_made_by_another_model() -> None:
     runs = Runs(model)
     target = torch.full((2, 4), math.nan)
     runs.step(F.mse_loss(model(torch.ones(2, 4)), target))
-    assert runs.told == ("", "given", "")
+    assert runs.told == ("", "given", "mse_loss")
+    assert runs.trace is not None
+    assert re.search(
+        r"^No module was seen to make it: mse_loss at \S+test_origins\.py:\d+ was given nan in a "
+        r"float32 argument\. Look at the batch first",
+        runs.trace.told(),
+    )
 
 
 def bad_layer() -> nn.Linear:

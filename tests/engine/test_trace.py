@@ -198,6 +198,7 @@ def test_a_float16_overflow_in_the_forward(
         dtype="float16",
         operation="linear",
         operation_max_abs=given,
+        operation_min=given if lacks else 0.0,  # of the product, or of weights and biases
         float32=Float32Record(found="finite", max_abs=240000.0),
     )
     assert re.search(r"test_trace\.py:\d+$", run.trace.where)
@@ -871,3 +872,19 @@ def test_what_a_step_computed_goes_with_the_step() -> None:
     finally:
         gc.enable()
     assert not any(alive)
+
+
+@pytest.mark.parametrize(("scale", "is_told"), [(2.0**15, True), (1.0, False)])
+def test_a_static_scale_above_one_may_be_smaller(
+    scale: float, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options: dict[str, Any] = {"loss_scale": scale, "overflow": "trace", "verbosity": 0}
+    preamp.initialize(model, optimizer, opt_level="O2", **options)
+    with preamp.scale_loss(model(torch.ones(2, 4)).float().sum() * 1e6, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    out = capsys.readouterr().out
+    assert "The step is taken, since the loss scale is static" in out
+    assert ("A smaller loss_scale can help; 'dynamic' finds one" in out) == is_told

@@ -13,7 +13,7 @@ import torch
 
 import preamp
 from cases import records as made
-from preamp.numerics import CastsRecord, Float32Record, Record, ResumeRecord
+from preamp.numerics import CastsRecord, Float32Record, Record, ResumeRecord, StepRecord
 from preamp.report import collapse, render
 from preamp.report.advice import advise, judge
 from preamp.report.finding import RULES, Finding, Verdict
@@ -36,6 +36,11 @@ RATED = [made.step(n, 1.0, lr=0.1) for n in range(1, 101)]
 
 def of_sgd(**options: str) -> Record:
     return made.start(optimizers=[{"class": "SGD", **options}])
+
+
+def falling(last: float) -> list[StepRecord]:
+    rates = [0.1] * 50 + [last] * 100
+    return [made.step(n, 1.0 + n % 7, lr=rate) for n, rate in enumerate(rates, 1)]
 
 
 def weights(step: int, size: float) -> Record:
@@ -141,11 +146,6 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         "The activation fc.weight reaches 5e+04, 0.4 powers of two below it.",
         [*CALM, made.look(9, made.tensor(headroom=0.4))],  # a gradient; its scale is dynamic
     ),
-    "scale-at-ceiling": (
-        [made.start(), *(made.step(n, scales={0: 2.0**24}) for n in range(4)), made.step(5)],
-        "for 80 % of the steps.",
-        CALM,
-    ),
     "gradients-always-zero": (
         [*CALM, *(made.look(n, made.tensor(zeros=100), made.tensor("b")) for n in (1, 2))],
         "fc.weight had no value other than zero in 2 looks.",
@@ -160,6 +160,11 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         [of_sgd(momentum="1.0"), *RATED],
         "none is ever forgotten, so the loss swings or grows. The loss went from 1 to 1.",
         [of_sgd(momentum="0.99"), *RATED],
+    ),
+    "rate-vanishes": (
+        [of_sgd(), *falling(1e-6)],
+        "It was 0.1 at most, and is 1e−06 or less in the last 100 of 150 steps. The loss went from",
+        [of_sgd(), *falling(1e-3)],
     ),
     "weights-rewritten": (
         [of_sgd(), *RATED, weights(5, 1.0), weights(10, 90.0)],
@@ -186,6 +191,25 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
 
 def found(records: list[Record], rule: str) -> list[Finding]:
     return [finding for finding in advise(gather(records)) if finding.id == rule]
+
+
+def test_a_rate_that_falls_once_all_is_learnt_is_no_fault() -> None:
+    learnt = [replace(step, losses={0: 1 / step.step}) for step in falling(1e-6)]
+    assert advise(gather([of_sgd(), *learnt])) == []
+
+
+def test_what_begins_after_a_jump_is_its_consequence() -> None:
+    """Gradients that a rate has killed: the rate is told of, and they are not; before it, they."""
+    rates = [
+        made.step(n, 1.0 if n < 50 else 90.0, lr=1.0 if n > 48 else 1e-3) for n in range(1, 99)
+    ]
+    for dead, told in ((60, ["diverges"]), (40, ["diverges", "no-gradient-arrives"])):
+        looks = [
+            made.look(n, made.tensor("a", zeros=100 if n >= dead else 0), made.tensor("b"))
+            for n in range(10, 99, 10)
+        ]
+        names = made.start(parameters={"a": 100, "b": 100})
+        assert [finding.id for finding in advise(gather([names, *rates, *looks]))] == told
 
 
 def test_every_rule_has_a_case() -> None:
@@ -223,7 +247,7 @@ def test_a_calm_run_that_was_looked_at_has_nothing_to_report() -> None:
     ("records", "title"),
     [
         (CALM, "Nothing found, but tensors were not recorded"),
-        (CASES["scale-at-ceiling"][0], "1 note, but tensors were not recorded"),
+        (CASES["casts-of-one-line"][0], "1 note, but tensors were not recorded"),
         ([made.start(), made.step(1, losses={}), LOOK], "Nothing found, but losses were not"),
         ([made.start(), made.step(1, losses={})], "Nothing found, but losses and tensors were"),
     ],
@@ -517,6 +541,14 @@ def test_advice_on_the_scale_depends_on_the_room_there_is(headroom: float, words
     assert words in finding.do
 
 
+def test_a_scale_at_its_ceiling_is_told_where_gradients_are_lost() -> None:
+    seen = made.look(9, made.tensor(below_subnormal=50, headroom=4.5))
+    top = [made.step(n, scales={0: 2.0**24}) for n in range(4)]
+    policy = {"loss_scale": "dynamic", "max_loss_scale": str(2.0**24)}
+    (finding,) = found([made.start(policy=policy), *top, seen], "gradients-lost")
+    assert finding.do.endswith("8 times as large. It is at its ceiling: raise max_loss_scale.")
+
+
 def test_o0_loses_nothing_to_a_half_format() -> None:
     seen = made.look(9, made.tensor(below_subnormal=50, headroom=0.1))
     assert advise(gather([made.start(opt_level="O0"), *STEPS, seen])) == []
@@ -529,7 +561,9 @@ def test_a_verdict_names_the_worst() -> None:
     assert verdict.title == "The loss is infinite or nan, since step 7"
     run = gather(CASES["updates-stalled"][0])
     assert judge(run, advise(run)).title == "Updates round to nothing, since step 9"
-    assert verdict_of(*CASES["scale-at-ceiling"][0], LOOK).title == "Nothing to worry about, 1 note"
+    assert (
+        verdict_of(*CASES["casts-of-one-line"][0], LOOK).title == "Nothing to worry about, 1 note"
+    )
     assert judge(gather([]), []).kind == "empty"
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import records as made
-from preamp.report import exponents, layers, memory
-from preamp.report.blocks import Table
+from preamp.report import layers, memory
+from preamp.report.blocks import Missing, Table
 from preamp.report.chart import (
     COLUMNS,
     Chart,
@@ -32,10 +32,11 @@ from preamp.report.chart import (
     tick_step,
 )
 from preamp.report.gather import Run, gather
-from preamp.report.layers import Underflow, heat_map, stalls
+from preamp.report.layers import heat_map, stalled_shares
 from preamp.report.svg import Html, tag
 
 FINITE = st.floats(-1e30, 1e30)
+PARTS = layers.underflow, layers.lost, layers.zeros
 
 
 def test_elements_escape_what_is_not_html() -> None:
@@ -150,10 +151,10 @@ def test_shades_begin_at_their_limits() -> None:
 
 
 def test_underflow_is_a_share_of_what_is_not_zero() -> None:
-    counts = Underflow()
-    counts.add(made.tensor(elements=100, zeros=50, below_normal=20, below_subnormal=10))
-    assert (counts.share, counts.lost, counts.zeros) == (0.4, 0.2, 0.5)
-    assert (Underflow().share, Underflow().lost, Underflow().zeros) == (0, 0, 0)
+    seen = [made.tensor(elements=100, zeros=50, below_normal=20, below_subnormal=10)]
+    assert [part(seen) for part in PARTS] == [0.4, 0.2, 0.5]
+    assert [part([]) for part in PARTS] == [0, 0, 0]
+    assert [part([*seen, *seen]) for part in PARTS] == [0.4, 0.2, 0.5]
 
 
 def test_heat_map_groups_by_module_and_keeps_the_worst_of_a_column() -> None:
@@ -175,50 +176,34 @@ def test_heat_map_groups_by_module_and_keeps_the_worst_of_a_column() -> None:
     assert other.cells == (0.01, 0.02, 0.03, 0.04, 0.05)
 
 
-def test_stalls_take_the_latest_look() -> None:
+def test_stalled_weights_of_the_latest_look_stand_beside_their_layer() -> None:
     looks = [
-        made.look(1, made.tensor("a.w", what="weight", stalled=90)),
-        made.look(2, made.tensor("a.w", what="weight", stalled=10), made.tensor("b.w")),
+        made.look(1, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=90)),
+        made.look(2, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=10)),
+        made.look(2, made.tensor("b.w", below_normal=1)),
     ]
-    (row,) = stalls(gather(looks))
-    assert (row.name, row.stalled, row.elements) == ("a", 10, 100)
+    assert stalled_shares(gather(looks)) == {"a": 0.1}
+    (_, table) = layers.underflow_section(gather(looks), "x").blocks
+    assert isinstance(table, Table)
+    assert [column.title for column in table.columns][-1] == "stalled"
+    assert [row[-1] for row in table.rows] == ["–", "10\u00a0%"]
 
 
-def test_histograms_of_the_worst_and_the_largest_are_chosen() -> None:
-    tensors = [
-        made.tensor(f"t{i}.w", below_normal=i, max_abs=2.0**-i, histogram={-i: 100})
-        for i in range(10)
-    ]
-    chosen = exponents.choose(gather([made.look(4, *tensors)]))
-    assert [item.tensor.name for item in chosen] == ["t9.w", "t8.w", "t7.w", "t0.w", "t1.w", "t2.w"]
-    assert exponents.choose(gather([made.look(4, made.tensor())])) == []
-
-
-def test_histogram_shows_the_shift_of_the_loss_scale() -> None:
-    seen = made.tensor(histogram={-4: 3, -3: 1}, scale=2.0**10)
-    (item,) = exponents.choose(gather([made.look(1, seen)]))
-    drawn = exponents.draw(item, "h")
-    assert 'class="outline"' in drawn
-    assert "Without the loss scale all lie 10 powers of two lower." in drawn
-    plain = made.tensor(histogram={-4: 3}, scale=1.0)
-    (item,) = exponents.choose(gather([made.look(1, plain)]))
-    assert "outline" not in exponents.draw(item, "h")
-
-
-def test_memory_bars_fill_the_width_of_the_largest() -> None:
+def test_memory_is_a_row_for_each_run_that_counted_it() -> None:
     runs = [
         Run(name="a", memory=made.MemoryRecord(step=1, categories={"weights": 50, "masters": 50})),
         Run(name="b", memory=made.MemoryRecord(step=1, categories={"weights": 25, "other": 0})),
         Run(name="c"),
     ]
-    drawn = memory.bars(runs, "m")
-    assert drawn is not None
-    widths = re.findall(
-        r'<rect x="([\d.]+%)" y="\d+" width="([\d.]+%)" height="18" class="m', drawn
-    )
-    assert widths == [("0%", "50%"), ("50%", "50%"), ("0%", "25%")]
-    assert memory.categories_of(runs) == ["weights", "masters"]
-    assert memory.bars([Run()], "m") is None
+    (table,) = memory.memory_section(runs, "m").blocks
+    assert isinstance(table, Table)
+    assert [column.title for column in table.columns] == ["run", "weights", "masters", "all"]
+    assert table.rows == [
+        ["a", "50 bytes", "50 bytes", "100 bytes"],
+        ["b", "25 bytes", "0 bytes", "25 bytes"],
+    ]
+    (missing,) = memory.memory_section([Run()], "m").blocks
+    assert isinstance(missing, Missing)
 
 
 def test_each_optimizer_counts_its_own_steps() -> None:
@@ -251,19 +236,19 @@ def test_losses_under_one_id_are_told_apart_by_optimizer() -> None:
 
 def test_gradients_that_are_not_finite_are_neither_zero_nor_free_of_underflow() -> None:
     bad = made.tensor("a.weight", elements=100, zeros=10, nonfinite=90)
-    counts = Underflow()
-    counts.add(bad)
-    assert counts.zeros == 0.1
-    assert math.isnan(counts.share)
+    assert layers.zeros([bad]) == 0.1
+    assert math.isnan(layers.underflow([bad]))
     fine = made.tensor("b.weight")
     found = heat_map(gather([made.look(1, bad, fine), made.look(2, bad, fine)]))
     assert found is not None
     other, layer = found.layers
-    assert (other.name, layer.name, layer.cells) == ("b", "a", (None, None))
+    assert (other.name, layer.name) == ("b", "a")
+    assert all(map(math.isnan, layer.cells))
     (_, table) = layers.underflow_section(gather([made.look(1, bad, fine)]), "x").blocks
     assert isinstance(table, Table)
-    assert table.rows[1][1:] == ["–", "1", "–", "–", "10\u00a0%"]
+    assert table.rows[1][1:] == ["–", "1", "–", "–", "10\u00a0%", "16.0"]
     assert "no gradient was finite" in layers.strip(layer, found, "x")
     found = heat_map(gather([made.look(1, bad), made.look(2, replace(bad, nonfinite=0))]))
     assert found is not None
-    assert (found.layers[0].cells, found.layers[0].worst) == ((None, 0.0), 0.0)
+    (layer,) = found.layers
+    assert (math.isnan(layer.cells[0]), layer.cells[1], layer.worst) == (True, 0.0, 0.0)

@@ -114,13 +114,15 @@ class Detector:
         *,
         where: Place | None = _HERE,
         severity: Severity | None = None,
+        do: str = "",
         **numbers: Any,
     ) -> None:
         """Report a bug; a second report under the same key is dropped.
 
         ``key`` tells this case from others of the rule, such as the optimizer's ``id``. ``what`` is
         what was seen; ``numbers`` are those in it, by name, as plain data. ``where`` is the line to
-        blame, by default the one that is being executed.
+        blame, by default the one that is being executed. ``do`` is what to change in this case,
+        where not all that the rule says is right.
         """
         finding = Finding(
             rule=rule,
@@ -128,6 +130,7 @@ class Detector:
             what=what,
             where=current_place() if where is _HERE else where,
             numbers=numbers,
+            do=do,
         )
         self._findings.add(finding, key)
 

@@ -75,6 +75,12 @@ class Finding:
     where: Place | None  # the line that did it; ``None`` where no line of the script is to blame
     # The numbers in ``what``, by name.
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    do: str = ""  # what to change in this case; empty where it is all that the rule says
+
+    @property
+    def advice(self) -> str:
+        """What to change."""
+        return self.do or self.rule.do
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -86,7 +92,7 @@ class Finding:
             "file": None if self.where is None else self.where.file,
             "line": None if self.where is None else self.where.line,
             "numbers": self.numbers,
-            "do": self.rule.do,
+            "do": self.advice,
         }
 
 

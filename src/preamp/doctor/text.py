@@ -50,7 +50,7 @@ def _finding_lines(finding: Finding) -> list[str]:
     return [
         f"{where}{finding.rule.id} {finding.severity.value}: {finding.rule.title}",
         *_paragraph(finding.what, indent="  "),
-        *_paragraph(f"Do: {finding.rule.do}", indent="  "),
+        *_paragraph(f"Do: {finding.advice}", indent="  "),
     ]
 
 

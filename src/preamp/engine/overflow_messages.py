@@ -38,10 +38,10 @@ def harmless_message(finding: Finding | None) -> str:
     """
     text = (
         "A loss is infinite or nan, and all gradients of its optimizer's parameters are finite. No "
-        "step is skipped for it, and none of their weights is lost: the value came from where no "
-        "gradient passes, such as the mean over no elements, if all labels are ignored, or what a "
-        "mask hides. "
-        "What else uses the loss, such as a log or a schedule, is wrong."
+        "step is skipped for it, and none of their weights is lost: they do not depend on that "
+        "value, as with a sum that overflows, the mean over no elements, if all labels are "
+        "ignored, or what a mask hides. What else uses the loss, such as a log or a schedule, is "
+        "wrong."
     )
     if finding is None:
         return (
@@ -70,6 +70,8 @@ def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
             "Gradient overflow.  The step is taken, since the loss scale is static "
             f"(step {cause.step}: {loss}{_where(cause)}; loss scale {cause.old_scale})"
         )
+        if cause.loss_was_finite and cause.old_scale > 1:
+            text += ". A smaller loss_scale can help; 'dynamic' finds one, and skips such steps"
     if cause.is_blind and cause.trace is None:
         return f"{text}. {_BLIND}"
     if not cause.was_watched:
@@ -114,6 +116,11 @@ def _stack(trace: TraceRecord) -> str:
     return "".join(f"\n  {call}" for call in calls)
 
 
+def _told_by(cause: OverflowCause) -> str:
+    """Where it began, if modules were watched; nothing otherwise."""
+    return "" if cause.trace is None else f"{cause.trace.told()} "
+
+
 def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
     """Return the error for a loss scale that cannot go on, told by its real cause."""
     if not cause.loss_was_finite:
@@ -122,7 +129,8 @@ def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
                 f"{why}; the loss itself was infinite or nan before scaling "
                 f"(loss {cause.loss_id}), so no loss scale can help",
                 "The forward must yield a finite loss",
-                "Look for the first non-finite activation in the forward: a log or division by "
+                _told_by(cause)
+                or "Look for the first non-finite activation in the forward: a log or division by "
                 "zero, a float16 activation above 65504, a learning rate that is too high",
             )
         )
@@ -131,8 +139,9 @@ def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
             f"{why}; the loss is finite but gradients overflow in {cause.named()} at loss scale "
             f"{cause.old_scale} (loss {cause.loss_id})",
             "Dynamic loss scaling needs a clean backward now and then",
-            "Lower the learning rate or clip, run that layer in float32, or train in bfloat16 "
-            "(O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow",
+            f"{_told_by(cause)}Lower the learning rate or clip, run that layer in float32, or "
+            "train in bfloat16 (O4, O5); for weights pre-trained in bfloat16, float16 is often too "
+            "narrow",
         )
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import UnionType
-from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from preamp.core.pytree import plain
 from preamp.numerics.formats import FORMATS
@@ -143,6 +143,15 @@ Phase = Literal[
 """Where a value became infinite or nan; see `TraceRecord`."""
 
 
+FAILS_AT_ZERO: Final = frozenset(
+    "log log2 log10 xlogy logit div truediv true_divide reciprocal rsqrt pow".split()
+)
+"""Operations that are not finite at zero, so that the largest value they were given says little."""
+
+FAR_BEYOND: Final = 100.0
+"""Times the largest float16, from which a forward is wrong in itself: float32 would hide it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float32Record:
     """What came of computing a forward once more, by a copy of the module in float32.
@@ -168,10 +177,17 @@ class Float32Record:
         if dtype != "float16":
             return f"{size}."
         limit = FORMATS[dtype].largest
-        why = f"float16 ends at {limit:,.0f}"
+        cure = "It can run in float32, or the training in bfloat16 (O4, O5)."
         if self.max_abs <= limit:
-            why += ", and what it computes on the way goes beyond"
-        return f"{size}; {why}. It can run in float32, or the training in bfloat16 (O4, O5)."
+            ends = f"{FORMATS[dtype].smallest_subnormal:.2g} to {limit:,.0f}"
+            return f"{size}; on the way it leaves float16's range, {ends}. {cure}"
+        if self.max_abs < FAR_BEYOND * limit:
+            return f"{size}; float16 ends at {limit:,.0f}. {cure}"
+        return (
+            f"{size}. That is {self.max_abs / limit:,.0f} times float16's largest number, "
+            f"{limit:,.0f}: before the precision, look at what goes in, the weights and the "
+            "learning rate."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +208,14 @@ class TraceRecord:
             gradient of output; ``None`` where nothing floating and finite did.
         output_found: ``"inf"`` or ``"nan"``.
         dtype: Of what became non-finite.
-        operation: The operation that did, such as ``"matmul"``; empty where that is not known.
+        operation: The operation that did, such as ``"matmul"``, or, outside of all modules, the one
+            that was given such values; empty where that is not known.
         where: Its line of the program, such as ``"model.py:12"``; empty where that is not known.
         frames: What was seen before, the latest last; at most 8.
         operation_max_abs: Largest finite magnitude of the tensors that the operation was given in
             its forward; ``None`` where that is not known, or nothing floating and finite was. Of a
             product that runs in float32 on the CPU, what it made before that was rounded.
+        operation_min: The smallest of the same values, with its sign; ``None`` as above.
         float32: Of a forward: what the same module makes of the same input in float32; ``None``
             where that was not tried.
         stack: The lines of the program that led to the operation in its forward, the innermost
@@ -217,6 +235,7 @@ class TraceRecord:
     operation_max_abs: float | None = None
     float32: Float32Record | None = None
     stack: list[str] = field(default_factory=list[str])
+    operation_min: float | None = None
 
     @property
     def given_max_abs(self) -> float | None:
@@ -233,18 +252,17 @@ class TraceRecord:
         made = f"{self.output_found} in its {self.dtype}"
         where = f"{self.module!r} ({self.type})" if self.module else f"the {self.type} itself"
         if not self.type:
-            where = "what runs outside of the modules, such as the loss function"
+            where = "what runs outside of the modules, such as the loss function,"
         by = f", in {self.operation}" if self.operation else ""
         by += f" at {self.where}" if self.where else ""
+        taker = by.removeprefix(", in ") if self.operation and not self.type else where
+        given = f"{taker} was given {self.output_found} in a {self.dtype}"
         most = "" if self.given_max_abs is None else f"up to {self.given_max_abs:.4g}"
-        what = "an input" if self.given_max_abs == self.input_max_abs else "values"
-        given = f"{where} was given {self.output_found} in a {self.dtype}"
         return {
-            "forward": f"The first to go wrong was the forward of {where}{by}: {made} output"
-            + (f", from {what} {most}." if most else "."),
-            "backward": f"The first to go wrong was the backward of {where}{by}: "
-            f"{self.output_found} in a {self.dtype} gradient"
-            + (f", from an incoming one {most}." if most else "."),
+            "forward": f"The first to go wrong was the forward of {where.rstrip(',')}{by}: {made} "
+            f"output{self._inputs()}.",
+            "backward": f"The first to go wrong was the backward of {where.rstrip(',')}{by}: "
+            f"{self.output_found} in a {self.dtype} gradient{self._gradients()}.",
             "data": f"No module was seen to make it: {given} argument. Look at the batch first: it "
             "was there, or came through what cannot be followed, such as numpy or lists.",
             "given": f"No module was seen to make it: {given} argument. Look at the batch first, "
@@ -257,6 +275,24 @@ class TraceRecord:
             "output cast backward": f"The first to go wrong was the cast to {self.dtype} of the "
             f"gradient of the output of {where}, {most}: it begins too large in the loss.",
         }[self.phase]
+
+    def _inputs(self) -> str:
+        """What the forward was given; of what fails at zero also that there is one."""
+        most = self.given_max_abs
+        if most is None:
+            return ""
+        if self.operation_min == 0 and self.operation in FAILS_AT_ZERO:
+            return f", from values between 0 and {most:.4g}" if most else ", from zeros"
+        what = "an input" if most == self.input_max_abs else "values"
+        return f", from {what} up to {most:.4g}"
+
+    def _gradients(self) -> str:
+        """What the backward was given, and what the forward before it, which it multiplies by."""
+        if self.input_max_abs is None:
+            return ""
+        most = self.operation_max_abs
+        before = "" if most is None else f" and values up to {most:.4g} in the forward"
+        return f", from an incoming one up to {self.input_max_abs:.4g}{before}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from preamp.report.blocks import Block, Figure, Missing, Page, Section, Table, T
 from preamp.report.finding import Verdict
 from preamp.report.gather import Run
 from preamp.report.page import fill
-from preamp.report.svg import Html, joined, tag
+from preamp.report.svg import joined, tag
 from preamp.report.timeline import loss_comparison
 
 ProblemKind = Literal[
@@ -285,7 +285,6 @@ def render(report: PlanReport) -> str:
         ],
         chapters=[],
         closing=[],
-        patterns=Html(),
         made="Planned on one batch, from the model as it was given.",
     )
     return fill(page)

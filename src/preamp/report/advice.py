@@ -6,34 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from preamp.report import (
-    casts,
-    collapse,
-    exponents,
-    layers,
-    losses,
-    settings,
-    skips,
-    tensors,
-    timeline,
-    words,
-)
+from preamp.report import casts, collapse, layers, losses, settings, skips, tensors, timeline, words
 from preamp.report.blocks import Advice, Advised, Block, Figure, Section, Text
 from preamp.report.finding import RULES, Finding, Severity, Verdict
 from preamp.report.gather import Run
-from preamp.report.svg import joined
 
 _MEASUREMENTS: Final[tuple[Callable[[Run], Iterator[Finding]], ...]] = (
     collapse.broken_runs,
     settings.decay_too_large,
     settings.momentum_is_one,
+    settings.rate_vanishes,
     settings.loss_stays,
     losses.losses_rise,
     skips.no_step_taken,
     skips.overflows_in_one_place,
     skips.many_skips,
     skips.skips_in_a_row,
-    skips.scale_at_ceiling,
     tensors.weights_not_finite,
     tensors.gradients_all_zero,
     tensors.gradients_lost,
@@ -52,9 +40,16 @@ def advise(run: Run) -> list[Finding]:
     Of critical findings the earliest comes first, of others the first by rule.
     """
     found = [finding for measure in _MEASUREMENTS for finding in measure(run)]
-    serious = (finding for finding in found if finding.severity > Severity.NOTE)
+    serious = [finding for finding in found if finding.severity > Severity.NOTE]
     hidden = {id for finding in serious for id in finding.rule.hides}
-    return sorted((finding for finding in found if finding.id not in hidden), key=_rank)
+    shown = (finding for finding in found if finding.id not in hidden)
+    return sorted(
+        (f for f in shown if not any(_explains(cause, f) for cause in serious)), key=_rank
+    )
+
+
+def _explains(cause: Finding, later: Finding) -> bool:
+    return later.id in cause.rule.hides_later and 0 < cause.step <= later.step
 
 
 def _rank(finding: Finding) -> tuple[int, int, int]:
@@ -179,20 +174,9 @@ def _of_steps(run: Run, finding: Finding, began: Sequence[int], name: str) -> Fi
 
 
 def _of_tensor(finding: Finding, name: str) -> Figure | None:
-    """Draw a tensor's exponents where they were recorded, else the number by step."""
-    tensor, curve = finding.tensor, finding.curve
-    if curve is None:
+    """Draw the number by step."""
+    curve = finding.curve
+    body = None if curve is None else timeline.curve_chart(curve, name, finding.step)
+    if curve is None or body is None:
         return None
-    if tensor is not None and tensor.histogram:
-        step = int(curve.points[-1][0])
-        chosen = exponents.Chosen(tensor=tensor, step=step, reason="the latest look")
-        legend = exponents.legend(with_outline=tensor.scale != 1)
-        return Figure(
-            title=f"Exponents of {words.shown(tensor.name, 48)}",
-            body=joined([exponents.draw(chosen, name), legend]),
-            caption=exponents.caption(chosen),
-        )
-    body = timeline.curve_chart(curve, name, finding.step)
-    return (
-        None if body is None else Figure(title=f"{curve.name}, by step", body=body, caption=_BEGAN)
-    )
+    return Figure(title=f"{curve.name}, by step", body=body, caption=_BEGAN)

@@ -24,15 +24,6 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gallery:
-    """Pictures side by side, where there is room."""
-
-    kind: ClassVar[str] = "gallery"
-    figures: Sequence[Figure]  # the pictures
-    legend: Html  # of all of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A column of a table."""
 
@@ -104,7 +95,7 @@ class Facts:
     facts: Sequence[tuple[str, str]]
 
 
-Block = Figure | Gallery | Table | Text | Missing | Advice | Facts
+Block = Figure | Table | Text | Missing | Advice | Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +130,5 @@ class Page:
     sections: Sequence[Section]  # parts that belong to no run in particular, or to the only one
     chapters: Sequence[Chapter]  # one for each run of several
     closing: Sequence[Section]  # parts that come last
-    patterns: Html  # patterns that pictures refer to
     made: str  # what made the page, and when
     intro: str = ""  # a paragraph below the heading; may be empty

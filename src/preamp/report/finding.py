@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Literal
 
-from preamp.numerics import TensorStatistics
 from preamp.report import words
 
 Picture = Literal["loss", "scale", "tensor", "casts"]
@@ -39,10 +38,12 @@ class Rule:
     severity: Severity  # how much it matters, unless a finding is grave
     picture: Picture  # what shows it
     hides: tuple[str, ...] = ()  # rules whose findings are consequences of this one's
+    hides_later: tuple[str, ...] = ()  # the same of findings that begin after this one's
     when: str = "since"  # what stands before its step
 
 
 _LOSSES = ("diverges", "loss-not-finite", "loss-jumps", "loss-rises", "loss-stays")
+_DEAD = ("gradients-all-zero", "no-gradient-arrives", "gradients-always-zero", "gradients-lost")
 _SKIPS = ("many-skips", "skips-in-a-row", "no-step-taken", "overflow-in-one-place")
 
 RULES: Final = (
@@ -52,6 +53,7 @@ RULES: Final = (
         Severity.WARNING,
         "loss",
         ("weights-rewritten", "weights-not-finite", *_LOSSES, *_SKIPS),
+        _DEAD,
     ),
     Rule(
         "momentum-is-one",
@@ -59,31 +61,36 @@ RULES: Final = (
         "loss",
         ("loss-stays", "diverges", "loss-rises", "loss-jumps"),
     ),
-    Rule("weights-rewritten", Severity.WARNING, "loss", ("weights-not-finite", *_LOSSES, *_SKIPS)),
-    Rule("diverges", Severity.WARNING, "loss", ("weights-not-finite", "loss-jumps", *_SKIPS)),
+    Rule(
+        "weights-rewritten",
+        Severity.WARNING,
+        "loss",
+        ("weights-not-finite", *_LOSSES, *_SKIPS),
+        _DEAD,
+    ),
+    Rule(
+        "diverges", Severity.WARNING, "loss", ("weights-not-finite", "loss-jumps", *_SKIPS), _DEAD
+    ),
     Rule("loss-not-finite", Severity.CRITICAL, "loss", ("weights-not-finite",)),
     Rule("weights-not-finite", Severity.CRITICAL, "loss"),
     Rule(
-        "gradients-all-zero",
-        Severity.CRITICAL,
-        "tensor",
-        ("gradients-always-zero", "scale-at-ceiling", "loss-stays"),
+        "gradients-all-zero", Severity.CRITICAL, "tensor", ("gradients-always-zero", "loss-stays")
     ),
     Rule("overflow-at-any-scale", Severity.CRITICAL, "scale", _SKIPS),
     Rule("no-step-taken", Severity.CRITICAL, "scale", ("overflow-in-one-place",)),
-    Rule("loss-jumps", Severity.WARNING, "loss", ("weights-not-finite", *_SKIPS), when="at"),
+    Rule("loss-jumps", Severity.WARNING, "loss", ("weights-not-finite", *_SKIPS), _DEAD, "at"),
     Rule("overflow-in-one-place", Severity.WARNING, "scale"),
     Rule("many-skips", Severity.WARNING, "scale"),
     Rule("skips-in-a-row", Severity.WARNING, "scale"),
     Rule("gradients-lost", Severity.WARNING, "tensor", ("gradients-always-zero",)),
     Rule("updates-stalled", Severity.WARNING, "tensor"),
     Rule("little-headroom", Severity.WARNING, "tensor"),
+    Rule("rate-vanishes", Severity.WARNING, "loss", ("loss-stays",)),
     Rule("loss-stays", Severity.WARNING, "loss"),
     Rule(
         "no-gradient-arrives", Severity.WARNING, "tensor", ("gradients-always-zero", "loss-stays")
     ),
     Rule("loss-rises", Severity.NOTE, "loss"),
-    Rule("scale-at-ceiling", Severity.NOTE, "scale"),
     Rule("gradients-always-zero", Severity.NOTE, "tensor"),
     Rule("casts-of-one-line", Severity.NOTE, "casts"),
 )
@@ -112,7 +119,6 @@ class Finding:
     step: int = 0  # at which it began; 0 where that means nothing
     where: str = ""  # parameters, module, operation or loss; empty where that means nothing
     curve: Curve | None = None  # the number by step, where the rule has no other picture
-    tensor: TensorStatistics | None = None  # whose exponents show it
     is_grave: bool = False  # critical here, although the rule is not so as such
 
     @property

@@ -4,63 +4,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 from preamp.numerics import TensorStatistics
 from preamp.report import words
-from preamp.report.blocks import WITH_NUMERICS, Block, Missing, Section, Table, Text, columns
+from preamp.report.blocks import WITH_NUMERICS, Block, Missing, Section, Table, columns
 from preamp.report.finding import Curve, Finding, named
 from preamp.report.gather import Run, gradients_of, latest
 from preamp.report.svg import Html, legend_of, name, picture, stretched, tag
 from preamp.report.tensors import bad_since, totals
 
-ROWS = 24  # modules that are shown; the others are summed up
+ROWS = 24  # modules that are drawn; the full list has the others
 DETAILS = 300  # modules in the full list
-STALL_ROWS = 12  # modules whose updates stalled that are listed
 STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they were
 TIMES = 96  # columns of a heat map
 
 
-@dataclass(slots=True, kw_only=True)
-class Underflow:
-    """Counts of a module's gradients at one time."""
+Tensors = Sequence[TensorStatistics]  # the gradients of one module at one time
 
-    elements: int = 0  # how many there are
-    exact_zeros: int = 0  # how many are exactly zero
-    nonzero: int = 0  # how many are neither that nor infinite or nan; the next two are of these
-    below_normal: int = 0  # below the format's smallest normal value: digits are lost
-    below_subnormal: int = 0  # below its smallest value of all: lost
 
-    @property
-    def share(self) -> float:
-        """Part of the finite values that are not zero that lose digits, or all; nan if none is."""
-        return self._part(self.below_normal)
+def underflow(tensors: Tensors) -> float:
+    """Part of the finite values that are not zero that lose digits, or all; nan if none is."""
+    return _part(tensors, [t.below_normal for t in tensors])
 
-    @property
-    def lost(self) -> float:
-        """Part of the values that are not zero that are lost altogether."""
-        return self._part(self.below_subnormal)
 
-    @property
-    def zeros(self) -> float:
-        """Part of all elements that are exactly zero."""
-        return self.exact_zeros / self.elements if self.elements else 0.0
+def lost(tensors: Tensors) -> float:
+    """Part of the values that are not zero that are lost altogether; nan if none is."""
+    return _part(tensors, [t.below_subnormal for t in tensors])
 
-    def _part(self, count: int) -> float:
-        if self.nonzero:
-            return count / self.nonzero
-        return math.nan if self.elements else 0.0
 
-    def add(self, tensor: TensorStatistics) -> None:
-        """Count one more tensor."""
-        self.elements += tensor.elements
-        self.exact_zeros += tensor.zeros
-        self.nonzero += tensor.nonzero
-        self.below_normal += tensor.below_normal
-        self.below_subnormal += tensor.below_subnormal
+def zeros(tensors: Tensors) -> float:
+    """Part of all elements that are exactly zero."""
+    return sum(t.zeros for t in tensors) / max(1, sum(t.elements for t in tensors))
+
+
+def _part(tensors: Tensors, counts: Sequence[int]) -> float:
+    nonzero = sum(t.nonzero for t in tensors)
+    if nonzero:
+        return sum(counts) / nonzero
+    return math.nan if any(t.elements for t in tensors) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +53,12 @@ class Layer:
     """One row of the heat map."""
 
     name: str  # qualified name of the module
-    # Share of underflow by column, the worst of what falls into it; ``None`` where nothing does
-    # that is finite and not zero.
-    cells: tuple[float | None, ...]
+    # Share of underflow by column, the worst of what falls into it; nan where nothing does that is
+    # finite and not zero.
+    cells: tuple[float, ...]
     worst: float  # the highest share; nan if no gradient was finite and other than zero
     worst_step: int  # its step
-    latest: Underflow  # the counts at the end
+    latest: Tensors  # what there was at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,50 +80,31 @@ def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
     columns = {
         step: index * min(times, len(steps)) // len(steps) for index, step in enumerate(steps)
     }
-    rows: dict[str, dict[int, Underflow]] = {}
+    rows: dict[str, dict[int, list[TensorStatistics]]] = {}
     for record in looks:
         for tensor in gradients_of([record]):
             row = rows.setdefault(module_of(tensor.name), {})
-            row.setdefault(record.step, Underflow()).add(tensor)
+            row.setdefault(record.step, []).append(tensor)
     layers = [_layer(name, row, columns) for name, row in rows.items()]
-    layers.sort(key=lambda layer: (-_rank(layer.worst), -_rank(layer.latest.share)))
+    layers.sort(key=lambda layer: (-_rank(layer.worst), -_rank(underflow(layer.latest))))
     form = gradients_of(looks[-1:])[0].form
     return HeatMap(first=steps[0], last=steps[-1], layers=tuple(layers), form=form)
 
 
-def _layer(name: str, row: dict[int, Underflow], columns: dict[int, int]) -> Layer:
-    cells: list[float | None] = [None] * (max(columns.values()) + 1)
-    for step, counts in row.items():
-        if not math.isnan(counts.share):
-            before = cells[columns[step]]
-            cells[columns[step]] = counts.share if before is None else max(before, counts.share)
-    worst_step = max(row, key=lambda step: _rank(row[step].share))
+def _layer(name: str, row: Mapping[int, Tensors], columns: Mapping[int, int]) -> Layer:
+    cells = [math.nan] * (max(columns.values()) + 1)
+    shares = {step: underflow(tensors) for step, tensors in row.items()}
+    for step, share in shares.items():
+        cells[columns[step]] = max(cells[columns[step]], share, key=_rank)
+    worst = max(shares, key=lambda step: _rank(shares[step]))
     return Layer(
-        name=name,
-        cells=tuple(cells),
-        worst=row[worst_step].share,
-        worst_step=worst_step,
-        latest=row[max(row)],
+        name=name, cells=tuple(cells), worst=shares[worst], worst_step=worst, latest=row[max(row)]
     )
 
 
 def module_of(name: str) -> str:
     """Return the module that a parameter belongs to."""
     return name.rpartition(".")[0] or name
-
-
-def worst_of(layers: Sequence[Layer]) -> Layer:
-    """Sum several rows up as one: the worst of each column."""
-    width = max(len(layer.cells) for layer in layers)
-    worst = max(layers, key=lambda layer: _rank(layer.worst))
-    columns = [[r.cells[i] for r in layers if i < len(r.cells)] for i in range(width)]
-    return Layer(
-        name="others",
-        cells=tuple(max((c for c in column if c is not None), default=None) for column in columns),
-        worst=worst.worst,
-        worst_step=worst.worst_step,
-        latest=max((layer.latest for layer in layers), key=lambda latest: _rank(latest.share)),
-    )
 
 
 def _rank(share: float) -> float:
@@ -174,7 +140,7 @@ def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
     if not math.isnan(layer.worst):
         description = (
             f"{steps}; at most {words.share(layer.worst)}, at step {layer.worst_step:,}; at the"
-            f" end {words.share(layer.latest.share)}."
+            f" end {words.share(underflow(layer.latest))}."
         )
     return _strip(layer.cells, name, title, description)
 
@@ -187,10 +153,10 @@ def legend() -> Html:
     )
 
 
-def _strip(cells: Sequence[float | None], name: str, title: str, description: str) -> Html:
+def _strip(cells: Sequence[float], name: str, title: str, description: str) -> Html:
     parts: list[Html] = []
     left = 0
-    for shade, group in groupby(cells, lambda cell: None if cell is None else shade_of(cell)):
+    for shade, group in groupby(cells, lambda cell: None if math.isnan(cell) else shade_of(cell)):
         width = len(list(group))
         if shade is not None:
             parts.append(tag("rect", x=left, width=width, height=_HEIGHT, class_=f"h{shade}"))
@@ -221,9 +187,12 @@ def underflow_section(run: Run, prefix: str) -> Section:
     )
     if not run.half:
         lead += f" This run is in float32: the shares say what {found.form} would lose."
+    stalled = stalled_shares(run)
+    if stalled and run.has_masters:
+        lead += " Updates that stall are harmless here: masters keep them until they add up."
     blocks: list[Block] = [_heat_table(found, prefix)]
-    if len(found.layers) > 1:
-        blocks.append(_heat_details(found, prefix))
+    if len(found.layers) > 1 or stalled:
+        blocks.append(_heat_details(found, stalled, prefix))
     return Section(name=prefix, title=title, lead=lead, blocks=blocks)
 
 
@@ -232,17 +201,11 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
         [
             name(layer.name, 48),
             words.share(layer.worst),
-            words.share(layer.latest.share),
+            words.share(underflow(layer.latest)),
             strip(layer, found, f"{prefix}-{index}"),
         ]
         for index, layer in enumerate(found.layers[:ROWS])
     ]
-    rest = found.layers[ROWS:]
-    if rest:
-        summed = worst_of(rest)
-        drawn = strip(summed, found, f"{prefix}-rest")
-        label = f"the worst of {len(rest):,} others"
-        rows.append([label, words.share(summed.worst), words.share(summed.latest.share), drawn])
     numbers, last = ("worst", "latest"), "over time"
     return Table(
         name=f"{prefix}-map",
@@ -254,112 +217,72 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
     )
 
 
-def _heat_details(found: HeatMap, prefix: str) -> Table:
-    numbers = ("worst", "at step", "latest", "lost", "zeros")
+def _heat_details(found: HeatMap, stalled: Mapping[str, float], prefix: str) -> Table:
+    """List the numbers; ``stalled`` are the shares of `stalled_shares`, where they are known."""
+    numbers = ["worst", "at step", "latest", "lost", "zeros", "headroom"]
+    numbers += ["stalled"] if stalled else []
     shown = found.layers[:DETAILS]
     more = f", the worst {DETAILS} of them" if len(found.layers) > DETAILS else ""
+    caption = (
+        "Worst and latest: below the smallest normal number. Lost: below the smallest number of"
+        " all. Zeros: exactly zero. Headroom: by how many powers of two the largest value may grow."
+        " All but the worst are of the latest look"
+    )
+    if stalled:
+        caption += ". Stalled: half weights that a step left as they were, for too small an update"
     return Table(
         name=f"{prefix}-all",
-        summary=f"The numbers of all {len(found.layers):,} layers{more}",
-        caption="Worst and latest: below the smallest normal number. Lost: below the smallest"
-        " number of all. Zeros: exactly zero. The last three are of the latest look",
+        summary=f"The numbers of all {words.counted(len(found.layers), 'layer')}{more}",
+        caption=caption,
         columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
         rows=[
             [
                 name(layer.name),
                 words.share(layer.worst),
                 f"{layer.worst_step:,}",
-                *map(words.share, (layer.latest.share, layer.latest.lost, layer.latest.zeros)),
+                *(words.share(part(layer.latest)) for part in (underflow, lost, zeros)),
+                words.headroom(
+                    min(
+                        (t.headroom for t in layer.latest if t.headroom is not None),
+                        default=math.inf,
+                    )
+                ),
+                *([words.share(stalled.get(layer.name, math.nan))] if stalled else []),
             ]
             for layer in shown
         ],
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stall:
-    """Weights of one module whose latest update rounded to nothing."""
+def stalled_shares(run: Run) -> dict[str, float]:
+    """The part of each module's half weights that the latest look saw stay, the largest first.
 
-    name: str  # qualified name of the module
-    stalled: int  # elements that a step left as they were although they have a gradient
-    elements: int  # all elements that were looked at
-
-    @property
-    def share(self) -> float:
-        """Part of the elements."""
-        return self.stalled / self.elements if self.elements else 0.0
-
-
-def stalls(run: Run) -> list[Stall]:
-    """Sum up the stall meter by module, the largest share first; empty if it was not on."""
+    Counted are weights that a step left as they were although they have a gradient.
+    """
     rows: dict[str, tuple[int, int]] = {}
     for tensor in latest(run):
         if tensor.stalled is not None:
             stalled, elements = rows.get(module_of(tensor.name), (0, 0))
             rows[module_of(tensor.name)] = (stalled + tensor.stalled, elements + tensor.elements)
-    found = [Stall(name=name, stalled=s, elements=n) for name, (s, n) in rows.items()]
-    return sorted(found, key=lambda stall: -stall.share)
-
-
-def total_stall(rows: Sequence[Stall]) -> Stall:
-    """Add modules up."""
-    stalled, elements = sum(row.stalled for row in rows), sum(row.elements for row in rows)
-    return Stall(name="", stalled=stalled, elements=elements)
+    shares = {name: stalled / max(1, elements) for name, (stalled, elements) in rows.items()}
+    return dict(sorted(shares.items(), key=lambda row: -row[1]))
 
 
 def updates_stalled(run: Run) -> Iterator[Finding]:
     """Yield the share of the weights whose update rounded to nothing, and is kept nowhere else."""
-    rows = [] if run.has_masters else stalls(run)
-    if rows and total_stall(rows).share > STALLED_SHARE:
+    rows = {} if run.has_masters else stalled_shares(run)
+    looked_at = [t for t in latest(run) if t.stalled is not None]
+    stalled = sum(t.stalled or 0 for t in looked_at) / max(1, sum(t.elements for t in looked_at))
+    if rows and stalled > STALLED_SHARE:
         points = totals(run, lambda t: t.stalled)
+        first, largest = next(iter(rows.items()))
         yield Finding(
             id="updates-stalled",
             title="Updates round to nothing",
-            number=f"{words.share(total_stall(rows).share)} of the half weights stayed as they were"
-            f" although they have a gradient; {words.share(rows[0].share)} in"
-            f" {words.shown(rows[0].name)}.",
+            number=f"{words.share(stalled)} of the half weights stayed as they were although they"
+            f" have a gradient; {words.share(largest)} in {words.shown(first)}.",
             do="Keep float32 masters (O2, O5), or float32 weights (O1, O4).",
             step=bad_since(points, lambda share: share > STALLED_SHARE),
-            where=named([row.name for row in rows if row.share > STALLED_SHARE]),
+            where=named([name for name, share in rows.items() if share > STALLED_SHARE]),
             curve=Curve(name="Part of the half weights that a step left as is", points=points),
         )
-
-
-def stall_section(run: Run, prefix: str) -> Section:
-    """Make the part about updates that rounded to nothing; ``prefix`` is of all ids."""
-    rows = stalls(run)
-    title = "Stalled updates"
-    if not rows:
-        return Section(name=prefix, title=title, blocks=[_no_stall(run)])
-    total = total_stall(rows)
-    lead = (
-        f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed"
-        " as they were although they have a gradient: the update was below their last digit."
-    )
-    if run.has_masters:
-        lead += " That is harmless here: float32 masters keep the updates until they add up."
-    numbers = ("stalled", "share")
-    table = Table(
-        name=f"{prefix}-list",
-        caption="Half weights whose update rounded to nothing, by layer",
-        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
-        rows=[
-            [name(row.name), f"{row.stalled:,}", words.share(row.share)]
-            for row in rows[:STALL_ROWS]
-        ],
-        is_fluid=True,
-    )
-    return Section(name=prefix, title=title, lead=lead, blocks=[table])
-
-
-def _no_stall(run: Run) -> Block:
-    """Say why no update was compared; weights are looked at with ``numerics="full"`` only."""
-    dtypes = {t.dtype for record in run.numerics for t in record.tensors if t.what == "weight"}
-    if not dtypes:
-        return Missing(what="Updates of half weights were not looked at", do=WITH_NUMERICS)
-    if dtypes.isdisjoint(("float16", "bfloat16")):
-        return Text(text="There are no half weights.")
-    return Missing(
-        what="None of the steps that were looked at was taken",
-        do="Pass a smaller `numerics_every` to `preamp.initialize` to have more of them",
-    )

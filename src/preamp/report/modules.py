@@ -52,7 +52,7 @@ def _of_module(looks: Sequence[tuple[int, TensorStatistics]]) -> tuple[float, li
         worst.dtype,
         "inf or nan" if broken else words.magnitude(worst.max_abs),
         f"{step:,}",
-        words.MISSING if headroom == math.inf else f"{headroom:.1f}",
+        words.headroom(headroom),
         words.share(under),
         words.share(worst.zeros / max(1, worst.elements)),
     ]

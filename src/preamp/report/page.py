@@ -10,7 +10,7 @@ from typing import cast
 from preamp.core.errors import bad_value, unavailable
 from preamp.core.files import replace_text
 from preamp.numerics import History, Record
-from preamp.report import exponents, layers, memory, timeline, words
+from preamp.report import layers, memory, timeline, words
 from preamp.report.advice import advice_section, advise, judge
 from preamp.report.blocks import Block, Chapter, Facts, Figure, Page, Section, Table, columns
 from preamp.report.casts import casts_section
@@ -100,7 +100,6 @@ def render(
         sections=sections,
         chapters=chapters,
         closing=after,
-        patterns=memory.patterns(),
         made=_made(runs),
         intro=intro,
     )
@@ -146,17 +145,13 @@ def _runs(records: Runs) -> list[Run]:
 def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Section]:
     blocks: list[Block] = [_run_table(runs, findings, "compare")]
     loss = timeline.loss_comparison(runs, "compare-loss")
-    scale = timeline.scale_comparison(runs, "compare-scale")
     if loss is not None:
         median = "Running medians. " if any(map(timeline.is_smoothed, runs)) else ""
         text = f"{median}Lines that lie on each other train equally well."
         blocks.append(Figure(title="Loss by step", body=loss, caption=text))
-    if scale is not None:
-        text = "Marks at the top are steps that were skipped, a row for each run that has any."
-        blocks.append(Figure(title="Loss scale by step", body=scale, caption=text))
     return [
         Section(name="compare", title="Side by side", blocks=blocks),
-        memory.memory_section(list(runs), "memory"),
+        memory.memory_section(runs, "memory"),
     ]
 
 
@@ -198,8 +193,6 @@ def _sections(
         timeline.timeline_section(run, f"{prefix}timeline"),
         skips_section(run, f"{prefix}skips"),
         layers.underflow_section(run, f"{prefix}underflow"),
-        exponents.exponents_section(run, f"{prefix}exponents"),
-        layers.stall_section(run, f"{prefix}stall"),
         modules_section(run, f"{prefix}modules"),
         *([memory.memory_section([run], f"{prefix}memory")] if with_memory else []),
         casts_section(run, f"{prefix}casts"),

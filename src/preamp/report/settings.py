@@ -15,6 +15,7 @@ from preamp.report.losses import finite_of
 
 DECAY: Final = 0.05  # part of each weight that a step may take off
 USUAL_DECAY: Final = 1e-3  # part that is still usual, far above most settings
+NO_RATE: Final = 1e-4  # part of the highest learning rate at which next to nothing is learnt
 STAYS: Final = 0.01  # part of a loss that it moves by where nothing is learnt
 STAYS_STEPS: Final = 100  # losses from which that is told of
 SLOWER: Final = 10.0  # times less than gradients promise that a loss falls
@@ -91,6 +92,29 @@ def momentum_is_one(run: Run) -> Iterator[Finding]:
                 do="Pass 0.9 or 0.99; the learning rate may have to change with it.",
                 step=steps[0].step,
                 where=f"momentum of {name}",
+            )
+
+
+def rate_vanishes(run: Run) -> Iterator[Finding]:
+    """Yield schedules that end most of a run at next to nothing before anything was learnt."""
+    for options, steps in _by_optimizer(run):
+        rates = [(step.step, step.lr or 0.0) for step in steps]
+        highest = max((rate for _, rate in rates), default=0.0)
+        high = [i for i, (_, rate) in enumerate(rates, 1) if rate > NO_RATE * highest]
+        last = high[-1] if high else 0
+        rest = rates[last:]
+        if last and len(rest) >= max(STAYS_STEPS, last + 1) and not _has_learnt(run):
+            since, rate = rest[0]
+            yield Finding(
+                id="rate-vanishes",
+                title="The learning rate falls to next to nothing",
+                number=f"It was {words.magnitude(highest)} at most, and is {words.magnitude(rate)}"
+                f" or less in the last {len(rest):,} of {words.counted(len(rates), 'step')}."
+                f"{_went(run)}",
+                do="Look at the schedule: it may count epochs and be stepped for each batch, or be"
+                " made for fewer steps.",
+                step=since,
+                where=f"learning rate of {words.shown(options.get('class', ''), 40)}",
             )
 
 

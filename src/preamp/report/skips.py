@@ -24,7 +24,6 @@ SKIPPED_SPARE: Final = 2
 """As many may be skipped in any run, however short, unless they are half of its steps."""
 
 SMALL: Final = 2.0**-8  # part of the largest number that gradients are small below
-CEILING_SHARE: Final = 0.25
 FLOOR: Final = 1.0
 
 FIRST, LAST = 20, 30
@@ -335,24 +334,6 @@ def _end_search(steps: Sequence[StepRecord], longest: Sequence[StepRecord]) -> s
         f"The loss scale began too high. Begin at {words.scale(end)}, by"
         " preamp.engine_of(optimizer).scaler(0).set_scale(...)."
     )
-
-
-def scale_at_ceiling(run: Run) -> Iterator[Finding]:
-    """Yield a dynamic scale that spends much of the run at its ceiling."""
-    ceiling = run.limit("max_loss_scale")
-    for loss_id, points in run.scales().items() if run.is_dynamic and ceiling else ():
-        at = [step for step, value in points if value == ceiling]
-        if len(at) > CEILING_SHARE * len(points):
-            part = words.share(len(at) / len(points))
-            yield Finding(
-                id="scale-at-ceiling",
-                title="The loss scale stays at its ceiling",
-                number=f"Loss {loss_id} is at {words.scale(points[-1][1])} for {part} of the"
-                " steps.",
-                do="Gradients would bear a larger scale. That is harmless unless the heat map"
-                " shows underflow; then raise max_loss_scale.",
-                step=at[0],
-            )
 
 
 def _searching(steps: Sequence[StepRecord]) -> int:

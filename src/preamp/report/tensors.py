@@ -123,7 +123,6 @@ def little_headroom(run: Run) -> Iterator[Finding]:
             " float32, or use bfloat16 (O4, O5).",
             step=bad_since(points, lambda value: value < HEADROOM),
             where=named([t.name for t in near]),
-            tensor=tensor,
             curve=Curve(name="Headroom in powers of two", points=points, is_share=False),
         )
 
@@ -147,7 +146,6 @@ def gradients_lost(run: Run) -> Iterator[Finding]:
             do=_room(room, run),
             step=bad_since(points, lambda share: share > LOST_SHARE),
             where=named([t.name for t in losing]),
-            tensor=tensor,
             curve=Curve(name="Part of the gradient that is lost", points=points),
         )
 
@@ -275,7 +273,11 @@ def _room(headroom: float, run: Run) -> str:
     """Say what a larger scale could do."""
     powers = math.floor(headroom - 1)
     if powers >= 1:
-        found = "" if run.is_dynamic else ' loss_scale="dynamic" finds and keeps such a scale.'
+        found = ' loss_scale="dynamic" finds and keeps such a scale.'
+        if run.is_dynamic:
+            ceiling, now = run.limit("max_loss_scale"), run.first_scales[-1:]
+            at_ceiling = bool(now) and now[0][1] == ceiling
+            found = " It is at its ceiling: raise max_loss_scale." if at_ceiling else ""
         return (
             f"The largest gradient has {headroom:.1f} powers of two of headroom, so the scale could"
             f" be {2 ** min(powers, 60):,} times as large.{found}"

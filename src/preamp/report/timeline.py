@@ -114,24 +114,6 @@ def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
     return _by_step(runs, name, "Loss by step, all runs", lines, y, description=told, height=240)
 
 
-def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
-    """Draw the first loss scale of several runs over each other, with a row of skips for each."""
-    rows = [(i, run, run.first_scales) for i, run in enumerate(runs) if run.first_scales]
-    y = power_axis([value for _, _, points in rows for _, value in points])
-    if y is None:
-        return None
-    lines = [Line(name=words.shown(run.name), points=p, style=i, steps=True) for i, run, p in rows]
-    told = " ".join(
-        f"{words.shown(run.name)}: {_describe_scale('0', p)} {_skips(run)}" for _, run, p in rows
-    )
-    marks = [
-        Marks(name=words.shown(run.name, 6), xs=[s.step for s in run.skipped], kind="skip")
-        for run in runs
-    ]
-    title = "Loss scale by step, all runs"
-    return _by_step(runs, name, title, lines, y, description=told, marks=marks, height=140)
-
-
 def smoothed(points: Sequence[Point]) -> list[Point]:
     """Take medians over a fortieth of the run; those of a short one stay as they are."""
     if len(points) < _SMOOTHED_FROM:

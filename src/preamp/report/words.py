@@ -72,6 +72,11 @@ def magnitude(value: float | None) -> str:
     return f"{value:.3g}".replace("-", "−")
 
 
+def headroom(powers: float) -> str:
+    """Write how many powers of two the largest value may grow by; infinite where all is zero."""
+    return MISSING if math.isinf(powers) else f"{powers:.1f}"
+
+
 def power(exponent: int) -> str:
     """Write a power of two: ``"2⁻¹⁴"``."""
     return f"2{str(exponent).translate(_RAISED)}"

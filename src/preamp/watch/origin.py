@@ -52,6 +52,7 @@ class _Origin:
             stack=stack_of(calls),
             frames=frames,
             operation_max_abs=None if by is None else _largest(by.inputs),
+            operation_min=None if by is None else _smallest(by.inputs),
             float32=self.seen.float32 if self.phase == "forward" else None,
         )
 
@@ -59,6 +60,11 @@ class _Origin:
 def _largest(readings: Iterable[Reading]) -> float | None:
     """The largest magnitude of those that are finite."""
     return max((one.max_abs for one in readings if one.is_finite), default=None)
+
+
+def _smallest(readings: Iterable[Reading]) -> float | None:
+    """The smallest value of those that are finite."""
+    return min((one.values()[0] for one in readings if one.is_finite), default=None)
 
 
 def find(
@@ -124,6 +130,7 @@ class Search:
         self._losses = {one for _, one in step.losses}
         self._masks: dict[Reading, bool] = {}
         self._firsts: dict[Reading, Reading] = {}
+        self._takers: dict[Reading, Operation] = {}  # the function that was given it first
 
     def of_backwards(self, wrong: Sequence[Pass]) -> _Origin | None:
         """The first backward to go wrong, or what was wrong with what its forward was given."""
@@ -198,7 +205,9 @@ class Search:
         phase: Phase = "data" if takers and is_heard and not reading.is_computed else "given"
         if reading.is_parameter:
             phase = "weight"
-        return _Origin(seen, phase, reading, reading.moment, seen.given or seen.inputs)
+        taker = None if takers or reading.is_parameter else self._takers.get(reading)
+        inputs = seen.given or seen.inputs
+        return _Origin(seen, phase, reading, reading.moment, inputs, taker)
 
     def _first(self, start: Reading) -> Reading:
         """The earliest of what ``start`` was made from that was not finite, and had no other."""
@@ -216,6 +225,8 @@ class Search:
                 found.append(reading)
             pending += [one for one in bad if one not in seen]
             seen.update(bad)
+            if reading.by is not None:
+                self._takers |= {one: reading.by for one in bad}
         self._firsts[start] = min(_without_masks(found), key=lambda one: one.moment)
         return self._firsts[start]
 

@@ -21,7 +21,7 @@ from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount, ModuleCall
-from preamp.doctor.probes.around import around
+from preamp.doctor.probes.around import around, telling
 from preamp.doctor.rule import Place, current_place
 from preamp.doctor.rules.speed import kind_of_cast
 from preamp.doctor.watch import Watch
@@ -50,10 +50,11 @@ class ModuleProbes:
             around(torch, name, self._read, self._hooks)
         around(nn.Module, "to", self._to, undo)
         around(nn.Module, "half", self._half, undo)
-        around(nn.Module, "load_state_dict", self._load, undo)
-        around(AveragedModel, "update_parameters", self._average, undo)
-        around(torch, "save", self._save, undo)
-        around(torch, "load", self._read_file, undo)
+        loaded, averaged = telling(watch, "weights_loaded", late=True), "average_updated"
+        around(nn.Module, "load_state_dict", loaded, undo)
+        around(AveragedModel, "update_parameters", telling(watch, averaged, which=1), undo)
+        around(torch, "save", telling(watch, "saved"), undo)
+        around(torch, "load", telling(watch, "loaded", of_result=True), undo)
 
     def leave_alone(self) -> None:
         """Look at no calls any more."""
@@ -108,28 +109,6 @@ class ModuleProbes:
         if self._watch.is_active:
             self._watch.tell("module_cast", args[0], torch.float16)
         return function(*args, **kwargs)
-
-    def _load(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if self._watch.is_active:
-            self._watch.tell("weights_loaded", args[0])
-        return result
-
-    def _average(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active and len(args) > 1:
-            self._watch.tell("average_updated", args[1])
-        return function(*args, **kwargs)
-
-    def _save(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active and args:
-            self._watch.tell("saved", args[0])
-        return function(*args, **kwargs)
-
-    def _read_file(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if self._watch.is_active:
-            self._watch.tell("loaded", result)
-        return result
 
 
 def _casts(device: str) -> bool:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.around import around
+from preamp.doctor.probes.around import around, telling
 from preamp.doctor.rule import current_place, current_places, frames
 from preamp.doctor.seen import LEAST_SCALE, Origin, Source
 from preamp.doctor.watch import Watch
@@ -50,13 +50,14 @@ class TrainingProbes:
             register_optimizer_step_post_hook(self._after_step),
         )
         around(torch.optim.Optimizer, "__init__", self._make_optimizer, undo)
-        around(torch.optim.Optimizer, "add_param_group", self._add_group, undo)
+        added = telling(watch, "group_added", late=True)
+        around(torch.optim.Optimizer, "add_param_group", added, undo)
         around(torch.optim.Optimizer, "zero_grad", self._zero, undo)
         for kind in (torch.optim.Optimizer, torch.amp.GradScaler, GradScaler):
-            around(kind, "load_state_dict", self._restore, undo)
+            around(kind, "load_state_dict", telling(watch, "state_restored", late=True), undo)
         around(torch.autograd, "backward", self._backward, undo)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.CosineAnnealingWarmRestarts):
-            around(kind, "step", self._step_schedule, undo)
+            around(kind, "step", telling(watch, "schedule_stepped"), undo)
         for name in _CLIPPING:
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
                 around(owner, name, self._clip, undo)
@@ -72,22 +73,10 @@ class TrainingProbes:
             self._watch.tell("optimizer_made", args[0])
         return result
 
-    def _add_group(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if self._watch.is_active:
-            self._watch.tell("group_added", args[0])
-        return result
-
     def _zero(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         if self._watch.is_active:
             self._watch.seen.zeroed += 1
         return function(*args, **kwargs)
-
-    def _restore(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if self._watch.is_active:
-            self._watch.tell("state_restored", args[0])
-        return result
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,11 +110,6 @@ class TrainingProbes:
         self._watch.tell("step_ended", optimizer)
         self._watch.attempt(seen.use, optimizer)
         self._watch.step_taken()
-
-    def _step_schedule(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active:
-            self._watch.tell("schedule_stepped", args[0])
-        return function(*args, **kwargs)
 
     # -- gradients ---------------------------------------------------------------------------
 

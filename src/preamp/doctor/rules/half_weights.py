@@ -267,7 +267,11 @@ class LostUpdates(Detector):
                 steps = 2 ** (watched.looks - 1)
                 what = f"Weights with gradients are what they were {steps} steps before or more; "
                 what += f"the largest learning rate was {rate:g}."
-                self.report(UPDATE_IS_LOST, key, what, where=watched.made, steps=steps, lr=rate)
+                do = "Look at the schedule: the rate is zero."
+                if rate:
+                    do = "Look at the learning rate, and at what writes to weights or gradients."
+                made = watched.made
+                self.report(UPDATE_IS_LOST, key, what, where=made, do=do, steps=steps, lr=rate)
             if len(shares) < 2 or median(shares) <= 0.5 or shares[-1] <= 0.5:
                 continue
             share = median(shares)

@@ -100,6 +100,7 @@ class Clipping(Detector):
         super().__init__(seen, findings)
         # How many norms in a row were alike, the last one, and a part of its gradients.
         self._norms: dict[tuple[int, ...], tuple[int, float, torch.Tensor]] = {}
+        self._told: set[int] = set()  # parameters whose gradients a function of torch has clipped
 
     def gradients_unscaled(
         self, params: Sequence[torch.Tensor], scaler: object, scale: Callable[[], float]
@@ -116,7 +117,8 @@ class Clipping(Detector):
             and (grad := stored_grad(param)) is not None
             and grad.layout is torch.strided
         ]
-        if not changed or not self.is_new(CLIPPED_SCALED, id(changed[0][0])):
+        key = id(changed[0][0]) if changed else 0
+        if not changed or key in self._told or not self.is_new(CLIPPED_SCALED, key):
             return
         own, grads = zip(*changed, strict=True)
         values = [local_of(grad).reshape(-1).float().abs() for grad in grads if grad.numel()]
@@ -183,6 +185,7 @@ class Clipping(Detector):
         key: int | None = None,
     ) -> None:
         place = current_place()
+        self._told.update(map(id, scaled))
         self.report(
             CLIPPED_SCALED,
             place if key is None else key,
@@ -234,6 +237,7 @@ class Stepping(Detector):
                 id(optimizer),
                 f"The GradScaler of {type(optimizer).__name__} begins with a scale of "
                 f"{scaler.get_scale():g}, and grows in {scaler.get_growth_interval()} steps first.",
+                do="Leave init_scale out: its default, 65536, comes down to what fits by itself.",
                 gradients_through_float16=len(params),
                 loss_scale=scaler.get_scale(),
             )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
@@ -67,7 +68,7 @@ BAD_LOSS = define_rule(
     were zero and computed from such a value, or from outputs that are nan throughout. Values that
     the script reads, and outputs of a model, count as well where no backward followed, if one did
     before, or none ever: metrics may be nan. Left out is what ended in weights restored, or in a
-    trial that was given up as in PA602.""",
+    trial that was given up as in PA602, and what began after a step that PA602 names.""",
     do="""Stop the loop. Look at the data of that step, at what overflows in half (preamp's
     trace_overflow names it), and at the learning rate.""",
 )
@@ -209,6 +210,7 @@ class Outcome(Detector):
         )
         self._trained: set[Place | None] = set()
         self._has_called = False
+        self._lost = math.inf  # how many steps were taken when weights ceased to be finite
 
     def _training(self, optimizer: torch.optim.Optimizer) -> _Training:
         facts = self.seen.facts(optimizer)
@@ -407,8 +409,11 @@ class Outcome(Detector):
         later = (other for other in self._all if other.first > training.last)
         bad = training.state.latest
         if bad and not any(other.shares(training) for other in later):
-            step, _ = training.state.began
-            what = f"{training.bad_part} are not finite since step {step}, for {bad} steps."
+            step, taken = training.state.began
+            part = training.bad_part
+            if "averages" not in part:
+                self._lost = min(self._lost, taken)
+            what = f"{part} are not finite since step {step}, for {bad} steps."
             self.report(BAD_WEIGHTS, number, what, where=training.at, step=step, steps=bad)
         zero = training.gradients.latest
         if zero and zero >= min(_LAST, training.gradients.total):
@@ -448,14 +453,16 @@ class Outcome(Detector):
         if failed >= _SKIPPED:
             what = f"The last {failed} calls of a model, of backward or of step raised errors"
             what = f"{what} that the script went on from."
-            self.report(NO_STEP, "errors", what, where=self._failed_at, errors=failed)
+            do = "Print the errors that are caught, and let the first one end the run."
+            self.report(NO_STEP, "errors", what, where=self._failed_at, do=do, errors=failed)
         if self.seen.steps or self.seen.compiles:
             return
         for number, training in enumerate(self._all):
             if training.backwards >= _SKIPPED and not self.seen.reads_gradients:
                 what = f"{training.name} was never stepped, though its parameters got gradients."
-                backwards = training.backwards
-                self.report(NO_STEP, number, what, where=training.made, backwards=backwards)
+                made, backwards = training.made, training.backwards
+                do = f"Call {training.name}.step(), or scaler.step(optimizer), after the backward."
+                self.report(NO_STEP, number, what, where=made, do=do, backwards=backwards)
 
     def _report_no_backward(self) -> None:
         counts = {"zero_grad was": self.seen.zeroed, "A model in training was": self._forwards}
@@ -463,7 +470,8 @@ class Outcome(Detector):
         has_trained = self.seen.steps or self._losses.backwards or self.seen.compiles
         if self._is_made and count >= _SKIPPED and not has_trained:
             what = f"{what} called {count} times, and there was no backward."
-            self.report(NO_STEP, "backward", what, where=None, calls=count)
+            do = "Call backward on the loss, and then the optimizer's step."
+            self.report(NO_STEP, "backward", what, where=None, do=do, calls=count)
 
     def _report_losses(self, given_up: list[_Training]) -> bool:
         """Report one at most, and tell whether there was one."""
@@ -472,6 +480,8 @@ class Outcome(Detector):
             if not count or count < min(_LAST, streak.total) or streak.is_mended:
                 continue
             step, taken = streak.began
+            if taken > self._lost:
+                continue  # which follows from the weights
             if any(training.first <= taken <= training.last + 1 for training in given_up):
                 continue
             last = f"the last {count} of {streak.total}"

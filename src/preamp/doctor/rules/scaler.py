@@ -224,7 +224,9 @@ class ScalerUse(Detector):
         if len(self._divided) > 1 or all(mark.source.is_mean for _, mark in known):
             what = f"The script has divided {len(known)} gradients by {value:g}, the loss scale, "
             what += "which the scaler does too."
-            self.report(NEVER_SCALED, "divided", what, loss_scale=value, gradients=len(known))
+            do = "Leave the division out: scaler.unscale_ and scaler.step do it."
+            count = len(known)
+            self.report(NEVER_SCALED, "divided", what, do=do, loss_scale=value, gradients=count)
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Count the scalers that took over from each other."""
