@@ -15,9 +15,7 @@ Option = tuple[str | float | Path, str]
 
 
 def asked(
-    text: str | None,
-    arguments: Sequence[str] | None = None,
-    **options: Option,
+    text: str | None, arguments: Sequence[str] | None = None, **options: Option
 ) -> argparse.Namespace:
     """Read a command line, on one thread from here on.
 
