@@ -134,7 +134,8 @@ def test_larc_around_it_later_is_refused() -> None:
 
 
 def test_what_ranks_share_out_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         _, optimizer = start()
         with pytest.raises(PreampStateError, match='whose storage has place="host"'):
