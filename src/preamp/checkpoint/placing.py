@@ -70,8 +70,8 @@ def _as(value: Any, like: torch.Tensor | None) -> Any:
     if shape_of(value) != tuple(like.shape):
         return value
     piece = shard_of(like, "A parameter", ranks=1)
-    local = cut(value, piece.frame, piece.box).reshape(piece.data.shape)
-    return sharded_as(local.to(piece.data.device), like)
+    # Where the file is: loading it copies it to its device
+    return sharded_as(cut(value, piece.frame, piece.box).reshape(piece.data.shape), like)
 
 
 def _optimizer_state(
@@ -120,7 +120,7 @@ def _scales(value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
     if shape_of(value) != frame.shape:
         return value  # for the optimizer to complain about
     own = cut(value, frame, box)
-    return sharded_as(own.to(param.device), param, frame.shape) if share is None else own
+    return sharded_as(own, param, frame.shape) if share is None else own
 
 
 def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
