@@ -10,13 +10,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import preamp
 from cases.waits import waits_refused
 from engine.harness import same
 from preamp.checkpoint import read_checkpoint, staging
 from preamp.core.pytree import map_plain
+from preamp.core.tensors import local_of
 from preamp.optim import table
 from preamp.optimizers import FusedAdam
 
@@ -367,3 +371,40 @@ def test_gradients_of_one_memory_are_loaded_as_two(tmp_path: Path) -> None:
     assert second is not None
     first.zero_()
     assert second.sum() == 16
+
+
+@pytest.mark.skipif(not IS_PRETENDED, reason="waits are counted on the pretended device")
+def test_parts_of_sharded_tensors_are_loaded_together(tmp_path: Path) -> None:
+    from devices.pretended.plugin import waits_counted
+
+    def build(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))).cuda()
+        for layer in model:
+            for name, param in list(layer.named_parameters()):
+                part = DTensor.from_local(param.detach(), mesh, [Shard(0)], run_check=False)
+                setattr(layer, name, nn.Parameter(part))
+        optimizer: Any = FusedAdam(model.parameters())
+        for param in model.parameters():
+            moment = torch.full_like(param.detach(), seed)
+            optimizer.state[param] = {"exp_avg": moment, "exp_avg_sq": moment.clone()}
+        return model, optimizer
+
+    def parts(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        state = [value for own in optimizer.state.values() for value in own.values()]
+        return [local_of(tensor.detach()) for tensor in (*model.parameters(), *state)]
+
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cuda", [0])
+        run, other = build(1), build(2)
+        preamp.save_checkpoint(tmp_path / "a", *run)
+        there = parts(*other)
+        with waits_counted() as loaded:
+            preamp.load_checkpoint(tmp_path / "a", *other, rng=False)
+        assert loaded == ["Event.synchronize"]  # for a copy of what was there
+        assert same(parts(*other), parts(*run))
+        assert [t.data_ptr() for t in parts(*other)] == [t.data_ptr() for t in there]
+    finally:
+        dist.destroy_process_group()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from preamp.core.errors import PreampError, bad_state, worded
-from preamp.core.ranks import answered, has_process_group, meet
+from preamp.core.ranks import answered, gather_objects, has_process_group, meet
 
 T = TypeVar("T")
 
@@ -103,11 +103,9 @@ def gathered(value: Any) -> list[Any]:
     """Return ``value`` of every rank, on every rank."""
     if not has_process_group():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
     with _answered():
         meet(dist.group.WORLD, _device())
-        cast("Any", dist).all_gather_object(values, value)
-    return values
+        return gather_objects(value)
 
 
 def from_first(value: T) -> T:

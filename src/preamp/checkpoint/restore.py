@@ -23,6 +23,7 @@ from preamp.checkpoint.subjects import (
     Subjects,
     class_name,
     named_tensors,
+    numbers_of,
     params_of,
     twins_of,
 )
@@ -145,7 +146,7 @@ def _check_optimizer(
     index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], saved: Mapping[str, Any]
 ) -> None:
     state, groups = saved["state"]["state"], saved["state"]["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = numbers_of(saved["state"])
     if len(set(numbers)) < len(numbers) or any(
         isinstance(key, torch.Tensor) for key in (*numbers, *state)
     ):
@@ -240,7 +241,8 @@ def restore(
             with taken_apart():
                 check_fits(content, subjects, forms)
                 if subjects.optimizers:
-                    finals = _prepare(content, subjects, gradients=gradients)
+                    with StagedUploads():
+                        finals = _prepare(content, subjects, gradients=gradients)
                 if states is not None:
                     finals.append(prepare_random_states(states))
             _load_parts(content, subjects, undo)
@@ -328,8 +330,7 @@ def _state_of(
 
     torch and the fused optimizers put state beside its parameter, but for step counts.
     """
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, param in zip(numbers, params_of(optimizer), strict=True):
+    for number, param in zip(numbers_of(state), params_of(optimizer), strict=True):
         own: Any = state["state"].get(number)
         for key, value in cast("dict[str, Any]", own if isinstance(own, dict) else {}).items():
             if isinstance(value, torch.Tensor) and key != "step" and param.is_cuda:
@@ -416,8 +417,7 @@ def _keep_dtypes(
     Moments of a fused optimizer are as its storage says.
     """
     moments: Mapping[str, Any] = getattr(optimizer, "moments", {})
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, saved, param in zip(numbers, params, params_of(optimizer), strict=True):
+    for number, saved, param in zip(numbers_of(state), params, params_of(optimizer), strict=True):
         if saved["dtype"] != dtype_name(param.dtype):
             continue
         own: dict[str, Any] = optimizer.state.get(param, {})
@@ -461,10 +461,7 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")
     # Each place has a copy of its own, also where two gradients were one tensor.
-    with StagedUploads():
-        grads = [
-            None if grad is None else grad.to(like.device, copy=True) for _, grad, like in places
-        ]
+    grads = [None if grad is None else grad.to(like.device, copy=True) for _, grad, like in places]
 
     def apply() -> None:
         for (keep, _, _), grad in zip(places, grads, strict=True):

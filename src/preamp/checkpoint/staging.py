@@ -2,10 +2,11 @@
 """Tensors between CUDA devices and the host, in few large copies through pinned memory.
 
 Copied one by one, each tensor makes the host wait and each copy is a slow one of pageable memory.
-Here the bytes of many tensors lie one behind the other in chunks of at most `CHUNK`. A chunk is
-packed on the stream that trains, so that whatever trains on comes after it, and it is carried to
-the host on a stream of its own. At most `AT_ONCE` chunks have memory on the device; the device,
-not the host, waits before it packs another one.
+Here the bytes of many tensors lie one behind the other in chunks of at most `CHUNK`. On the way to
+the host (`download`) a chunk is packed on the stream that trains, so that whatever trains on comes
+after it, and it is carried away on a stream of its own. At most `AT_ONCE` chunks have memory on the
+device; the device, not the host, waits before it packs another one. On the way back
+(`StagedUploads`) bytes go from the chunk to where they stay.
 
 Other devices than those of CUDA have no pinned memory here: their tensors are copied one by one.
 """
@@ -111,8 +112,7 @@ class _Chunk(NamedTuple):
 def download(tensors: Sequence[Value], *, waits: bool) -> Callable[[], list[torch.Tensor]]:
     """Queue copies to the CPU; return what waits for them and returns them, in order.
 
-    Results keep the order of their memory. Tensors of the CPU come back themselves, and split ones
-    of any other device than CUDA's are joined there. With ``waits``
+    Results keep the order of their memory. Tensors of the CPU come back themselves. With ``waits``
     the host waits for early chunks before it queues too many: pinned memory is `AT_ONCE` times
     `CHUNK` at most. Otherwise it is as much as the tensors have, and nothing waits here. Raises
     `PreampUnavailableError` if the host has no such memory to give.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -125,6 +125,11 @@ def twins_of(model: nn.Module) -> list[Twin]:
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What an optimizer updates, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def numbers_of(state: Mapping[str, Any]) -> list[Any]:
+    """What an optimizer's state dict calls its parameters, in the order of its groups."""
+    return [number for group in state["param_groups"] for number in group["params"]]
 
 
 def class_name(thing: object) -> str:

@@ -32,8 +32,8 @@ def read_numbers(tree: Any) -> Any:
         here = [number for number in late if number.value.device == device]
         if device.type == "cuda":
             wide = [number.value.detach().double().reshape(()) for number in here]
-            values = cast("list[float]", torch.stack(wide).tolist())
+            values: list[float] = cast("Any", torch.stack(wide)).tolist()
         else:
-            values = [cast("float", number.value.item()) for number in here]
+            values = [number.value.item() for number in here]
         read |= {id(number): number.kind(value) for number, value in zip(here, values, strict=True)}
     return map_plain(lambda leaf: read.get(id(leaf), leaf), tree)
