@@ -22,8 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from preamp.checkpoint.gathering import Summary, are_as_usual, compare_details
-from preamp.checkpoint.ranks import fingerprints
+from preamp.checkpoint.gathering import Summary, are_as_usual, compare_details, fingerprints
 from preamp.checkpoint.shards import Box, Frame, Shard
 
 T = TypeVar("T")

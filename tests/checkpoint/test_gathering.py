@@ -13,8 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from preamp.checkpoint.gathering import Summary, are_as_usual, compare_details
-from preamp.checkpoint.ranks import fingerprints
+from preamp.checkpoint.gathering import Summary, are_as_usual, compare_details, fingerprints
 from preamp.checkpoint.shards import Box, Frame, Shard
 
 Tensors = dict[str, torch.Tensor | Shard]

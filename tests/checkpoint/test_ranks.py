@@ -12,7 +12,7 @@ import preamp
 from checkpoint import rank_checks
 from checkpoint.runs import Net
 from distributed.ranks import assert_pass, checks_of
-from preamp.checkpoint.ranks import fingerprints
+from preamp.checkpoint.gathering import fingerprints
 
 
 def test_fingerprints_tell_tensors_apart() -> None:

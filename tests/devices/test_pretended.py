@@ -152,3 +152,13 @@ def test_kernels_go_to_their_tensors_stream_in_triton(
     assert [(device, stream) for device, stream, _ in noted] == [(i, side[i]) for i, _ in default]
     assert not tables & {at for *_, at in noted}
     assert torch.cuda.current_device() == 0
+
+
+def test_memory_of_a_device_is_never_pinned() -> None:
+    tensor = torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
+        tensor.pin_memory()
+    with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
+        torch.empty(3, device="cuda", pin_memory=True)
+    assert not tensor.is_pinned()
+    assert torch.ones(3).pin_memory().is_pinned()

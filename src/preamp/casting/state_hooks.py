@@ -29,7 +29,10 @@ _WITHOUT_COPIES = ContextVar("state dicts have the masters themselves", default=
 
 @contextmanager
 def without_copies() -> Generator[None]:
-    """Let state dicts have the masters themselves, as they have a float32 model's own weights."""
+    """Let state dicts have the masters themselves, as they have a float32 model's own weights.
+
+    What stands for a master is put in as it is, which may be a packed one.
+    """
     token = _WITHOUT_COPIES.set(True)
     try:
         yield
@@ -56,8 +59,10 @@ class SaveFloat32(EngineHook):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and is_half(value):
                 master = None if lookup is None else lookup.exact_value(param)
-                source = value if master is None else master
-                state_dict[prefix + name] = source.detach().to(torch.float32, copy=copy)
+                if master is None or copy:
+                    source = value if master is None else master
+                    master = source.detach().to(torch.float32, copy=copy)
+                state_dict[prefix + name] = master
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and is_half(value):

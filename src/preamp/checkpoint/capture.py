@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.random_states import random_states
+from preamp.checkpoint.staging import SplitTensor
 from preamp.checkpoint.subjects import MasterShards, Subjects, check_reduced, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
-from preamp.engine.pending import pending_state
+from preamp.engine.pending import engine_state
 from preamp.kernels import fsdp
 from preamp.optim import leaf_of
 from preamp.policy.storage import FULL, Storage
@@ -43,7 +44,7 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
             for optimizer in subjects.optimizers
         ],
         "own_params": {
-            name: shares.value_of(masters.get(id(param), param).detach(), id(param))
+            name: shares.saved_value(masters.get(id(param), param))
             for name, param in subjects.named_params()
             if name.startswith("optimizers/")
         },
@@ -64,7 +65,7 @@ def _model_state(model: nn.Module, shares: MasterShards) -> dict[str, Any]:
     return {
         "class": class_name(model),
         "state": {
-            name: value.contiguous() if isinstance(value, torch.Tensor) else value
+            name: value.contiguous() if isinstance(value, (torch.Tensor, SplitTensor)) else value
             for name, value in state.items()
         },
         "metadata": {name: dict(entry) for name, entry in metadata.items()},
@@ -106,6 +107,5 @@ def _engine_state(engine: Engine, subjects: Subjects) -> dict[str, Any]:
         "optimizers": [
             index for index, o in enumerate(subjects.optimizers) if id(o) in engine.sessions
         ],
-        "scalers": engine.state_dict(),
-        "pending": pending_state(engine),
+        **engine_state(engine),
     }

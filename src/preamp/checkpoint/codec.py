@@ -13,7 +13,7 @@ import numbers
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ import torch
 
 from preamp.checkpoint.formats import DTYPES, bytes_of
 from preamp.checkpoint.shards import Box, Shard, describe_frame, saved_shards, shard_of
-from preamp.checkpoint.staging import download
+from preamp.checkpoint.staging import SplitTensor, Value, download
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_type, bad_value, with_article
 from preamp.core.tensors import is_sharded, memory_order
@@ -113,18 +113,22 @@ class Stored:
         )
 
 
-def store(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> Callable[[], dict[str, Stored]]:
+def store(tensors: Mapping[str, Value], *, copy: bool) -> Callable[[], dict[str, Stored]]:
     """Begin to bring ``tensors`` to the CPU; return what waits for them and returns them.
 
     With ``copy`` none shares memory with what it was, and what is queued later changes none;
     without it the host may wait here already.
     """
-    values = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors.values()]
+    values = [
+        value if isinstance(value, SplitTensor) else value.detach().resolve_conj().resolve_neg()
+        for value in tensors.values()
+    ]
     orders = list(map(_dense_order, values))
     laid = [
         v if order is None else v.permute(order) for v, order in zip(values, orders, strict=True)
     ]
-    laid = [value.clone() if copy and value.device.type == "cpu" else value for value in laid]
+    if copy:
+        laid = [value.clone() if value.device.type == "cpu" else value for value in laid]
     arrive = download(laid, waits=not copy)
     names = list(tensors)
     forms = [(v.dtype, tuple(v.shape), order) for v, order in zip(values, orders, strict=True)]
@@ -190,8 +194,9 @@ def _verified(name: str, part: ManifestEntry, data: Any, checksums: bool) -> tor
     return value
 
 
-def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def _dense_order(value: Value) -> tuple[int, ...] | None:
     """See `ManifestEntry`; ``None`` also where no order makes it contiguous."""
+    tensor = value.form if isinstance(value, SplitTensor) else value
     order = memory_order(tensor)
     is_usual = tensor.is_contiguous() or not tensor.permute(order).is_contiguous()
     return None if is_usual else order
@@ -202,7 +207,7 @@ def _checksum(data: torch.Tensor) -> str:
     return hashlib.sha256(bytes_of(data)).hexdigest()
 
 
-Tensors = dict[str, torch.Tensor | Shard]
+Tensors = dict[str, Value | Shard]
 Found = torch.Tensor | list[tuple[Box, torch.Tensor]]
 
 _ALLOWED = (
@@ -250,6 +255,11 @@ class _Encoder:
             return self._piece(value, path)
         if is_sharded(value):
             return self._piece(shard_of(value, self._place(path), self._ranks), path)
+        if isinstance(value, SplitTensor) and is_sharded(value.weight):
+            piece = shard_of(value.weight, self._place(path), self._ranks)
+            return self._piece(replace(piece, data=value), path)
+        if isinstance(value, SplitTensor):
+            return {"$tensor": self._named(value, None, path)}
         if isinstance(value, torch.Tensor):
             return self._sparse(value, path) if value.is_sparse else self._tensor(value, path)
         kind: type[Any] = cast("type[Any]", type(value))
@@ -289,7 +299,7 @@ class _Encoder:
         return {"$sharded": describe_frame(self._named(piece, None, path), piece)}
 
     def _named(
-        self, kept: torch.Tensor | Shard, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
+        self, kept: Value | Shard, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
     ) -> str:
         name = None if memory is None else self._names.get(memory)
         if name is None:

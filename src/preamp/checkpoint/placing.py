@@ -7,17 +7,24 @@ what it is going to hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from preamp.checkpoint.shards import Box, Frame, SavedShards, cut, shape_of, shard_of
-from preamp.checkpoint.subjects import MasterShard, MasterShards, Subjects, named_tensors, params_of
+from preamp.checkpoint.subjects import (
+    MasterShard,
+    MasterShards,
+    Subjects,
+    named_tensors,
+    numbers_of,
+    params_of,
+)
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
+from preamp.engine import Engine
 from preamp.kernels import fsdp
 from preamp.kernels.shards import has_whole_rows, sharded_as
 from preamp.kernels.stored import scales_shape
@@ -34,29 +41,30 @@ def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
     """
     fsdp.reshard(subjects.models)
     shares, made = MasterShards(subjects), dict(content)
-    models, optimizers = content["models"], content["optimizers"]
-    made["models"] = [
-        {**saved, "state": _model_state(saved["state"], model)}
-        for saved, model in zip(models, [*subjects.models, *[None] * len(models)], strict=False)
-    ]
-    made["optimizers"] = [
-        {**saved, "state": _optimizer_state(saved["state"], optimizer, shares)}
-        for saved, optimizer in zip(
-            optimizers, [*subjects.optimizers, *[None] * len(optimizers)], strict=False
-        )
-    ]
+    made["models"] = _with_own(
+        content["models"],
+        subjects.models,
+        lambda saved, model: {**saved, "state": _like(saved["state"], named_tensors(model))},
+    )
+    made["optimizers"] = _with_own(
+        content["optimizers"],
+        subjects.optimizers,
+        lambda saved, own: {**saved, "state": _optimizer_state(saved["state"], own, shares)},
+    )
     likes: dict[str, torch.Tensor] = dict(subjects.named_params())
     made["own_params"] = _like(content["own_params"], likes)
     made["gradients"] = {
         name: {side: _as(grad, likes.get(name)) for side, grad in sides.items()}
         for name, sides in content["gradients"].items()
     }
-    made["engines"] = _engines(content["engines"], subjects)
+    made["engines"] = _with_own(content["engines"], subjects.engines, _engine)
     return whole(made)
 
 
-def _model_state(state: Mapping[str, Any], model: nn.Module | None) -> Any:
-    return state if model is None else _like(state, named_tensors(model))
+def _with_own(saved: Any, own: Iterable[Any], place: Callable[[Any, Any], Any]) -> list[Any]:
+    """Place each thing that was saved as its counterpart here; what has none stays as it is."""
+    made = [place(one, other) for one, other in zip(saved, own, strict=False)]
+    return [*made, *saved[len(made) :]]
 
 
 def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -70,17 +78,14 @@ def _as(value: Any, like: torch.Tensor | None) -> Any:
     if shape_of(value) != tuple(like.shape):
         return value
     piece = shard_of(like, "A parameter", ranks=1)
-    local = cut(value, piece.frame, piece.box).reshape(piece.data.shape)
-    return sharded_as(local.to(piece.data.device), like)
+    # Where the file is: loading it copies it to its device
+    return sharded_as(cut(value, piece.frame, piece.box).reshape(piece.data.shape), like)
 
 
 def _optimizer_state(
-    state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, shares: MasterShards
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, shares: MasterShards
 ) -> Any:
-    if optimizer is None:
-        return state
-    numbers: list[int] = [n for group in state["param_groups"] for n in group["params"]]
-    params = dict(zip(numbers, params_of(optimizer), strict=False))
+    params = dict(zip(numbers_of(state), params_of(optimizer), strict=False))
     saved: Mapping[int, Mapping[str, Any]] = state["state"]
     entries = {
         number: own
@@ -120,7 +125,7 @@ def _scales(value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
     if shape_of(value) != frame.shape:
         return value  # for the optimizer to complain about
     own = cut(value, frame, box)
-    return sharded_as(own.to(param.device), param, frame.shape) if share is None else own
+    return sharded_as(own, param, frame.shape) if share is None else own
 
 
 def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
@@ -143,17 +148,15 @@ def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard |
     return value if key == "step" else _as(value, param)
 
 
-def _engines(engines: Any, subjects: Subjects) -> Any:
+def _engine(saved: Any, engine: Engine) -> Any:
     """Gradients that a block has set aside are sharded as what they are of."""
-    made: list[Any] = []
-    for entry, engine in zip(engines, subjects.engines, strict=False):
-        pending = {**entry["pending"]}
-        pending["sessions"] = [
-            {**saved, "aside": _aside(saved["aside"], list(session.params()))}
-            for saved, session in zip(pending["sessions"], engine.sessions.values(), strict=False)
-        ]
-        made.append({**entry, "pending": pending})
-    return [*made, *engines[len(made) :]]
+    pending = dict(saved["pending"])
+    pending["sessions"] = _with_own(
+        pending["sessions"],
+        engine.sessions.values(),
+        lambda one, session: {**one, "aside": _aside(one["aside"], list(session.params()))},
+    )
+    return {**saved, "pending": pending}
 
 
 def _aside(aside: Any, params: list[torch.Tensor]) -> list[Any]:

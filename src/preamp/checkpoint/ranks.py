@@ -8,27 +8,18 @@ anything changes, so none waits for another that has given up.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from preamp.core.errors import PreampError, bad_state, worded
-from preamp.core.ranks import answered, has_process_group, meet
-
-if TYPE_CHECKING:
-    from preamp.checkpoint.shards import Shard
+from preamp.core.ranks import answered, gather_objects, has_process_group, meet
 
 T = TypeVar("T")
-
-_WORDS = 1 << 17
-"""Of eight bytes, that are multiplied at a time: they stay in the processor's cache."""
-_ODD = -7046029254386353131  # 2⁶⁴ divided by the golden ratio, as a signed number
-_SHARED = ("models/", "optimizers/", "own_params/")
-_SHOWN = 3
 
 
 def rank() -> int:
@@ -112,11 +103,9 @@ def gathered(value: Any) -> list[Any]:
     """Return ``value`` of every rank, on every rank."""
     if not has_process_group():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
     with _answered():
         meet(dist.group.WORLD, _device())
-        cast("Any", dist).all_gather_object(values, value)
-    return values
+        return gather_objects(value)
 
 
 def from_first(value: T) -> T:
@@ -160,85 +149,3 @@ def _answered() -> AbstractContextManager[None]:
         "See why that rank ended or did something else, start all again, and load what "
         "preamp.checkpoint.latest_checkpoint finds",
     )
-
-
-Print = tuple[Any, ...]  # what differs where two tensors differ
-
-
-def fingerprints(tensors: Mapping[str, torch.Tensor | Shard]) -> dict[str, Print]:
-    """Return for each tensor what differs where two of them differ, computed on its device.
-
-    Of a piece that no other rank has the values are not looked at. Waits once for each device.
-    """
-    read = {
-        name: kept if isinstance(kept, torch.Tensor) else kept.data
-        for name, kept in tensors.items()
-        if isinstance(kept, torch.Tensor) or not kept.is_alone
-    }
-    sums: dict[str, int] = {}
-    for device in {tensor.device for tensor in read.values()}:
-        names = [name for name, tensor in read.items() if tensor.device == device]
-        factors = _factors(device)
-        found = torch.stack([_fingerprint(read[name], factors) for name in names])
-        sums.update(zip(names, cast("Any", found).tolist(), strict=True))
-    return {
-        name: (str(kept.dtype), tuple(kept.shape), sums[name])
-        if isinstance(kept, torch.Tensor)
-        else (kept.box, kept.frame, str(kept.data.dtype), sums.get(name))
-        for name, kept in tensors.items()
-    }
-
-
-def _factors(device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern, so that no word is lost and none can take another's place."""
-    mixed = torch.arange(1, _WORDS + 1, device=device) * _ODD
-    return ((mixed ^ (mixed >> 29)) * _ODD) | 1
-
-
-def _fingerprint(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """A sum modulo 2⁶⁴: reading the tensor once takes a tenth of the time of copying it."""
-    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    end = raw.numel() // 8 * 8
-    words: Any = raw[:end].view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for chunk in cast("Iterable[torch.Tensor]", (*words.split(_WORDS), raw[end:].long())):
-        own = factors[: chunk.numel()]
-        is_near = raw.device.type == "cpu"  # elsewhere torch has no product of integers
-        total = total * _ODD + (torch.dot(chunk, own) if is_near else (chunk * own).sum())
-    return total
-
-
-def is_shared(name: str) -> bool:
-    """Whether a tensor of this name is the same on all ranks, if it is no buffer and whole."""
-    return name.startswith(_SHARED)
-
-
-def differing(prints: Mapping[str, Print], first: Mapping[str, Print]) -> list[str]:
-    """Names of the tensors that the first rank does not have, or has others for."""
-    return [name for name, known in prints.items() if first.get(name) != known]
-
-
-def check_shared(
-    differences: list[list[str]], buffers: frozenset[str], pieces: frozenset[str]
-) -> None:
-    """Raise `PreampStateError` if ranks disagree about what they train together.
-
-    For each rank, ``differences`` has in what it differs from the first one. ``buffers`` of models
-    may differ; copies of ``pieces`` of sharded tensors may not.
-    """
-    for number, names in enumerate(differences):
-        shared = [
-            name for name in names if name in pieces or (is_shared(name) and name not in buffers)
-        ]
-        if shared:
-            raise bad_state(
-                f"Rank {number} has other values than rank 0 in {len(shared)} of the weights "
-                f"and optimizer states, such as {', '.join(shared[:_SHOWN])}",
-                "Ranks that save one checkpoint have the same weights and optimizer states; "
-                "gradients, buffers and random states may differ",
-                "Broadcast them from one rank if they should be the same. Parts of one model "
-                "in plain tensors are not known as such: make them DTensor parameters, or "
-                "save model.state_dict() on each rank yourself",
-            )

@@ -16,9 +16,17 @@ from torch import nn
 from preamp.checkpoint.capture import describe_params
 from preamp.checkpoint.random_states import prepare_random_states
 from preamp.checkpoint.ranks import together
-from preamp.checkpoint.staging import download, upload
+from preamp.checkpoint.staging import SplitTensor, StagedUploads, download, has_form_of, value_of
 from preamp.checkpoint.storage import taken_apart
-from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, named_tensors, params_of
+from preamp.checkpoint.subjects import (
+    MasterShards,
+    Subjects,
+    class_name,
+    named_tensors,
+    numbers_of,
+    params_of,
+    twins_of,
+)
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value, with_article
 from preamp.core.pytree import map_plain
@@ -139,7 +147,7 @@ def _check_optimizer(
     index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], saved: Mapping[str, Any]
 ) -> None:
     state, groups = saved["state"]["state"], saved["state"]["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = numbers_of(saved["state"])
     if len(set(numbers)) < len(numbers) or any(
         isinstance(key, torch.Tensor) for key in (*numbers, *state)
     ):
@@ -234,7 +242,8 @@ def restore(
             with taken_apart():
                 check_fits(content, subjects, forms)
                 if subjects.optimizers:
-                    finals = _prepare(content, subjects, gradients=gradients)
+                    with StagedUploads():
+                        finals = _prepare(content, subjects, gradients=gradients)
                 if states is not None:
                     finals.append(prepare_random_states(states))
             _load_parts(content, subjects, undo)
@@ -256,29 +265,54 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
     pairs = list(zip(subjects.optimizers, content["optimizers"], strict=False))
-    homes = [home for optimizer, saved in pairs for home in _homes(optimizer, saved["state"])]
-    optimizers = owned([saved["state"] for _, saved in pairs], homes)
-    for model, saved in zip(subjects.models, content["models"], strict=False):
-        _load_model(model, saved, subjects, undo)
-    if subjects.optimizers:
-        _load_own_params(content["own_params"], subjects, undo)
-    for (optimizer, saved), state in zip(pairs, optimizers, strict=True):
-        _load_optimizer(optimizer, saved, state, undo)
-    for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
-        _load_scheduler(scheduler, owned(saved["state"]), undo)
+    homes = _homes([(optimizer, saved["state"]) for optimizer, saved in pairs])
+    uploads = StagedUploads(homes)
+    # Loading writes into tensors that are there, so that a device needs no room for others.
+    _keep(subjects, homes.values(), undo, uploads)
+    with uploads:
+        for model, saved in zip(subjects.models, content["models"], strict=False):
+            _load_model(model, saved, undo)
+        if subjects.optimizers:
+            _load_own_params(content["own_params"], subjects)
+        for optimizer, saved in pairs:
+            _load_optimizer(optimizer, saved, undo)
+        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
+            _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-Home = tuple[Any, torch.Tensor]
-"""A value, and a tensor whose device it is going to be on."""
+def _keep(
+    subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack, uploads: StagedUploads
+) -> None:
+    """Copy to the host what will be written to; ``undo`` gets what puts it back."""
+    masters = [twin.master for model in subjects.models for twin in twins_of(model)]
+    masters += subjects.masters().values()
+    # Masters first: made of half weights that were written to, packed ones would be others.
+    tensors: list[torch.Tensor] = [*{id(master): master for master in masters}.values()]
+    tensors += [param for _, param in subjects.named_params()]
+    tensors += [buffer for model in subjects.models for buffer in model.buffers()]
+    tensors += state
+    values = list(map(value_of, tensors))
+    here = [value if isinstance(value, SplitTensor) else local_of(value) for value in values]
+    before = [
+        copied.clone() if copied is value else copied
+        for copied, value in zip(download(here, waits=True)(), here, strict=True)
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad(), uploads:
+            for tensor, value in zip(tensors, before, strict=True):
+                local_of(tensor.detach()).copy_(value)
+
+    undo.push(put_back)
 
 
-def owned(tree: Any, homes: Sequence[Home] = ()) -> Any:
+def owned(tree: Any, moved: Iterable[torch.Tensor] = ()) -> Any:
     """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
 
-    Of a tensor that is there twice there is one copy. What has a home on a device goes there.
+    Of a tensor that is there twice there is one copy. Those that will be ``moved`` stay as they
+    are.
     """
-    pairs = zip(homes, _uploaded(homes), strict=True)
-    copies = {id(value): copied for (value, _), copied in pairs if copied is not value}
+    copies: dict[int, Any] = {id(tensor): tensor for tensor in moved}
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -290,102 +324,84 @@ def owned(tree: Any, homes: Sequence[Home] = ()) -> Any:
     return map_plain(own, tree)
 
 
-def _uploaded(homes: Sequence[Home]) -> list[Any]:
-    """The values; copies of dense tensors of the CPU whose home is a CUDA device in their place."""
-    going: dict[torch.device, list[int]] = {}
-    for place, (value, like) in enumerate(homes):
-        is_here = isinstance(value, torch.Tensor) and value.device.type == "cpu"
-        if is_here and like.is_cuda and value.layout is torch.strided:
-            going.setdefault(like.device, []).append(place)
-    found = [value for value, _ in homes]
-    for device, places in going.items():
-        for place, copied in zip(places, upload([found[n] for n in places], device), strict=True):
-            found[place] = copied
-    return found
+def _state_of(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The tensors of a loaded state that go to a device, with their keys and parameters.
 
-
-def _homes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[Home]:
-    """Where torch and the fused optimizers put state: beside its parameter, but for step counts."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    is_on_host = getattr(optimizer, "storage", FULL).place == "host"
-    for number, param in zip(numbers, params_of(optimizer), strict=True):
+    torch and the fused optimizers put state beside its parameter, but for step counts.
+    """
+    if getattr(optimizer, "storage", FULL).place == "host":
+        return
+    for number, param in zip(numbers_of(state), params_of(optimizer), strict=True):
         own: Any = state["state"].get(number)
-        entries = cast("dict[str, Any]", own if isinstance(own, dict) else {})
-        if not is_on_host:
-            yield from ((value, param) for key, value in entries.items() if key != "step")
+        for key, value in cast("dict[str, Any]", own if isinstance(own, dict) else {}).items():
+            if isinstance(value, torch.Tensor) and key != "step" and param.is_cuda:
+                yield key, value, param
+
+
+def _homes(
+    pairs: Iterable[tuple[torch.optim.Optimizer, Mapping[str, Any]]],
+) -> dict[int, torch.Tensor]:
+    """By ``id`` of loaded tensors of state, those of the same form that optimizers have now."""
+    found: dict[int, torch.Tensor] = {}
+    taken: set[int] = set()
+    for optimizer, state in pairs:
+        for key, value, param in _state_of(optimizer, state):
+            now: Any = optimizer.state.get(param, {}).get(key)
+            if isinstance(now, torch.Tensor) and has_form_of(now, value):
+                memory = local_of(now).data_ptr()
+                if memory not in taken:  # what lies in one place would have one value
+                    taken.add(memory)
+                    found.setdefault(id(value), now)
+    return found
 
 
 # -- models --------------------------------------------------------------------------------------
 
 
-def _load_model(
-    model: nn.Module, saved: Mapping[str, Any], subjects: Subjects, undo: UndoStack
-) -> None:
-    masters = subjects.masters()
-    touched = [*model.parameters(), *model.buffers()]
-    touched += [masters[id(param)] for param in model.parameters() if id(param) in masters]
-    here = [local_of(tensor.detach()) for tensor in touched]
-    copies = download(here, waits=True)()
-    before = [
-        (tensor, value.clone() if value is tensor else value)
-        for tensor, value in zip(here, copies, strict=True)
-    ]
+def _load_model(model: nn.Module, saved: Mapping[str, Any], undo: UndoStack) -> None:
     extra = [
         (module, module.get_extra_state())
         for module in model.modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     ]
 
-    def restore_model() -> None:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
+    def restore_extra() -> None:
         for module, state in extra:
             with contextlib.suppress(Exception):  # it has just raised for another state
                 module.set_extra_state(state)
 
-    undo.push(restore_model)
-    own = named_tensors(model)
+    undo.push(restore_extra)
     state: OrderedDict[str, Any] = OrderedDict(saved["state"])
-    names = [name for name in state if name in own]
-    # Where the device has no room for them, torch copies them one by one.
-    with contextlib.suppress(torch.OutOfMemoryError):
-        likes = [masters.get(id(own[name]), own[name]) for name in names]  # some on the host
-        there = _uploaded([(state[name], like) for name, like in zip(names, likes, strict=True)])
-        state.update(zip(names, there, strict=True))
     setattr(state, "_metadata", saved["metadata"])  # noqa: B010
     model.load_state_dict(state)
 
 
-def _load_own_params(
-    saved: Mapping[str, torch.Tensor], subjects: Subjects, undo: UndoStack
-) -> None:
+@torch.no_grad()
+def _load_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> None:
     masters = subjects.masters()
     for name, param in subjects.named_params():
-        if name in saved:
-            master = masters.get(id(param))
-            sides = [(param, saved[name])]
-            if master is not None and master.twin is not None:
-                table, row = master.twin.table, master.twin.row
-                half = table.rounded(row, saved[name])
-                sides = [(master, table.own_part(row, saved[name])), (param, half)]
-            for tensor, wanted in sides:
-                value = tensor.detach().clone()
-                undo.push(lambda tensor=tensor, value=value: _write(tensor, value))
-                _write(tensor, wanted)
-
-
-def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(value)
+        if name not in saved:
+            continue
+        master = masters.get(id(param))
+        if master is None or master.twin is None:
+            param.copy_(saved[name])
+        else:
+            table, row = master.twin.table, master.twin.row
+            half = table.rounded(row, saved[name])
+            master.copy_(table.own_part(row, saved[name]))
+            param.copy_(half)
 
 
 # -- optimizers and schedulers -------------------------------------------------------------------
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], state: Any, undo: UndoStack
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], undo: UndoStack
 ) -> None:
+    moved = [value for _, value, _ in _state_of(optimizer, saved["state"])]
+    state = owned(saved["state"], moved)
     old_state, old_groups = optimizer.state, optimizer.param_groups
 
     def restore_optimizer() -> None:
@@ -404,8 +420,7 @@ def _keep_dtypes(
     Moments of a fused optimizer are as its storage says.
     """
     moments: Mapping[str, Any] = getattr(optimizer, "moments", {})
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, saved, param in zip(numbers, params, params_of(optimizer), strict=True):
+    for number, saved, param in zip(numbers_of(state), params, params_of(optimizer), strict=True):
         if saved["dtype"] != dtype_name(param.dtype):
             continue
         own: dict[str, Any] = optimizer.state.get(param, {})
@@ -449,10 +464,7 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")
     # Each place has a copy of its own, also where two gradients were one tensor.
-    grads = _uploaded([(grad, like) for _, grad, like in places])
-    for place, (_, saved_one, like) in enumerate(places):
-        if grads[place] is saved_one is not None:
-            grads[place] = saved_one.to(like.device, copy=True)
+    grads = [None if grad is None else grad.to(like.device, copy=True) for _, grad, like in places]
 
     def apply() -> None:
         for (keep, _, _), grad in zip(places, grads, strict=True):

@@ -27,7 +27,6 @@ from preamp.checkpoint.storage import (
     LOADED,
     SHOWN,
     Loaded,
-    Reader,
     check_shared_folder,
     go_on_from,
     is_cut_short,
@@ -208,7 +207,7 @@ def load_checkpoint(
     path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)
     LATEST.wait()
     with together():
-        loaded = read_or_refuse(path, Reader(rank=rank(), ranks=world_size()))
+        loaded = read_or_refuse(path, rank(), world_size())
     check_same(path, loaded.identity)
     with together(), taken_apart():
         if gradients and subjects.optimizers and not loaded.is_shared:
@@ -238,11 +237,11 @@ def _check_ranks(loaded: Loaded) -> None:
         )
 
 
-def read_or_refuse(path: Path, reader: Reader | None = None, purpose: str = LOADED) -> Loaded:
+def read_or_refuse(path: Path, rank: int = 0, ranks: int = 1, purpose: str = LOADED) -> Loaded:
     """Read a file, or say what is wrong with it and which one to load, or to show, instead."""
     instead = partial(instead_of, path, "Show" if purpose == SHOWN else "Load")
     try:
-        return read(path, reader)
+        return read(path, rank, ranks)
     except FileNotFoundError as error:
         text = message(
             f"There is no file {path}",

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.checkpoint.staging import Value
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state
 from preamp.core.tensors import local_of
@@ -101,7 +102,7 @@ class Frame:
 class Shard:
     """What this rank has of a tensor."""
 
-    data: torch.Tensor  # the elements of ``box``, in its shape
+    data: Value  # the elements of ``box``, in its shape
     frame: Frame  # of the whole tensor
     box: Box  # which elements they are
     is_alone: bool  # whether no other rank has elements of the box

@@ -2,10 +2,11 @@
 """Tensors between CUDA devices and the host, in few large copies through pinned memory.
 
 Copied one by one, each tensor makes the host wait and each copy is a slow one of pageable memory.
-Here the bytes of many tensors lie one behind the other in chunks of at most `CHUNK`. A chunk is
-packed on the stream that trains, so that whatever trains on comes after it, and it is carried to
-the host on a stream of its own. At most `AT_ONCE` chunks have memory on the device; the device,
-not the host, waits before it packs another one.
+Here the bytes of many tensors lie one behind the other in chunks of at most `CHUNK`. On the way to
+the host (`download`) a chunk is packed on the stream that trains, so that whatever trains on comes
+after it, and it is carried away on a stream of its own. At most `AT_ONCE` chunks have memory on the
+device; the device, not the host, waits before it packs another one. On the way back
+(`StagedUploads`) bytes go from the chunk to where they stay.
 
 Other devices than those of CUDA have no pinned memory here: their tensors are copied one by one.
 """
@@ -13,17 +14,83 @@ Other devices than those of CUDA have no pinned memory here: their tensors are c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
+from torch.overrides import TorchFunctionMode
 
 from preamp.core.pinned import laid_as, pinned
-from preamp.core.tensors import memory_order
+from preamp.core.tensors import is_sharded, local_of, memory_order
+from preamp.kernels import Ops
+from preamp.kernels.shards import sharded_as
+from preamp.optim import pair_of
 
 CHUNK = 32 << 20
 """Bytes; a power of two, since torch reserves pinned memory in these."""
 AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitTensor:
+    """A float32 tensor, or this rank's part of it, kept as a half one and an int16 beside it.
+
+    It is joined on its device, as many elements at a time as a chunk has. See `Ops.split_`.
+    """
+
+    half: torch.Tensor  # this rank's part
+    low: torch.Tensor  # of the same shape
+    weight: torch.Tensor  # of which that is a part, if it is one; or sharded
+    ops: Ops
+
+    @property
+    def form(self) -> torch.Tensor:
+        """A tensor without memory, of the same shape, strides and dtype."""
+        return torch.empty_like(self.half, dtype=torch.float32, device="meta")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of this rank's part."""
+        return self.half.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is joined; the half one may be on another device."""
+        return self.low.device
+
+    def contiguous(self) -> SplitTensor:
+        """The same with elements in the usual order; not copied where they are."""
+        return replace(self, half=self.half.contiguous(), low=self.low.contiguous())
+
+    def permute(self, order: Sequence[int]) -> SplitTensor:
+        """The same with dimensions in another order; a view."""
+        half, low = (torch.permute(part, tuple(order)) for part in (self.half, self.low))
+        return replace(self, half=half, low=low)
+
+    def clone(self) -> torch.Tensor:
+        """All of it as a float32 tensor."""
+        wide = torch.empty_like(self.half, dtype=torch.float32, device=self.device)
+        self.ops.join_([self.half], [self.low], [wide])
+        return wide
+
+
+Value = torch.Tensor | SplitTensor
+
+
+def value_of(param: torch.Tensor) -> Value:
+    """The value of a parameter, not copied; of a packed master without making that."""
+    twin = pair_of(param)
+    parts = None if twin is None else twin.packed()
+    if twin is None or parts is None:
+        return param.detach()
+    return SplitTensor(*parts, twin.half.detach(), twin.table.ops)
 
 
 class _Piece(NamedTuple):
@@ -42,7 +109,7 @@ class _Chunk(NamedTuple):
     pieces: list[_Piece]
 
 
-def download(tensors: Sequence[torch.Tensor], *, waits: bool) -> Callable[[], list[torch.Tensor]]:
+def download(tensors: Sequence[Value], *, waits: bool) -> Callable[[], list[torch.Tensor]]:
     """Queue copies to the CPU; return what waits for them and returns them, in order.
 
     Results keep the order of their memory. Tensors of the CPU come back themselves. With ``waits``
@@ -50,7 +117,7 @@ def download(tensors: Sequence[torch.Tensor], *, waits: bool) -> Callable[[], li
     `CHUNK` at most. Otherwise it is as much as the tensors have, and nothing waits here. Raises
     `PreampUnavailableError` if the host has no such memory to give.
     """
-    made = [_like(own, "cpu") if _is_staged(own) else own.to("cpu") for own in tensors]
+    made = [_like(own, "cpu") if _is_staged(own) else _brought(own) for own in tensors]
     under_way = deque[_Chunk]()
     # What is packed lives until it was carried away, or until its stream waits for that.
     packed_on: dict[torch.device, deque[tuple[torch.cuda.Event, torch.Tensor]]] = {}
@@ -75,7 +142,8 @@ def download(tensors: Sequence[torch.Tensor], *, waits: bool) -> Callable[[], li
                 land()
             if len(on_device) == AT_ONCE:
                 current.wait_event(on_device.popleft()[0])
-            packed, pinned = _joined(views, pieces), _pinned(pieces, device)
+            packed = views.joined(pieces)
+            pinned = _pinned(packed.numel(), device)
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 pinned.copy_(packed, non_blocking=True)
@@ -86,46 +154,164 @@ def download(tensors: Sequence[torch.Tensor], *, waits: bool) -> Callable[[], li
     return finish
 
 
-def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return copies of dense tensors of the CPU on a CUDA device, with the order of their memory.
+class StagedUploads(TorchFunctionMode):
+    """While it is on, copies of dense tensors of the CPU to CUDA devices go through pinned memory.
 
-    The host waits for none of the last `AT_ONCE` chunks, and has no more of pinned memory. Raises
-    `PreampUnavailableError` if it has no such memory to give.
+    So does whatever loads the state of a module or an optimizer, by ``copy_`` or ``to``. The bytes
+    go to where they stay, and need no further memory on the device. The host waits for none of the
+    last `AT_ONCE` chunks, and has no more of pinned memory. Raises `PreampUnavailableError` where
+    it has no such memory to give. A tensor that is moved twice is copied once.
+
+    Args:
+        homes: By ``id`` of a tensor that is going to be moved: what is there already, of the same
+            form, and is written to in place of a new one.
     """
-    made, views = [_like(own, device) for own in tensors], _Views(tensors)
-    under_way = deque[_Chunk]()
-    for pieces in _chunks(tensors, range(len(tensors))):
-        if len(under_way) == AT_ONCE:
-            under_way.popleft().event.synchronize()
-        pinned = _joined(views, pieces, out=_pinned(pieces, device))
-        _fill(made, pieces, pinned.to(device, non_blocking=True))
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        under_way.append(_Chunk(event, pinned, pieces))
-    return made
+
+    def __init__(self, homes: Mapping[int, torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self._homes = homes or {}
+        # What was moved, and the result; by the ``id`` of the first
+        self._moved: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._full = deque[tuple[list[torch.cuda.Event], torch.Tensor]]()
+        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._used = 0  # bytes of the chunk
+        self._devices: set[torch.device] = set()  # to which these are on their way
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Take over what copies from the CPU to a device, and call anything else."""
+        kwargs = kwargs or {}
+        if func is _COPY and len(args) > 1 and _fits(args[0], args[1]):
+            self._fill(args[0].detach(), args[1])
+            return args[0]
+        if func is _MOVE and not kwargs.keys() - _UNDERSTOOD and _can_be_sent(args[0]):
+            kind = _asked_for(args[0], (*args[1:], kwargs.get("device"), kwargs.get("dtype")))
+            if kind is not None:
+                return self._moved_to(args[0], *kind, copy=kwargs.get("copy", False))
+        return func(*args, **kwargs)
+
+    def _moved_to(
+        self, source: torch.Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool
+    ) -> torch.Tensor:
+        known, home = self._moved.get((id(source), device, dtype)), self._homes.get(id(source))
+        if known is not None and not copy:
+            return known[1]
+        if home is None or copy or (home.device, home.dtype) != (device, dtype):
+            made = _like(local_of(source).to(dtype), device)
+            home = sharded_as(made, source)
+        self._fill(home.detach(), source)
+        self._moved[id(source), device, dtype] = source, home
+        return home
+
+    def _fill(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        target, value = local_of(into), local_of(source.detach()).to(into.dtype)
+        order = memory_order(target)
+        to_bytes = target.data.permute(order).view(-1).view(torch.uint8)
+        own_bytes = value.resolve_conj().resolve_neg().permute(order).reshape(-1).view(torch.uint8)
+        at, end = 0, own_bytes.numel()
+        while at < end:
+            if self._used == self._chunk.numel():
+                self._begin_chunk(target.device)
+            size = min(end - at, self._chunk.numel() - self._used)
+            pinned = self._chunk[self._used : self._used + size]
+            pinned.copy_(own_bytes[at : at + size])
+            to_bytes[at : at + size].copy_(pinned, non_blocking=True)
+            self._devices.add(target.device)
+            at, self._used = at + size, self._used + size
+        increment_version(target)  # once, as one copy would have done
+
+    def _begin_chunk(self, device: torch.device) -> None:
+        if self._devices:
+            events = [torch.cuda.Event() for _ in self._devices]
+            for event, on in zip(events, self._devices, strict=True):
+                event.record(torch.cuda.current_stream(on))
+            self._full.append((events, self._chunk))
+        if len(self._full) < AT_ONCE:
+            self._chunk = _pinned(CHUNK, device)
+        else:
+            events, self._chunk = self._full.popleft()
+            for event in events:
+                event.synchronize()
+        self._used = 0
+        self._devices.clear()
 
 
-def _is_staged(tensor: torch.Tensor) -> bool:
+_COPY, _MOVE = torch.Tensor.copy_, torch.Tensor.to
+_UNDERSTOOD = {"device", "dtype", "copy", "non_blocking"}
+
+
+def _can_be_sent(source: Any) -> bool:
+    if not isinstance(source, torch.Tensor) or source.device.type != "cpu":
+        return False
+    is_plain = is_sharded(source) or not hasattr(source, "__tensor_flatten__")
+    return is_plain and source.layout is torch.strided and not source.requires_grad
+
+
+def has_form_of(into: Any, source: torch.Tensor) -> bool:
+    """Whether the bytes of ``source``, on the CPU, can be sent into a tensor of a CUDA device."""
+    own, value = local_of(into), local_of(source)
+    return _fits(into, source) and (own.dtype, memory_order(own)) == (
+        value.dtype,
+        memory_order(value),
+    )
+
+
+def _fits(into: Any, source: Any) -> bool:
+    """Whether ``source`` can be sent into ``into``, which may be of another dtype or order."""
+    if not _can_be_sent(source) or into.shape != source.shape:
+        return False
+    if getattr(into, "placements", None) != getattr(source, "placements", None):
+        return False
+    own = local_of(into)
+    is_dense = own.layout is torch.strided and own.permute(memory_order(own)).is_contiguous()
+    return own.is_cuda and is_dense
+
+
+def _asked_for(
+    source: torch.Tensor, asked: Iterable[Any]
+) -> tuple[torch.device, torch.dtype] | None:
+    """The CUDA device and the dtype that arguments of ``to`` name; ``None`` for anything else."""
+    device, dtype = None, source.dtype
+    for one in asked:
+        if isinstance(one, torch.dtype):
+            dtype = one
+        elif isinstance(one, (torch.device, str)):
+            device = torch.device(one)
+        elif one is not None:
+            return None
+    if device is None or device.type != "cuda":
+        return None
+    return torch.empty(0, device=device).device, dtype  # which has a number
+
+
+def _is_staged(value: Value) -> bool:
     """Whether it is a dense tensor of a CUDA device, and no class that wraps others."""
-    is_dense = tensor.is_cuda and tensor.layout is torch.strided
-    return is_dense and not hasattr(tensor, "__tensor_flatten__")
+    if value.device.type != "cuda" or isinstance(value, SplitTensor):
+        return value.device.type == "cuda"
+    return value.layout is torch.strided and not hasattr(value, "__tensor_flatten__")
 
 
-def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[int]]:
+def _brought(value: Value) -> torch.Tensor:
+    return (value.clone() if isinstance(value, SplitTensor) else value).to("cpu")
+
+
+def _by_device(values: Sequence[Value]) -> dict[torch.device, list[int]]:
     """The numbers of those of CUDA's devices."""
     found: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if _is_staged(tensor):
-            found.setdefault(tensor.device, []).append(number)
+    for number, value in enumerate(values):
+        if _is_staged(value):
+            found.setdefault(value.device, []).append(number)
     return found
 
 
-def _chunks(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterator[list[_Piece]]:
+def _chunks(values: Sequence[Value], numbers: Sequence[int]) -> Iterator[list[_Piece]]:
     """Cut the bytes of tensors, one behind the other, into chunks."""
     pieces: list[_Piece] = []
     room = CHUNK
     for number in numbers:
-        start, size = 0, tensors[number].numel() * tensors[number].element_size()
+        value = values[number]
+        start, size = 0, value.shape.numel() * value.dtype.itemsize
         while start < size:
             stop = min(size, start + room)
             pieces.append(_Piece(number, start, stop))
@@ -140,43 +326,54 @@ def _chunks(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterator
 def _fill(into: Sequence[torch.Tensor], pieces: Sequence[_Piece], chunk: torch.Tensor) -> None:
     at = 0
     for number, start, stop in pieces:
-        _bytes_of(into[number])[start:stop].copy_(chunk[at : at + stop - start])
+        _in_order(into[number]).view(torch.uint8)[start:stop].copy_(chunk[at : at + stop - start])
         at += stop - start
 
 
 class _Views:
-    """Bytes of tensors; those of the latest are kept, since they are a copy if it has gaps."""
+    """Tensors as vectors; those of the latest are kept, since they are a copy if it has gaps."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._number, self._bytes = -1, torch.empty(0, dtype=torch.uint8, device="cpu")
+    def __init__(self, values: Sequence[Value]) -> None:
+        self._values = values
+        self._number = -1
+        self._latest: list[torch.Tensor] = []
 
-    def __getitem__(self, number: int) -> torch.Tensor:
+    def joined(self, pieces: Sequence[_Piece]) -> torch.Tensor:
+        """The bytes of ``pieces``, one behind the other."""
+        return torch.cat([self._bytes(*piece) for piece in pieces])
+
+    def _bytes(self, number: int, start: int, stop: int) -> torch.Tensor:
+        value = self._values[number]
+        if not isinstance(value, SplitTensor):
+            if number != self._number:
+                self._number, self._latest = number, [_in_order(value).view(torch.uint8)]
+            return self._latest[0][start:stop]
         if number != self._number:
-            self._number, self._bytes = number, _bytes_of(self._tensors[number])
-        return self._bytes
+            order = memory_order(value.form)
+            both = (value.half, value.low)
+            self._number, self._latest = number, [t.permute(order).reshape(-1) for t in both]
+        first, last = start // 4, -(-stop // 4)
+        half, low = (vector[first:last] for vector in self._latest)
+        wide = torch.empty(last - first, dtype=torch.float32, device=value.device)
+        value.ops.join_([half], [low], [wide])
+        return wide.view(torch.uint8)[start - 4 * first : stop - 4 * first]
 
 
-def _joined(
-    views: _Views, pieces: Sequence[_Piece], out: torch.Tensor | None = None
-) -> torch.Tensor:
-    return torch.cat([views[number][start:stop] for number, start, stop in pieces], out=out)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in the order of its memory; a view, unless there are gaps in it."""
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a vector in the order of its memory; a view, unless there are gaps in it."""
     value = tensor.detach().resolve_conj().resolve_neg()
-    return value.permute(memory_order(value)).reshape(-1).view(torch.uint8)
+    return value.permute(memory_order(value)).reshape(-1)
 
 
-def _like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def _like(value: Value, device: torch.device | str) -> torch.Tensor:
     """An empty tensor of the same form, whose memory is in the same order and without gaps."""
-    return laid_as(tensor, torch.empty(tensor.numel(), dtype=tensor.dtype, device=device))
+    form = value.form if isinstance(value, SplitTensor) else value
+    return laid_as(form, torch.empty(form.numel(), dtype=form.dtype, device=device))
 
 
-def _pinned(pieces: Sequence[_Piece], device: torch.device) -> torch.Tensor:
+def _pinned(size: int, device: torch.device) -> torch.Tensor:
     return pinned(
-        sum(stop - start for _, start, stop in pieces),
+        size,
         f"copies of {device}",
         f"Checkpoints of devices need {AT_ONCE * CHUNK >> 20} MiB of it, and asynchronous "
         "saves as much as the tensors have",

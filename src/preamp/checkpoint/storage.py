@@ -291,14 +291,6 @@ def saved_at(path: Path) -> int | None:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
-    """Who reads, where several do."""
-
-    rank: int = 0  # whose content; that of the first one if there were fewer
-    ranks: int = 1  # how many read together. Each verifies its share of the files.
-
-
 def go_on_from(loaded: Loaded) -> None:
     """What is saved from now on is newer than ``loaded``."""
     _ORDER.go_on_from(loaded.saved_at)
@@ -316,25 +308,25 @@ class Loaded:
     identity: str  # the same wherever this checkpoint is read, and of no other one
 
 
-def read(path: Path, reader: Reader | None = None) -> Loaded:
+def read(path: Path, rank: int = 0, ranks: int = 1) -> Loaded:
     """Read a file or sharded folder, verify every byte, and bring it to the current version.
 
-    Its tensors are mapped from the files: copy what is to outlive them. By default the only
-    ``reader`` reads. Raises `CheckpointError`, which says only in which way it is damaged,
-    incomplete, foreign or of a newer version; and `OSError` if it cannot be opened.
+    Its tensors are mapped from the files: copy what is to outlive them. The content is that of
+    ``rank``, or of the first one if there were fewer. Where several ``ranks`` read together, each
+    verifies its share of the files. Raises `CheckpointError`, which says only in which way it is
+    damaged, incomplete, foreign or of a newer version; and `OSError` if it cannot be opened.
     """
-    who = reader or Reader()
     with contextlib.ExitStack() as stack:
         # That a file cannot be opened is no damage.
         alone = None if path.is_dir() else stack.enter_context(open_regular(path))
         try:
             if alone is not None:
-                return _loaded([_alone(contents_of(alone))], who.rank)
+                return _loaded([_alone(contents_of(alone))], rank)
             found: list[Contents] = []
             for number, name in enumerate(files_of(path)):
-                is_mine = number % who.ranks == who.rank % who.ranks
+                is_mine = number % ranks == rank % ranks
                 found.append(_of_several(name, number, found, checksums=is_mine))
-            return _loaded(found, who.rank)
+            return _loaded(found, rank)
         except Exception as error:  # a damaged file makes readers raise nearly anything
             if _is_of_this_machine(error):
                 raise

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from preamp.casting.state_hooks import without_copies
 from preamp.checkpoint.shards import Box, Frame, Shard
+from preamp.checkpoint.staging import Value, value_of
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.tensors import memory_order, stored_grad
 from preamp.engine import Engine, find_engine
@@ -22,6 +23,7 @@ from preamp.kernels import fsdp
 from preamp.kernels.stored import scales_shape
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
 from preamp.optim.fused.moments import is_scales
+from preamp.optim.master_parameter import is_master
 from preamp.optim.part import Span
 
 
@@ -113,9 +115,21 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found | dict(model.named_buffers(remove_duplicate=False))
 
 
+def twins_of(model: nn.Module) -> list[Twin]:
+    """The half weights with masters of a model's engine, whichever models they are of."""
+    engine = find_engine(model)
+    sessions = () if engine is None else engine.sessions.values()
+    return [twin for session in sessions for twin in session.masters or ()]
+
+
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What an optimizer updates, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def numbers_of(state: Mapping[str, Any]) -> list[Any]:
+    """What an optimizer's state dict calls its parameters, in the order of its groups."""
+    return [number for group in state["param_groups"] for number in group["params"]]
 
 
 def class_name(thing: object) -> str:
@@ -174,7 +188,7 @@ class MasterShard:
     frame: Frame  # of the whole one
     box: Box  # its elements
 
-    def piece(self, data: torch.Tensor) -> Shard:
+    def piece(self, data: Value) -> Shard:
         """Return ``data``, the elements, as what is saved."""
         return Shard(data, self.frame, self.box, is_alone=False)
 
@@ -223,36 +237,44 @@ class MasterShards:
         """The share of what an optimizer updates."""
         return self._of.get(id(param))
 
-    def value_of(self, value: torch.Tensor, weight: int) -> torch.Tensor | Shard:
-        """The float32 value of the weight with this ``id``: a piece if this rank has only that."""
-        twin = self._twins.get(weight)
-        if twin is None:
-            return value
-        return self._of[id(twin.master)].piece(twin.master.detach())
+    def saved_value(self, param: torch.Tensor) -> Value | Shard:
+        """What is saved of what an optimizer updates: a piece if this rank has only that."""
+        share, value = self.of(param), value_of(param)
+        return value if share is None else share.piece(value)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return ``model.state_dict()``, with pieces where masters are shared."""
         state = self.model_forms(model)
         for name, param in model.named_parameters(remove_duplicate=False):
             if id(param) in self._twins and name in state:
-                state[name] = self.value_of(param, id(param))
+                state[name] = self.saved_value(self._twins[id(param)].master)
+        for name, value in state.items():
+            if is_master(value):
+                state[name] = value_of(value)
         return state
 
     def model_forms(self, model: nn.Module) -> dict[str, Any]:
-        """Return ``model.state_dict()``, with tensors without memory where masters are shared."""
-        with self._stood_in(), without_copies():
+        """Return ``model.state_dict()``, with what stands for masters that are not at hand.
+
+        That is a tensor without memory where ranks share one, and a packed master itself, which
+        becomes float32 when a hook of the script reads it.
+        """
+        with self._stood_in(model), without_copies():
             return model.state_dict()
 
     @contextmanager
-    def _stood_in(self) -> Generator[None]:
-        """Let the state dict have tensors without memory for what this rank does not know."""
-        for twin in self._twins.values():
+    def _stood_in(self, model: nn.Module) -> Generator[None]:
+        shared = list(self._twins.values())
+        for twin in shared:
             twin.settle()
             twin.gathered = torch.empty(twin.half.shape, device="meta")
+        packed = [twin for twin in twins_of(model) if twin.packed() and not twin.part]
+        for twin in packed:
+            twin.gathered = twin.master
         try:
             yield
         finally:
-            for twin in self._twins.values():
+            for twin in (*shared, *packed):
                 twin.gathered = None
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -12,26 +12,41 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.late_numbers import LateNumber, read_numbers
 from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import Delayed, OptimizerSession, Stage
+from preamp.engine.state import late_scalers
 from preamp.optim import Record, RowMemo, Twin, leaf_of, pair_of
 
 Apply = Callable[[], None]
 
 
-def pending_state(engine: Engine) -> dict[str, Any]:
-    """Return everything but weights, gradients and optimizers' state. Synchronises.
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """Return the loss scales and counters of ``Engine.state_dict``, and what is pending.
 
-    Raises `PreampStateError` if a gradient was changed while a loss scale was on it.
+    That is everything but weights, gradients and optimizers' state. Waits for steps whose outcome
+    is not known yet, and once for all numbers. Raises `PreampStateError` if a gradient was changed
+    while a loss scale was on it.
     """
     engine.ledger.settle(wait=True)
+    state = read_numbers({"scalers": late_scalers(engine), "pending": _pending(engine)})
+    for session in state["pending"]["sessions"]:
+        if not session["found_inf"]:  # of what was found where nothing overflowed, nobody is told
+            session["notes"] = []
+    return state
+
+
+def _pending(engine: Engine) -> dict[str, Any]:
     sessions = list(engine.sessions.values())
     return {
         "last_skipped": engine.ledger.last_skipped,
         "scalers": [
-            {"found_inf": float(s.found_inf), "late": engine.adjustments.state_of(s, sessions)}
-            for s in engine.scalers
+            {
+                "found_inf": LateNumber(float, scaler.found_inf),
+                "late": engine.adjustments.state_of(scaler, sessions),
+            }
+            for scaler in engine.scalers
         ],
         "sessions": [_session_state(engine, session) for session in sessions],
     }
@@ -43,14 +58,14 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
     memos = {index: twin.memo() for index, twin in twins.items()}
     norm, clips, clipped = session.known_norm.memo(session.marks())
     table: dict[int, int] = {}  # of factors, by id
-    values: list[float] = []
+    values: list[LateNumber] = []
     for memo in memos.values():
         for factor in () if memo.record is None else (memo.record.factor, memo.record.unclipped):
             if factor is not None and id(factor) not in table:
                 table[id(factor)] = len(values)
-                values.append(float(factor))
+                values.append(LateNumber(float, factor))
     untouched, aside = session.direct.memo(params)
-    flag, heard = (None if f is None else float(f) for f in (session.found_inf, session.heard))
+    flag, heard = map(_late, (session.found_inf, session.heard))
     places = {id(param): index for index, param in enumerate(_all_of_model(engine))}
     return {
         "stage": session.stage.value,
@@ -65,6 +80,10 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
         "twins": {index: _memo_state(memo, table) for index, memo in memos.items()},
         "notes": [_note_state(note, places) for note in session.notes] if flag else [],
     }
+
+
+def _late(value: torch.Tensor | None) -> LateNumber | None:
+    return None if value is None else LateNumber(float, value)
 
 
 def _twins(params: Sequence[torch.Tensor]) -> dict[int, Twin]:
@@ -96,7 +115,7 @@ def _delayed_state(engine: Engine, delayed: Delayed) -> dict[str, Any]:
     return {
         "loss_id": engine.scalers.index(delayed.scaler),
         "is_current": delayed.continues_with(delayed.scaler),
-        "inverse": None if delayed.inverse is None else float(delayed.inverse),
+        "inverse": _late(delayed.inverse),
         "has_gradients": delayed.has_gradients,
         "note": _note_state(delayed.note, {}),
     }
@@ -110,14 +129,14 @@ def _note_state(note: GradientNote, places: Mapping[int, int]) -> dict[str, Any]
     ]
     return {
         "loss_id": note.loss_id,
-        "loss_finite": bool(note.loss_finite),
-        "scale": float(note.scale),
+        "loss_finite": LateNumber(bool, note.loss_finite),
+        "scale": LateNumber(float, note.scale),
         "found": found,
     }
 
 
 def is_idle(state: Mapping[str, Any]) -> bool:
-    """Whether what `pending_state` returned was between two steps, with nothing to keep."""
+    """Whether what was pending in an `engine_state` was between two steps, with nothing to keep."""
     return all(
         entry["stage"] == Stage.READY.value and entry["found_inf"] is None
         for entry in state["sessions"]
@@ -136,10 +155,10 @@ def drop_pending(engine: Engine) -> None:
 
 
 def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
-    """Read what `pending_state` returned, and return what applies it; nothing changes before.
+    """Read what was pending in an `engine_state`, and return what applies it.
 
-    Gradients must be as they were when that is called. Raises ``KeyError``, ``TypeError``,
-    ``ValueError`` or ``IndexError`` if ``state`` does not fit the engine.
+    Nothing changes before. Gradients must be as they were when that is called. Raises ``KeyError``,
+    ``TypeError``, ``ValueError`` or ``IndexError`` if ``state`` does not fit the engine.
     """
     sessions = list(engine.sessions.values())
     scalers = [

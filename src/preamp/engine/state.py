@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from preamp.core.errors import bad_value
+from preamp.core.late_numbers import read_numbers
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -18,8 +19,13 @@ _OWN_KEYS = ("steps",)
 
 def scalers_state(engine: EngineCore) -> dict[str, Any]:
     """Return Apex's ``{"loss_scaler0": {"loss_scale": …, "unskipped": …}}`` plus ``"steps"``."""
+    return read_numbers(late_scalers(engine))
+
+
+def late_scalers(engine: EngineCore) -> dict[str, Any]:
+    """The same with numbers that nobody has read yet."""
     state: dict[str, Any] = OrderedDict(
-        (f"{_PREFIX}{index}", scaler.state_dict()) for index, scaler in enumerate(engine.scalers)
+        (f"{_PREFIX}{index}", scaler.late_state()) for index, scaler in enumerate(engine.scalers)
     )
     state["steps"] = [
         {

@@ -33,21 +33,27 @@ def sharded_as(
 ) -> torch.Tensor:
     """Return ``local``, not copied, as this rank's part of a tensor that is like ``like``.
 
-    One of another ``shape`` has its rows where ``like`` has them.
+    One of another ``shape`` has its rows where ``like`` has them. ``local`` may be on another
+    device than ``like``, and stays there.
     """
     if not is_sharded(like):
         return local
     kind, whole = cast("Any", type(like)), cast("Any", like)
     size = whole.shape if shape is None else torch.Size(shape)
     is_alike = size == whole.shape
-    return kind.from_local(
-        local,
+    is_apart = local.device.type != whole.device_mesh.device_type
+    made = kind.from_local(
+        local.to("meta") if is_apart else local,  # which would be moved
         whole.device_mesh,
         whole.placements,
         run_check=False,
         shape=size,
         stride=whole.stride() if is_alike else torch.empty(size, device="meta").stride(),
     )
+    if not is_apart:
+        return made
+    kind = cast("Any", type(made))
+    return kind.__new__(kind, local, made._spec, requires_grad=False)
 
 
 def instance_of(cls: type[T], data: torch.Tensor, *, requires_grad: bool) -> T:

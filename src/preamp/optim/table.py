@@ -67,7 +67,8 @@ class Twin:
         self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
         cast("Any", self.master).register_post_accumulate_grad_hook(_note_accumulated)
-        # All of the master where ranks share it, while somebody needs that
+        # What stands for all of the master: where ranks share it, while somebody needs that, or
+        # where it is packed, while a state dict may have the packed one itself
         self.gathered: torch.Tensor | None = None
 
     @property
@@ -112,7 +113,7 @@ class Twin:
     def value(self) -> torch.Tensor:
         """All of the master, which stays packed if it is; `check_whole` first."""
         self.check_whole()
-        if self.part is not None and self.gathered is not None:
+        if self.gathered is not None:
             return self.gathered
         return self.master if self.table.lows[self.row] is None else self.table.joined(self.row)
 
@@ -125,6 +126,10 @@ class Twin:
                 "This rank does not know the float32 values of the others",
                 "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
             )
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a packed master is kept as, of a sharded one this rank's part; else ``None``."""
+        return self.table.halves_of(self.row)
 
     @property
     def kept(self) -> torch.Tensor:
@@ -574,14 +579,19 @@ class WeightTable(WeightPairs):
                 self._make_row(row, value)
         self.note_written(rows)
 
+    def halves_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This rank's part of the half weight and what is beside it, where the master is packed."""
+        low = self.lows[row]
+        return None if low is None else (self._own_half(row).to(self.twins[row].dtype), low)
+
     def joined(self, row: int) -> torch.Tensor:
         """The value of a packed master; of a sharded one a sharded tensor."""
         return sharded_as(self._joined_here([row])[0], self.halves[row])
 
     def _joined_here(self, rows: Sequence[int]) -> list[torch.Tensor]:
-        halves = [self._own_half(row).to(self.twins[row].dtype) for row in rows]
+        halves, lows = zip(*map(self.halves_of, rows), strict=True)
         wides = self._made_at_home(halves, torch.float32)
-        self.ops.join_(halves, cast("Any", [self.lows[row] for row in rows]), wides)
+        self.ops.join_(halves, lows, wides)
         return wides
 
     def _own_half(self, row: int) -> torch.Tensor:

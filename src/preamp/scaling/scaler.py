@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from preamp.core.errors import message
+from preamp.core.late_numbers import LateNumber, read_numbers
 from preamp.core.tensors import host_reaches, is_capturing
 from preamp.kernels.loss_scale import UPDATES_SCALE_ON, clamp_, update_scale_
 
@@ -270,7 +271,14 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float | int]:
         """Return scale and counter as plain numbers. Synchronises."""
-        return {"loss_scale": self.value(), "unskipped": int(self.growth_tracker.item())}
+        return read_numbers(self.late_state())
+
+    def late_state(self) -> dict[str, LateNumber]:
+        """The same with numbers that nobody has read yet."""
+        return {
+            "loss_scale": LateNumber(float, self.scale),
+            "unskipped": LateNumber(int, self.growth_tracker),
+        }
 
     @staticmethod
     def read_state(state: Mapping[str, float | int]) -> tuple[float, int]:
@@ -382,12 +390,15 @@ class Adjustments:
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_of(self, scaler: LossScaler, sessions: Sequence[object]) -> dict[str, Any] | None:
-        """What waits for ``scaler`` as plain data; ``sessions`` are all there are."""
+        """What waits for ``scaler`` as plain data, where nobody has read a number yet.
+
+        ``sessions`` are all there are.
+        """
         late = self._late.get(id(scaler))
         if late is None:
             return None
         waits_for = [place for place, one in enumerate(sessions) if id(one) in late.waits_for]
-        found = None if late.found_inf is None else float(late.found_inf)
+        found = None if late.found_inf is None else LateNumber(float, late.found_inf)
         return {"waits_for": waits_for, "found_inf": found, "is_due": late.is_due}
 
     def prepared(

@@ -317,16 +317,20 @@ void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, st
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
 
+void refuse_pinning(bool pins) { TORCH_CHECK(!pins, "Only dense CPU tensors can be pinned"); }
+
 Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
-             std::optional<at::Layout>, std::optional<c10::Device> device, std::optional<bool>,
-             std::optional<at::MemoryFormat> format) {
+             std::optional<at::Layout>, std::optional<c10::Device> device,
+             std::optional<bool> pins, std::optional<at::MemoryFormat> format) {
+  refuse_pinning(pins.value_or(false));
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(sizes, &memory, kKeys, at::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
                      std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                     std::optional<c10::Device> device, std::optional<bool>) {
+                     std::optional<c10::Device> device, std::optional<bool> pins) {
+  refuse_pinning(pins.value_or(false));
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(sizes, strides, &memory, kKeys,
                                            at::dtype_or_default(dtype));
@@ -422,6 +426,13 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 
 void record_stream(Tensor&, c10::Stream) {}
 
+bool is_never_pinned(const Tensor&, std::optional<c10::Device>) { return false; }
+
+Tensor pin_memory(const Tensor& self, std::optional<c10::Device>) {
+  refuse_pinning(true);
+  return self;
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&call>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -438,6 +449,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", &item);
   m.impl("copy_", &copy_);
   m.impl("record_stream", &record_stream);
+  m.impl("is_pinned", &is_never_pinned);
+  m.impl("pin_memory", &pin_memory);
 }
 
 }  // namespace

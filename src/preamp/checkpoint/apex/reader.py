@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.formats import ZIP, cause_of, check_zip, class_asked_for
-from preamp.checkpoint.pickles import check_pickle
+from preamp.checkpoint.formats import ZIP, cause_of, check_pickle, check_zip, class_asked_for
 from preamp.core.errors import message
 from preamp.core.files import open_regular
 
