@@ -19,7 +19,7 @@ from preamp.core.pytree import tensors_in
 from preamp.kernels.stored import Format, can_be_blocks, scales_shape
 from preamp.optim.fused import every as fused
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS, RELEASE
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE
 from preamp.optim.fused.moments import format_of
 from preamp.policy.storage import FULL, Storage
 
@@ -247,10 +247,10 @@ def _moment_bytes(tensor: Updated, kind: Format, storage: Storage, part: ShardSi
 
 
 def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
-    if storage.place == "host" and not isinstance(optimizer, FusedOptimizer):
+    if storage.place == "host" and getattr(optimizer, "keeps_copies", True):
         raise bad_value(
             f"storage has place='host', and the optimizer is {type(optimizer).__name__}",
-            "Masters and moments are kept on the host by the optimizers of preamp.optimizers",
+            f"Masters and moments may lie on the host with {', '.join(ON_HOST)}",
             "Choose one of these, or a storage without it",
         )
     if storage.release_gradients and not getattr(optimizer, "updates_alone", False):

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from preamp.casting import CastAudit
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
+from preamp.engine.storage import uses_host
 from preamp.kernels.sparse import stored_parts
 from preamp.optim import is_master, kept_of
 from preamp.watch.casts import cast_records
@@ -94,7 +95,7 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
             for tensor in (scaler.scale, scaler.growth_tracker, scaler.found_inf)
         ],
     }
-    if engine.policy.storage.place == "host" and any(not _is_on_host(one) for one in weights):
+    if uses_host(engine):
         for name in CATEGORIES:
             tensors = found[name]
             found[name] = [tensor for tensor in tensors if not _is_on_host(tensor)]
