@@ -14,7 +14,7 @@ from preamp.core.pytree import map_plain
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateNumber:
-    """A number in a tree of plain data that nobody has read yet."""
+    """A number in a tree of plain data, not read from its device yet."""
 
     kind: Callable[[Any], Any]  # ``float``, ``int`` or ``bool``, whichever it becomes
     value: torch.Tensor  # a scalar of at most 53 binary digits

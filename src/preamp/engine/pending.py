@@ -32,7 +32,7 @@ def engine_state(engine: Engine) -> dict[str, Any]:
     engine.ledger.settle(wait=True)
     state = read_numbers({"scalers": late_scalers(engine), "pending": _pending(engine)})
     for session in state["pending"]["sessions"]:
-        if not session["found_inf"]:  # of what was found where nothing overflowed, nobody is told
+        if not session["found_inf"]:  # nothing overflowed, so there is nothing to tell
             session["notes"] = []
     return state
 

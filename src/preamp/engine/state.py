@@ -23,7 +23,7 @@ def scalers_state(engine: EngineCore) -> dict[str, Any]:
 
 
 def late_scalers(engine: EngineCore) -> dict[str, Any]:
-    """The same with numbers that nobody has read yet."""
+    """The same with numbers not read from their devices yet."""
     state: dict[str, Any] = OrderedDict(
         (f"{_PREFIX}{index}", scaler.late_state()) for index, scaler in enumerate(engine.scalers)
     )

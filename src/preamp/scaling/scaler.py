@@ -274,7 +274,7 @@ class LossScaler:
         return read_numbers(self.late_state())
 
     def late_state(self) -> dict[str, LateNumber]:
-        """The same with numbers that nobody has read yet."""
+        """The same with numbers not read from their devices yet."""
         return {
             "loss_scale": LateNumber(float, self.scale),
             "unskipped": LateNumber(int, self.growth_tracker),
@@ -390,7 +390,7 @@ class Adjustments:
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_of(self, scaler: LossScaler, sessions: Sequence[object]) -> dict[str, Any] | None:
-        """What waits for ``scaler`` as plain data, where nobody has read a number yet.
+        """What waits for ``scaler`` as plain data, with numbers not read yet.
 
         ``sessions`` are all there are.
         """
