@@ -178,7 +178,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("optim/fused/base.py", OPTIM): (
         ("step += 1 if found_inf is None else", "step += 1 if True else"),
-        ("torch.where(self.found_inf != 0, torch.ones_like(factor), factor)", "factor"),
+        ("torch.where(is_lost, torch.ones_like(factor), factor)", "factor"),
     ),
     ("optim/fused/novograd.py", OPTIM): (
         ('start = 0.0 if group["init_zero"] else NO_NORM_YET', "start = NO_NORM_YET"),
@@ -189,7 +189,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("ratio = (ratio / rate_of(group)).clamp(max=1.0)", "ratio = ratio.clamp(max=1.0)"),
     ),
     ("optim/masters.py", ENGINE): (
-        ("if original is None else original.float()", ""),
+        (" if original is None else original\n", "\n"),
         ("and value.shape == param.shape\n", ""),
     ),
     ("scaling/scaler.py", SCALING): (

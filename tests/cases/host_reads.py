@@ -73,7 +73,8 @@ class HostReads(TorchDispatchMode):
 def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The back end for CPUs may read: it waits for nobody. So CPUs take another one here."""
     reference = Reference()
-    for ops in (backend(), backend("auto")):  # two objects, since the choice is remembered by call
+    # Three objects, since the choice is remembered by call.
+    for ops in (backend(), backend("auto"), backend("auto", "device")):
         chosen = ops.on
 
         def choose(device: torch.device, chosen: Any = chosen) -> Ops:

@@ -150,7 +150,7 @@ def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard |
 
 def _engine(saved: Any, engine: Engine) -> Any:
     """Gradients that a block has set aside are sharded as what they are of."""
-    pending = dict(saved["pending"])
+    pending = {**saved["pending"]}  # unlike dict() refuses a list of pairs
     pending["sessions"] = _with_own(
         pending["sessions"],
         engine.sessions.values(),
