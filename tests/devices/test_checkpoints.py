@@ -408,3 +408,32 @@ def test_parts_of_sharded_tensors_are_loaded_together(tmp_path: Path) -> None:
         assert [t.data_ptr() for t in parts(*other)] == [t.data_ptr() for t in there]
     finally:
         dist.destroy_process_group()
+
+
+class Offloading(torch.optim.Optimizer):
+    """Keeps what it is given."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("mean", torch.ones(3, device="cpu"))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, entry in state_dict["state"].items():
+            self.state[params[number]] = dict(entry)
+
+
+def test_state_that_an_optimizer_keeps_on_the_host_is_not_of_the_file(tmp_path: Path) -> None:
+    weight = nn.Linear(3, 1, bias=False).cuda()
+    optimizer = Offloading(weight.parameters())
+    optimizer.step()
+    path = tmp_path / "a.pt"
+    preamp.save_checkpoint(path, weight, optimizer)
+    preamp.load_checkpoint(path, weight, optimizer, rng=False)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    (entry,) = optimizer.state.values()
+    assert entry["mean"].tolist() == [1.0, 1.0, 1.0]

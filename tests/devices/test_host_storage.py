@@ -7,6 +7,7 @@ that was read too early shows. Runs of few bytes make several of a model's few t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -582,3 +583,39 @@ def test_places_of_one_device_are_left_to_it() -> None:
     targets = [torch.zeros(3), torch.zeros(3).cuda(), torch.zeros(3).cuda()]
     ops.cast_copy_(sources, targets)
     assert [target.tolist() for target in targets] == [[1.0] * 3] * 3
+
+
+def test_a_step_that_finds_no_pinned_memory_is_not_half_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.BatchNorm1d(256)).cuda()
+    groups = [{"params": [*layer.parameters()]} for layer in model]
+    optimizer = FusedAdam(groups, lr=1e-2)
+    storage = preamp.Storage(place="host")
+    preamp.initialize(model, optimizer, opt_level="O5", storage=storage, verbosity=0)
+    for number in range(2):
+        with preamp.scale_loss(model(torch.randn(8, 16, device="cuda")).sum(), optimizer) as loss:
+            loss.backward()
+        before = [param.detach().cpu().clone() for param in model.parameters()]
+        if number == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    given = [1]  # how many times there is some
+
+    def scarce(*sizes: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory") and not given:
+            raise RuntimeError("out of memory")
+        if options.get("pin_memory"):
+            given.pop()
+        return _empty(*sizes, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", scarce)
+        with contextlib.suppress(PreampUnavailableError):
+            optimizer.step()
+    taken = [
+        not torch.equal(p.detach().cpu(), b)
+        for p, b in zip(model.parameters(), before, strict=True)
+    ]
+    assert taken in ([True] * len(before), [False] * len(before))
+    assert [group["step"] for group in optimizer.param_groups] == [1 + taken[0]] * 2

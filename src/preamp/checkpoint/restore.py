@@ -7,6 +7,7 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import nn
 from preamp.checkpoint.capture import describe_params
 from preamp.checkpoint.random_states import prepare_random_states
 from preamp.checkpoint.ranks import together
-from preamp.checkpoint.staging import SplitTensor, StagedUploads, download, has_form_of, value_of
+from preamp.checkpoint.staging import StagedUploads, download, has_form_of
 from preamp.checkpoint.storage import taken_apart
 from preamp.checkpoint.subjects import (
     MasterShards,
@@ -30,7 +31,7 @@ from preamp.checkpoint.subjects import (
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value, with_article
 from preamp.core.pytree import map_plain
-from preamp.core.tensors import is_sharded, local_of, store_grad
+from preamp.core.tensors import is_sharded, local_of, store_grad, version_of
 from preamp.core.undo import UndoStack
 from preamp.engine.pending import drop_pending, is_idle, prepare_pending
 from preamp.engine.state import read_scalers
@@ -242,7 +243,7 @@ def restore(
             with taken_apart():
                 check_fits(content, subjects, forms)
                 if subjects.optimizers:
-                    with StagedUploads():
+                    with _uploads(subjects):
                         finals = _prepare(content, subjects, gradients=gradients)
                 if states is not None:
                     finals.append(prepare_random_states(states))
@@ -266,10 +267,9 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
     pairs = list(zip(subjects.optimizers, content["optimizers"], strict=False))
     homes = _homes([(optimizer, saved["state"]) for optimizer, saved in pairs])
-    uploads = StagedUploads(homes)
     # Loading writes into tensors that are there, so that a device needs no room for others.
-    _keep(subjects, homes.values(), undo, uploads)
-    with uploads:
+    _keep(subjects, homes.values(), undo)
+    with _uploads(subjects, homes):
         for model, saved in zip(subjects.models, content["models"], strict=False):
             _load_model(model, saved, undo)
         if subjects.optimizers:
@@ -280,30 +280,51 @@ def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack)
             _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-def _keep(
-    subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack, uploads: StagedUploads
-) -> None:
-    """Copy to the host what will be written to; ``undo`` gets what puts it back."""
+def _uploads(
+    subjects: Subjects, homes: Mapping[int, torch.Tensor] | None = None
+) -> AbstractContextManager[Any]:
+    """What sends to CUDA devices; nothing where there are none."""
+    tensors = [param for _, param in subjects.named_params()]
+    tensors += [buffer for model in subjects.models for buffer in model.buffers()]
+    is_away = any(tensor.is_cuda for tensor in tensors)
+    return StagedUploads(homes) if is_away else contextlib.nullcontext()
+
+
+def _keep(subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack) -> None:
+    """Copy to the host what will be written to; ``undo`` gets what puts each of it back.
+
+    Split masters become float32 ones, as loading makes them in any case: a device that has no room
+    for these says so before anything is written.
+    """
     masters = [twin.master for model in subjects.models for twin in twins_of(model)]
     masters += subjects.masters().values()
-    # Masters first: made of half weights that were written to, packed ones would be others.
+    for master in masters:
+        if master.twin is not None:
+            master.twin.table.make()
     tensors: list[torch.Tensor] = [*{id(master): master for master in masters}.values()]
     tensors += [param for _, param in subjects.named_params()]
     tensors += [buffer for model in subjects.models for buffer in model.buffers()]
     tensors += state
-    values = list(map(value_of, tensors))
-    here = [value if isinstance(value, SplitTensor) else local_of(value) for value in values]
-    before = [
-        copied.clone() if copied is value else copied
-        for copied, value in zip(download(here, waits=True)(), here, strict=True)
-    ]
+    here = [local_of(tensor.detach()) for tensor in tensors]
+    copies = download(here, waits=True)()
+    for tensor, value, copied in zip(tensors, here, copies, strict=True):
+        kept = copied.clone() if copied is value else copied
+        undo.push(partial(_put_back, tensor, kept, _marks(tensor)))
 
-    def put_back() -> None:
-        with torch.no_grad(), uploads:
-            for tensor, value in zip(tensors, before, strict=True):
-                local_of(tensor.detach()).copy_(value)
 
-    undo.push(put_back)
+def _marks(tensor: torch.Tensor) -> object:
+    """What differs once a tensor was written to, or has other memory."""
+    own = local_of(tensor.detach())
+    if own.is_inference():  # its writes are not counted
+        return object()
+    has_memory = own.layout is torch.strided and not hasattr(own, "__tensor_flatten__")
+    return version_of(tensor), own.data_ptr() if has_memory else 0
+
+
+@torch.no_grad()
+def _put_back(tensor: torch.Tensor, value: torch.Tensor, marks: object) -> None:
+    if _marks(tensor) != marks:
+        local_of(tensor.detach()).copy_(value)
 
 
 def owned(tree: Any, moved: Iterable[torch.Tensor] = ()) -> Any:
@@ -409,6 +430,11 @@ def _load_optimizer(
 
     undo.push(restore_optimizer)
     optimizer.load_state_dict(state)
+    left = set(map(id, moved))
+    for entry in cast("Mapping[Any, Any]", optimizer.state).values():
+        own = cast("dict[str, Any]", entry if isinstance(entry, dict) else {})
+        for key in [key for key, value in own.items() if id(value) in left]:
+            own[key] = own[key].clone()  # the optimizer keeps it on the host
     _keep_dtypes(optimizer, saved["params"], state)
 
 

@@ -206,6 +206,7 @@ class StagedUploads(TorchFunctionMode):
 
     def _fill(self, into: torch.Tensor, source: torch.Tensor) -> None:
         target, value = local_of(into), local_of(source.detach()).to(into.dtype)
+        increment_version(target)  # once, as one copy would do; first, so that no write is unseen
         order = memory_order(target)
         to_bytes = target.data.permute(order).view(-1).view(torch.uint8)
         own_bytes = value.resolve_conj().resolve_neg().permute(order).reshape(-1).view(torch.uint8)
@@ -219,7 +220,6 @@ class StagedUploads(TorchFunctionMode):
             to_bytes[at : at + size].copy_(pinned, non_blocking=True)
             self._devices.add(target.device)
             at, self._used = at + size, self._used + size
-        increment_version(target)  # once, as one copy would have done
 
     def _begin_chunk(self, device: torch.device) -> None:
         if self._devices:
@@ -227,6 +227,8 @@ class StagedUploads(TorchFunctionMode):
             for event, on in zip(events, self._devices, strict=True):
                 event.record(torch.cuda.current_stream(on))
             self._full.append((events, self._chunk))
+            self._chunk, self._used = self._chunk[:0], 0  # whatever comes, it is queued once
+            self._devices.clear()
         if len(self._full) < AT_ONCE:
             self._chunk = _pinned(CHUNK, device)
         else:
@@ -234,7 +236,6 @@ class StagedUploads(TorchFunctionMode):
             for event in events:
                 event.synchronize()
         self._used = 0
-        self._devices.clear()
 
 
 _COPY, _MOVE = torch.Tensor.copy_, torch.Tensor.to

@@ -92,7 +92,13 @@ def start_sharded(accelerator: Any, opt_level: str, options: Options) -> None:
     is about to shard. So it shards first, and its optimizers, made by then, get their scaler late.
     """
     wrapped = accelerator._optimizers
-    scaler = start(accelerator._models, wrapped, opt_level, options)
+    updated = {id(p) for one in wrapped for group in one.param_groups for p in group["params"]}
+    models = [  # a teacher among those that were prepared stays as it is
+        model
+        for model in {id(model): model for model in accelerator._models}.values()
+        if any(id(param) in updated for param in model.parameters())
+    ]
+    scaler = start(models, wrapped, opt_level, options)
     accelerator.scaler = scaler
     for optimizer in wrapped:
         optimizer.__setstate__({"scaler": scaler})  # has it keep its ways to step, as unpickling

@@ -11,6 +11,7 @@ from preamp.kernels.ops import Ops as Ops
 from preamp.kernels.rules import Rule as Rule
 from preamp.kernels.staged import at_hand as at_hand
 from preamp.kernels.staged import check_not_captured as check_not_captured
+from preamp.kernels.staged import holding as holding
 from preamp.kernels.staged import reserve as reserve
 from preamp.kernels.update import Scalar as Scalar
 from preamp.kernels.update import Update as Update

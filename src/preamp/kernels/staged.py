@@ -12,7 +12,10 @@ those of the back end for CPUs. Tensors are never cut, so norms of whole ones ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -126,10 +129,8 @@ def _stage_update(
     lists: Sequence[Tensors], rule: Rule, update: Update, compute: ComputeUpdate
 ) -> Sequence[int]:
     """Stage an update; ``compute`` is told places, lists, the rule and the update, all at hand."""
-    stored = update.stored or Stored()
-    beside = update.halves, stored.lows, *stored.scales
+    beside = _beside(update)
     access = [_BOTH, _READ, *[_BOTH] * (len(lists) - 2), _WRITTEN, *[_BOTH] * (len(beside) - 1)]
-    none = [None] * len(lists[0])
 
     def compute_here(places: Sequence[int], columns: list[Any]) -> None:
         own, others = columns[: len(lists)], columns[len(lists) :]
@@ -147,8 +148,18 @@ def _stage_update(
         )
         compute(places, own, replace(rule, lr=at_hand(rule.lr)), told)
 
-    columns = [*lists, *[none if column is None else column for column in beside]]
-    return _stage(columns, access, compute_here)
+    return _stage(_columns(lists, update), access, compute_here)
+
+
+def _beside(update: Update) -> list[Column | None]:
+    """The lists that an update has beside those of its rule."""
+    stored = update.stored or Stored()
+    return [update.halves, stored.lows, *stored.scales]
+
+
+def _columns(lists: Sequence[Tensors], update: Update) -> list[Column]:
+    none = [None] * len(lists[0])
+    return [*lists, *[none if column is None else column for column in _beside(update)]]
 
 
 def at_hand(value: Any) -> Any:
@@ -172,19 +183,27 @@ def _stage(
 
     With ``brings_all`` also those that lie on a device alone.
     """
+    going, rest = _sorted(columns, brings_all=brings_all)
+    for device, some in going.items():
+        _walk(device, some, [[column[p] for p in some] for column in columns], access, compute)
+    return rest
+
+
+def _sorted(
+    columns: Lists, *, brings_all: bool = False
+) -> tuple[dict[torch.device, list[int]], Sequence[int]]:
+    """The places that the host computes, by the device they come from, and the others."""
     places = range(len(columns[0]))
-    if len({where for column in columns for where in devices_of(column)}) < 2 and not brings_all:
-        return places
     going: dict[torch.device, list[int]] = {}
+    if len({where for column in columns for where in devices_of(column)}) < 2 and not brings_all:
+        return going, places
     rest: list[int] = []
     for place, row in enumerate(zip(*columns, strict=True)):
         devices = {tensor.device for tensor in row if tensor is not None}
         away = [device for device in devices if device.type != "cpu"]
         is_staged = bool(away) and (brings_all or len(devices) > 1)
         (going.setdefault(away[0], []) if is_staged else rest).append(place)
-    for device, some in going.items():
-        _walk(device, some, [[column[p] for p in some] for column in columns], access, compute)
-    return rest
+    return going, rest
 
 
 @torch.no_grad()
@@ -197,10 +216,8 @@ def _walk(
 ) -> None:
     """Compute places of which each has tensors on ``device``."""
     check_not_captured(device)
-    sizes = [sum(map(_bytes_of, row)) for row in zip(*columns, strict=True)]
-    runs = list(_runs_of(sizes))
-    largest = max(sum(sizes[run]) for run in runs)
-    road = _Road(device, access, largest, min(AT_ONCE, len(runs)))
+    runs, largest = _runs_of(columns)
+    road = _Road(device, access, _slots(device, largest, min(AT_ONCE, len(runs))))
 
     def fetch(run: slice) -> _Fetched:
         return road.fetch([column[run] for column in columns])
@@ -225,14 +242,18 @@ def _bytes_of(tensor: torch.Tensor | None) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _runs_of(sizes: Iterable[int]) -> Iterator[slice]:
-    start, total, place = 0, 0, -1
+def _runs_of(columns: Lists) -> tuple[list[slice], int]:
+    """Cut places into runs; return these, and the bytes of the largest."""
+    sizes = [sum(map(_bytes_of, row)) for row in zip(*columns, strict=True)]
+    runs: list[slice] = []
+    start, total = 0, 0
     for place, size in enumerate(sizes):
         if place > start and total + size > RUN:
-            yield slice(start, place)
+            runs.append(slice(start, place))
             start, total = place, 0
         total += size
-    yield slice(start, place + 1)
+    runs.append(slice(start, len(sizes)))
+    return runs, max(sum(sizes[run]) for run in runs)
 
 
 def reserve(device: torch.device, sizes: Sequence[int]) -> None:
@@ -245,6 +266,53 @@ def reserve(device: torch.device, sizes: Sequence[int]) -> None:
     _buffers(device, max(min(sum(sizes), RUN), *sizes), slots)
 
 
+@contextmanager
+def holding(updates: Iterable[tuple[Sequence[Tensors], Update]]) -> Generator[None]:
+    """Have the pinned memory of several updates from before the first until after the last.
+
+    So `PreampUnavailableError` is raised before anything is changed, or not at all.
+    """
+    needs: dict[torch.device, tuple[int, int]] = {}
+    for lists, update in updates:
+        columns = _columns(lists, update)
+        for device, places in _sorted(columns)[0].items():
+            runs, largest = _runs_of([[column[place] for place in places] for column in columns])
+            size, slots = needs.get(device, (0, 0))
+            needs[device] = max(size, largest), max(slots, min(AT_ONCE, len(runs)))
+    before = _held.by_device
+    _held.by_device = {device: _slots(device, *need) for device, need in needs.items()}
+    try:
+        yield
+    finally:
+        _held.by_device = before
+
+
+class _Slot:
+    """The pinned memory of one run."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.sent: torch.cuda.Event | None = None  # behind what reads it last
+
+
+class _Held(threading.local):
+    """What a thread holds for its updates."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, list[_Slot]] = {}
+
+
+_held = _Held()
+
+
+def _slots(device: torch.device, size: int, count: int) -> list[_Slot]:
+    """Take pinned memory of several runs, or what is held for them."""
+    held = _held.by_device.get(device, [])
+    if len(held) >= count and held[0].buffer.numel() >= size:
+        return held
+    return [_Slot(buffer) for buffer in _buffers(device, size, count)]
+
+
 def _buffers(device: torch.device, size: int, slots: int) -> list[torch.Tensor]:
     needed = f'place="host" needs {slots} times {size} bytes of it, for runs of tensors'
     do = 'Give the process more memory that it may lock (ulimit -l), or pass place="device"'
@@ -255,7 +323,7 @@ def _buffers(device: torch.device, size: int, slots: int) -> list[torch.Tensor]:
 class _Fetched:
     """A run on its way, or at hand."""
 
-    slot: int  # whose pinned memory it has
+    slot: _Slot
     columns: list[Any]  # on the host
     written: list[tuple[torch.Tensor, torch.Tensor]]  # of the device, and what goes there
     come: torch.cuda.Event  # recorded behind the copies
@@ -264,12 +332,10 @@ class _Fetched:
 class _Road:
     """Streams between a device and pinned memory, one each way."""
 
-    def __init__(self, device: torch.device, access: Sequence[str], size: int, slots: int) -> None:
-        """Take all memory that is needed, so that nothing is changed if there is none."""
-        self._buffers = _buffers(device, size, slots)
+    def __init__(self, device: torch.device, access: Sequence[str], slots: Sequence[_Slot]) -> None:
+        """Let copies wait for what the training's stream has to do."""
         self._device, self._access = device, access
-        self._sent: list[torch.cuda.Event | None] = [None] * slots
-        self._next = 0
+        self._slots = itertools.cycle(slots)
         current = torch.cuda.current_stream(device)
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         for stream in (self._down, self._up):
@@ -277,9 +343,9 @@ class _Road:
 
     def fetch(self, columns: Lists) -> _Fetched:
         """Queue copies of a run to the host; waits for the run that had the memory before."""
-        slot, self._next = self._next, (self._next + 1) % len(self._buffers)
-        if (sent := self._sent[slot]) is not None:
-            sent.synchronize()
+        slot = next(self._slots)
+        if slot.sent is not None:
+            slot.sent.synchronize()
         lists: list[Any] = []
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
@@ -290,7 +356,7 @@ class _Road:
                     if tensor is None or host_reaches(tensor):
                         lists[-1].append(tensor)
                         continue
-                    chunk = self._buffers[slot][start : start + tensor.nbytes]
+                    chunk = slot.buffer[start : start + tensor.nbytes]
                     here = laid_as(tensor, chunk.view(tensor.dtype))
                     start += _bytes_of(tensor)
                     if _READ in access:
@@ -309,7 +375,7 @@ class _Road:
                 tensor.copy_(here, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._up)
-        self._sent[run.slot] = event
+        run.slot.sent = event
 
     def join(self) -> None:
         """Let the training's stream wait for all that was sent."""

@@ -100,7 +100,7 @@ UPDATE_IS_LOST = define_rule(
     since the first step. Optimizers whose step is not torch's or preamp's own may keep what is
     rounded away, and are left out. In float32, or at a rate of zero, it is reported if no weight
     with a gradient has moved by step 8; masters of preamp are not looked at.""",
-    do="""Look at the learning rate. Update float32 masters (preamp's O2, or O5 for bfloat16, without
+    do="""Look at the learning rate. Update float32 masters (preamp's O2, or O5 for bfloat16, and no
     model.half() or model.bfloat16() before), or use autocast over float32 weights. A larger rate
     helps only while training can bear it.""",
 )

@@ -13,7 +13,8 @@ as ``grad_scale`` and ``found_inf`` for the time of the step (`Signals`). Nothin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +26,7 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError, bad_state, bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, host_reaches, is_capturing
-from preamp.kernels import Ops, Rule, Update, at_hand, backend, check_not_captured
+from preamp.kernels import Ops, Rule, Update, at_hand, backend, check_not_captured, holding
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
@@ -150,18 +151,27 @@ class FusedOptimizer(KeepsMoments):
 
     def _run(self) -> None:
         work, signals = self._collect(), Signals.of(self)
-        counters = [group.get("step") for group, _ in work]
-        try:
+        with self._counters_kept(work) if self.storage.place == "host" else nullcontext():
             self._take_step(work, signals)
-        except PreampUnavailableError:  # no pinned memory: nothing was changed but counters
-            for (group, _), counter in zip(work, counters, strict=True):
-                group["step"] = counter
-                if counter is None:
-                    del group["step"]
-            raise
         if signals.inv_scale is not None:
             grads = [grad for _, entries in work for grad in entries.grads]
             signals.unscale_(grads, self._ops)
+
+    @contextmanager
+    def _counters_kept(self, work: Work) -> Generator[None]:
+        """Set counters back where there is no pinned memory: nothing else has changed by then."""
+        counters = [group.get("step") for group, _ in work]
+        values: list[Any] = [c.clone() if isinstance(c, torch.Tensor) else c for c in counters]
+        try:
+            yield
+        except PreampUnavailableError:
+            for (group, _), counter, value in zip(work, counters, values, strict=True):
+                group["step"] = counter
+                if counter is None:
+                    del group["step"]
+                elif isinstance(counter, torch.Tensor):
+                    counter.copy_(value)
+            raise
 
     @property
     def updates_alone(self) -> bool:
@@ -245,12 +255,15 @@ class FusedOptimizer(KeepsMoments):
         found: list[torch.Tensor | None] = [None] * len(calls)
         if any([call.rule.takes_norms for call in calls]):
             found = norms_of_wholes(calls, ops, self.splits)
-        for call, norms in zip(calls, found, strict=True):
-            update = call.update if norms is None else replace(call.update, norms=norms)
-            ops.update_(*call.lists, rule=call.rule, update=update)
-            call.batch.note_written()
-            if self._has_copy(call.batch.params[0]):
-                self._copies.note_written(call.batch.params)
+        is_away = self.storage.place == "host"
+        updates = ((call.lists, call.update) for call in calls)
+        with holding(updates) if is_away else nullcontext():
+            for call, norms in zip(calls, found, strict=True):
+                update = call.update if norms is None else replace(call.update, norms=norms)
+                ops.update_(*call.lists, rule=call.rule, update=update)
+                call.batch.note_written()
+                if self._has_copy(call.batch.params[0]):
+                    self._copies.note_written(call.batch.params)
 
     @property
     def _ops(self) -> Ops:
