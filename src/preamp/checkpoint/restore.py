@@ -298,9 +298,9 @@ def _keep(subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack) ->
     """
     masters = [twin.master for model in subjects.models for twin in twins_of(model)]
     masters += subjects.masters().values()
-    for master in masters:
-        if master.twin is not None:
-            master.twin.table.make()
+    tables = [master.twin.table for master in masters if master.twin is not None]
+    for table in {id(table): table for table in tables}.values():
+        table.make()
     tensors: list[torch.Tensor] = [*{id(master): master for master in masters}.values()]
     tensors += [param for _, param in subjects.named_params()]
     tensors += [buffer for model in subjects.models for buffer in model.buffers()]

@@ -18,6 +18,7 @@ from preamp.core.errors import PreampPolicyError, bad_value
 from preamp.core.pytree import plain
 from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
 from preamp.engine.lookup import bare
+from preamp.kernels.staged import AT_ONCE, RUN
 from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
@@ -37,7 +38,6 @@ from preamp.policy.storage import STORAGES, Storage, storage_code, storage_name
 from preamp.watch.inventory import CATEGORIES, ON_HOST
 
 Sharding = Literal["none", "zero1", "fsdp"]
-_RUN, _AT_ONCE = 32 * 2**20, 3  # bytes of a run between device and host, and runs in memory
 _SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
 
 
@@ -259,7 +259,7 @@ def _staging_bytes(trained: Sequence[Slot], policy: Policy) -> int:
     sizes = [2 * slot.elements * slot.dtype_at(policy).itemsize for slot in trained]
     # A number of parameters is no tensor, though it counts as one.
     largest = max((size for size, slot in zip(sizes, trained, strict=True) if slot.name), default=0)
-    return min(sum(sizes), _AT_ONCE * max(_RUN, largest))
+    return min(sum(sizes), AT_ONCE * max(RUN, largest))
 
 
 _ON_DEVICE = (*STORAGES.values(), replace(STORAGES["compact"], release_gradients=True))
