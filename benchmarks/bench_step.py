@@ -1,14 +1,45 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time the update of a step, the rows appended to ``benchmarks/results/step.jsonl``."""
+"""Time the optimizer's side of a step: check, unscale, clip, AdamW, round.
+
+One process; all variants of a comparison take turns.
+"""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from preamp_bench.commands import bench
+from preamp.cli.demo import choose_device
+from preamp.core.dtypes import dtype_name
+from preamp_bench import records, step
+from preamp_bench.harness import Effort
+from preamp_bench.options import RESULTS, asked, chosen, numbers, refusing, show
 
-RESULTS = Path(__file__).with_name("results")
+CLIPS = {"yes": (True,), "no": (False,), "both": (True, False)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and append rows."""
+    given = asked(
+        __doc__,
+        arguments,
+        params=("1e6,1e7", "numbers of parameters"),
+        tensors=("10,1000,10000", "numbers of tensors"),
+        clips=("yes", "clip the norm: yes, no, or both"),
+        threads=(1, "how many torch and the kernels take"),
+        seconds=(6.0, "for each comparison; a few rounds always run"),
+        device=("auto", "auto (cuda where there is one), cpu, cuda, ..."),
+        out=(RESULTS / "step.jsonl", "file that gets the rows"),
+    )
+    with refusing():
+        counts, sizes = numbers(given.params, "--params"), numbers(given.tensors, "--tensors")
+        clips = CLIPS[chosen(given.clips, CLIPS, "--clips")[0]]
+        cases = step.grid(counts, sizes, clips, choose_device(given.device))
+    for case in cases:
+        rows = step.run_case(case, Effort(seconds=given.seconds), given.threads)
+        size = f"{case.parameters:,} parameters in {case.tensors:,} tensors"
+        show(f"{size}, {dtype_name(case.half)}, {'no ' * (not case.clip)}clipping", rows)
+        records.append(given.out, rows)
+
 
 if __name__ == "__main__":
-    bench(["step", "--out", str(RESULTS / "step.jsonl"), *sys.argv[1:]])
+    main()

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preamp
-from bench_parts import with_threads
 from preamp.demo.config import ModelConfig
 from preamp.demo.data import held_out_batches, read_corpus, training_batches
 from preamp.demo.model import GPT
@@ -264,6 +263,20 @@ def _give_gradients(weights: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             weight.grad = torch.full_like(weight, 2.0**-8)
 
 
+def _with_threads(run: Callable[[], object], threads: int) -> Callable[[], object]:
+    """Run with so many threads; the others have one."""
+
+    def running() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            run()
+        finally:
+            torch.set_num_threads(before)
+
+    return running
+
+
 UPDATED = {"full": 28.0, "split": 26.0, "compact": 14.125}
 """Bytes that Adam's update reads and writes for each parameter, by storage."""
 
@@ -286,7 +299,7 @@ def host_updates(parameters: int, threads: int, seconds: float) -> list[records.
         runs[storage] = optimizer.step, partial(_give_gradients, weights, optimizer)
         moved[storage] = bytes_each * size * count
     variants = [
-        Variant(name=name, group=group, seconds=stopwatch(with_threads(run, n), prepare=prepare))
+        Variant(name=name, group=group, seconds=stopwatch(_with_threads(run, n), prepare=prepare))
         for n in dict.fromkeys((1, threads))
         for group in [f"{n} thread" + "s" * (n > 1)]
         for name, (run, prepare) in ((f"{name}, {group}", pair) for name, pair in runs.items())

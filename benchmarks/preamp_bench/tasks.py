@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.demo.config import ModelConfig
 from preamp.demo.model import GPT, VOCABULARY
 
@@ -31,29 +31,17 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built."""
-        if self.name not in TASKS:
-            raise ValueError(
-                message(
-                    f"Got model {self.name!r}",
-                    f"Choose from {', '.join(TASKS)}",
-                    "Pass for example --models gpt,convnet",
-                )
-            )
         if self.width < 4 or self.width % 4:
-            raise ValueError(
-                message(
-                    f"Got width={self.width}",
-                    "It is divided by four, for attention heads and channels",
-                    "Pass for example --width 256",
-                )
+            raise bad_value(
+                f"Got width={self.width}",
+                "It is divided by four, for attention heads and channels",
+                "Pass for example --width 256",
             )
         if self.batch < 2:
-            raise ValueError(
-                message(
-                    f"Got batch={self.batch}",
-                    "Batch normalization needs two or more",
-                    "Pass for example --batch 8",
-                )
+            raise bad_value(
+                f"Got batch={self.batch}",
+                "Batch normalization needs two or more",
+                "Pass for example --batch 8",
             )
 
 

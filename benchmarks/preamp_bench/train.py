@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import preamp
-from preamp.core.errors import message
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, compare, time_rounds
 from preamp_bench.tasks import TaskConfig
@@ -35,23 +34,6 @@ class _Launch:
     seconds: dict[str, list[float]]
     memory: dict[str, dict[str, Any]]
     failed: dict[str, str]
-
-
-def check_levels(levels: list[str]) -> None:
-    """Refuse levels that do not exist.
-
-    Raises:
-        ValueError: One of them is not an opt level.
-    """
-    for level in levels:
-        if level not in preamp.OPT_LEVELS:
-            raise ValueError(
-                message(
-                    f"Opt level {level!r} is not known",
-                    f"Choose from {', '.join(preamp.OPT_LEVELS)}",
-                    "Pass for example --levels O0,O2",
-                )
-            )
 
 
 def run_level(task: TaskConfig, level: str, effort: Effort) -> list[records.Record]:

@@ -71,7 +71,6 @@ def test_masters_by_hand_skip_an_overflow() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"name": "bert"}, "Got model 'bert'. Choose from gpt, convnet"),
         ({"width": 10}, "Got width=10. It is divided by four"),
         ({"batch": 1}, "Got batch=1. Batch normalization needs two"),
     ],
@@ -79,11 +78,6 @@ def test_masters_by_hand_skip_an_overflow() -> None:
 def test_impossible_tasks_are_refused(changes: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         TaskConfig(**{"name": "gpt", **changes})
-
-
-def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("Opt level 'O9' is not known")):
-        train.check_levels(["O0", "O9"])
 
 
 def test_a_worker_answers_line_by_line() -> None:
