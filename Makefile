@@ -60,6 +60,7 @@ wheel-test: $(VENV)/.ready-dev  ## Build the wheel and use it in an empty enviro
 
 docs: $(VENV)/.ready-docs $(VENV)/.ready-dev  ## Build the documentation into site/
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python benchmarks/picture.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove .venv, caches and everything that was built

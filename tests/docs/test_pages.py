@@ -14,7 +14,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 WIDEST = 88  # columns of a code block on the built pages
 NOT_FOR_USERS = (DOCS / "design.md",)  # its chart of rooms is as wide as the source
 
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"(?:\]\(|src(?:set)?=\")([^)#\s\"]+)(?:#[^)]*)?[)\"]")
 BLOCK = re.compile(r"^ *```.*?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
