@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/from-torch-amp.md")  # their Python blocks are run
-DEMO = ("--steps", "4", "--levels", "O0,O2,O5", "--layers", "1", "--width", "32", "--heads", "2")
+DEMO = ("--small", "--steps", "4", "--levels", "O0,O2,O5", "--out", "demo")
 PLANNED = """
 import torch
 
@@ -77,7 +77,7 @@ def use(python: Path, folder: Path) -> None:
     call([str(python), "-c", where], folder)
     call([preamp, "--version"], folder)
     call([preamp, "estimate", "--params", "7e9"], folder)
-    call([preamp, "demo", *DEMO, "--threads", "1", "--quiet", "--out", "demo"], folder)
+    call([preamp, "demo", *DEMO], folder)
     (folder / "train.py").write_text(PLANNED, encoding="utf-8")
     call([preamp, "plan", "train.py", "--levels", "O5"], folder)
     for page in PAGES:

@@ -71,7 +71,7 @@ run() {
     local kernels=(tests/kernels) devices=(tests/devices) # of their combinations a selection
     if [[ $dry ]]; then
         params=2e4 tensors=3 seconds=0 small=--small
-        demo=(--steps 2 --batch 2 --layers 1 --width 32 --heads 2 --context 8)
+        demo=(--steps 2 --small)
         kernels=(tests/kernels/triton/test_tables.py -k layout) devices=(tests/devices/test_pretended.py -k "not triton")
     fi
     case $1 in
@@ -86,7 +86,7 @@ run() {
         graphs)
             [[ ! $dry ]] || { skip "the pretended device has no graphs"; return; }
             "$python" benchmarks/bench_gpu.py graphs --out "$out/graphs.jsonl" ;;
-        demo) "$python" -m preamp demo --device cuda --out "$work/demo" --quiet "${demo[@]}" \
+        demo) "$python" -m preamp demo --device cuda --out "$work/demo" ${demo[@]+"${demo[@]}"} \
             && tar -C "$work" -czf "$out/demo.tgz" demo ;;
     esac
 }

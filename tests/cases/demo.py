@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from preamp.demo.config import DemoConfig, ModelConfig
+from preamp.demo.config import SMALL, DemoConfig
 from preamp.demo.data import Corpus
 from preamp.demo.records import DemoResult, Dtypes, LevelResult, Memory
 from preamp.numerics import Record, StepRecord
 
-MODEL = ModelConfig(layers=1, width=16, heads=2, context=8)
+MODEL = SMALL
 
 TEXT = torch.arange(4000, dtype=torch.int64).mul(7).remainder(251).to(torch.uint8)
 

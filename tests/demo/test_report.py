@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import json
 import math
 import re
@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from cases.demo import result, row
-from demo_schema import check_results, read_results
 from preamp.core.errors import PreampUnavailableError
 from preamp.demo import report, table
-from preamp.demo.records import DemoResult, to_json
+from preamp.demo.records import COMPARED, DERIVED, SCHEMA_VERSION, DemoResult, LevelResult
 from preamp.demo.report import render
 from preamp.demo.table import columns_of, format_seconds, note_of
 from preamp.numerics import read_history
@@ -148,45 +147,18 @@ def test_notes_say_where_half_saves_no_time(
     assert (f"{half} saves no time here" in note) is (lacks and device.startswith("cpu"))
 
 
-def test_results_are_what_the_schema_says(tmp_path: Path) -> None:
+def test_results_have_what_was_measured_and_its_ratios(tmp_path: Path) -> None:
     page, data = report.write(RUN, tmp_path / "new" / "folder")
-    document = read_results(data)
+    document = json.loads(data.read_text(encoding="utf-8"))
+    assert document["schema_version"] == SCHEMA_VERSION
+    fields = {field.name for field in dataclasses.fields(LevelResult)} - {"records"}
+    assert document["levels"][0].keys() == fields | {*DERIVED, *COMPARED}
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert [level["level"] for level in document["levels"]] == ["O0", "O5", "O3"]
     assert document["levels"][1]["best_ratio"] == pytest.approx(0.5)
     assert document["levels"][1]["held_out_ratio"] == pytest.approx(1.01)
     assert document["levels"][2]["losses"] == [8.0, 7.0, None, None]
     assert document["levels"][0]["memory"]["total"] == 16.0
-
-
-def broken(change: str) -> object:
-    document = copy.deepcopy(json.loads(json.dumps(to_json(RUN))))
-    exec(change, {"document": document})
-    return document
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ("document['schema_version'] = 1", "schema version 1"),
-        ("del document['device']", "at results"),
-        ("document['extra'] = 1", "at results"),
-        ("document['interrupted'] = 0", "at results.interrupted"),
-        ("document['parameters'] = True", "at results.parameters"),
-        ("document['levels'] = {}", "at results.levels"),
-        ("document['levels'][1]['memory']['total'] = None", "results.levels[1].memory.total"),
-        ("document['levels'][0]['losses'][2] = '7'", "at results.levels[0].losses[2]"),
-        ("document['config']['model'] = None", "at results.config.model"),
-    ],
-)
-def test_schema_refuses_other_data(change: str, where: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(where)):
-        check_results(broken(change))
-
-
-def test_schema_accepts_absent_measurements() -> None:
-    check_results(broken("document['levels'][0]['memory'] = None"))
-    check_results(broken("document['levels'][0]['dtypes'] = None"))
 
 
 def test_page_has_every_level_in_an_accessible_table() -> None:

@@ -23,9 +23,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from preamp.cli.console import PlaceName, StorageName, make_console, print_table, refusing
+from preamp.cli.console import StorageName, make_console, print_table, refusing
 from preamp.core.errors import bad_value, unavailable
-from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
+from preamp.demo.config import DEFAULT_LEVELS, SMALL, DemoConfig
 from preamp.demo.data import read_corpus
 from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
 from preamp.demo.records import DemoResult, LevelResult
@@ -44,7 +44,6 @@ from preamp.demo.table import (
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
-from preamp.policy.storage import storage_name
 
 _HEADING = 12  # a line of a heading in the table, so that all of it fits 80 columns
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
@@ -57,28 +56,17 @@ def demo(
         str, typer.Option(help="Opt levels to train, separated by commas, in this order.")
     ] = ",".join(DEFAULT_LEVELS),
     steps: Annotated[int, typer.Option(help="Optimizer steps for each level.")] = _CONFIG.steps,
-    batch: Annotated[int, typer.Option(help="Windows of text in a step.")] = _CONFIG.batch,
-    context: Annotated[int, typer.Option(help="Bytes in a window.")] = _CONFIG.model.context,
-    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = _CONFIG.model.layers,
-    width: Annotated[int, typer.Option(help="Size of the model.")] = _CONFIG.model.width,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = _CONFIG.model.heads,
-    lr: Annotated[
-        float, typer.Option(help="Highest learning rate.")
-    ] = _CONFIG.optimizer.learning_rate,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _CONFIG.seed,
+    small: Annotated[bool, typer.Option("--small", help="A tiny model, to try it out.")] = False,
     storage: StorageName = _CONFIG.storage,
-    place: PlaceName = _CONFIG.place,
     device: Annotated[
         str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
     ] = "auto",
     parallel: Annotated[
         str, typer.Option(help="What ranks of torchrun share: auto (ddp), ddp, zero1, fsdp.")
     ] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves the choice to torch.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and results.json.")] = Path(
         "preamp-demo"
     ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
     """Train a small GPT once for each opt level and compare them.
 
@@ -92,29 +80,18 @@ def demo(
         config = DemoConfig(
             levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
             steps=steps,
-            batch=batch,
-            seed=seed,
             storage=storage,
-            place=place,
             device=str(own_device(choose_device(device))),
             parallel=choose_parallel(parallel),
             ranks=launched_ranks(),
-            model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
-            optimizer=OptimizerConfig(learning_rate=lr),
+            model=SMALL if small else _CONFIG.model,
         )
-        setting = _prepared(config, out)
-    if threads > 0:
-        torch.set_num_threads(threads)
+        setting = prepare(config, read_corpus())
+        require_sharding(config.parallel, setting.device)
+        require_folder(out)
     with joined(setting.device):
-        result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
+        result = run_watched(setting, console)
     finish(result, console, out)
-
-
-def _prepared(config: DemoConfig, out: Path) -> Setting:
-    setting = prepare(config, read_corpus())
-    require_sharding(config.parallel, setting.device)
-    require_folder(out)
-    return setting
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:
@@ -150,9 +127,9 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResult:
-    """Run the demo behind progress bars, unless ``quiet``."""
-    if quiet:
+def run_watched(setting: Setting, console: Console) -> DemoResult:
+    """Run the demo behind progress bars, which the first rank shows."""
+    if own_rank() > 0:
         return run(setting, Watcher())
     bars = Bars(setting.config.levels, setting.config.steps, console)
     with bars.display:
@@ -163,9 +140,8 @@ def show(result: DemoResult, console: Console) -> None:
     """Print the table and its notes."""
     columns = columns_of(result)
     title = f"{result.parameters:,} parameters on {result.device}"
-    storage = storage_name(result.config.kept)
-    if storage != "full":
-        title += f", storage {storage}"
+    if result.config.storage != "full":
+        title += f", storage {result.config.storage}"
     console.print(f"[italic]{escape(title)}[/]\n", highlight=False)
     headings = ["\n".join([*wrap(column.title, _HEADING), column.unit]) for column in columns]
     rows = [

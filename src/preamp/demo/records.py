@@ -12,7 +12,7 @@ from preamp.demo.config import DemoConfig
 from preamp.demo.parallel import RankResult
 from preamp.numerics import Record
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 DERIVED = ("best_seconds", "median_seconds", "tokens_per_second")
 """What a level has in the file besides its fields, computed from them."""

@@ -26,7 +26,6 @@ from preamp.demo.table import (
     rank_rows,
 )
 from preamp.numerics import to_json as record_to_json
-from preamp.policy.storage import storage_name
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
 from preamp.report.chart import Chart, Line, draw, finite_range, linear
 from preamp.report.svg import Html, joined, tag
@@ -145,15 +144,15 @@ def _points(row: LevelResult) -> list[tuple[float, float]]:
 
 def _settings(result: DemoResult) -> Section:
     config, model, optimizer = result.config, result.config.model, result.config.optimizer
-    betas, storage = ", ".join(map(str, optimizer.betas)), storage_name(config.kept)
+    betas = ", ".join(map(str, optimizer.betas))
     facts = [
         ("device", result.device),
         *result.versions.items(),
         ("levels", ", ".join(config.levels)),
         ("steps", f"{config.steps} of {config.batch} × {model.context} bytes"),
         ("model", f"{model.layers} layers, width {model.width}, {model.heads} heads"),
-        ("optimizer", "AdamW" if storage == "full" else "FusedAdam"),
-        ("storage", storage),
+        ("optimizer", "AdamW" if config.storage == "full" else "FusedAdam"),
+        ("storage", config.storage),
         ("learning rate", f"{optimizer.learning_rate}, decay {optimizer.weight_decay}"),
         ("betas and eps", f"{betas}; {optimizer.eps}"),
         ("clipped to", str(optimizer.max_norm)),
