@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,3 +48,8 @@ def proc_bytes(file: str, key: str) -> int:
     """
     lines = Path("/proc", file).read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def bytes_of(tensors: Iterable[object]) -> int:
+    """Bytes of the elements of tensors; what is none is passed over."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

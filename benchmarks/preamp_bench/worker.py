@@ -22,11 +22,11 @@ from typing import IO, Any
 
 import torch
 
-from preamp.demo.measure import memory_of
+import preamp
 from preamp.demo.train import wait_for
 from preamp_bench.harness import stopwatch
 from preamp_bench.loops import Loop, make_loop
-from preamp_bench.memory import Peak
+from preamp_bench.memory import Peak, bytes_of
 from preamp_bench.tasks import TaskConfig, make_task
 
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_MAX_": "0"}
@@ -131,10 +131,22 @@ def _memory(loop: Loop, peak: Peak) -> dict[str, Any]:
     """Read the peak first: counting may allocate."""
     highest = peak.bytes()
     loop.backward()
-    counted = memory_of(loop.model, loop.optimizer)
+    weights = list(loop.model.parameters())
+    parameters = sum(p.numel() for p in weights)
+    own = {id(p) for p in weights}
+    # Those of a loop by hand, or what preamp updates in place of half weights.
+    masters = [p for p in preamp.master_params(loop.optimizer) if id(p) not in own]
+    # Reading .grad of a lazy master would make the gradient that is being looked for.
+    made = [p for p in masters if getattr(p, "has_materialized_grad", True)]
+    held = {
+        "weights": weights,
+        "masters": masters,
+        "gradients": [p.grad for p in (*weights, *made)],
+        "optimizer_state": [t for e in loop.optimizer.state.values() for t in e.values()],
+    }
+    counted = {name: bytes_of(tensors) / parameters for name, tensors in held.items()}
     loop.update()
-    parameters = sum(p.numel() for p in loop.model.parameters())
-    return {"peak_bytes": highest, "parameters": parameters, **asdict(counted)}
+    return {"peak_bytes": highest, "parameters": parameters, **counted}
 
 
 def _main() -> None:

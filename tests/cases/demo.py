@@ -16,7 +16,7 @@ MODEL = SMALL
 
 TEXT = torch.arange(4000, dtype=torch.int64).mul(7).remainder(251).to(torch.uint8)
 
-CORPUS = Corpus(train=TEXT, held_out=TEXT[:1000], train_files=("a.py",), held_out_files=("b.py",))
+CORPUS = Corpus(train=TEXT, held_out=TEXT[:1000])
 
 
 def config(*levels: str, steps: int = 6) -> DemoConfig:

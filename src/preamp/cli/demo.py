@@ -27,20 +27,11 @@ from preamp.cli.console import StorageName, make_console, print_table, refusing
 from preamp.core.errors import bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, SMALL, DemoConfig
 from preamp.demo.data import read_corpus
-from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
+from preamp.demo.parallel import choose_parallel, require_sharding
 from preamp.demo.records import DemoResult, LevelResult
 from preamp.demo.report import require_folder, require_packages, write
 from preamp.demo.run import Setting, prepare, run
-from preamp.demo.table import (
-    HELD_OUT,
-    MEMORY,
-    RANK_COLUMNS,
-    TIMING,
-    Cell,
-    columns_of,
-    note_of,
-    rank_rows,
-)
+from preamp.demo.table import HELD_OUT, MEMORY, TIMING, Cell, columns_of, note_of
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
@@ -151,10 +142,6 @@ def show(result: DemoResult, console: Console) -> None:
     print_table(console, [heading.strip() for heading in headings], rows, left=left)
     for row in result.levels:
         console.print(f"[bold]{row.level}[/]  {escape(note_of(row, result))}", highlight=False)
-    ranks = rank_rows(result)
-    if ranks:
-        console.print(f"\n[italic]Ranks. {escape(SHARED[result.config.parallel])}[/]\n")
-        print_table(console, RANK_COLUMNS, ranks)
     for remark in (HELD_OUT, TIMING, MEMORY):
         console.print(remark, style="dim", highlight=False)
 

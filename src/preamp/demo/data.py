@@ -30,8 +30,6 @@ class Corpus:
 
     train: Tensor  # concatenated training files, shape (bytes,), uint8
     held_out: Tensor  # concatenated held-out files, shape (bytes,), uint8
-    train_files: tuple[str, ...]  # paths relative to the library's folder, in the order of the text
-    held_out_files: tuple[str, ...]  # the same for the held-out text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +47,17 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     nothing but the relative paths.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    train: dict[str, bytes] = {}
-    held_out: dict[str, bytes] = {}
+    train, held_out = bytearray(), bytearray()
     for name in source_files(folder):
-        part = held_out if is_held_out(name) else train
-        part[name] = (folder / name).read_bytes()
-    if min(_size(train), _size(held_out) * HELD_OUT_EVERY // 2) < _SMALLEST_CORPUS:
+        (held_out if is_held_out(name) else train).extend((folder / name).read_bytes())
+    if min(len(train), len(held_out) * HELD_OUT_EVERY // 2) < _SMALLEST_CORPUS:
         raise unavailable(
-            f"Found {_size(train):,} + {_size(held_out):,} bytes of Python source in {folder}",
+            f"Found {len(train):,} + {len(held_out):,} bytes of Python source in {folder}",
             f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
             "Run the demo with a Python that ships its standard library as .py files",
         )
-    return Corpus(
-        train=_as_tensor(train),
-        held_out=_as_tensor(held_out),
-        train_files=tuple(train),
-        held_out_files=tuple(held_out),
-    )
+    texts = (torch.frombuffer(text, dtype=torch.uint8) for text in (train, held_out))
+    return Corpus(train=next(texts), held_out=next(texts))
 
 
 def source_files(folder: Path) -> list[str]:
@@ -106,11 +98,3 @@ def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
     """Cut one window at each of ``starts``, shape (batch,), int64; targets are one byte further."""
     cut = text[starts[:, None] + torch.arange(context + 1)].long()
     return Batch(inputs=cut[:, :-1], targets=cut[:, 1:])
-
-
-def _size(files: dict[str, bytes]) -> int:
-    return sum(map(len, files.values()))
-
-
-def _as_tensor(files: dict[str, bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)

@@ -16,7 +16,6 @@ from preamp.core.tensors import local_of, storage_key
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.records import Dtypes, Memory
-from preamp.optim import kept_of
 
 _SHORT = {
     torch.float64: "fp64",
@@ -44,23 +43,14 @@ def held_out_bits(model: GPT, batches: Iterable[Batch]) -> float:
 
 
 def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
-    """Bytes on this rank from the tensors that exist now, per parameter of the whole model.
-
-    Call it between a backward and its step, and not before the second one: the optimizer makes its
-    state in the first step.
-    """
-    weights = list(model.parameters())
-    masters = _masters(model, optimizer)
-    gradients = [p.grad for p in weights if p.grad is not None]
-    # Reading .grad of a lazy master would make the gradient that is being looked for.
-    gradients += [p.grad for p in masters if getattr(p, "has_materialized_grad", True)]
-    state = [item for entry in optimizer.state.values() for item in entry.values()]
-    count = sum(p.numel() for p in weights)
+    """What `preamp.count_memory` counts on this rank, per parameter of the whole model."""
+    held = preamp.count_memory(preamp.engine_of(optimizer))
+    count = sum(p.numel() for p in model.parameters())
     return Memory(
-        weights=_bytes(weights) / count,
-        masters=_bytes(kept_of(masters)) / count,
-        gradients=_bytes(gradients) / count,
-        optimizer_state=_bytes(state) / count,
+        weights=held["weights"] / count,
+        masters=held["masters"] / count,
+        gradients=held["gradients"] / count,
+        optimizer_state=held["optimizer state"] / count,
     )
 
 
@@ -114,11 +104,6 @@ def activation_bytes(model: GPT, batch: Batch) -> int:
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     weights = {id(p) for p in model.parameters()}
     return [p for p in preamp.master_params(optimizer) if id(p) not in weights]
-
-
-def _bytes(tensors: Iterable[object]) -> int:
-    own = (local_of(t) for t in tensors if isinstance(t, Tensor))
-    return sum(t.numel() * t.element_size() for t in own)
 
 
 def _formats(tensors: Iterable[Tensor]) -> str:

@@ -18,26 +18,16 @@ from preamp.parallel import DistributedDataParallel, shard_optimizer
 
 Parallel = Literal["none", "ddp", "zero1", "fsdp"]
 
-SHARED = {
-    "none": "One process.",
-    "ddp": "Every rank has everything; gradients are averaged.",
-    "zero1": "Every rank has all weights and gradients, and a part of masters and optimizer state.",
-    "fsdp": "Every rank has a part of weights, gradients, masters and optimizer state.",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank says of a training."""
+    """What one rank says of a training, to be compared with the others."""
 
     rank: int  # its number
     steps_skipped: int  # steps not taken
     loss_scale: float  # at the end
     losses: str  # digest of the curve
     weights: str  # digest of the weights that it has; parts where they are sharded
-    median_seconds: float | None  # of its steps
-    bytes_per_parameter: float | None  # what it holds between backward and step
-    peak_bytes: int | None  # highest allocation; ``None`` where torch does not count
 
 
 def choose_parallel(name: str) -> Parallel:

@@ -13,18 +13,8 @@ from pathlib import Path
 from preamp import report
 from preamp.core.errors import system_error, unavailable
 from preamp.core.files import replace_text
-from preamp.demo.parallel import SHARED
 from preamp.demo.records import DemoResult, LevelResult, to_json
-from preamp.demo.table import (
-    HELD_OUT,
-    MEMORY,
-    RANK_COLUMNS,
-    TIMING,
-    Cell,
-    columns_of,
-    note_of,
-    rank_rows,
-)
+from preamp.demo.table import HELD_OUT, MEMORY, TIMING, Cell, columns_of, note_of
 from preamp.numerics import to_json as record_to_json
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
 from preamp.report.chart import Chart, Line, draw, finite_range, linear
@@ -103,10 +93,6 @@ def _results(result: DemoResult) -> Section:
     if picture is not None:
         text = "A line further to the left got there faster."
         blocks.append(Figure(title="Loss by time", body=picture, caption=text))
-    if ranks := rank_rows(result):
-        heads = [Column(title=title, is_number=i > 0) for i, title in enumerate(RANK_COLUMNS)]
-        caption = f"Ranks. {SHARED[result.config.parallel]}"
-        blocks.append(Table(name="ranks-table", caption=caption, columns=heads, rows=ranks))
     blocks += [Text(text=text) for text in (HELD_OUT, TIMING, MEMORY)]
     return Section(name="results", title="Results", blocks=blocks)
 
@@ -149,6 +135,7 @@ def _settings(result: DemoResult) -> Section:
         ("device", result.device),
         *result.versions.items(),
         ("levels", ", ".join(config.levels)),
+        ("ranks", f"{config.ranks}, parallel {config.parallel}"),
         ("steps", f"{config.steps} of {config.batch} × {model.context} bytes"),
         ("model", f"{model.layers} layers, width {model.width}, {model.heads} heads"),
         ("optimizer", "AdamW" if config.storage == "full" else "FusedAdam"),

@@ -228,9 +228,6 @@ def with_ranks(row: LevelResult, model: GPT) -> LevelResult:
         loss_scale=row.loss_scale,
         losses=digest(row.losses),
         weights=digest(model),
-        median_seconds=row.median_seconds,
-        bytes_per_parameter=row.memory and row.memory.total,
-        peak_bytes=row.peak_bytes,
     )
     found = gather_to_all(own)
     return replace(row, ranks=tuple(found)) if len(found) > 1 else row

@@ -39,26 +39,6 @@ def columns_of(result: DemoResult) -> tuple[Column, ...]:
     return tuple(column for column in _COLUMNS if has_peak or column.title != "peak")
 
 
-RANK_COLUMNS = ("level", "rank", "median ms", "B/param", "peak MiB", "skipped", "loss scale")
-
-
-def rank_rows(result: DemoResult) -> list[list[str]]:
-    """What each rank says, as text cells below `RANK_COLUMNS`; empty for a run of one process."""
-    return [
-        [
-            row.level,
-            str(rank.rank),
-            _text(rank.median_seconds, format_seconds),
-            _text(rank.bytes_per_parameter, "{:.1f}".format),
-            _text(rank.peak_bytes, _mebibytes),
-            str(rank.steps_skipped),
-            _scale(rank.loss_scale),
-        ]
-        for row in result.levels
-        for rank in row.ranks
-    ]
-
-
 def _text(value: Any, form: Callable[[Any], str]) -> str:
     return MISSING if value is None else form(value)
 
