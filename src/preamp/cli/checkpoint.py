@@ -6,21 +6,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from preamp.checkpoint import Finding, convert_apex_checkpoint
+from preamp.checkpoint import convert_apex_checkpoint
 from preamp.checkpoint.apex.findings import RECORD
 from preamp.checkpoint.summary import Summary, summarize_checkpoint
 from preamp.cli.console import (
     REFUSED,
     make_console,
     print_plainly,
+    print_table,
     print_wrapped,
     refused,
     refusing,
@@ -88,26 +86,14 @@ def _print(summary: Summary, console: Console) -> None:
     print_wrapped(console, lines[1:])
     for model in summary.models:
         print_plainly(console, f"\n{model['class']}")
-        console.print(_model_table(model))
-    table = _table("Bytes of tensors", ("of", "size"))
-    for category, count in summary.bytes.items():
-        table.add_row(category, bytes_text(count))
-    console.print(table)
+        rows = [(t["name"], _shape(t["shape"]), t["dtype"]) for t in model["tensors"]]
+        print_table(console, ("tensor", "shape", "dtype"), rows, left=3)
+    sizes = [(category, bytes_text(count)) for category, count in summary.bytes.items()]
+    print_table(console, ("tensors of", "size"), sizes)
 
 
-def _model_table(model: dict[str, Any]) -> Table:
-    table = _table(None, ("tensor", "shape", "dtype"))
-    for tensor in model["tensors"]:
-        shape = " × ".join(map(str, tensor["shape"])) or "scalar"
-        table.add_row(escape(tensor["name"]), shape, tensor["dtype"])
-    return table
-
-
-def _table(title: str | None, headings: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
+def _shape(sizes: list[int]) -> str:
+    return " × ".join(map(str, sizes)) or "scalar"
 
 
 def convert_checkpoint(
@@ -126,15 +112,8 @@ def convert_checkpoint(
         findings = convert_apex_checkpoint(src, dst)
     console = make_console()
     if explain:
-        console.print(_findings_table(findings, src))
+        told = (f"- {f.key or 'the file'}: {f.kind}; becomes: {f.becomes}" for f in findings)
+        print_wrapped(console, [src.name, *told])
     converted = sum(finding.kind.startswith(RECORD) for finding in findings)
     objects = "1 object" if converted == 1 else f"{converted} objects"
     print_plainly(console, f"{objects} made plain data: {dst}")
-
-
-def _findings_table(findings: tuple[Finding, ...], src: Path) -> Table:
-    table = _table(escape(src.name), ("key", "found", "becomes"))
-    for finding in findings:
-        key = escape(finding.key or "(the file)")
-        table.add_row(key, escape(finding.kind), escape(finding.becomes))
-    return table

@@ -12,15 +12,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID, TextColumn
 from rich.text import Text
 
 from preamp.cli.console import StorageName, make_console, print_table, refusing
@@ -155,18 +147,8 @@ class Bars(Watcher):
 
     def __init__(self, levels: tuple[str, ...], steps: int, console: Console) -> None:
         """Make the bars; :attr:`display` draws them while it is entered."""
-        self.display = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[news]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            expand=True,
-        )
-        self._steps = steps
+        columns = *Progress.get_default_columns(), TextColumn("{task.fields[news]}")
+        self.display = Progress(*columns, console=console, expand=True)
         self._tasks: dict[str, TaskID] = {
             level: self.display.add_task(level, total=steps, start=False, news="waiting")
             for level in levels
