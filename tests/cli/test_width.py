@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ NUMBER = re.compile(r"\d[\d.,]*")
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start where a checkpoint lies, so that its path is short."""
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
@@ -45,6 +46,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preamp.save_checkpoint("run.pt", model, optimizer)
     script = "from cases.trainings import CASES\nmake = CASES['attention-logits'].make\n"
     Path("train.py").write_text(script, encoding="utf-8")
+    yield
+    preamp.remove_apex_alias()  # which plan installs for its script
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) -> str:

@@ -242,3 +242,18 @@ def test_storages_take_fewer_bytes(storage: str, bytes_each: float) -> None:
     assert plain.memory.masters == 0
     assert split.memory.total == pytest.approx(bytes_each, abs=0.15)
     assert plain.status == split.status == "finished"
+
+
+def test_a_place_on_the_host_changes_no_loss() -> None:
+    losses = {}
+    for place in ("device", "host"):
+        asked = dataclasses.replace(config("O5"), storage="split", place=place)
+        (row,) = run(prepare(asked, CORPUS), Watcher()).levels
+        assert row.status == "finished"
+        losses[place] = row.losses
+    assert losses["host"] == losses["device"]
+
+
+def test_an_unknown_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="place"):
+        dataclasses.replace(config("O5"), place="moon")

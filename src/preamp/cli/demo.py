@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn
 from rich.text import Text
 
-from preamp.cli.console import StorageName, make_console, print_table, refusing
+from preamp.cli.console import PlaceName, StorageName, make_console, print_table, refusing
 from preamp.core.errors import bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, SMALL, DemoConfig
 from preamp.demo.data import read_corpus
@@ -27,6 +27,7 @@ from preamp.demo.table import HELD_OUT, MEMORY, TIMING, Cell, columns_of, note_o
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
+from preamp.policy.storage import storage_name
 
 _HEADING = 12  # a line of a heading in the table, so that all of it fits 80 columns
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
@@ -41,6 +42,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Optimizer steps for each level.")] = _CONFIG.steps,
     small: Annotated[bool, typer.Option("--small", help="A tiny model, to try it out.")] = False,
     storage: StorageName = _CONFIG.storage,
+    place: PlaceName = _CONFIG.place,
     device: Annotated[
         str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
     ] = "auto",
@@ -64,6 +66,7 @@ def demo(
             levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
             steps=steps,
             storage=storage,
+            place=place,
             device=str(own_device(choose_device(device))),
             parallel=choose_parallel(parallel),
             ranks=launched_ranks(),
@@ -123,8 +126,9 @@ def show(result: DemoResult, console: Console) -> None:
     """Print the table and its notes."""
     columns = columns_of(result)
     title = f"{result.parameters:,} parameters on {result.device}"
-    if result.config.storage != "full":
-        title += f", storage {result.config.storage}"
+    storage = storage_name(result.config.kept)
+    if storage != "full":
+        title += f", storage {storage}"
     console.print(f"[italic]{escape(title)}[/]\n", highlight=False)
     headings = ["\n".join([*wrap(column.title, _HEADING), column.unit]) for column in columns]
     rows = [

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from preamp.core.errors import bad_value
 from preamp.policy import level_defaults
-from preamp.policy.storage import Storage, parse_storage
+from preamp.policy.storage import Place, Storage, parse_storage, storage_name
 
 DEFAULT_LEVELS = ("O0", "O4", "O5", "O1", "O2", "O3")
 """The baseline, then bf16, then fp16, and last what happens without fp32 weights."""
@@ -54,6 +55,7 @@ class DemoConfig:
     device: str = "cpu"  # where to train, as ``torch.device`` spells it
     held_out_windows: int = 512  # windows of held-out text that are evaluated
     storage: str = "full"  # how masters and moments are kept between steps, by name
+    place: str = "device"  # where they are, as `preamp.Storage` has it
     parallel: str = "none"  # what ranks share; see :mod:`preamp.demo.parallel`
     ranks: int = 1  # how many there are; each takes its part of every batch
     model: ModelConfig = field(default_factory=ModelConfig)  # size of the model
@@ -61,7 +63,7 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured or shared out, and levels asked for twice."""
-        parse_storage(self.storage)
+        storage_name(self.kept)  # raises where storage or place is not known
         if self.steps < 2:
             raise bad_value(
                 f"Got steps={self.steps}", "The smallest possible is 2", "Pass 2 or more"
@@ -79,7 +81,12 @@ class DemoConfig:
                 "Pass for example --levels O0,O2",
             )
 
+    @property
+    def kept(self) -> Storage:
+        """How and where masters and moments are kept."""
+        return replace(parse_storage(self.storage), place=cast("Place", self.place))
+
     def storage_at(self, level: str) -> Storage:
         """The storage at an opt level: where there are no masters, that of moments alone."""
-        kept = parse_storage(self.storage)
-        return kept if level_defaults(level).master_weights else replace(kept, masters="float32")
+        has_masters = level_defaults(level).master_weights
+        return self.kept if has_masters else replace(self.kept, masters="float32")

@@ -16,6 +16,7 @@ from preamp.core.files import replace_text
 from preamp.demo.records import DemoResult, LevelResult, to_json
 from preamp.demo.table import HELD_OUT, MEMORY, TIMING, Cell, columns_of, note_of
 from preamp.numerics import to_json as record_to_json
+from preamp.policy.storage import storage_name
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
 from preamp.report.chart import Chart, Line, draw, finite_range, linear
 from preamp.report.svg import Html, joined, tag
@@ -130,7 +131,7 @@ def _points(row: LevelResult) -> list[tuple[float, float]]:
 
 def _settings(result: DemoResult) -> Section:
     config, model, optimizer = result.config, result.config.model, result.config.optimizer
-    betas = ", ".join(map(str, optimizer.betas))
+    betas, storage = ", ".join(map(str, optimizer.betas)), storage_name(config.kept)
     facts = [
         ("device", result.device),
         *result.versions.items(),
@@ -138,8 +139,8 @@ def _settings(result: DemoResult) -> Section:
         ("ranks", f"{config.ranks}, parallel {config.parallel}"),
         ("steps", f"{config.steps} of {config.batch} × {model.context} bytes"),
         ("model", f"{model.layers} layers, width {model.width}, {model.heads} heads"),
-        ("optimizer", "AdamW" if config.storage == "full" else "FusedAdam"),
-        ("storage", config.storage),
+        ("optimizer", "AdamW" if storage == "full" else "FusedAdam"),
+        ("storage", storage),
         ("learning rate", f"{optimizer.learning_rate}, decay {optimizer.weight_decay}"),
         ("betas and eps", f"{betas}; {optimizer.eps}"),
         ("clipped to", str(optimizer.max_norm)),

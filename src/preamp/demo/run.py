@@ -21,6 +21,7 @@ from preamp.demo.records import DemoResult, LevelResult, Status
 from preamp.demo.train import DivergedError, Tape, Watcher, make_optimizer, train
 from preamp.distributed.groups import gather_to_all, own_rank
 from preamp.policy.resolve import level_hint
+from preamp.policy.storage import storage_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     reset_peak(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
     shard_before(model, config.parallel)
-    optimizer = make_optimizer(model, config.optimizer, config.storage)
+    optimizer = make_optimizer(model, config.optimizer, storage_name(config.kept))
     model, optimizer = preamp.initialize(
         model,
         optimizer,
