@@ -99,65 +99,6 @@ def hooks_on(model: nn.Module) -> int:
 # -- where the value came in -------------------------------------------------------------------
 
 
-@levels
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", BACKWARD)
-def test_one_parameter(level: str, name: str, value: float) -> None:
-    run = Run(level)
-    run.step()
-    run.damage(name, value)
-    run.step()
-    cause = run.cause
-    assert cause.parameters == (name,)
-    assert cause.kinds == ("nan" if math.isnan(value) else "inf",)
-    assert (cause.step, cause.loss_id, cause.loss_was_finite) == (2, 0, True)
-    assert (cause.old_scale, cause.new_scale) == (16.0, 8.0)
-
-
-@levels
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("names", list(itertools.combinations(BACKWARD, 2)))
-def test_the_first_in_the_backward_comes_first(
-    level: str, names: Sequence[str], steps_before: int
-) -> None:
-    run = Run(level)
-    for _ in range(steps_before):
-        run.step()
-    for name in names:
-        run.damage(name)
-    run.step()
-    assert run.cause.parameters == tuple(names)
-
-
-def of_gradient(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1.0
-    y.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    return y
-
-
-@levels
-@pytest.mark.parametrize(
-    ("spoil", "factor", "reached"),
-    [
-        (lambda x: x * torch.full_like(x, math.inf), 1.0, BACKWARD),
-        (lambda x: x, math.nan, BACKWARD),
-        (of_gradient, 1.0, BACKWARD[1:]),
-    ],
-    ids=["an activation", "the loss", "a gradient between modules"],
-)
-def test_a_value_reaches_what_is_behind_it(
-    level: str, spoil: Any, factor: float, reached: Sequence[str]
-) -> None:
-    """In the forward all gradients; in the backward nothing is wrong with the loss."""
-    run = Run(level)
-    run.step()
-    run.model.spoil = spoil
-    run.step(factor=factor)
-    assert run.cause.loss_was_finite == (spoil is of_gradient)
-    assert run.cause.parameters == reached
-    assert factor == 1.0 or run.cause.kinds == ("nan",) * 4
-
-
 @pytest.mark.parametrize("which", [0, 299])
 def test_long_accumulation(which: int) -> None:
     """However many backwards there were before or after."""
@@ -272,20 +213,6 @@ def test_reading_again(rows: list[list[float]], dtype: torch.dtype) -> None:
 
 
 # -- several backwards -------------------------------------------------------------------------
-
-
-@levels
-@pytest.mark.parametrize("which", range(3))
-@pytest.mark.parametrize("delay", [False, True])
-def test_accumulation(level: str, which: int, delay: bool) -> None:
-    run = Run(level)
-    for index in range(3):
-        if index == which:
-            run.damage("middle.weight")
-        run.backward(delay_unscale=delay and index < 2)
-    run.optimizer.step()
-    assert run.cause.parameters == ("middle.weight",)
-    assert run.cause.loss_was_finite
 
 
 @levels
@@ -519,25 +446,6 @@ def test_copies_and_pickles_are_as_before() -> None:
     twin = copy.deepcopy(run.model)
     assert hooks_on(twin) == 0
     assert pickle.loads(pickle.dumps(run.model.state_dict())).keys() == twin.state_dict().keys()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpoints(reentrant: bool) -> None:
-    class Checkpointed(Model):
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            x = self.first(self.words(words))
-            return self.last(checkpoint(self.middle, x, use_reentrant=reentrant))
-
-    run = Run("O2", Checkpointed())
-    for name in ("words.weight", "middle.weight", "last.weight"):
-        run.damage(name)
-    run.step()
-    assert run.cause.parameters == ("last.weight", "middle.weight", "words.weight")
-    assert run.cause.candidates == 1
-    run.damage("middle.weight")
-    run.damage("first.weight")
-    run.step()
-    assert run.cause.candidates == 1  # after the function that it was made in, but before others
 
 
 # -- what is made of a cause -------------------------------------------------------------------
