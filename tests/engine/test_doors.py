@@ -803,6 +803,7 @@ def test_a_backward_of_the_loss_itself_is_refused(level: str, scale: Any, earlie
     pair.check()
 
 
+@pytest.mark.apex("2.1 several backwards in the block")
 @levels
 @pytest.mark.parametrize("scale", [None, "dynamic", 128.0])
 def test_other_ways_to_use_what_the_block_yields_are_fine(level: str, scale: Any) -> None:
@@ -817,8 +818,10 @@ def test_other_ways_to_use_what_the_block_yields_are_fine(level: str, scale: Any
     for _ in range(2):
         pair.theirs(0)
     with preamp.scale_loss(pair.loss(1), pair.optimizer) as scaled:
-        torch.autograd.backward([scaled])
-    pair.theirs(1)
+        torch.autograd.backward([scaled], retain_graph=True)
+        scaled.backward()
+    for _ in range(2):
+        pair.theirs(1)
     with preamp.scale_loss(pair.loss(2), pair.optimizer):
         pass  # no backward: no gradients either
     pair.check_grads()

@@ -122,6 +122,10 @@ def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
     run.optimizer.step()
     assert not run.cause.loss_was_finite
     assert run.cause.loss_id == 0
+    run.optimizer.zero_grad()
+    for loss_id in (0, 1):
+        run.backward(loss_id=loss_id)
+    assert [run.engine.loss_scale(loss_id) for loss_id in (0, 1)] == [8.0, 16.0]
 
 
 @pytest.mark.parametrize("row", [0, 2])
