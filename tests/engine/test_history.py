@@ -162,19 +162,6 @@ def test_losses_that_are_not_scalars_are_averaged(tmp_path: Path) -> None:
     assert history_of(model).of(StepRecord)[0].losses == {0: mean}
 
 
-def test_several_losses_with_their_scales(tmp_path: Path) -> None:
-    model, optimizer = started("O2", num_losses=2, history=tmp_path / "run.jsonl")
-    for loss_id in (0, 1):
-        with preamp.scale_loss(loss_of(model, loss_id), optimizer, loss_id) as scaled:
-            (scaled * math.inf if loss_id else scaled).backward()
-    optimizer.step()
-    (record,) = history_of(model).of(StepRecord)
-    assert sorted(record.losses) == [0, 1]
-    assert record.losses[0] != record.losses[1]
-    assert record.scales == {0: 65536.0, 1: 32768.0}
-    assert record.skipped
-
-
 def test_several_optimizers_count_their_own_steps(tmp_path: Path) -> None:
     torch.manual_seed(0)
     models = [Net(), Net()]
