@@ -28,7 +28,6 @@ import preamp.optimizers
 from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
-from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 from preamp import fp16_utils
 from preamp.compat import flat
@@ -273,23 +272,6 @@ def test_averaged_models_of_exact_weights(level: str, average: str, created: str
     for ours, wanted in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert_same(ours.detach(), wanted.detach())
     pair.check()
-
-
-@with_masters
-@pytest.mark.parametrize("average", ["avg_fn"])  # torch's own mean wants equal dtypes
-def test_averaged_models_of_half_weights_do_not_stall(level: str, average: str) -> None:
-    """They read rounded weights, so they are off by what one rounding may cost; not by more."""
-    pair = Pair(level)
-    ours, wanted = (AVERAGES[average](model) for model in (pair.model, pair.plain))
-    for index in range(20):
-        train(pair, start=index)
-        ours.update_parameters(pair.model)
-        wanted.update_parameters(pair.plain)
-    half = BY_NAME[level].weight
-    for mine, theirs in zip(ours.parameters(), wanted.parameters(), strict=True):
-        assert mine.dtype is torch.float32
-        budget = 2 * torch.finfo(half).eps * theirs.abs().max()
-        assert ((mine - theirs).abs() <= budget).all()
 
 
 @levels
@@ -764,21 +746,6 @@ def test_writes_through_data_between_a_forward_and_its_backward(level: str) -> N
     pair.check()
 
 
-@with_masters
-def test_steps_through_data_train_as_torch(level: str) -> None:
-    """Optimizers of the years before ``no_grad``; nothing is compared for what a step writes."""
-
-    class Old(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for param in self.param_groups[0]["params"]:
-                if param.grad is not None:
-                    param.data.add_(param.grad.data, alpha=-0.5)
-
-    pair = Pair(level, lambda params: Old(params, lr=0.5))
-    train(pair, 3)
-    pair.check()
-
-
 # -- the wrong loss (4) ------------------------------------------------------------------------
 
 
@@ -930,29 +897,6 @@ def test_quiet_writes_after_something_was_loaded(
     expect_written(pair, write)
     train(pair, start=2)
     pair.check()
-
-
-def broadcast_weights(rank: int) -> list[torch.Tensor]:
-    """Train each level a step after rank 0 has told the others its weights."""
-    found: list[torch.Tensor] = []
-    for level in WITH_MASTERS:
-        torch.manual_seed(rank)
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        for param in model.parameters():
-            dist.broadcast(param.data, 0)
-        with preamp.scale_loss(model(torch.ones(2, 3)).float().sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        found += [param.detach().clone() for param in model.parameters()]
-    return found
-
-
-def test_ranks_that_broadcast_their_weights_train_one_model(tmp_path: Path) -> None:
-    first, second = run_ranks(broadcast_weights, tmp_path)
-    for mine, theirs in zip(first, second, strict=True):
-        assert_same(mine, theirs)
 
 
 @with_masters

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import itertools
 import math
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -220,49 +218,6 @@ def test_reading_again(rows: list[list[float]], dtype: torch.dtype) -> None:
 
 
 @levels
-def test_several_losses_and_optimizers(level: str) -> None:
-    """Each loss has its own order, each optimizer its own causes."""
-    models = [Model(), Model()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
-    preamp.initialize(
-        models, optimizers, opt_level=level, num_losses=3, loss_scale="dynamic", verbosity=0
-    )
-    engine = preamp.engine_of(optimizers[0])
-    for scaler in engine.scalers:
-        scaler.set_scale(16.0)
-
-    def backward(loss_id: int) -> None:
-        words = torch.arange(3)
-        outputs = [model(words).float().sum() for model in models]
-        uses = (0, 1) if loss_id == 2 else (loss_id,)
-        with preamp.scale_loss(
-            sum((outputs[use] for use in uses), torch.zeros(())),
-            [optimizers[use] for use in uses],
-            loss_id,
-        ) as scaled:
-            scaled.backward()
-
-    for loss_id in range(3):
-        backward(loss_id)
-    for name in ("words.weight", "middle.weight"):
-        Damage(models[1].get_parameter(name), math.inf).armed = True
-    backward(1)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    (cause,) = engine.overflow_causes
-    assert (cause.loss_id, cause.parameters) == (1, ("1.middle.weight", "1.words.weight"))
-    Damage(models[0].get_parameter("last.weight"), math.nan).armed = True
-    Damage(models[1].get_parameter("first.weight"), math.nan).armed = True
-    backward(2)
-    for optimizer in optimizers:
-        optimizer.step()
-    last = list(engine.overflow_causes)[-2:]
-    # Of a sum the later term's gradients are made first.
-    assert [cause.parameters for cause in last] == [("1.first.weight", "0.last.weight")] * 2
-
-
-@levels
 @pytest.mark.parametrize("names", list(itertools.combinations(BACKWARD, 2)))
 def test_the_order_is_that_of_the_very_backward(level: str, names: Sequence[str]) -> None:
     """Whatever the layers' order was in the steps before, and in which group they are."""
@@ -442,14 +397,6 @@ def test_a_backward_that_fails_teaches_nothing() -> None:
     run.damage("last.weight")
     run.step()
     assert run.cause.parameters == ("last.weight", "first.weight")
-
-
-def test_copies_and_pickles_are_as_before() -> None:
-    run = Run()
-    run.step()
-    twin = copy.deepcopy(run.model)
-    assert hooks_on(twin) == 0
-    assert pickle.loads(pickle.dumps(run.model.state_dict())).keys() == twin.state_dict().keys()
 
 
 # -- what is made of a cause -------------------------------------------------------------------
