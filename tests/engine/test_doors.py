@@ -510,10 +510,15 @@ def bowl_backward(pair: Pair) -> None:
         pair.plain(x.to(next(pair.plain.parameters()).dtype)).backward()
 
 
-@levels
-def test_the_ascent_of_sam_reaches_the_second_forward(level: str) -> None:
+@pytest.mark.parametrize(
+    ("level", "storage"),
+    [*((level, "full") for level in LEVEL_NAMES), *((level, "split") for level in WITH_MASTERS)],
+)
+@pytest.mark.parametrize("build", [torch.optim.SGD, preamp.optimizers.FusedSGD])
+def test_the_ascent_of_sam_reaches_the_second_forward(level: str, storage: str, build: Any) -> None:
     """Numbers stay exact: all gradients are equal, so the norm is a power of two times them."""
-    pair = Pair(level, lambda ps: torch.optim.SGD(ps, lr=0.5), Bowl, loss_scale=128.0)
+    options: Any = {"loss_scale": 128.0, "storage": storage}
+    pair = Pair(level, lambda ps: build(ps, lr=0.5), Bowl, **options)
     # 8 equal elements of magnitude 4: the norm is 4 * sqrt(8); rho makes the ascent 2.
     rho = 2.0 * math.sqrt(8.0)
     sams = [Sam(opt, rho) for opt in (pair.optimizer, pair.plain_optimizer)]

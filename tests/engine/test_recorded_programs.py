@@ -111,7 +111,7 @@ class Pair:
         index = action.model
         model, plain = self.models[index], self.plain[index]
         if action.name == "clip":
-            preamp.clip_grad_norm_(self.optimizers[index], 0.5)
+            preamp.clip_grad_norm_(self.optimizers[index], 0.5).zero_()  # it is the script's own
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             self.coming[index].norm = norm.item()
             return

@@ -23,7 +23,6 @@ from preamp.numerics import (
     History,
     MemoryRecord,
     NumericsRecord,
-    OverflowRecord,
     Record,
     ResumeRecord,
     StepRecord,
@@ -432,15 +431,6 @@ def test_weights_before_a_step_take_no_more_than_themselves(
     (found,) = (t for t in record.tensors if t.what == "weight" and t.name == "weight")
     assert found.stalled == int(((model.weight == weight) & moves).sum())
     assert 0 < (found.stalled or 0) < moves.sum()
-
-
-def test_overflows_of_every_optimizer_are_recorded_with_it() -> None:
-    models = [Net(), Net()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    preamp.initialize(models, optimizers, opt_level="O2", verbosity=0)
-    train_step(models[1], optimizers[1], 0, poison=True)
-    (record,) = history_of(models[0]).of(OverflowRecord)
-    assert record.optimizer == 1
 
 
 @pytest.mark.parametrize("factor", [1.0, math.inf, math.nan])

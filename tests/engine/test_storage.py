@@ -64,7 +64,6 @@ BUILDS: dict[str, Build] = {
 }
 BUILDS |= {kind.__name__: partial(kind, lr=0.01) for kind in KINDS if kind.__name__ not in BUILDS}
 PACKED = KEEP_FEWER_BITS
-every_moments = pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 
 
 @pytest.fixture
@@ -532,37 +531,6 @@ def test_closures(level: str, name: str) -> None:
             optimizer.step(closure)
             bring_to_split(optimizer)
     assert same(*[exact(*run) for run in runs])
-
-
-@pytest.mark.usefixtures("small_blocks")
-@every_moments
-@levels
-def test_sharpness_aware_steps(level: str, moments: Any) -> None:
-    """Weights move before the second backward and back after it."""
-    runs = [
-        start(level, storage, BUILDS["FusedSGD"], loss_scale=1.0) for storage in storages(moments)
-    ]
-    for number in range(4):
-        for model, optimizer in runs:
-            train = preamp.scale_loss(loss_of(model, number), optimizer)
-            with train as scaled:
-                scaled.backward()
-            moved: list[tuple[Any, torch.Tensor]] = []
-            with torch.no_grad():
-                for param in preamp.master_params(optimizer):
-                    moved.append((param, param.detach().clone()))
-                    assert param.grad is not None
-                    param.add_(param.grad, alpha=0.05)
-            optimizer.zero_grad()
-            with preamp.scale_loss(loss_of(model, number), optimizer) as scaled:
-                scaled.backward()
-            with torch.no_grad():
-                for param, before in moved:
-                    param.copy_(before)
-            optimizer.step()
-            bring_to_split(optimizer)
-    assert same(*[exact(*run) for run in runs])
-    assert all(is_packed(runs[1][1]))
 
 
 @levels
