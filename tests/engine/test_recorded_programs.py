@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -47,6 +47,7 @@ calls = st.builds(
     st.sampled_from(["step", "step", "zero_grad", "zeros", "model.zero_grad", "by hand", "clip"]),
     which,
 )
+FIRST_STEP = Call("step", 0)
 programs = st.lists(backwards | backwards | calls, min_size=4, max_size=16)
 
 
@@ -145,6 +146,9 @@ class Pair:
 )
 @settings(max_examples=examples(25), deadline=None)
 @given(program=programs)
+@example(program=[Backward(0, (0,), 0), Call("clip", 0), Backward(0, (0,), 1), FIRST_STEP])
+@example(program=[Backward(1, (0,), 0), Call("clip", 0), Call("model.zero_grad", 0), FIRST_STEP])
+@example(program=[Backward(0, (0, 1), 0), Call("zero_grad", 0), FIRST_STEP, Call("step", 1)])
 def test_records_are_of_what_the_step_used(level: str, loss_scale: Any, program: list[Any]) -> None:
     pair = Pair(level, loss_scale)
     eps = 2.0**-20 if level == "O0" else 2.0**-5  # of sums of products in half precision

@@ -183,17 +183,6 @@ def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
     pair.check()
 
 
-def test_min_loss_scale_is_a_floor_that_training_goes_on_at() -> None:
-    pair = Pair("O2", min_loss_scale=2.0**15)
-    for _ in range(5):
-        pair.overflow()
-        pair.optimizer.step()
-        pair.zero()
-    assert pair.engine.loss_scale() == 2.0**15
-    pair.train(0)
-    pair.check()
-
-
 # -- when scaling cannot go on ---------------------------------------------------------------
 
 

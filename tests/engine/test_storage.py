@@ -494,28 +494,6 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
 
 
 @levels
-def test_two_optimizers_share_a_weight(level: str) -> None:
-    found: list[Any] = []
-    for storage in ("full", "split"):
-        torch.manual_seed(0)
-        model = Net()
-        pair = [FusedSGD(model.parameters(), lr=0.1), torch.optim.SGD([model.last.weight], lr=0.1)]
-        model, pair = preamp.initialize(
-            model, pair, opt_level=level, storage=storage, verbosity=0, backend="reference"
-        )
-        for number in range(4):
-            with preamp.scale_loss(loss_of(model, number), pair) as scaled:
-                scaled.backward()
-            for optimizer in pair:
-                optimizer.step()
-                bring_to_split(optimizer)
-            for optimizer in pair:
-                optimizer.zero_grad()
-        found.append([dict(model.state_dict()), [o.state_dict() for o in pair]])
-    assert same(*found)
-
-
-@levels
 @pytest.mark.parametrize("name", ["FusedAdam", "SGD", "LBFGS"])
 def test_closures(level: str, name: str) -> None:
     runs = [start(level, storage, BUILDS[name]) for storage in ("full", "split")]
