@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,24 +12,48 @@ from insight import attribution
 from insight.score import Score
 
 
-def check(every: int, offset: int) -> None:
-    scores = attribution.scores(every, offset)
-    assert [wrong for score in scores for wrong in score.wrong] == []
-    cases = sum(score.cases for score in scores)
-    assert cases > 20
-    assert sum(score.right for score in scores) >= 0.95 * cases  # the others are not known
+def chosen() -> Iterator[attribution.Case]:
+    """Each fault at each level it can be at; architectures and ways to train take turns."""
+    possible = set(attribution.cases())
+    pairs = itertools.product(attribution.FAULTS, attribution.LEVELS)
+    kinds, ways = list(attribution.ARCHITECTURES), attribution.WAYS
+    for number, (fault, level) in enumerate(pairs):
+        turns = range(5 * number, 5 * number + len(ways))
+        tried = (
+            attribution.Case(kinds[turn % len(kinds)], fault, level, ways[turn % len(ways)])
+            for turn in turns
+        )
+        yield from itertools.islice((case for case in tried if case in possible), 1)
+
+
+def check(cases: list[attribution.Case], every_order: int) -> None:
+    """Each case is answered, and rightly: the first parameter, the module, and the order."""
+    parameter, module, order = Score("parameter"), Score("module"), Score("order")
+    for case in cases:
+        attribution.judge(case, parameter, module)
+    orders = list(itertools.islice(attribution.order_cases(), 0, None, every_order))
+    for one in orders:
+        attribution.judge_order(*one, order)
+    assert [wrong for score in (parameter, module, order) for wrong in score.wrong] == []
+    assert (parameter.unknown, module.unknown, order.unknown) == (0, 0, 0)
+    assert {case.fault for case in cases} == set(attribution.FAULTS)
+    assert {case.architecture for case in cases} == set(attribution.ARCHITECTURES)
+    assert {case.level for case in cases} == set(attribution.LEVELS)
+    assert {case.way for case in cases} == set(attribution.WAYS)
+    assert {program for program, _, _ in orders} == set(attribution.PROGRAMS)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_few() -> None:
-    check(1201, 11)
+def test_each_fault() -> None:
+    """At one level; each architecture, level and way is among them."""
+    by_fault = [list(some) for _, some in itertools.groupby(chosen(), lambda case: case.fault)]
+    check([some[number % len(some)] for number, some in enumerate(by_fault)], 67)
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("offset", range(2))
-def test_more(offset: int) -> None:
-    check(149, offset)
+def test_each_fault_at_each_level() -> None:
+    check(list(chosen()), 13)
 
 
 def test_a_wrong_answer_counts() -> None:

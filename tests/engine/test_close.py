@@ -107,24 +107,6 @@ def test_the_second_close_leaves_a_later_engine_alone() -> None:
     assert preamp.engine_of(model) is not first
 
 
-@ALL_LEVELS
-@pytest.mark.parametrize("read_first", [False, True])
-def test_pending_gradients_come_out_unscaled(level: str, read_first: bool) -> None:
-    model, optimizer = started(level, loss_scale=8.0)
-    with preamp.scale_loss(model.last.weight.float().sum() * 3, optimizer) as scaled:
-        scaled.backward()
-    if read_first:
-        assert all(p.grad is None or p.grad.isfinite().all() for p in amp.master_params(optimizer))
-    preamp.engine_of(model).close()
-    grad = model.last.weight.grad
-    assert grad is not None
-    assert grad.dtype is torch.float32
-    assert torch.equal(grad, torch.full_like(grad, 3.0))
-    before = model.last.weight.detach().clone()
-    optimizer.step()
-    assert torch.equal(model.last.weight.detach(), before - 0.125 * grad)
-
-
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_pending_gradients_of_float64_parameters(level: str) -> None:
     model = torch.nn.Linear(2, 1).double()

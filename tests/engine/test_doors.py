@@ -28,7 +28,6 @@ import preamp.optimizers
 from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
-from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 from preamp import fp16_utils
 from preamp.compat import flat
@@ -275,23 +274,6 @@ def test_averaged_models_of_exact_weights(level: str, average: str, created: str
     pair.check()
 
 
-@with_masters
-@pytest.mark.parametrize("average", ["avg_fn"])  # torch's own mean wants equal dtypes
-def test_averaged_models_of_half_weights_do_not_stall(level: str, average: str) -> None:
-    """They read rounded weights, so they are off by what one rounding may cost; not by more."""
-    pair = Pair(level)
-    ours, wanted = (AVERAGES[average](model) for model in (pair.model, pair.plain))
-    for index in range(20):
-        train(pair, start=index)
-        ours.update_parameters(pair.model)
-        wanted.update_parameters(pair.plain)
-    half = BY_NAME[level].weight
-    for mine, theirs in zip(ours.parameters(), wanted.parameters(), strict=True):
-        assert mine.dtype is torch.float32
-        budget = 2 * torch.finfo(half).eps * theirs.abs().max()
-        assert ((mine - theirs).abs() <= budget).all()
-
-
 @levels
 def test_exact_weights_leave_with_an_exception(level: str) -> None:
     pair = Pair(level)
@@ -528,10 +510,15 @@ def bowl_backward(pair: Pair) -> None:
         pair.plain(x.to(next(pair.plain.parameters()).dtype)).backward()
 
 
-@levels
-def test_the_ascent_of_sam_reaches_the_second_forward(level: str) -> None:
+@pytest.mark.parametrize(
+    ("level", "storage"),
+    [*((level, "full") for level in LEVEL_NAMES), *((level, "split") for level in WITH_MASTERS)],
+)
+@pytest.mark.parametrize("build", [torch.optim.SGD, preamp.optimizers.FusedSGD])
+def test_the_ascent_of_sam_reaches_the_second_forward(level: str, storage: str, build: Any) -> None:
     """Numbers stay exact: all gradients are equal, so the norm is a power of two times them."""
-    pair = Pair(level, lambda ps: torch.optim.SGD(ps, lr=0.5), Bowl, loss_scale=128.0)
+    options: Any = {"loss_scale": 128.0, "storage": storage}
+    pair = Pair(level, lambda ps: build(ps, lr=0.5), Bowl, **options)
     # 8 equal elements of magnitude 4: the norm is 4 * sqrt(8); rho makes the ascent 2.
     rho = 2.0 * math.sqrt(8.0)
     sams = [Sam(opt, rho) for opt in (pair.optimizer, pair.plain_optimizer)]
@@ -764,21 +751,6 @@ def test_writes_through_data_between_a_forward_and_its_backward(level: str) -> N
     pair.check()
 
 
-@with_masters
-def test_steps_through_data_train_as_torch(level: str) -> None:
-    """Optimizers of the years before ``no_grad``; nothing is compared for what a step writes."""
-
-    class Old(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for param in self.param_groups[0]["params"]:
-                if param.grad is not None:
-                    param.data.add_(param.grad.data, alpha=-0.5)
-
-    pair = Pair(level, lambda params: Old(params, lr=0.5))
-    train(pair, 3)
-    pair.check()
-
-
 # -- the wrong loss (4) ------------------------------------------------------------------------
 
 
@@ -803,6 +775,7 @@ def test_a_backward_of_the_loss_itself_is_refused(level: str, scale: Any, earlie
     pair.check()
 
 
+@pytest.mark.apex("2.1 several backwards in the block")
 @levels
 @pytest.mark.parametrize("scale", [None, "dynamic", 128.0])
 def test_other_ways_to_use_what_the_block_yields_are_fine(level: str, scale: Any) -> None:
@@ -817,8 +790,10 @@ def test_other_ways_to_use_what_the_block_yields_are_fine(level: str, scale: Any
     for _ in range(2):
         pair.theirs(0)
     with preamp.scale_loss(pair.loss(1), pair.optimizer) as scaled:
-        torch.autograd.backward([scaled])
-    pair.theirs(1)
+        torch.autograd.backward([scaled], retain_graph=True)
+        scaled.backward()
+    for _ in range(2):
+        pair.theirs(1)
     with preamp.scale_loss(pair.loss(2), pair.optimizer):
         pass  # no backward: no gradients either
     pair.check_grads()
@@ -927,29 +902,6 @@ def test_quiet_writes_after_something_was_loaded(
     expect_written(pair, write)
     train(pair, start=2)
     pair.check()
-
-
-def broadcast_weights(rank: int) -> list[torch.Tensor]:
-    """Train each level a step after rank 0 has told the others its weights."""
-    found: list[torch.Tensor] = []
-    for level in WITH_MASTERS:
-        torch.manual_seed(rank)
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        for param in model.parameters():
-            dist.broadcast(param.data, 0)
-        with preamp.scale_loss(model(torch.ones(2, 3)).float().sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        found += [param.detach().clone() for param in model.parameters()]
-    return found
-
-
-def test_ranks_that_broadcast_their_weights_train_one_model(tmp_path: Path) -> None:
-    first, second = run_ranks(broadcast_weights, tmp_path)
-    for mine, theirs in zip(first, second, strict=True):
-        assert_same(mine, theirs)
 
 
 @with_masters

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import BY_KIND, CASTING_FUNCTIONS, LEVEL_NAMES
+from cases.levels import BY_KIND, CASTING_FUNCTIONS
 from preamp import amp
 from preamp.optimizers import FusedSGD
 
@@ -65,14 +65,6 @@ def test_torch_is_as_it_was(level: str) -> None:
     for before, after in zip(attributes, _attributes(), strict=True):
         assert before.keys() == after.keys()
         assert [name for name in before if before[name] is not after[name]] == []
-
-
-def test_many_engines_in_a_row_do_not_pile_up() -> None:
-    attributes = _attributes()
-    for level in LEVEL_NAMES * 3:
-        _train_and_drop(level, preamp)
-    gc.collect()
-    assert [dict(vars(namespace)) for namespace in NAMESPACES] == attributes
 
 
 def test_amp_without_a_living_engine_has_no_state() -> None:

@@ -25,7 +25,6 @@ from preamp.optimizers import FusedAdam, FusedSGD
 
 every_class = pytest.mark.parametrize("case", FUSED, ids=variant_id)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
-Step = Callable[[Any, torch.optim.Optimizer], None]
 
 
 class Training:
@@ -87,9 +86,13 @@ def test_each_gradient_is_unscaled_by_its_own_factor(level: str, order: int) -> 
 @every_class
 @with_masters
 def test_reading_gradients_of_masters_changes_nothing(case: FusedCase, level: str) -> None:
-    """Half gradients are unscaled in the update as they are where somebody reads them."""
-    lazy = Training(level, lambda p: case.kind(p, **case.needs))
-    eager = Training(level, lambda p: case.kind(p, **case.needs))
+    """Half gradients are unscaled in the update as they are where somebody reads them.
+
+    Of a back end that compiles nothing: that all compute the same, their own tests show.
+    """
+    lazy, eager = (
+        Training(level, lambda p: case.kind(p, **case.needs), backend="blocks") for _ in range(2)
+    )
     lazy.run(3)
     eager.run(3, read_gradients)
     same_weights(lazy, eager)
@@ -115,20 +118,6 @@ def test_gradients_of_masters_are_not_made(
     for half in training.model.parameters():
         master = training.engine.master_of(half)
         assert master is None or torch.equal(master.to(half.dtype), half)
-
-
-def test_an_earlier_gradient_is_added() -> None:
-    twice, once = (Training("O2", FusedAdam, loss_scale=64.0) for _ in range(2))
-    twice.backward(0)
-    twice.backward(1)
-    inputs = [batch(seed) for seed in (0, 1)]
-    losses = [torch.nn.functional.mse_loss(once.model(x).float(), y) for x, y in inputs]
-    with preamp.scale_loss(losses[0] + losses[1], once.optimizer) as scaled:
-        scaled.backward()
-    for training in (twice, once):
-        training.optimizer.step()
-    for ours, wanted in zip(twice.weights(), once.weights(), strict=True):
-        torch.testing.assert_close(ours.float(), wanted.float(), rtol=2e-2, atol=2e-3)
 
 
 @every_class

@@ -167,24 +167,6 @@ def test_clipping_makes_no_master_gradients(level: str) -> None:
         assert_same(param.grad, was)
 
 
-@levels
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_then_accumulating_adds_to_the_clipped(level: str, norm_type: float) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    preamp.clip_grad_norm_(pair.optimizer, 2.0**-6, norm_type)
-    clipped = [p.grad.clone() for p in masters(pair)]
-    pair.zero()
-    pair.theirs(1)
-    fresh = [p.grad for p in plain_params(pair)]
-    again = Pair(level)
-    again.backward(0)
-    preamp.clip_grad_norm_(again.optimizer, 2.0**-6, norm_type)
-    again.backward(1)
-    for master, old, new in zip(masters(again), clipped, fresh, strict=True):
-        assert_same(master.grad, old + new)
-
-
 @pytest.mark.apex("B 5: a norm that is not finite, and step all the same")
 @levels
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

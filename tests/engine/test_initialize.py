@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 import preamp
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
@@ -99,20 +99,6 @@ def test_what_is_given_comes_back(
         assert found is own
         if isinstance(own, list):
             assert all(a is b for a, b in zip(own, kept, strict=True))
-
-
-@pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
-@pytest.mark.parametrize("door", DOORS, ids=["preamp", "amp"])
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_no_models(door: Any, level: str, enabled: bool) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    door([], optimizer, opt_level=level, enabled=enabled, verbosity=0)
-    with preamp.scale_loss((weight * 2).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert weight.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.apex(
@@ -327,15 +313,6 @@ def test_conversion_of_half_models(level: str) -> None:
             assert dtype is HALF[level], name
 
 
-@pytest.mark.apex("1.7 O1 and O4 convert nothing", "B 19: float64 and integer buffers")
-@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
-def test_function_levels_convert_nothing(level: str) -> None:
-    model = Zoo()
-    before = dtypes(model)
-    preamp.initialize(model, opt_level=level, verbosity=0)
-    assert dtypes(model) == before
-
-
 @pytest.mark.apex("1.7 O0 makes float64 float32")
 def test_o0_makes_doubles_float32() -> None:
     model = Zoo()
@@ -343,12 +320,23 @@ def test_o0_makes_doubles_float32() -> None:
     assert {dtype for name, dtype in dtypes(model).items() if name not in FIXED} == {F32}
 
 
-@pytest.mark.apex("1.5 cast_model_type", "A master_weights=False at O2, cast_model_type=False")
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_cast_model_type_false_converts_nothing(level: str) -> None:
+@pytest.mark.apex(
+    "1.5 cast_model_type",
+    "1.7 O1 and O4 convert nothing",
+    "A master_weights=False at O2, cast_model_type=False",
+    "B 19: float64 and integer buffers",
+)
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        *((level, {"cast_model_type": False}) for level in LEVEL_NAMES),
+        *((level, {}) for level in CASTING_FUNCTIONS),
+    ],
+)
+def test_what_converts_nothing(level: str, options: dict[str, Any]) -> None:
     model = Zoo()
     before = weights(model)
-    preamp.initialize(model, opt_level=level, cast_model_type=False, verbosity=0)
+    preamp.initialize(model, opt_level=level, verbosity=0, **options)
     assert same(weights(model), before)
 
 
@@ -645,7 +633,58 @@ def echo(level: str, **arguments: Any) -> Echo:
     return preamp.initialize(Echo(), opt_level=level, verbosity=0, **arguments)
 
 
-INPUT_DTYPE = {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF16}
+class Movable:
+    """Has a ``to`` of its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def to(self, dtype: torch.dtype) -> Movable:
+        return Movable(dtype)
+
+
+def ones(dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(2, dtype=dtype)
+
+
+Make, Find = Callable[[torch.dtype], Any], Callable[[Any], list[Any]]
+CONTAINERS: dict[str, tuple[Make, Find]] = {
+    "tensor": (ones, lambda got: [got]),
+    "named tuple": (lambda dtype: Pair(ones(dtype), 3), list),
+    "dataclass": (lambda dtype: Record(ones(dtype)), lambda got: [got.x, got.n]),
+    "model output": (
+        lambda dtype: ModelOutput(logits=ones(dtype), hidden=(ones(dtype),)),
+        lambda got: [got.logits, got["logits"], *got.hidden],
+    ),
+    "list": (lambda dtype: [ones(dtype), "b", None], list),
+    "dict": (lambda dtype: {"a": ones(dtype), "s": "text"}, lambda got: [*got, *got.values()]),
+    "nested": (
+        lambda dtype: {"k": [Pair(ones(dtype), (ones(dtype), 7))]},
+        lambda got: [got["k"][0].x, *got["k"][0].n],
+    ),
+    "generator": (lambda dtype: (ones(dtype) for _ in range(2)), list),
+}
+"""How to make them around tensors of a dtype, and what is in them."""
+FOR_INPUTS: dict[str, tuple[Make, Find]] = {
+    "packed": (lambda dtype: pack_sequence([ones(dtype)[:, None]]), lambda got: [got.data]),
+    "object with to": (Movable, lambda got: [got]),
+}
+LEFT_ALONE = ["fwd", None, 7, torch.arange(2), torch.ones(2) > 0, np.ones(2), nn.Linear(2, 2)]
+
+
+def check_container(kind: str, found: Any, given: torch.dtype, expected: torch.dtype) -> None:
+    """It is of the same type and has the same things in it, tensors in the ``expected`` dtype."""
+    make, find = {**CONTAINERS, **FOR_INPUTS}[kind]
+    made = make(given)
+    assert type(found) is type(made) or kind == "generator", kind
+    for got, was in zip(find(found), find(made), strict=True):
+        if isinstance(was, (torch.Tensor, Movable)):
+            assert got.dtype is expected, kind
+        else:
+            assert got == was, kind
+
+
+INPUT_DTYPE = {"O0": F32, "O1": F32, "O2": F16, "O3": F16, "O4": F32, "O5": BF16}
 
 
 @pytest.mark.apex(
@@ -658,67 +697,20 @@ INPUT_DTYPE = {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF
     "B 8: forward arguments of every kind",
 )
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_inputs(level: str) -> None:
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_inputs(level: str, by_keyword: bool) -> None:
     model = echo(level)
-    expected = INPUT_DTYPE[level] or F32
-
-    class User:
-        dtype = F32
-
-        def to(self, dtype: torch.dtype) -> User:
-            moved = User()
-            moved.dtype = dtype
-            return moved
-
-    def x() -> torch.Tensor:
-        return torch.ones(2)
-
-    mask, array, module = torch.ones(2, dtype=torch.bool), np.ones(2), nn.Linear(2, 2)
-    packed = pack_sequence([torch.ones(2, 3)])
-    model(
-        x(),
-        "fwd",
-        None,
-        7,
-        mask,
-        array,
-        module,
-        Pair(x(), 3),
-        Record(x()),
-        ModelOutput(logits=x()),
-        [x(), {"a": (x(), "b")}],
-        packed,
-        User(),
-        (x() for _ in range(2)),
-        range(2),
-        x=x(),
-        causal=False,
-        deep={"k": [Pair(x(), None)]},
-    )
+    kinds = {**CONTAINERS, **FOR_INPUTS}
+    given = [*(make(F32) for make, _ in kinds.values()), *LEFT_ALONE, range(2)]
+    model(**{f"n{n}": one for n, one in enumerate(given)}) if by_keyword else model(*given)
     args, kwargs = model.seen
-    assert args[0].dtype is expected
-    assert args[1:4] == ("fwd", None, 7)
-    assert args[4] is mask
-    assert args[5] is array
-    assert args[6] is module
-    assert module.weight.dtype is F32
-    assert type(args[7]) is Pair
-    assert args[7].x.dtype is expected
-    assert type(args[8]) is Record
-    assert (args[8].x.dtype, args[8].n) == (expected, 3)
-    assert type(args[9]) is ModelOutput
-    assert args[9].logits.dtype is args[9]["logits"].dtype is expected
-    assert args[10][0].dtype is expected
-    assert args[10][1]["a"][0].dtype is expected
-    assert args[10][1]["a"][1] == "b"
-    assert type(args[11]) is PackedSequence
-    assert args[11].data.dtype is expected
-    assert args[12].dtype is expected
-    assert [item.dtype for item in args[13]] == [expected, expected]
-    assert args[14] == range(2)
-    assert kwargs["x"].dtype is expected
-    assert kwargs["causal"] is False
-    assert kwargs["deep"]["k"][0].x.dtype is expected
+    found = list(kwargs.values()) if by_keyword else list(args)
+    assert len(found) == len(given)
+    for kind, got in zip(kinds, found, strict=False):
+        check_container(kind, got, F32, INPUT_DTYPE[level])
+    for got, one in zip(found[len(kinds) :], LEFT_ALONE, strict=False):
+        assert got is one
+    assert found[-1] == range(2)
 
 
 def test_o0_casts_doubles_and_halves() -> None:
@@ -735,14 +727,6 @@ def test_the_callers_containers_are_not_changed() -> None:
     assert given["list"][0].dtype is F32
 
 
-def test_gradients_reach_the_inputs() -> None:
-    model, _ = started("O2")
-    x = torch.randn(6, 4, requires_grad=True)
-    model(x).sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype is F32
-
-
 # -- outputs ---------------------------------------------------------------------------------
 
 
@@ -754,35 +738,12 @@ def test_outputs(level: str, scope: Any) -> None:
     model = echo(level, scope=scope)
     expected = F16 if scope == "thread" and level in CASTING_FUNCTIONS else F32
 
-    def x() -> torch.Tensor:
-        return torch.ones(2, dtype=F16)
-
-    def items() -> Iterator[torch.Tensor]:
-        yield x()
-
-    ids = torch.arange(2)
-    model.answer = (
-        Pair(x(), 3),
-        Record(x()),
-        ModelOutput(logits=x(), hidden=(x(),)),
-        {"a": x(), "s": "text"},
-        ids,
-        None,
-        items(),
-    )
-    pair, record, output, mapping, same_ids, none, generator = model()
-    assert type(pair) is Pair
-    assert (pair.x.dtype, pair.n) == (expected, 3)
-    assert type(record) is Record
-    assert record.x.dtype is expected
-    assert type(output) is ModelOutput
-    assert output.logits.dtype is output["logits"].dtype is expected
-    assert output.hidden[0].dtype is expected
-    assert mapping["a"].dtype is expected
-    assert mapping["s"] == "text"
-    assert same_ids is ids
-    assert none is None
-    assert next(generator).dtype is expected
+    model.answer = (*(make(F16) for make, _ in CONTAINERS.values()), *LEFT_ALONE)
+    found = model()
+    for kind, got in zip(CONTAINERS, found, strict=False):
+        check_container(kind, got, F16, expected)
+    for got, one in zip(found[len(CONTAINERS) :], LEFT_ALONE, strict=True):
+        assert got is one
 
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
@@ -846,6 +807,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         lambda: nn.LSTM(4, 4),
         lambda m: m(torch.ones(2, 1, 4), (torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)))[0],
     ),
+    "lstm of packed rows": (
+        lambda: nn.LSTM(4, 4),
+        lambda m: m(pack_sequence([torch.ones(3, 4), torch.ones(1, 4)]))[0].data,
+    ),
     "gru": (lambda: nn.GRU(4, 4), lambda m: m(torch.ones(2, 1, 4))[0]),
     "gru cell": (lambda: nn.GRUCell(4, 4), lambda m: m(torch.ones(1, 4))),
     "attention": (
@@ -865,7 +830,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.apex("1.7 a float32 tensor made inside a half model")
+@pytest.mark.apex("1.7 a float32 tensor made inside a half model", "1.7 recurrent layers")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_float32_inside(level: str, name: str) -> None:
@@ -883,30 +848,7 @@ def test_float32_inside(level: str, name: str) -> None:
         assert model().isfinite().all()
 
 
-@pytest.mark.apex("1.7 recurrent layers", "B 8: forward arguments of every kind")
-@pytest.mark.parametrize("level", HALF_WEIGHTS)
-def test_recurrent_model(level: str) -> None:
-    model = nn.LSTM(3, 2)
-    optimizer = sgd(model)
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    packed = pack_sequence([torch.ones(3, 3), torch.ones(1, 3)])
-    out, (h, c) = model(packed)
-    assert type(out) is PackedSequence
-    assert {out.data.dtype, h.dtype, c.dtype} == {F32}
-
-
 # -- calling again ---------------------------------------------------------------------------
-
-
-def test_one_model_in_two_calls_for_two_optimizers() -> None:
-    """A second optimizer over the same model comes later, at a level without casts."""
-    model, first = make()
-    second = sgd(model)
-    preamp.initialize(model, first, opt_level="O1", verbosity=0)
-    preamp.initialize([], second, opt_level="O1", verbosity=0)
-    train_step(model, first, 0)
-    train_step(model, second, 1)
-    assert preamp.engine_of(second) is not preamp.engine_of(model)
 
 
 @pytest.mark.apex("2.6 step")

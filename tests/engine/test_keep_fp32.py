@@ -519,19 +519,10 @@ def test_nested_tensors_reach_the_attention_of_torch_s_encoder(keep: Any, level:
     torch.testing.assert_close(found[:, :4], expected[:, :4], rtol=0, atol=4 * eps)
 
 
-def test_rotary_codes_are_as_exact_as_half_allows() -> None:
-    model, _ = made("rotary, fused")
-    rounded = model.inv_freq.bfloat16().float()
-    angles = 8000 * torch.stack([model.inv_freq.double(), rounded.double()])
-    assert (angles[0].cos() - angles[1].cos()).abs().max() > 0.4  # what rounding them would do
-    preamp.initialize(model, opt_level="O5", verbosity=0)
-    assert torch.equal(model.inv_freq, 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
-
-
-@pytest.mark.each
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("level", HALF_WEIGHTS)
-@pytest.mark.parametrize("kind", ["rotary, fused", "mask, by hand"])
+@pytest.mark.parametrize(
+    ("kind", "level"), [("rotary, fused", "O5"), ("mask, by hand", "O2"), ("mask, by hand", "O3")]
+)
 def test_compiled_models_mix_too(kind: str, level: str) -> None:
     model, x = made(kind)
     preamp.initialize(model, opt_level=level, verbosity=0)

@@ -117,21 +117,6 @@ def test_masters_in_a_file(level: str) -> None:
     assert {type(p) for p in loaded} == {nn.Parameter}
 
 
-@pytest.mark.apex("2.6 state_dict, load_state_dict")
-@ALL_LEVELS
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_is_float32_except_at_o3(level: str, name: str) -> None:
-    model, optimizer = started(level, optimizer=name)
-    train_step(model, optimizer, 0)
-    found = {
-        value.dtype
-        for state in optimizer.state_dict()["state"].values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    }
-    assert found == {torch.float16 if level == "O3" else torch.float32}
-
-
 @ALL_LEVELS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_deepcopy_of_the_optimizer(level: str, name: str) -> None:

@@ -17,8 +17,7 @@ from torch.optim import lr_scheduler
 
 import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
-from cases.models import Damage, Exact, loss_of, values
-from cases.optimizers import clone_state
+from cases.models import Damage, values
 from cases.pair import Pair, adam, sgd
 from cases.tolerances import assert_same, assert_within_budget
 
@@ -32,37 +31,27 @@ levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 @levels
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -> None:
-    model = Exact()
-    row_dtype = torch.float16 if level == "O3" else torch.float32
-    plain = copy.deepcopy(model).to(row_dtype)
-    optimizer, oracle = kind(model.parameters(), lr=0.1), kind(plain.parameters(), lr=0.1)
-    step = optimizer.step
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    engine = preamp.engine_of(model)
-    damage = Damage(model.norm.bias, math.inf)
+    steps: list[Any] = []
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        optimizer = kind(params, lr=0.1)
+        steps.append(optimizer.step)
+        return optimizer
+
+    pair = Pair(level, build, loss_scale="dynamic")
     for index in range(4):
-        damage.armed = index in (0, 2)
-        before, state = values(optimizer), clone_state(optimizer)
-        with preamp.scale_loss(loss_of([model], index), optimizer) as scaled:
-            scaled.backward()
-        step()
         if index in (0, 2):
-            assert engine.last_step_skipped
-            for now, was in zip(values(optimizer), before, strict=True):
-                assert_same(now, was)
-            assert clone_state(optimizer).keys() == state.keys()
-            for key, value in clone_state(optimizer).items():
-                assert_same(value, state[key], key)
+            pair.overflow()
+            steps[0]()
+            assert pair.engine.last_step_skipped
         else:
-            with preamp.disable_casts():
-                loss_of([plain], index).backward()
-                oracle.step()
-        optimizer.zero_grad()
-        oracle.zero_grad()
-        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
-            assert_same(ours, theirs, f"step {index}")
-    assert (engine.steps_applied, engine.steps_skipped) == (2, 2)
-    assert engine.loss_scale() == 2.0**14
+            pair.backward(index)
+            steps[0]()
+            pair.plain_step()
+        pair.zero()
+        pair.check(f"step {index}")
+    assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (2, 2)
+    assert pair.engine.loss_scale() == 2.0**14
 
 
 class Demanding(torch.optim.SGD):
@@ -186,37 +175,32 @@ def test_schedulers_see_the_optimizer(
     level: str, make: Callable[[Any], Any], when: str, skip_first: bool
 ) -> None:
     """A-17: warnings are errors here, the one about the order of the two steps included."""
-    model = Exact()
-    plain = copy.deepcopy(model).to(torch.float16 if level == "O3" else torch.float32)
-    optimizer, oracle = sgd(model.parameters()), sgd(plain.parameters())
-    groups = optimizer.param_groups
-    first = groups[0]
-    scheduler = make(optimizer) if when == "before" else None
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    scheduler = make(optimizer) if scheduler is None else scheduler
-    reference = make(oracle)
-    assert optimizer.param_groups is groups
-    assert optimizer.param_groups[0] is first
-    damage = Damage(model.linear.weight, math.nan)
+    schedulers: list[Any] = []
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(params)
+        if when == "before":
+            schedulers.append(make(optimizer))
+        return optimizer
+
+    pair = Pair(level, build, loss_scale="dynamic")
+    optimizers = [pair.optimizer, pair.plain_optimizer]
+    schedulers = schedulers or [make(optimizer) for optimizer in optimizers]
     for index in range(4):
-        damage.armed = skip_first and index == 0
-        with preamp.scale_loss(loss_of([model], index), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert preamp.engine_of(model).last_step_skipped is (skip_first and index == 0)
-        scheduler.step()
-        with preamp.disable_casts():
-            loss_of([plain], index).backward()
-            if skip_first and index == 0:
-                oracle._opt_called = True  # type: ignore[attr-defined]
-            else:
-                oracle.step()
-        reference.step()
-        optimizer.zero_grad()
-        oracle.zero_grad()
-        assert first["lr"] == oracle.param_groups[0]["lr"]
-        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
-            assert_same(ours, theirs, f"step {index}")
+        if skip_first and index == 0:
+            pair.overflow()
+            pair.optimizer.step()
+            assert pair.engine.last_step_skipped
+            pair.plain_optimizer._opt_called = True  # type: ignore[attr-defined]
+        else:
+            pair.backward(index)
+            pair.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        pair.zero()
+        ours, theirs = (optimizer.param_groups[0]["lr"] for optimizer in optimizers)
+        assert ours == theirs
+        pair.check(f"step {index}")
 
 
 @levels
@@ -301,39 +285,11 @@ def test_arguments_and_result_of_step_pass_through(level: str) -> None:
 
 @pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
 @levels
-@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
-@pytest.mark.parametrize("by_keyword", [False, True])
-def test_closures(level: str, build: Any, by_keyword: bool) -> None:
-    pair = Pair(level, build, loss_scale="dynamic")
-
-    def ours() -> torch.Tensor:
-        pair.optimizer.zero_grad()
-        loss = pair.loss(calls[0])
-        with preamp.scale_loss(loss, pair.optimizer) as scaled:
-            scaled.backward()
-        return loss
-
-    def theirs() -> torch.Tensor:
-        pair.plain_optimizer.zero_grad()
-        loss = pair.plain_loss(calls[0])
-        loss.backward()
-        return loss
-
-    calls = [0]
-    for step in range(3):
-        calls[0] = step
-        mine: Any = pair.optimizer.step(closure=ours) if by_keyword else pair.optimizer.step(ours)
-        with preamp.disable_casts():
-            wanted: Any = pair.plain_optimizer.step(theirs)
-        assert mine.item() == pytest.approx(wanted.item(), rel=0.05, abs=0.02)
-        pair.check(f"step {step}")
-    assert pair.engine.steps_applied == 3
-
-
-@pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
-@levels
 @pytest.mark.parametrize("bound_before", [False, True])
-def test_an_overflow_inside_a_closure_runs_it_again(level: str, bound_before: bool) -> None:
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_an_overflow_inside_a_closure_runs_it_again(
+    level: str, bound_before: bool, by_keyword: bool
+) -> None:
     steps: list[Any] = []
 
     def build(params: Any) -> torch.optim.Optimizer:
@@ -353,7 +309,7 @@ def test_an_overflow_inside_a_closure_runs_it_again(level: str, bound_before: bo
         return torch.tensor(float(len(calls)))
 
     step = steps[0] if bound_before else pair.optimizer.step
-    result = step(closure)
+    result = step(closure=closure) if by_keyword else step(closure)
     assert result.item() == 3.0
     assert calls == [2.0**16, 2.0**15, 2.0**14]
     assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (1, 2)

@@ -156,37 +156,6 @@ def test_a_state_that_is_kept_for_long_is_not_known() -> None:
     assert runs.told is None
 
 
-def test_what_a_generator_has_made() -> None:
-    generator, critic = Function(torch.exp), Function(torch.tanh)
-    runs = Runs(generator, critic)
-    fake = generator(torch.full((2, 4), 1e30))
-    runs.step(critic(fake.detach().reshape(4, 2).repeat(1, 2)).sum(), 1)
-    assert runs.told == ("Function", "forward", "exp")
-    assert runs.trace is not None
-    assert runs.trace.module == "0"
-
-
-def test_what_a_validation_has_made() -> None:
-    """Features that a forward without gradients has returned go into a later one."""
-    model = Function(lambda x: x.pow(9))
-    runs = Runs(model)
-    with torch.no_grad():
-        model(torch.full((2, 4), math.inf))  # nobody uses this
-        features = model(torch.full((2, 4), 1e30))
-    runs.step(model(features.mean(0, keepdim=True)).sum())
-    assert runs.told == ("Function", "forward", "")
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_validation_has_nothing_to_do_with_it(bad: float) -> None:
-    model = Function(torch.tanh)
-    runs = Runs(model)
-    with torch.no_grad():
-        model(torch.full((2, 4), bad))
-    runs.step(model(torch.ones(2, 4)).sum() * math.nan)
-    assert runs.told == ("", "forward", "mul")
-
-
 def test_targets_may_be_data_or_made_by_another_model() -> None:
     model = Function(torch.tanh)
     runs = Runs(model)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -33,7 +34,7 @@ class Backward:
 class Call:
     """On one model or its optimizer."""
 
-    name: Literal["step", "zero_grad", "model.zero_grad", "clip"]
+    name: Literal["step", "zero_grad", "zeros", "model.zero_grad", "by hand", "clip"]
     model: int
 
 
@@ -42,8 +43,11 @@ backwards = st.builds(
     Backward, st.integers(0, LOSSES - 1), st.sampled_from([(0,), (1,), (0, 1)]), st.integers(0, 9)
 )
 calls = st.builds(
-    Call, st.sampled_from(["step", "step", "zero_grad", "model.zero_grad", "clip"]), which
+    Call,
+    st.sampled_from(["step", "step", "zero_grad", "zeros", "model.zero_grad", "by hand", "clip"]),
+    which,
 )
+FIRST_STEP = Call("step", 0)
 programs = st.lists(backwards | backwards | calls, min_size=4, max_size=16)
 
 
@@ -59,7 +63,7 @@ class Expected:
 class Pair:
     """Two models with an engine, the same two without, and what the records should say."""
 
-    def __init__(self, loss_scale: Any) -> None:
+    def __init__(self, level: str, loss_scale: Any) -> None:
         torch.manual_seed(0)
         self.models = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)) for _ in "ab"]
         self.plain = copy.deepcopy(self.models)
@@ -70,7 +74,7 @@ class Pair:
         preamp.initialize(
             self.models,
             self.optimizers,
-            opt_level="O0",
+            opt_level=level,
             loss_scale=loss_scale,
             num_losses=LOSSES,
             verbosity=0,
@@ -78,6 +82,10 @@ class Pair:
             numerics_every=1,
         )
         self.engine = preamp.engine_of(self.optimizers[0])
+        for scaler in self.engine.scalers if loss_scale == "dynamic" else ():
+            scaler.set_scale(256.0)  # at which nothing overflows
+        self.engine.scaler(1).set_scale(128.0) if loss_scale == "dynamic" else None
+        self.scales = [self.engine.loss_scale(loss_id) for loss_id in range(LOSSES)]
         self.coming = [Expected(), Expected()]
         self.steps: list[tuple[int, Expected]] = []
 
@@ -104,7 +112,7 @@ class Pair:
         index = action.model
         model, plain = self.models[index], self.plain[index]
         if action.name == "clip":
-            preamp.clip_grad_norm_(self.optimizers[index], 0.5)
+            preamp.clip_grad_norm_(self.optimizers[index], 0.5).zero_()  # it is the script's own
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             self.coming[index].norm = norm.item()
             return
@@ -112,18 +120,39 @@ class Pair:
             self.optimizers[index].step()
             self.plain_optimizers[index].step()
             self.steps.append((index, self.coming[index]))
-        owner = model if action.name == "model.zero_grad" else self.optimizers[index]
-        owner.zero_grad()
-        plain.zero_grad()
-        if action.name != "model.zero_grad" or self.coming[index].losses:
+        of_model = action.name in ("model.zero_grad", "by hand")
+        if action.name == "by hand":
+            for param in (*model.parameters(), *plain.parameters()):
+                param.grad = None
+        else:
+            owner = model if of_model else self.optimizers[index]
+            for each in (owner, plain):
+                each.zero_grad(set_to_none=action.name != "zeros")
+        if not of_model or self.coming[index].losses:
             self.coming[index] = Expected()
 
 
-@pytest.mark.parametrize("loss_scale", ["dynamic", 256.0, 1.0])
+@pytest.mark.parametrize(
+    ("level", "loss_scale"),
+    [
+        ("O0", "dynamic"),
+        ("O0", 256.0),
+        ("O0", 1.0),
+        ("O2", "dynamic"),
+        ("O2", 256.0),
+        ("O5", 256.0),
+        ("O5", 1.0),
+    ],
+)
 @settings(max_examples=examples(25), deadline=None)
 @given(program=programs)
-def test_records_are_of_what_the_step_used(loss_scale: Any, program: list[Any]) -> None:
-    pair = Pair(loss_scale)
+@example(program=[Backward(0, (0,), 0), Call("clip", 0), Backward(0, (0,), 1), FIRST_STEP])
+@example(program=[Backward(1, (0,), 0), Call("clip", 0), Call("model.zero_grad", 0), FIRST_STEP])
+@example(program=[Backward(0, (0, 1), 0), Call("zero_grad", 0), FIRST_STEP, Call("step", 1)])
+def test_records_are_of_what_the_step_used(level: str, loss_scale: Any, program: list[Any]) -> None:
+    pair = Pair(level, loss_scale)
+    eps = 2.0**-20 if level == "O0" else 2.0**-5  # of sums of products in half precision
+    near = partial(pytest.approx, rel=eps, abs=eps)
     for action in program:
         if isinstance(action, Backward):
             pair.backward(action)
@@ -132,16 +161,17 @@ def test_records_are_of_what_the_step_used(loss_scale: Any, program: list[Any]) 
     steps, numerics = (pair.engine.history.of(StepRecord), pair.engine.history.of(NumericsRecord))
     assert [record.optimizer for record in steps] == [index for index, _ in pair.steps]
     for record, (index, expected) in zip(steps, pair.steps, strict=True):
-        assert record.losses == pytest.approx(expected.losses)
-        assert record.norm == (None if expected.norm is None else pytest.approx(expected.norm))
+        assert record.losses == near(expected.losses)
+        assert record.scales == dict(enumerate(pair.scales))
+        assert record.norm == (None if expected.norm is None else near(expected.norm))
         mine = [r for r in numerics if (r.step, r.optimizer) == (record.step, index)]
-        measured = {r.loss_id: r.tensors for r in mine if r.tensors}
+        # Zeros that were left in place of gradients may be measured too.
+        measured = {r.loss_id: r.tensors for r in mine if any(t.max_abs for t in r.tensors)}
         assert measured.keys() == expected.grads.keys()
         if loss_scale == 1.0:
-            continue  # they add up in place, and the sum is measured
+            continue  # they may add up in place, and the sum is measured
         for loss_id, grads in expected.grads.items():
             found = [tensor.max_abs / tensor.scale for tensor in measured[loss_id]]
-            assert found == pytest.approx([grad.abs().max().item() for grad in grads], abs=1e-6)
+            assert found == near([grad.abs().max().item() for grad in grads])
             found = [tensor.rms / tensor.scale for tensor in measured[loss_id]]
-            rms = [grad.square().mean().sqrt().item() for grad in grads]
-            assert found == pytest.approx(rms, abs=1e-6)
+            assert found == near([grad.square().mean().sqrt().item() for grad in grads])

@@ -23,7 +23,6 @@ from preamp.numerics import (
     History,
     MemoryRecord,
     NumericsRecord,
-    OverflowRecord,
     Record,
     ResumeRecord,
     StepRecord,
@@ -51,91 +50,6 @@ def largest(record: NumericsRecord) -> list[float]:
 
 
 # -- whose numbers they are --------------------------------------------------------------------
-
-
-def drop(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if way == "optimizer":
-        optimizer.zero_grad()
-    elif way == "zeros":
-        optimizer.zero_grad(set_to_none=False)
-    elif way == "model":
-        model.zero_grad()
-    else:
-        for param in model.parameters():
-            param.grad = None
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("way", ["optimizer", "zeros", "model", "by hand"])
-def test_dropped_gradients_leave_nothing_in_the_next_step(level: str, way: str) -> None:
-    model, optimizer = started(level, numerics="light", num_losses=2)
-    backward(model, optimizer, 0, loss_id=1)
-    preamp.clip_grad_norm_(optimizer, 1.0)
-    drop(way, model, optimizer)
-    loss = backward(model, optimizer, 1)
-    optimizer.step()
-    history = history_of(model)
-    (step,) = history.of(StepRecord)
-    assert step.losses == {0: loss.item()}
-    assert step.norm is None
-    assert [record.loss_id for record in history.of(NumericsRecord)] == [0]
-
-
-@pytest.mark.parametrize("way", ["optimizer", "model"])
-def test_a_step_after_the_gradients_were_dropped_has_none(way: str) -> None:
-    model, optimizer = started("O2", numerics="light")
-    backward(model, optimizer, 0)
-    preamp.clip_grad_norm_(optimizer, 1.0)
-    drop(way, model, optimizer)
-    optimizer.step()
-    (step,) = history_of(model).of(StepRecord)
-    assert (step.losses, step.norm) == ({}, None)
-    assert all(not record.tensors for record in history_of(model).of(NumericsRecord))
-
-
-def test_dropping_one_optimizers_gradients_keeps_the_others() -> None:
-    models = [Net(), Net()]
-    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
-    preamp.initialize(models, [first, second], opt_level="O2", verbosity=0, numerics="light")
-    loss = loss_of(models[0], 0) + loss_of(models[1], 0)
-    with preamp.scale_loss(loss, [first, second]) as scaled:
-        scaled.backward()
-    first.zero_grad()
-    first.step()
-    second.step()
-    steps = {step.optimizer: step.losses for step in history_of(first).of(StepRecord)}
-    assert steps == {0: {}, 1: {0: loss.item()}}
-
-
-def test_a_norm_from_before_the_last_backward_is_not_the_steps() -> None:
-    model, optimizer = started("O2", numerics="light")
-    for index, norm in ((0, None), (1, 1.0)):
-        backward(model, optimizer, 0)
-        preamp.clip_grad_norm_(optimizer, 1.0)
-        if norm is None:
-            backward(model, optimizer, 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert (history_of(model).of(StepRecord)[index].norm is None) == (norm is None)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_statistics_and_loss_are_of_the_same_backward(level: str) -> None:
-    """The last one; its own gradient, since earlier ones are set aside meanwhile."""
-    alone, its_optimizer = started(level, numerics="light")
-    model, optimizer = started(level, numerics="light")
-    for step in range(2):
-        backward(model, optimizer, step)
-    loss = backward(model, optimizer, 2)
-    alone.load_state_dict(model.state_dict())
-    backward(alone, its_optimizer, 2)
-    optimizer.step()
-    its_optimizer.step()
-    (step_record,) = history_of(model).of(StepRecord)
-    (record,) = history_of(model).of(NumericsRecord)
-    (wanted,) = history_of(alone).of(NumericsRecord)
-    assert step_record.losses == {0: loss.item()}
-    assert record.tensors == wanted.tensors
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
@@ -517,15 +431,6 @@ def test_weights_before_a_step_take_no_more_than_themselves(
     (found,) = (t for t in record.tensors if t.what == "weight" and t.name == "weight")
     assert found.stalled == int(((model.weight == weight) & moves).sum())
     assert 0 < (found.stalled or 0) < moves.sum()
-
-
-def test_overflows_of_every_optimizer_are_recorded_with_it() -> None:
-    models = [Net(), Net()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    preamp.initialize(models, optimizers, opt_level="O2", verbosity=0)
-    train_step(models[1], optimizers[1], 0, poison=True)
-    (record,) = history_of(models[0]).of(OverflowRecord)
-    assert record.optimizer == 1
 
 
 @pytest.mark.parametrize("factor", [1.0, math.inf, math.nan])

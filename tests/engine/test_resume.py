@@ -107,6 +107,7 @@ def check_resume(
 
 
 @pytest.mark.apex(
+    "1.7 optimizer state follows its parameters",
     "1.7 what model.state_dict() holds",
     "10 A-4",
     "2.6 state_dict, load_state_dict",

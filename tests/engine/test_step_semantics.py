@@ -7,7 +7,6 @@ import copy
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,52 +14,19 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import EXACT, F32_WEIGHTS, LEVEL_NAMES
+from cases.levels import F32_WEIGHTS, LEVEL_NAMES
 from cases.models import Damage, Exact, Parts, batch, loss_of, values
-from cases.optimizers import clone_state
-from cases.pair import Pair, adam, sgd
+from cases.pair import Pair, sgd
 from cases.tolerances import assert_same
-from preamp.optimizers import FusedSGD
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
-dynamic = pytest.mark.parametrize("level", LEVEL_NAMES)
-"""All levels, for tests that ask for ``loss_scale="dynamic"``."""
 
 
 # -- accumulation and delays ------------------------------------------------------------------
 
 
-@dynamic
-def test_delayed_gradients_survive_a_change_of_scale(level: str) -> None:
-    pair = Pair(level, loss_scale="dynamic")
-    pair.backward(0, delay_unscale=True)
-    pair.engine.scaler(0).set_scale(2.0**10)
-    pair.backward(1)
-    pair.check_grads()
-    pair.step()
-    pair.check()
-
-
-@dynamic
-def test_delayed_overflow_belongs_to_its_own_scaler(level: str) -> None:
-    """The backward of another loss settles what was delayed; the overflow stays loss 0's."""
-    pair = Pair(level, loss_scale="dynamic", num_losses=2)
-    with preamp.scale_loss(pair.loss(0) * math.inf, pair.optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
-    pair.ours(1, loss_id=1)
-    pair.optimizer.step()
-    assert pair.engine.last_step_skipped
-    pair.zero()
-    for loss_id in (0, 1):
-        pair.backward(2 + loss_id, loss_id=loss_id)
-    assert [pair.engine.loss_scale(i) for i in (0, 1)] == [2.0**15, 2.0**16]
-    pair.step()
-    assert not pair.engine.last_step_skipped
-    pair.check()
-
-
 @pytest.mark.apex("10 A-26", "2.7 delay_overflow_check=True")
-@dynamic
+@levels
 @pytest.mark.parametrize("then", ["checked", "delayed"])
 def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
     """A-26: Apex reset the flag at the next exit, and the infinite gradients were applied."""
@@ -77,20 +43,6 @@ def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
     pair.train(2)
     assert not pair.engine.last_step_skipped
     assert pair.engine.loss_scale() == 2.0**15
-    pair.check()
-
-
-@pytest.mark.apex("2.1 several backwards in the block")
-@levels
-def test_several_backwards_in_one_body(level: str) -> None:
-    pair = Pair(level)
-    with preamp.scale_loss(pair.loss(0), pair.optimizer) as scaled:
-        scaled.backward(retain_graph=True)
-        scaled.backward()
-    pair.theirs(0)
-    pair.theirs(0)
-    pair.check_grads()
-    pair.step()
     pair.check()
 
 
@@ -133,101 +85,31 @@ def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any
         assert model.linear.weight.isfinite().all()
 
 
-# -- exceptions ------------------------------------------------------------------------------
-
-
-class BodyError(Exception):
-    """Raised by the bodies below."""
-
-
-def _fail_in_body(pair: Pair, *, after_backward: bool) -> None:
-    with preamp.scale_loss(pair.loss(7), pair.optimizer) as scaled:
-        if after_backward:
-            scaled.backward()
-        raise BodyError
-
-
-def _start_from_rounded(pair: Pair) -> None:
-    """A master made after initialize starts from the half weight: there is nothing else."""
-    with torch.no_grad():
-        for ours, theirs in zip(
-            pair.model.get_submodule("b").parameters(),
-            pair.plain.get_submodule("b").parameters(),
-            strict=True,
-        ):
-            theirs.copy_(ours)
-
-
 # -- which parameters take part --------------------------------------------------------------
 
 
+@pytest.mark.apex("1.1 float64 parameters in an optimizer")
 @levels
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_part_unused_with_the_zeroing_an_optimizer_was_built_for(level: str, fails: bool) -> None:
-    """FusedSGD zeroes gradients unless it is told otherwise, and its momentum goes on."""
-    build = partial(FusedSGD, lr=0.25, momentum=0.5)
-    pair = Pair(level, build, loss_scale="dynamic")
-    for index, parts in enumerate(["ab", "a", "b", "ab"]):
-        if fails:
-            with pytest.raises(BodyError):
-                _fail_in_body(pair, after_backward=True)
-        pair.backward(index, parts)
-        pair.step()
-        pair.optimizer.zero_grad()
-        pair.plain_optimizer.zero_grad()
-        pair.check(f"step {index}")
-
-
-@levels
-def test_parameters_without_a_model_are_trained_and_named(level: str) -> None:
-    """A loss with weights, say."""
-    model, plain = Parts(), Parts()
-    weights, plain_weights = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    dtype = torch.float16 if level == "O3" else torch.float32
-    plain.to(dtype)
-    optimizer = sgd([*model.parameters(), weights])
-    oracle = sgd([*plain.parameters(), plain_weights])
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert weights.dtype is torch.float32
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
+def test_parameters_of_no_model_stay_as_they_are(level: str, dtype: Any, scale: Any) -> None:
+    """A loss with weights, say. Their gradients keep the digits and the range of their dtype."""
+    model = Parts()
+    extra = nn.Parameter(torch.tensor([1.0, 2.0], dtype=dtype))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
     assert "trained but in no model, left as they are: optimizers[0].param_groups[0][4]" in (
         preamp.engine_of(model).explain()
     )
-    for index in range(3):
-        x, coefficients = batch(index)
-        # Only the weights' own gradient may depend on a parameter: all else stays exact.
-        with preamp.scale_loss(
-            (model(x) * coefficients).sum() + (weights * coefficients).sum(), optimizer
-        ) as scaled:
-            scaled.backward()
-        with preamp.disable_casts():
-            output = plain(x.to(dtype)).float()
-            ((output * coefficients).sum() + (plain_weights * coefficients).sum()).backward()
-        for each in (optimizer, oracle):
-            with preamp.disable_casts():
-                each.step()
-            each.zero_grad()
-        assert_same(weights.detach(), plain_weights.detach())
-        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
-            assert_same(ours, theirs)
-
-
-@pytest.mark.apex("1.1 float64 parameters in an optimizer")
-@pytest.mark.parametrize("level", EXACT)
-@pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
-def test_float64_parameters_in_the_optimizer(level: str, scale: Any) -> None:
-    model = Parts()
-    extra = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
-    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
     x, coefficients = batch(0)
-    third = torch.tensor([1 / 3, 1e-60], dtype=torch.float64)
-    loss = (model(x) * coefficients).sum().double() + (extra * third).sum()
+    slope = torch.tensor([1 / 3, torch.finfo(dtype).smallest_normal], dtype=dtype)
+    loss = (model(x) * coefficients).sum().to(dtype) + (extra * slope).sum()
     with preamp.scale_loss(loss, optimizer) as scaled:
-        assert scaled.dtype is torch.float64
+        assert scaled.dtype is dtype
         scaled.backward()
-    assert_same(extra.grad, third)
+    assert_same(extra.grad, slope)
     optimizer.step()
-    assert_same(extra.detach(), torch.tensor([1.0, 2.0], dtype=torch.float64) - 0.1 * third)
+    assert_same(extra.detach(), torch.tensor([1.0, 2.0], dtype=dtype) - 0.5 * slope)
 
 
 def test_parameters_of_three_dtypes_in_one_optimizer() -> None:
@@ -251,67 +133,26 @@ def test_parameters_of_three_dtypes_in_one_optimizer() -> None:
     assert_same(brain.detach(), torch.full((2,), 0.8, dtype=torch.bfloat16))
 
 
-@pytest.mark.apex("1.7 optimizer state follows its parameters")
-@levels
-@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
-def test_state_from_before_initialize_is_kept(level: str, build: Any) -> None:
-    """An optimizer that has stepped already brings its momentum along, cast to its parameters."""
-    model, plain = Parts(), Parts()
-    optimizer, oracle = build(model.parameters()), build(plain.parameters())
-    for own, its in ((model, optimizer), (plain, oracle)):
-        for index in range(2):
-            loss_of([own], index).backward()
-            its.step()
-            its.zero_grad()
-    if level == "O3":
-        plain.half()
-        oracle.load_state_dict(oracle.state_dict())
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for index in (2, 3):
-        _backward(loss_of([model], index), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        with preamp.disable_casts():
-            loss_of([plain], index).backward()
-            oracle.step()
-        oracle.zero_grad()
-        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
-            assert_same(ours, theirs, f"step {index}")
-    state, wanted = clone_state(optimizer), clone_state(oracle)
-    assert len(state) == len(wanted)
-    for key, value in wanted.items():
-        assert_same(state[key], value, key)
-
-
 # -- add_param_group -------------------------------------------------------------------------
 
 
 @pytest.mark.apex("2.6 add_param_group")
 @levels
-@pytest.mark.parametrize("when", ["before any step", "after a step"])
 @pytest.mark.parametrize("form", ["list", "generator", "one"])
-@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
-def test_add_param_group(level: str, when: str, form: str, build: Any) -> None:
-    def build_a(params: Any) -> torch.optim.Optimizer:
-        return build(list(params)[:2])  # layer a
-
-    pair = Pair(level, build_a)
-    _start_from_rounded(pair)
-    if when == "after a step":
-        pair.train(0)
-    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
+    """Of lists ``engine.programs.Add`` adds some at any time, to other optimizers too."""
+    pair = Pair(level, lambda params: sgd(list(params)[:2]))  # layer a
+    sides = (pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)
+    with torch.no_grad():  # a master made after initialize starts from the half weight
+        for name in ("b.weight", "b.bias"):
+            pair.plain.get_parameter(name).copy_(pair.model.get_parameter(name))
+    for model, optimizer in sides:
         layer = model.get_submodule("b")
-        params: Any = {
-            "list": list(layer.parameters()),
-            "generator": layer.parameters(),
-            "one": layer.weight,
-        }[form]
-        optimizer.add_param_group({"params": params, "lr": 0.25})
-        layer.zero_grad()
-    if form == "one":
-        pair.plain.get_parameter("b.bias").requires_grad_(False)
-        pair.model.get_parameter("b.bias").requires_grad_(False)
-    for index in (1, 2):
+        forms: dict[str, Any] = {"list": list(layer.parameters()), "one": layer.weight}
+        given = forms.get(form, layer.parameters())
+        optimizer.add_param_group({"params": given, "lr": 0.25})
+        layer.get_parameter("bias").requires_grad_(form != "one")
+    for index in range(2):
         pair.train(index)
         pair.check()
     assert pair.optimizer.param_groups[1]["lr"] == 0.25
@@ -321,7 +162,7 @@ def test_add_param_group(level: str, when: str, form: str, build: Any) -> None:
 
 
 @pytest.mark.apex("2.1 one update of the scale per block, not per step")
-@dynamic
+@levels
 def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
     pair = Pair(level, loss_scale="dynamic")
     scaler = pair.engine.scaler(0)
@@ -342,17 +183,6 @@ def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
     pair.check()
 
 
-def test_min_loss_scale_is_a_floor_that_training_goes_on_at() -> None:
-    pair = Pair("O2", min_loss_scale=2.0**15)
-    for _ in range(5):
-        pair.overflow()
-        pair.optimizer.step()
-        pair.zero()
-    assert pair.engine.loss_scale() == 2.0**15
-    pair.train(0)
-    pair.check()
-
-
 # -- when scaling cannot go on ---------------------------------------------------------------
 
 
@@ -362,7 +192,7 @@ def _skip(pair: Pair) -> None:
 
 
 @pytest.mark.apex("2.6 overflows without end")
-@dynamic
+@levels
 def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
     pair = Pair(level, loss_scale="dynamic", max_consecutive_skips=3)
     damage = Damage(pair.model.get_parameter("b.weight"), math.nan)
@@ -480,11 +310,6 @@ def test_a_sparse_overflow_is_skipped(level: str) -> None:
     optimizer.step()
     assert preamp.engine_of(model).last_step_skipped
     assert_same(values(model)[0], before[0])
-
-
-def _backward(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    with preamp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
 
 
 # -- blocks that do not end well -------------------------------------------------------------

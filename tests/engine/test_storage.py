@@ -64,7 +64,6 @@ BUILDS: dict[str, Build] = {
 }
 BUILDS |= {kind.__name__: partial(kind, lr=0.01) for kind in KINDS if kind.__name__ not in BUILDS}
 PACKED = KEEP_FEWER_BITS
-every_moments = pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 
 
 @pytest.fixture
@@ -495,28 +494,6 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
 
 
 @levels
-def test_two_optimizers_share_a_weight(level: str) -> None:
-    found: list[Any] = []
-    for storage in ("full", "split"):
-        torch.manual_seed(0)
-        model = Net()
-        pair = [FusedSGD(model.parameters(), lr=0.1), torch.optim.SGD([model.last.weight], lr=0.1)]
-        model, pair = preamp.initialize(
-            model, pair, opt_level=level, storage=storage, verbosity=0, backend="reference"
-        )
-        for number in range(4):
-            with preamp.scale_loss(loss_of(model, number), pair) as scaled:
-                scaled.backward()
-            for optimizer in pair:
-                optimizer.step()
-                bring_to_split(optimizer)
-            for optimizer in pair:
-                optimizer.zero_grad()
-        found.append([dict(model.state_dict()), [o.state_dict() for o in pair]])
-    assert same(*found)
-
-
-@levels
 @pytest.mark.parametrize("name", ["FusedAdam", "SGD", "LBFGS"])
 def test_closures(level: str, name: str) -> None:
     runs = [start(level, storage, BUILDS[name]) for storage in ("full", "split")]
@@ -532,37 +509,6 @@ def test_closures(level: str, name: str) -> None:
             optimizer.step(closure)
             bring_to_split(optimizer)
     assert same(*[exact(*run) for run in runs])
-
-
-@pytest.mark.usefixtures("small_blocks")
-@every_moments
-@levels
-def test_sharpness_aware_steps(level: str, moments: Any) -> None:
-    """Weights move before the second backward and back after it."""
-    runs = [
-        start(level, storage, BUILDS["FusedSGD"], loss_scale=1.0) for storage in storages(moments)
-    ]
-    for number in range(4):
-        for model, optimizer in runs:
-            train = preamp.scale_loss(loss_of(model, number), optimizer)
-            with train as scaled:
-                scaled.backward()
-            moved: list[tuple[Any, torch.Tensor]] = []
-            with torch.no_grad():
-                for param in preamp.master_params(optimizer):
-                    moved.append((param, param.detach().clone()))
-                    assert param.grad is not None
-                    param.add_(param.grad, alpha=0.05)
-            optimizer.zero_grad()
-            with preamp.scale_loss(loss_of(model, number), optimizer) as scaled:
-                scaled.backward()
-            with torch.no_grad():
-                for param, before in moved:
-                    param.copy_(before)
-            optimizer.step()
-            bring_to_split(optimizer)
-    assert same(*[exact(*run) for run in runs])
-    assert all(is_packed(runs[1][1]))
 
 
 @levels

@@ -24,7 +24,6 @@ from engine.harness import (
     picture,
     same,
     started,
-    train_plain,
     train_step,
 )
 from preamp import amp
@@ -49,7 +48,9 @@ def alone(level: str, seed: int, optimizer: str, *, poison: bool) -> dict[str, A
     return result
 
 
-@pytest.mark.apex("1.1 another call with new objects")
+@pytest.mark.apex(
+    "1.1 another call with new objects", "4.1 how far casts reach", "B 14: casts of the model only"
+)
 @pytest.mark.parametrize(("first", "second"), [*PAIRS, *((b, a) for a, b in PAIRS[:3])])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("scope", ["model", "thread"])
@@ -109,21 +110,6 @@ def test_models_that_are_cast_are_left_out_of_another_engines_function_casts(lev
     assert same(model(x), expected)
 
 
-@pytest.mark.apex("4.1 how far casts reach", "B 14: casts of the model only")
-def test_plain_models_are_not_touched_by_scope_model() -> None:
-    reference = make(1)
-    for step in range(STEPS):
-        train_plain(*reference, step)
-    run = started("O1", 0, scope="model")
-    plain = make(1)
-    for step in range(STEPS):
-        one_step(run, step, poison=False)
-        train_plain(*plain, step)
-    assert same(
-        [p.detach() for p in plain[0].parameters()], [p.detach() for p in reference[0].parameters()]
-    )
-
-
 @pytest.mark.apex("1.1 another call with new objects")
 def test_what_has_no_argument_means_engines_made_through_amp() -> None:
     one, two = make(), make(1)
@@ -137,21 +123,6 @@ def test_what_has_no_argument_means_engines_made_through_amp() -> None:
     assert amp._amp_state.opt_properties.opt_level == "O1"
     with amp.scale_loss(loss_of(one[0], 0), one[1]) as scaled:  # the first still has its own scale
         assert scaled.item() == pytest.approx(2.0**16 * loss_of(one[0], 0).item(), rel=0.2)
-
-
-def test_two_threads() -> None:
-    """Function casts belong to the thread that initialized; the other computes as written."""
-    seen: list[torch.dtype] = []
-    started("O1", scope="thread")
-
-    def work() -> None:
-        seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [torch.float32]
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
