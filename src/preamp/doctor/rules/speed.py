@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.core.dtypes import dtype_name, is_half
-from preamp.doctor.detector import CastCount, Detector, Findings, ModuleCall
+from preamp.core.dtypes import is_half
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Seen
 
@@ -28,27 +28,10 @@ ODD_SHAPES = define_rule(
     do="""Pad features, channels, the vocabulary and the batch to the next multiple of 8, better of
     64. Padded classes need a mask only if they are sampled from.""",
 )
-CASTS_DOMINATE = define_rule(
-    id="PA502",
-    severity=Severity.INFO,
-    title="Casts move more bytes than everything else",
-    why="""A cast reads and writes a whole tensor and computes nothing. Where tensors go back and
-    forth between float32 and half, or where weights are cast again for a small batch, half
-    precision is slower than float32.""",
-    how="""The second training step is counted operation by operation: bytes read and written.
-    Reported if casts between floating dtypes move more than half of them, and at least 16 MiB, with
-    the lines that cast most; those in the backward belong to the line that calls it. Scripts that
-    use torch.compile are not counted, since compiled code fuses casts.""",
-    do="""Look at the lines named. Weights that are cast in every forward: use half weights (O2,
-    O5), a larger batch, or one autocast region around the whole forward, which casts each weight
-    once. Activations: leave out .float() calls, and keep neighbouring functions in one dtype.""",
-)
 
 _TILE = 8
 _FEWEST_PRODUCTS = 1 << 24
 _LEAST_SHARE = 0.05
-_LEAST_CAST_SHARE = 0.5
-_LEAST_CAST_BYTES = 16 << 20
 _SHOWN = 3
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -77,15 +60,15 @@ class TensorCores(Detector):
         self._layers: dict[int, tuple[str, _Product, Place | None]] = {}
         self._all: dict[int, int] = {}
 
-    def module_called(self, call: ModuleCall) -> None:
+    def module_called(self, module: nn.Module, output: Any) -> None:
         """Note the sizes of a layer that computes in half."""
-        product = _product_of(call)
+        product = _product_of(module, output)
         if product is None:
             return
-        key = id(call.module)
+        key = id(module)
         self._all[key] = max(self._all.get(key, 0), product.multiplications)
         if product.odd and product.multiplications >= _FEWEST_PRODUCTS and key not in self._layers:
-            self._layers[key] = self.seen.name(call.module), product, current_place()
+            self._layers[key] = self.seen.name(module), product, current_place()
 
     def run_ended(self) -> None:
         """Report the largest layers."""
@@ -114,8 +97,7 @@ class TensorCores(Detector):
         )
 
 
-def _product_of(call: ModuleCall) -> _Product | None:
-    module, output = call.module, call.output
+def _product_of(module: nn.Module, output: Any) -> _Product | None:
     if not isinstance(output, torch.Tensor) or not is_half(output) or not output.requires_grad:
         return None
     if isinstance(module, nn.Linear):
@@ -133,39 +115,3 @@ def _product_of(call: ModuleCall) -> _Product | None:
 
 def _odd(sizes: dict[str, int]) -> tuple[str, ...]:
     return tuple(f"{size} {name}" for name, size in sizes.items() if size % _TILE)
-
-
-class Casts(Detector):
-    """Finds PA502."""
-
-    RULES = (CASTS_DOMINATE,)
-
-    def casts_counted(self, count: CastCount) -> None:
-        """Compare the bytes of casts with all bytes."""
-        total = sum(count.casts.values())
-        share = total / max(count.moved, 1)
-        if share < _LEAST_CAST_SHARE or total < _LEAST_CAST_BYTES:
-            return
-        worst = sorted(count.casts.items(), key=lambda item: -item[1])
-        lines: list[dict[str, Any]] = [
-            {"where": str(place), "cast": kind, "bytes": size} for (place, kind), size in worst
-        ]
-        shown = "; ".join(
-            f"{size / 2**20:,.0f} MiB {kind} at {place or 'no line of the script'}"
-            for (place, kind), size in worst[:_SHOWN]
-        )
-        self.report(
-            CASTS_DOMINATE,
-            "casts",
-            f"Casts move {share:.0%} of the bytes of a step: {shown}.",
-            where=worst[0][0][0],
-            share=share,
-            cast_bytes=total,
-            bytes=count.moved,
-            lines=lines,
-        )
-
-
-def kind_of_cast(source: torch.dtype, target: torch.dtype) -> str:
-    """A cast in words."""
-    return f"from {dtype_name(source)} to {dtype_name(target)}"
