@@ -33,7 +33,7 @@ from preamp.planning.memory import MemoryEstimate, fitting
 from preamp.planning.optimizers import name_of, parse_call
 from preamp.planning.report import bytes_text, storages_text
 from preamp.policy import resolve
-from preamp.policy.storage import FULL, storage_code, storage_name
+from preamp.policy.storage import FULL, Storage, storage_code, storage_name
 
 _CAPTION = (
     "More in step: float32 gradients of masters while the optimizer steps, and masters that are "
@@ -81,12 +81,7 @@ def estimate(
     """
     with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
         what, kept = _model(model, params), storage_of(storage, place)
-        if card is not None and kept != FULL:
-            raise bad_value(
-                f"Got --card-gib and {storage_code(storage_name(kept))}",
-                "With --card-gib the storages that fit are looked for",
-                "Leave one of the two out",
-            )
+        _check_card(card, kept)
         named = None if optimizer.lower() == "none" else optimizer
         names = _levels(levels, needs_masters=kept.masters == "split")
         ranks: Any = {"world_size": world_size, "sharding": sharding}
@@ -106,6 +101,15 @@ def estimate(
         print_wrapped(make_console(), lines)
     else:
         _print(found, make_console())
+
+
+def _check_card(card: float | None, storage: Storage) -> None:
+    if card is not None and storage != FULL:
+        raise bad_value(
+            f"Got --card-gib and {storage_code(storage_name(storage))}",
+            "With --card-gib the storages that fit are looked for",
+            "Leave one of the two out",
+        )
 
 
 def _otherwise(look: Callable[..., Iterator[MemoryEstimate]], optimizer: str | None) -> list[str]:
