@@ -807,12 +807,12 @@ end: torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict(
 level: O5
 setup: ema = torch.optim.swa_utils.AveragedModel(model)
 after: ema.update_parameters(model)
-## O5, half shadows of weights: PA407
+## O5, half shadows of weights: PA204
 level: O5
 scale: None
 setup: shadows = [p.clone().detach() for p in model.parameters()]
 after: with torch.no_grad():
-    for s, p in zip(shadows, model.parameters()): s.sub_((s - p).mul_(0.5))
+    for s, p in zip(shadows, model.parameters()): s.sub_((s - p).mul_(0.001))
 ## O3, an average in half: PA204
 level: O3
 scale: 128.0

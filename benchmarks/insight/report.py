@@ -455,6 +455,8 @@ CHANGED = (
     changed("raised-500-fold-o5", level="O5", changes={60: changes.setting(lr=25.0)}, **RAISED),
     changed("raised-5000-fold-o1", level="O1", changes={60: changes.setting(lr=250.0)}, **RAISED),
     changed("raised-5000-fold-o0", level="O0", changes={60: changes.setting(lr=250.0)}, **RAISED),
+    changed("raised-500-fold-looked-at-often", level="O0", numerics="full", numerics_every=3,
+        changes={60: changes.setting(lr=25.0)}, **RAISED),
     changed("raised-500-fold-and-recovered", "The loss jumps to 7[0-9.]*, at step 61",
         do=LEARNING_RATE, where="Step 60 raised the learning rate from 0.001 to 0.5", kind=ADAM,
         lr=1e-3, changes={60: changes.setting(lr=0.5)}),

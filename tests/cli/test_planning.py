@@ -137,6 +137,17 @@ def test_estimate_says_what_fits() -> None:
     done = invoke(*options, "--card-gib", "1")
     assert done.exit_code == 0
     assert done.stdout.startswith("No level and storage keeps as little.")
+    assert "in place of" not in done.stdout
+
+
+def test_estimate_names_the_fused_optimizer_with_which_it_fits() -> None:
+    options = ("estimate", "--params", "3e9", "--optimizer", "AdamW(lr=0.01)", "--levels", "O5")
+    done = invoke(*options, "--card-gib", "20", "--host-gib", "32")
+    words = " ".join(done.stdout.split())
+    assert "keeps as little. Activations come on top of what would be kept. With FusedAdam" in words
+    assert "With FusedAdam in place of AdamW there is: O5 with storage=preamp.Storage(" in words
+    assert words.endswith("11.18 GiB on the device, 28.03 GiB on the host.")
+    assert json.loads(invoke(*options, "--card-gib", "20", "--json").stdout) == []
 
 
 def test_estimate_of_a_very_large_model_fits_its_columns() -> None:
@@ -211,6 +222,14 @@ def test_plan_looks_at_levels_whose_names_have_spaces(script: str) -> None:
     done = invoke("plan", script, "--levels", "O2 O4, O5 without masters", *steps)
     assert done.exit_code == 0, done.output
     assert list(json.loads(done.stdout)["levels"]) == ["O2", "O4", "O5 without masters"]
+
+
+def test_plan_gives_the_script_the_spec_of_a_module(script: str) -> None:
+    lines = "from importlib.util import find_spec\nassert find_spec(__name__).origin == __file__\n"
+    with Path(script).open("a", encoding="utf-8") as file:
+        file.write(lines)
+    done = invoke("plan", script, "--verify", "0")
+    assert done.exit_code == 0, done.output
 
 
 def test_plan_supplies_apex(script: str) -> None:

@@ -167,23 +167,6 @@ for step in range(3):
 """
 )
 
-PRETRAINED = (
-    START
-    + """
-model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-with torch.no_grad():
-    for p in model.parameters():
-        p.copy_(p.bfloat16())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(2):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-"""
-)
-
 HEALTHY = {
     "GradScaler": GRAD_SCALER,
     "preamp.GradScaler": GRAD_SCALER_O2,
@@ -194,7 +177,6 @@ HEALTHY = {
     "by hand": BY_HAND,
     "masters by hand": MASTERS,
     "wide": WIDE,
-    "pre-trained in bfloat16": PRETRAINED,
     "no training": "print('hello')",
 }
 
@@ -259,10 +241,6 @@ PLAIN_BACKWARD = (
     ("    torch.nn.utils.clip_grad_norm_(params, 1.0)\n", ""),
     ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
 )
-BAD_WEIGHTS = (
-    "        p.copy_(p.bfloat16())\n",
-    "        p.copy_((p * 10.0 ** -(16 * torch.rand_like(p))).bfloat16())\n",
-)
 
 BUGS = {
     "clipping without unscale_": Bug(
@@ -295,22 +273,22 @@ BUGS = {
         numbers={"loss_scale": 1024.0},
         says="inside a scale_loss block",
     ),
-    "half shadows of weights, O2": Bug(
+    "an average of rounded weights, O2": Bug(
         rule="PA407",
         healthy=O2,
         edits=(
             (
                 "scheduler = ",
-                "shadows = [p.detach().clone() for p in model.parameters()]\nscheduler = ",
+                "mean = lambda old, new, count: old + (new - old) / (count + 1)\n"
+                "average = torch.optim.swa_utils.AveragedModel(model, avg_fn=mean)\n"
+                "scheduler = ",
             ),
             (
                 "    optimizer.step()\n",
-                "    optimizer.step()  # <-\n    with torch.no_grad():\n"
-                "        for shadow, p in zip(shadows, model.parameters()):\n"
-                "            shadow.sub_((shadow - p).mul_(0.5))\n",
+                "    optimizer.step()\n    average.update_parameters(model)  # <-\n",
             ),
         ),
-        says="half tensors follow half parameters",
+        says="half parameters in place of their masters",
     ),
     "clipping the halves, O2": Bug(
         rule="PA101",
@@ -429,34 +407,6 @@ BUGS = {
         edits=(("lr=2.0)", "lr=1e-4)  # <-"),),
         says="bfloat16 weights",
     ),
-    "bfloat16 weights under autocast": Bug(
-        rule="PA203",
-        healthy=PRETRAINED,
-        edits=(
-            BAD_WEIGHTS,
-            ("torch.bfloat16", "torch.float16"),
-            ("loss.backward()", "(loss * 128.0).backward()"),
-            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
-        ),
-        numbers={"weights": 16 * 64 + 64 * 64 + 64 * 4},
-        also=("PA109",),
-    ),
-    "bfloat16 weights cast to half": Bug(
-        rule="PA203",
-        healthy=MASTERS,
-        edits=(
-            (
-                "masters = [",
-                "with torch.no_grad():\n"
-                "    for p in model.float().parameters():\n"
-                "        p.copy_((p * 20000).bfloat16())\n"
-                "model.half()  # <-\n"
-                "masters = [",
-            ),
-        ),
-        says="through a cast",
-        also=("PA602", "PA603"),  # the first loss is infinite as well
-    ),
     "batch norm in half by hand": Bug(
         rule="PA301",
         healthy=BY_HAND,
@@ -570,20 +520,6 @@ BUGS = {
             ("output = model(x)", "output = model(x)  # <-"),
         ),
         says="2 multiplies (64, 1024) by (1024, 1021): 1021 features out",
-    ),
-    "casts back and forth": Bug(
-        rule="PA502",
-        healthy=WIDE,
-        edits=(
-            (
-                "        output = model(x)\n",
-                "        output = model(x)\n"
-                "        for _ in range(40):\n"
-                "            output = output.float().half().float()  # <-\n",
-            ),
-        ),
-        says="MiB from float32 to float16 at",
-        also=("PA102",),  # the gradients pass through float16 too
     ),
     "a weighted loss never scaled": Bug(
         rule="PA105",

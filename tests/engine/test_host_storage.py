@@ -23,7 +23,6 @@ from cases.levels import LEVELS
 from engine.harness import Net, everything, same, train_step
 from preamp.core.errors import PreampError, PreampPolicyError, PreampStateError
 from preamp.optim import LARC
-from preamp.optim.fused.kinds import ON_HOST
 from preamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from preamp.policy.storage import describe_storage, storage_name
 
@@ -83,7 +82,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
         {},
         TypeError,
         'storage has place="host", and an optimizer is an AdamW. Masters and moments lie on the '
-        f"host with {', '.join(ON_HOST)}, which take gradients and half weights there in one pass. "
+        "host with FusedAdam, FusedADOPT, FusedAdagrad, FusedLAMB, FusedLARS, FusedLion, "
+        "FusedNovoGrad, FusedSGD, which take gradients and half weights there in one pass. "
         'Choose one of these, or a storage with place="device".',
     ),
     "LARC": (larc, {}, TypeError, "an optimizer is a LARC"),

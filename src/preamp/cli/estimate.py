@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -26,18 +27,21 @@ from preamp.cli.console import (
     storage_of,
 )
 from preamp.core.errors import bad_value
+from preamp.optim.fused.kinds import KINDS, closest_first
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, fitting
-from preamp.planning.optimizers import parse_call
+from preamp.planning.optimizers import name_of, parse_call
 from preamp.planning.report import bytes_text, storages_text
 from preamp.policy import resolve
-from preamp.policy.storage import FULL, storage_code, storage_name
+from preamp.policy.storage import FULL, Storage, storage_code, storage_name
 
 _CAPTION = (
     "More in step: float32 gradients of masters while the optimizer steps, and masters that are "
     "split. Staging is memory of the host for what is on its way. What is 0 at every level is left "
     "out. Activations are not counted."
 )
+
+_FUSED = tuple(kind.__name__ for kind in KINDS)
 
 _NOTHING = "No level and storage keeps as little. Activations come on top of what would be kept."
 
@@ -77,26 +81,47 @@ def estimate(
     """
     with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
         what, kept = _model(model, params), storage_of(storage, place)
-        if card is not None and kept != FULL:
-            raise bad_value(
-                f"Got --card-gib and {storage_code(storage_name(kept))}",
-                "With --card-gib the storages that fit are looked for",
-                "Leave one of the two out",
-            )
+        _check_card(card, kept)
         named = None if optimizer.lower() == "none" else optimizer
         names = _levels(levels, needs_masters=kept.masters == "split")
         ranks: Any = {"world_size": world_size, "sharding": sharding}
+        lines: list[str] = []
         if card is None:
             policies = [resolve(name, {"storage": kept}) for name in names]
             found = [preamp.estimate(what, policy, named, **ranks) for policy in policies]
         else:
-            found = [*fitting(what, named, names, card=card * 2**30, host=host * 2**30, **ranks)]
+            look = functools.partial(
+                fitting, what, levels=names, card=card * 2**30, host=host * 2**30, **ranks
+            )
+            found = [*look(optimizer=named)]
+            lines = [*map(_fit, found)] or _otherwise(look, named)
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     elif card is not None:
-        print_wrapped(make_console(), map(_fit, found) if found else [_NOTHING])
+        print_wrapped(make_console(), lines)
     else:
         _print(found, make_console())
+
+
+def _check_card(card: float | None, storage: Storage) -> None:
+    if card is not None and storage != FULL:
+        raise bad_value(
+            f"Got --card-gib and {storage_code(storage_name(storage))}",
+            "With --card-gib the storages that fit are looked for",
+            "Leave one of the two out",
+        )
+
+
+def _otherwise(look: Callable[..., Iterator[MemoryEstimate]], optimizer: str | None) -> list[str]:
+    """Say that nothing fits, and what would with a fused optimizer in place of torch's."""
+    name = name_of(optimizer)
+    if optimizer is None or name in _FUSED:
+        return [_NOTHING]
+    fused = closest_first(name, _FUSED)[0]
+    found = [*map(_fit, look(optimizer=fused))]
+    if found:
+        found.insert(0, f"With {fused} in place of {name} there is:")
+    return [_NOTHING, *found]
 
 
 def _fit(memory: MemoryEstimate) -> str:

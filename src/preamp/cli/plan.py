@@ -9,9 +9,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from torch import nn
@@ -166,8 +168,11 @@ def _run(script: Path) -> ModuleType:
     with contextlib.suppress(PreampStateError):  # an installed Apex serves the script itself
         preamp.install_apex_alias()
     sys.path.insert(0, str(script.resolve().parent))
-    program, module = read_script(os.path.abspath(script)), ModuleType(_MODULE)
-    vars(module).update(program.attributes)
+    path = os.path.abspath(script)
+    program, loader = read_script(path), SourceFileLoader(_MODULE, path)
+    # With its spec, as an import would: inspect and importlib ask for it.
+    spec = cast("ModuleSpec", spec_from_file_location(_MODULE, path, loader=loader))
+    module = module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses look their module up
     arguments, sys.argv = sys.argv, [str(script)]  # this command's own are not for it
     try:

@@ -10,12 +10,12 @@ from preamp.core.errors import bad_value
 from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
 from preamp.doctor.rules.half_compute import Autocast, BatchNorm, HalfLoss
-from preamp.doctor.rules.half_weights import Averages, BFloat16Weights, Eps, LostUpdates
+from preamp.doctor.rules.half_weights import Averages, Eps, LostUpdates
 from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
 from preamp.doctor.rules.outcome import Outcome
 from preamp.doctor.rules.parameters import Accumulation, Frozen, Masters, Membership, Unserved
 from preamp.doctor.rules.scaler import LeftOn, Saving, ScalerUse
-from preamp.doctor.rules.speed import Casts, TensorCores
+from preamp.doctor.rules.speed import TensorCores
 
 DETECTORS: Final[tuple[type[Detector], ...]] = (
     Clipping,
@@ -26,7 +26,6 @@ DETECTORS: Final[tuple[type[Detector], ...]] = (
     Saving,
     Eps,
     LostUpdates,
-    BFloat16Weights,
     Averages,
     BatchNorm,
     HalfLoss,
@@ -37,7 +36,6 @@ DETECTORS: Final[tuple[type[Detector], ...]] = (
     Masters,
     Unserved,
     TensorCores,
-    Casts,
     Outcome,
 )
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -15,28 +14,6 @@ from preamp.doctor.rule import Finding, Place, Rule, Severity, current_place
 from preamp.doctor.seen import Seen, Source
 
 _HERE = Place("", 0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModuleCall:
-    """One call of a module."""
-
-    module: nn.Module  # which
-    inputs: tuple[Any, ...]  # its positional arguments
-    output: Any  # what it returned
-    # The dtype that autocast had for the output's device; ``None`` if it was off.
-    autocast: torch.dtype | None
-
-
-@dataclass(frozen=True, slots=True)
-class CastCount:
-    """Bytes that one training step moved, and how many of them by casts."""
-
-    moved: int  # bytes read and written by all operations
-    # Bytes read and written by casts, by line of the script and kind of cast.
-    casts: Mapping[tuple[Place | None, str], int]
-    has_half: bool  # whether anything at all was computed in half
-    autocasts: Place | None  # where an autocast region was entered meanwhile, if one was
 
 
 class Findings:
@@ -142,7 +119,7 @@ class Detector:
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has been given parameters, perhaps while it is being built."""
 
-    def module_called(self, call: ModuleCall) -> None:
+    def module_called(self, module: nn.Module, output: Any) -> None:
         """A module has returned; told for the first few steps only."""
 
     def model_called(self, module: nn.Module, output: Any) -> None:
@@ -174,9 +151,6 @@ class Detector:
 
     def state_restored(self, thing: object) -> None:
         """``thing.load_state_dict(…)`` has run, of an optimizer or a ``GradScaler``."""
-
-    def module_cast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """``module.to(dtype)`` or ``module.half()`` is about to run."""
 
     def loss_made(self, loss: torch.Tensor) -> None:
         """A backward from ``loss`` is about to run; it carries no loss scale."""
@@ -221,8 +195,8 @@ class Detector:
     def schedule_stepped(self, scheduler: Any) -> None:
         """A learning-rate scheduler is about to step."""
 
-    def casts_counted(self, count: CastCount) -> None:
-        """The bytes of one training step have been counted."""
+    def step_observed(self, autocast: Place | None, has_half: bool) -> None:
+        """The second step is over: the line that entered an autocast, and whether any was half."""
 
     def run_ended(self) -> None:
         """The script has ended, in whatever way."""

@@ -21,7 +21,7 @@ from preamp.kernels.stored import are_beyond_float16, scales_shape
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
 from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
 from preamp.optim.larc import released
 from preamp.policy import Policy
@@ -86,11 +86,12 @@ def _check_host(
         is_fused = isinstance(one, FusedOptimizer) and not one.keeps_copies
         if one is None or (is_fused and not getattr(one, "master_weights", False)):
             continue
+        kinds = ", ".join(closest_first(type(one).__name__, ON_HOST))
         kind = with_article(type(one).__name__) + (" with master_weights=True" if is_fused else "")
         raise bad_type(
             f'storage has place="host", and an optimizer is {kind}',
-            f"Masters and moments lie on the host with {', '.join(ON_HOST)}, which take gradients "
-            "and half weights there in one pass",
+            f"Masters and moments lie on the host with {kinds}, which take gradients and "
+            "half weights there in one pass",
             'Choose one of these, or a storage with place="device"',
         )
     if back_end == "triton":

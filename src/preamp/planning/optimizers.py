@@ -19,7 +19,7 @@ from preamp.core.pytree import tensors_in
 from preamp.kernels.stored import Format, can_be_blocks, scales_shape
 from preamp.optim.fused import every as fused
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
 from preamp.optim.fused.moments import format_of
 from preamp.policy.storage import FULL, Storage
 
@@ -248,9 +248,11 @@ def _moment_bytes(tensor: Updated, kind: Format, storage: Storage, part: ShardSi
 
 def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
     if storage.place == "host" and getattr(optimizer, "keeps_copies", True):
+        kind = type(optimizer).__name__
+        others = ", ".join(closest_first(kind, ON_HOST))
         raise bad_value(
-            f"storage has place='host', and the optimizer is {type(optimizer).__name__}",
-            f"Masters and moments may lie on the host with {', '.join(ON_HOST)}",
+            f"storage has place='host', and the optimizer is {kind}",
+            f"Masters and moments may lie on the host with {others}",
             "Choose one of these, or a storage without it",
         )
     if storage.release_gradients and not getattr(optimizer, "updates_alone", False):

@@ -350,7 +350,7 @@ def rewritten(run: Run) -> Finding | None:
     sizes: dict[str, tuple[int, float]] = {}
     adapts = any("eps" in options for options in (run.start.optimizers if run.start else []))
     rates = {s.step: s.lr or 0.0 for s in run.steps}
-    highest = 0.0
+    raised = min((r.step for r in _raises(run)), default=math.inf)  # which moves weights far
     for record in run.numerics:
         weights = {t.name: t.rms for t in record.tensors if t.what == "weight"}
         pushed = {t.name: t.max_abs / t.scale for t in gradients_of([record])}
@@ -365,8 +365,7 @@ def rewritten(run: Run) -> Finding | None:
             grew = max(size, old) / (min(size, old) or math.inf)
             if grew > REWRITTEN and abs(size - old) > moved * largest:
                 found.append((grew, name, old, size))
-        now = max((rates[s] for s in rates if last < s <= record.step), default=0.0)
-        if found and not (highest and now >= RAISED * highest):
+        if found and record.step < raised:
             grew, name, old, size = max(found)
             points = [p for row in run.losses().values() for p in row if last < p[0] <= record.step]
             return Finding(
@@ -380,7 +379,6 @@ def rewritten(run: Run) -> Finding | None:
                 step=_shown_at(run, points, last) or record.step,
                 where=words.shown(name),
             )
-        highest = max(highest, now)
         sizes |= {name: (record.step, size) for name, size in weights.items()}
     return None
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Probes on what modules compute: calls, dtypes, casts and their bytes, and what is compiled."""
+"""Probes on what modules compute: calls, dtypes, and what is compiled."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -20,20 +19,17 @@ from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
-from preamp.doctor.detector import CastCount, ModuleCall
 from preamp.doctor.probes.around import around, telling
 from preamp.doctor.rule import Place, current_place
-from preamp.doctor.rules.speed import kind_of_cast
 from preamp.doctor.watch import Watch
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.observe import ObservedOps
-from preamp.kernels.sparse import stored_bytes
 
 STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
 
 
 class ModuleProbes:
-    """Hooks on all modules for the first steps, and wrappers of ``to`` and ``half``."""
+    """Hooks on all modules for the first steps, and wrappers of what loads and saves."""
 
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
@@ -48,8 +44,6 @@ class ModuleProbes:
             around(torch.Tensor, name, self._read, self._hooks)
         for name in ("isnan", "isinf", "isfinite"):
             around(torch, name, self._read, self._hooks)
-        around(nn.Module, "to", self._to, undo)
-        around(nn.Module, "half", self._half, undo)
         loaded, averaged = telling(watch, "weights_loaded", late=True), "average_updated"
         around(nn.Module, "load_state_dict", loaded, undo)
         around(AveragedModel, "update_parameters", telling(watch, averaged, which=1), undo)
@@ -83,12 +77,9 @@ class ModuleProbes:
         elif is_call:
             self._watch.seen.forwards += 1
             self._watch.tell("model_called", module, output)
-        first = next(tensors_in(output), None)
-        if first is None or self._watch.seen.steps >= STEPS:
+        if self._watch.seen.steps >= STEPS or next(tensors_in(output), None) is None:
             return
-        device = first.device.type
-        autocast = torch.get_autocast_dtype(device) if _casts(device) else None
-        self._watch.tell("module_called", ModuleCall(module, inputs, output, autocast))
+        self._watch.tell("module_called", module, output)
 
     def _read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args else None
@@ -97,34 +88,13 @@ class ModuleProbes:
             self._watch.tell("loss_read", tensor)
         return function(*args, **kwargs)
 
-    def _to(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active:
-            for value in (*args[1:], *kwargs.values()):
-                dtype = value.dtype if isinstance(value, torch.Tensor) else value
-                if isinstance(dtype, torch.dtype):
-                    self._watch.tell("module_cast", args[0], dtype)
-        return function(*args, **kwargs)
-
-    def _half(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active:
-            self._watch.tell("module_cast", args[0], torch.float16)
-        return function(*args, **kwargs)
-
-
-def _casts(device: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(device)
-    except RuntimeError:  # no autocast there
-        return False
-
 
 _IN_PLACE: Final = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_", "copy_")
 _NO_USE: Final = ("zero_", "fill_", "detach_", "unscale_")
 _BACKWARDS = 3
-_CASTS: Final = ("aten._to_copy.default", "aten.copy_.default")
 
 
-class CastProbes:
+class OperationProbes:
     """Looks at all operations between the first and the second optimizer step.
 
     Where no step follows three backwards, at those that read gradients, until one does.
@@ -136,12 +106,10 @@ class CastProbes:
         undo.push(partial(watch.after_step.remove, self._step_taken))
         self._mode: ObservedOps | None = None
         self._thread = 0
-        self._is_counting = False
+        self._is_noting = False
         self._is_over = False
-        self._moved = 0
-        self._casts: Counter[tuple[Place | None, str]] = Counter()
         self._has_half = False
-        self._autocasts: Place | None = None
+        self._entered: Place | None = None
         undo.push(self._stop)
         # Those that are not on have been switched off by torch where the device is missing.
         self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -158,11 +126,10 @@ class CastProbes:
         """Start after the first step, and stop after the second."""
         steps = self._watch.seen.steps
         if steps == 1 and not self._is_over:
-            self._is_counting = self._start()
-        elif steps == 2 and self._is_counting:
+            self._is_noting = self._start()
+        elif steps == 2 and self._is_noting:
             self._stop()
-            count = CastCount(self._moved, self._casts, self._has_half, self._autocasts)
-            self._watch.tell("casts_counted", count)
+            self._watch.tell("step_observed", self._entered, self._has_half)
         elif self._mode is not None:
             self._stop()
 
@@ -191,8 +158,8 @@ class CastProbes:
     ) -> None:
         if self._watch.is_looking:
             return
-        if self._is_counting:
-            self._watch.attempt(self._count, func, read, written)
+        if self._is_noting:
+            self._watch.attempt(self._note_half, func, read, written)
         elif not self._watch.seen.steps and backward_under_way() < 0:
             self._watch.attempt(self._note_gradients, str(func.overloadpacket), read)
 
@@ -209,7 +176,7 @@ class CastProbes:
 
     def _stop(self) -> None:
         """Stop; where another mode is in the way, only listening stops, and the mode later."""
-        self._is_counting = False
+        self._is_noting = False
         if self._mode is not None and threading.get_ident() == self._thread and self._mode.stop():
             self._mode = None
 
@@ -222,36 +189,26 @@ class CastProbes:
 
     def _autocast(self, function: Callable[..., Any], region: Any) -> Any:
         result = function(region)
-        if self._is_counting and torch.is_grad_enabled() and region in self._regions:
-            self._autocasts = self._autocasts or self._watch.attempt(current_place)
+        if self._is_noting and torch.is_grad_enabled() and region in self._regions:
+            self._entered = self._entered or self._watch.attempt(current_place)
         return result
 
     def leave_alone(self) -> None:
-        """Count nothing any more."""
+        """Note nothing any more."""
         self._is_over = True
         self._patches.unwind()
         self._stop()
 
-    def _count(
+    def _note_half(
         self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
+        """Note half results, and tell of those that the script computes in place between steps."""
         if getattr(func, "is_view", False):
             return
-        self._note_average(str(func), [*read] if "foreach" in str(func) else written)
-        if not written:
-            return
         self._has_half = self._has_half or any(is_half(tensor) for tensor in written)
-        size = sum(map(stored_bytes, (*read, *written)))
-        self._moved += size
-        source, target = _cast_of(func, read, written[0])
-        if source is not target:
-            self._casts[current_place(), kind_of_cast(source, target)] += size
-
-    def _note_average(self, function: str, targets: Sequence[torch.Tensor]) -> None:
-        """Tell of half tensors outside of steps that the script has computed in place."""
-        name = function.removeprefix("aten.").removeprefix("_foreach_").partition(".")[0]
+        name = str(func).removeprefix("aten.").removeprefix("_foreach_").partition(".")[0]
         if name in _IN_PLACE and not any(f.is_inside for f in self._watch.seen.optimizers.values()):
-            for target in filter(is_half, targets):
+            for target in filter(is_half, read if "foreach" in str(func) else written):
                 self._watch.tell("written", target)
 
 
@@ -260,25 +217,14 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided}
 
 
-def _cast_of(
-    func: Any, read: Sequence[torch.Tensor], result: torch.Tensor
-) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes before and after; the same where the operation is no cast of floats."""
-    if str(func) in _CASTS and read:
-        source = read[-1] if str(func) == _CASTS[1] else read[0]
-        if source.is_floating_point() and result.is_floating_point():
-            return source.dtype, result.dtype
-    return result.dtype, result.dtype
-
-
 class CompileProbe:
     """Ends what would be compiled into the model, or would keep it from running compiled."""
 
     def __init__(
-        self, watch: Watch, undo: UndoStack, modules: ModuleProbes, casts: CastProbes
+        self, watch: Watch, undo: UndoStack, modules: ModuleProbes, operations: OperationProbes
     ) -> None:
         self._watch = watch
-        self._probes = (modules, casts)
+        self._probes = (modules, operations)
         around(torch, "compile", self._compile, undo)
 
     def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -288,9 +234,9 @@ class CompileProbe:
                 for probe in self._probes:
                     probe.leave_alone()
                 self._watch.seen.notes.append(
-                    "The script uses torch.compile. From there on calls of modules, autocast and "
-                    "casts were not looked at, which PA102, PA203, PA301, PA302, PA501 and PA502 "
-                    "wholly or partly rely on. A compiled optimizer.step is not seen at all."
+                    "The script uses torch.compile. From there on calls of modules and autocast "
+                    "were not looked at, which PA102, PA301, PA302, PA303 and PA501 wholly or "
+                    "partly rely on. A compiled optimizer.step is not seen at all."
                 )
             model = args[0] if args else kwargs.get("model")
             model = getattr(model, "__self__", model)  # Module.compile hands over a method

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
-from preamp.doctor.detector import CastCount, Detector, Findings, ModuleCall
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Seen
 from preamp.numerics import FORMATS
@@ -65,9 +66,9 @@ class BatchNorm(Detector):
         self._layers: dict[int, tuple[str, torch.dtype]] = {}
         self._where: Place | None = None
 
-    def module_called(self, call: ModuleCall) -> None:
+    def module_called(self, module: nn.Module, output: Any) -> None:
         """Note BatchNorm layers in half."""
-        module = call.module
+        del output
         if not isinstance(module, _BATCH_NORM) or not module.training or id(module) in self._layers:
             return
         held = (getattr(module, name, None) for name in ("running_var", "running_mean", "weight"))
@@ -103,9 +104,9 @@ class HalfLoss(Detector):
         if is_half(loss) and loss.numel() == 1:
             self._report(loss, "The loss")
 
-    def module_called(self, call: ModuleCall) -> None:
+    def module_called(self, module: nn.Module, output: Any) -> None:
         """Look at what loss modules return."""
-        output, kind = call.output, type(call.module)
+        kind = type(module)
         if (
             any(base.__module__ == _LOSS_MODULES for base in kind.__mro__)
             and isinstance(output, torch.Tensor)
@@ -140,10 +141,10 @@ class Autocast(Detector):
 
     RULES = (IDLE_AUTOCAST,)
 
-    def casts_counted(self, count: CastCount) -> None:
+    def step_observed(self, autocast: Place | None, has_half: bool) -> None:
         """Look whether anything was half in a step that had an autocast region."""
         if any(isinstance(root, nn.DataParallel) for root in self.seen.roots):
             return  # its forwards are in other threads
-        if count.autocasts is not None and not count.has_half:
+        if autocast is not None and not has_half:
             what = "No operation of the second step, forward or backward, was in half."
-            self.report(IDLE_AUTOCAST, "autocast", what, where=count.autocasts)
+            self.report(IDLE_AUTOCAST, "autocast", what, where=autocast)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, cast
 
 import torch
-from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import find_again, stored_grad
@@ -18,59 +16,6 @@ from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.rules.scaler import is_known
 from preamp.doctor.seen import Seen, sample_of
 from preamp.numerics import FORMATS, is_eps_zero
-
-_SAMPLE = 4096
-_FEWEST = 256
-_FEWEST_VALUES = 64
-_MOST = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class WeightRange:
-    """Of all weights in matrices with the digits of bfloat16."""
-
-    elements: int  # how many there are
-    nonzero: int  # how many are not zero
-    vanishing: int  # how many of those round to zero in float16
-    max_abs: float  # the largest magnitude; infinite if a cast has overflowed already
-
-
-@torch.no_grad()
-def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
-    """Return the range of ``params`` if most of them come from bfloat16. Synchronises.
-
-    Vectors, small tensors and tensors of few different values, such as freshly made ones, say
-    nothing and are left out. ``None`` unless nine tenths of the weights that say something are
-    exact in bfloat16.
-    """
-    matrices = [
-        param.detach()
-        for param in params
-        if param.dim() > 1 and param.numel() >= _FEWEST and param.is_floating_point()
-        if param.layout is torch.strided and param.device.type != "meta"
-    ]
-    samples = (cast("Any", matrix.reshape(-1)[:_SAMPLE].float()).tolist() for matrix in matrices)
-    pairs = zip(matrices, map(set, samples), strict=True)
-    telling = [matrix for matrix, values in pairs if len(values) >= _FEWEST_VALUES]
-    exact = [matrix for matrix in telling if _is_exact(matrix.reshape(-1)[:_SAMPLE])]
-    exact = [matrix for matrix in exact if _is_exact(matrix)]
-    elements = sum(matrix.numel() for matrix in exact)
-    if not elements or elements < _MOST * sum(matrix.numel() for matrix in telling):
-        return None
-    limit = FORMATS["float16"].largest_lost
-    nonzero = vanishing = 0
-    max_abs = 0.0
-    for matrix in exact:
-        magnitude = matrix.abs()
-        nonzero += int((magnitude > 0).sum())
-        vanishing += int(((magnitude > 0) & (magnitude <= limit)).sum())
-        max_abs = max(max_abs, float(magnitude.max()))
-    return WeightRange(elements, nonzero, vanishing, max_abs)
-
-
-def _is_exact(values: torch.Tensor) -> bool:
-    return bool((values.bfloat16().to(values.dtype) == values).all())
-
 
 EPS_IS_ZERO = define_rule(
     id="PA201",
@@ -104,20 +49,6 @@ UPDATE_IS_LOST = define_rule(
     model.half() or model.bfloat16() before), or use autocast over float32 weights. A larger rate
     helps only while training can bear it.""",
 )
-BFLOAT16_WEIGHTS = define_rule(
-    id="PA203",
-    severity=Severity.WARNING,
-    title="Weights trained in bfloat16 are used in float16",
-    why="""bfloat16 reaches from 1e-38 to 3e38, float16 from 6e-8 to 65504. Networks trained in the
-    first may have weights and activations that the second cannot hold: small ones become zero,
-    large ones infinite, in the first forward or after thousands of steps.""",
-    how="""A heuristic. Nine tenths of the weights in matrices have eight significant bits at most,
-    which does not happen by chance in float32 or float16, they meet float16 (by a cast, autocast,
-    or an opt level), and one weight in a thousand vanishes there or one is at least 1024.
-    Activations are not looked at.""",
-    do="Train in bfloat16: preamp's O4 or O5, or autocast with dtype=torch.bfloat16.",
-)
-
 HALF_AVERAGE = define_rule(
     id="PA204",
     severity=Severity.WARNING,
@@ -141,8 +72,8 @@ _DIVIDE_BY_ROOT = (
     torch.optim.RMSprop,
     torch.optim.Adadelta,
 )
-_LARGE = 1024.0
-_VANISHING_SHARE = 1e-3
+_MOST = 0.9
+_FEWEST = 256
 _SAMPLED = 1 << 20
 _LOOKS = 4  # the last of them at step 8
 _AVERAGES = 16
@@ -290,51 +221,6 @@ class LostUpdates(Detector):
                 lr=rate,
                 steps_looked_at=len(shares),
             )
-
-
-class BFloat16Weights(Detector):
-    """Finds PA203."""
-
-    RULES = (BFLOAT16_WEIGHTS,)
-
-    def __init__(self, seen: Seen, findings: Findings) -> None:
-        super().__init__(seen, findings)
-        self._looked_at: set[int] = set()
-
-    def module_cast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Look at the weights before they become float16."""
-        if dtype is torch.float16 and self.is_new(BFLOAT16_WEIGHTS, "weights"):
-            self._check([p for p in module.parameters() if p.dtype is not torch.float16], "a cast")
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the weights before their first update."""
-        if id(optimizer) in self._looked_at or not self.is_new(BFLOAT16_WEIGHTS, "weights"):
-            return
-        self._looked_at.add(id(optimizer))
-        own = [param for group in optimizer.param_groups for param in group["params"]]
-        models = list(self.seen.params(optimizer))
-        through = [p for p in own if id(p) in self.seen.through_half]
-        if through and any(param.dtype is not torch.float16 for param in through):
-            self._check(through, "the forward")
-        elif any(param.dtype is torch.float16 for param in models):
-            self._check(own, "a float16 model")
-
-    def _check(self, params: Sequence[torch.Tensor], meets: str) -> None:
-        found: WeightRange | None = weight_range(params)
-        if found is None:
-            return
-        vanishing = found.vanishing / max(found.nonzero, 1)
-        if vanishing < _VANISHING_SHARE and found.max_abs < _LARGE:
-            return
-        self.report(
-            BFLOAT16_WEIGHTS,
-            "weights",
-            f"{found.elements:,} weights with the digits of bfloat16 meet float16 through {meets}; "
-            f"the largest is {found.max_abs:.4g}, and {vanishing:.2%} vanish in float16.",
-            weights=found.elements,
-            max_abs=found.max_abs,
-            vanishing_share=vanishing,
-        )
 
 
 @dataclass(slots=True)

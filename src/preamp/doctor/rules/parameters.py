@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from preamp.core.dtypes import is_half
-from preamp.core.tensors import find_again, stored_grad
+from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen, largest, sample_of
@@ -94,9 +94,8 @@ UNSERVED = define_rule(
     title="Rounded weights are averaged in place of their masters",
     why="""At O2 and O5 a model's weights are float32 masters, rounded. Their average lacks the
     digits, and one that is half itself soon stands still.""",
-    how="""AveragedModel.update_parameters was called with half parameters that have masters; or the
-    script computes in place on half tensors of the shapes of at least half of these, and keeps them
-    over the second step, as averages do that were made of model.parameters().""",
+    how="""AveragedModel.update_parameters was called with half parameters that have masters. For
+    averages by hand see PA204.""",
     do="Make and update the average inside engine.exact_weights(), or of a deep copy of the model.",
 )
 
@@ -449,40 +448,12 @@ class Unserved(Detector):
 
     RULES = (UNSERVED,)
 
-    def __init__(self, seen: Seen, findings: Findings) -> None:
-        super().__init__(seen, findings)
-        self._shadows: dict[int, Callable[[], torch.Tensor | None]] = {}
-        self._halves: list[torch.Tensor] = []  # with masters, when the first of these was met
-        self._own: set[int] = set()  # addresses of these and their gradients
-
-    def _with_masters(self) -> list[torch.Tensor]:
-        masters = [s.masters for engine in self.seen.engines() for s in engine.sessions.values()]
-        return [twin.half for column in masters if column is not None for twin in column]
-
     def average_updated(self, model: nn.Module) -> None:
         """Look whether the model's parameters are rounded masters."""
-        halves = set(map(id, self._with_masters()))
+        masters = [s.masters for engine in self.seen.engines() for s in engine.sessions.values()]
+        halves = {id(twin.half) for column in masters if column is not None for twin in column}
         # Inside of exact_weights they are not half.
         count = sum(id(param) in halves for param in filter(is_half, model.parameters()))
         if count:
             what = f"AveragedModel averages {count} half parameters in place of their masters."
             self.report(UNSERVED, "average", what, parameters=count)
-
-    def written(self, target: torch.Tensor) -> None:
-        """Keep what may be shadows of half weights."""
-        if not self._shadows:
-            self._halves = self._with_masters()
-            found = [t for half in self._halves for t in (half, stored_grad(half)) if t is not None]
-            self._own = {tensor.data_ptr() for tensor in found}
-        key = target.data_ptr()
-        if key not in self._own and any(half.shape == target.shape for half in self._halves):
-            self._shadows[key] = find_again(target)
-
-    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report them, if the script has kept them over a step."""
-        del optimizer
-        count = sum(find() is not None for find in self._shadows.values())
-        if count and 2 * count >= len(self._halves):
-            what = f"{count} half tensors follow half parameters in place of their masters."
-            self.report(UNSERVED, "average", what, parameters=count)
-        self._shadows.clear()

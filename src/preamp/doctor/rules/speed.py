@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from preamp.core.dtypes import dtype_name, is_half
-from preamp.doctor.detector import CastCount, Detector, Findings, ModuleCall
+from preamp.core.dtypes import is_half
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Seen
 
@@ -23,48 +22,16 @@ ODD_SHAPES = define_rule(
     whose sizes are not multiples of 8 are padded, or go to slower kernels. A vocabulary of 50257 is
     the best-known case. On CPUs this does not matter.""",
     how="""Linear and convolution layers that compute in half: number of rows, features in and out,
-    channels in and out. Reported if layers with at least 16 million multiplications in a call make
-    up 5 % of all multiplications seen. Products outside such layers are not seen.""",
+    channels in and out. Reported are layers with at least 16 million multiplications in a call.
+    Products outside such layers are not seen.""",
     do="""Pad features, channels, the vocabulary and the batch to the next multiple of 8, better of
     64. Padded classes need a mask only if they are sampled from.""",
 )
-CASTS_DOMINATE = define_rule(
-    id="PA502",
-    severity=Severity.INFO,
-    title="Casts move more bytes than everything else",
-    why="""A cast reads and writes a whole tensor and computes nothing. Where tensors go back and
-    forth between float32 and half, or where weights are cast again for a small batch, half
-    precision is slower than float32.""",
-    how="""The second training step is counted operation by operation: bytes read and written.
-    Reported if casts between floating dtypes move more than half of them, and at least 16 MiB, with
-    the lines that cast most; those in the backward belong to the line that calls it. Scripts that
-    use torch.compile are not counted, since compiled code fuses casts.""",
-    do="""Look at the lines named. Weights that are cast in every forward: use half weights (O2,
-    O5), a larger batch, or one autocast region around the whole forward, which casts each weight
-    once. Activations: leave out .float() calls, and keep neighbouring functions in one dtype.""",
-)
 
 _TILE = 8
-_FEWEST_PRODUCTS = 1 << 24
-_LEAST_SHARE = 0.05
-_LEAST_CAST_SHARE = 0.5
-_LEAST_CAST_BYTES = 16 << 20
+_FEWEST = 1 << 24  # multiplications
 _SHOWN = 3
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """The matrix product of one layer: (rows, inner) times (inner, columns)."""
-
-    rows: int
-    inner: int
-    columns: int
-    odd: tuple[str, ...]
-
-    @property
-    def multiplications(self) -> int:
-        return self.rows * self.inner * self.columns
 
 
 class TensorCores(Detector):
@@ -74,98 +41,45 @@ class TensorCores(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._layers: dict[int, tuple[str, _Product, Place | None]] = {}
-        self._all: dict[int, int] = {}
+        # Of each large layer with odd sizes: its multiplications, what to say of it, its line.
+        self._layers: dict[int, tuple[int, str, Place | None]] = {}
 
-    def module_called(self, call: ModuleCall) -> None:
+    def module_called(self, module: nn.Module, output: Any) -> None:
         """Note the sizes of a layer that computes in half."""
-        product = _product_of(call)
+        product = None if id(module) in self._layers else _product_of(module, output)
         if product is None:
             return
-        key = id(call.module)
-        self._all[key] = max(self._all.get(key, 0), product.multiplications)
-        if product.odd and product.multiplications >= _FEWEST_PRODUCTS and key not in self._layers:
-            self._layers[key] = self.seen.name(call.module), product, current_place()
+        (rows, inner, columns), sizes = product
+        odd = [f"{size} {name}" for name, size in sizes.items() if size % _TILE]
+        if odd and rows * inner * columns >= _FEWEST:
+            text = f"{self.seen.name(module)} multiplies ({rows}, {inner}) by ({inner}, {columns}):"
+            text = f"{text} {', '.join(odd)}"
+            self._layers[id(module)] = rows * inner * columns, text, current_place()
 
     def run_ended(self) -> None:
         """Report the largest layers."""
-        total = sum(self._all.values())
-        worst = sorted(self._layers.values(), key=lambda layer: -layer[1].multiplications)
-        share = sum(product.multiplications for _, product, _ in worst) / max(total, 1)
-        if not worst or share < _LEAST_SHARE:
-            return
-        shown = "; ".join(
-            f"{name} multiplies ({p.rows}, {p.inner}) by ({p.inner}, {p.columns}): "
-            f"{', '.join(p.odd)}"
-            for name, p, _ in worst[:_SHOWN]
-        )
-        more = f"; {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
-        self.report(
-            ODD_SHAPES,
-            "layers",
-            f"On GPUs {share:.0%} of the multiplications in half miss tensor cores' tiles of "
-            f"{_TILE}. {shown}{more}.",
-            where=worst[0][2],
-            share=share,
-            layers=[
-                {"name": name, "rows": p.rows, "inner": p.inner, "columns": p.columns}
-                for name, p, _ in worst
-            ],
-        )
+        worst = sorted(self._layers.values(), key=lambda layer: -layer[0])
+        if worst:
+            shown = "; ".join(text for _, text, _ in worst[:_SHOWN])
+            more = f"; {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
+            what = f"On GPUs these miss tensor cores' tiles of {_TILE}: {shown}{more}."
+            self.report(ODD_SHAPES, "layers", what, where=worst[0][2], layers=len(worst))
 
 
-def _product_of(call: ModuleCall) -> _Product | None:
-    module, output = call.module, call.output
+def _product_of(
+    module: nn.Module, output: Any
+) -> tuple[tuple[int, int, int], dict[str, int]] | None:
+    """Rows, inner size and columns of a layer's product in half, and its sizes by name."""
     if not isinstance(output, torch.Tensor) or not is_half(output) or not output.requires_grad:
         return None
     if isinstance(module, nn.Linear):
         rows = output.numel() // max(module.out_features, 1)
         sizes = {"rows": rows, "features in": module.in_features}
         sizes["features out"] = module.out_features
-        return _Product(rows, module.in_features, module.out_features, _odd(sizes))
+        return (rows, module.in_features, module.out_features), sizes
     if isinstance(module, _CONVOLUTIONS) and module.groups == 1:
         rows = output.numel() // max(module.out_channels, 1)
         inner = module.in_channels * math.prod(module.kernel_size)
         sizes = {"channels in": module.in_channels, "channels out": module.out_channels}
-        return _Product(rows, inner, module.out_channels, _odd(sizes))
+        return (rows, inner, module.out_channels), sizes
     return None
-
-
-def _odd(sizes: dict[str, int]) -> tuple[str, ...]:
-    return tuple(f"{size} {name}" for name, size in sizes.items() if size % _TILE)
-
-
-class Casts(Detector):
-    """Finds PA502."""
-
-    RULES = (CASTS_DOMINATE,)
-
-    def casts_counted(self, count: CastCount) -> None:
-        """Compare the bytes of casts with all bytes."""
-        total = sum(count.casts.values())
-        share = total / max(count.moved, 1)
-        if share < _LEAST_CAST_SHARE or total < _LEAST_CAST_BYTES:
-            return
-        worst = sorted(count.casts.items(), key=lambda item: -item[1])
-        lines: list[dict[str, Any]] = [
-            {"where": str(place), "cast": kind, "bytes": size} for (place, kind), size in worst
-        ]
-        shown = "; ".join(
-            f"{size / 2**20:,.0f} MiB {kind} at {place or 'no line of the script'}"
-            for (place, kind), size in worst[:_SHOWN]
-        )
-        self.report(
-            CASTS_DOMINATE,
-            "casts",
-            f"Casts move {share:.0%} of the bytes of a step: {shown}.",
-            where=worst[0][0][0],
-            share=share,
-            cast_bytes=total,
-            bytes=count.moved,
-            lines=lines,
-        )
-
-
-def kind_of_cast(source: torch.dtype, target: torch.dtype) -> str:
-    """A cast in words."""
-    return f"from {dtype_name(source)} to {dtype_name(target)}"

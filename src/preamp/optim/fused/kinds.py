@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from preamp.optim.fused import every
 from preamp.optim.fused.base import FusedOptimizer
 
@@ -21,3 +23,10 @@ ON_HOST = tuple(kind.__name__ for kind in KINDS if not kind.keeps_copies)
 
 RELEASE = tuple(kind.__name__ for kind in KINDS if kind.may_update_alone)
 """Those that may update each parameter as soon as its gradient is made."""
+
+
+def closest_first(name: str, kinds: Sequence[str]) -> list[str]:
+    """Sort fused optimizers: first the one like torch's of this ``name``, or else FusedAdam."""
+    twin = f"Fused{name.removesuffix('W')}"
+    closest = twin if twin in kinds else "FusedAdam"
+    return sorted(kinds, key=lambda kind: (kind != closest, kind))
