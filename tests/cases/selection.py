@@ -43,9 +43,10 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
         return [item for item in items if item in quick]
     spare = set[pytest.Item]()
     for cases in functions.values():
-        if cases[0].get_closest_marker("threes"):
-            chosen = {cases[number] for number in covering(list(map(values_of, cases)), 3)}
-            spare.update(set(cases) - chosen - quick)
+        for name, size in (("pairs", 2), ("threes", 3)):
+            if cases[0].get_closest_marker(name):
+                chosen = {cases[number] for number in covering(list(map(values_of, cases)), size)}
+                spare.update(set(cases) - chosen - quick)
     if suite == "all":
         return [item for item in items if item not in spare]
     elsewhere = spare | quick
