@@ -12,10 +12,16 @@ import os
 import sys
 import warnings
 
+import torch
+
 from preamp.cli.main import main
+from preamp.kernels import backend
+from preamp.kernels.dispatch import lacks_numba
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
+if lacks_numba() is None:  # at its first kernel numba looks through all types, for half a second
+    backend("jit").cast_copy_([torch.ones(1)], [torch.zeros(1)])
 gc.freeze()  # a fork that ends would look through all of torch for cycles: 1.9 s instead of 0.4
 for line in sys.stdin:
     job = json.loads(line)

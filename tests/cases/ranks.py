@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
@@ -23,8 +25,8 @@ _LEFT: list[dist.ProcessGroup] = []
 
 _PRELOADED = ["pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
 _PRELOADED += ["preamp.checkpoint", "preamp.optimizers", "preamp.parallel"]
-# What the first steps would import
-_PRELOADED += ["torch._dynamo", "preamp.kernels.jit"]
+# What the first steps would import and do
+_PRELOADED += ["torch._dynamo", "cases.warm"]
 
 
 def start_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int) -> Any:
@@ -33,9 +35,20 @@ def start_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: in
     They are forks of one process that has imported torch, which costs seconds for each otherwise.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    _run_server()
     return multiprocessing.start_processes(
         _begin, (dict(os.environ), work, arguments), world, join=False, start_method="forkserver"
     )
+
+
+def _run_server() -> None:
+    """Start the process that ranks are forked from, unless it is there.
+
+    It looks for what it has to import where this process would, but not where ``sys.path`` says.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        forkserver.ensure_running()
 
 
 def _begin(

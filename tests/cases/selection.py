@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
 from collections import defaultdict
@@ -42,12 +43,14 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
         return [item for item in items if item in quick]
     spare = set[pytest.Item]()
     for cases in functions.values():
-        if cases[0].get_closest_marker("threes"):
-            chosen = {cases[number] for number in covering(list(map(values_of, cases)), 3)}
-            spare.update(set(cases) - chosen - quick)
+        for name, size in (("pairs", 2), ("threes", 3)):
+            if cases[0].get_closest_marker(name):
+                chosen = {cases[number] for number in covering(list(map(values_of, cases)), size)}
+                spare.update(set(cases) - chosen - quick)
     if suite == "all":
         return [item for item in items if item not in spare]
-    return [item for item in items if item not in spare | quick or is_search(item)]
+    elsewhere = spare | quick
+    return [item for item in items if item not in elsewhere or is_search(item)]
 
 
 def examples(count: int) -> int:
@@ -104,13 +107,24 @@ def covering(rows: Sequence[tuple[object, ...]], size: int) -> list[int]:
     """
     if not rows or len(rows[0]) <= size:
         return list(range(len(rows)))
-    sets = [set(itertools.combinations(enumerate(row), size)) for row in rows]
-    missing = set[object]().union(*sets)
+    bits: dict[object, int] = {}
+    masks = [0] * len(rows)
+    for number, row in enumerate(rows):
+        for values in itertools.combinations(enumerate(row), size):
+            masks[number] |= bits.setdefault(values, 1 << len(bits))
+    missing = (1 << len(bits)) - 1
     chosen: list[int] = []
+    # How much that is missing a row has, as of when it was last looked at: that only shrinks, so a
+    # first row that still has as much has the most.
+    waiting = [(-mask.bit_count(), number) for number, mask in enumerate(masks)]
+    heapq.heapify(waiting)
     while missing:
-        best = max(range(len(rows)), key=lambda number: len(sets[number]))
-        chosen.append(best)
-        missing -= sets[best]
-        for left in sets:
-            left &= missing
+        before, number = waiting[0]
+        count = -(masks[number] & missing).bit_count()
+        if count == before:
+            heapq.heappop(waiting)
+            chosen.append(number)
+            missing &= ~masks[number]
+        else:
+            heapq.heapreplace(waiting, (count, number))
     return chosen

@@ -92,6 +92,9 @@ STORAGES = ("split", "compact", preamp.Storage(moments="8bit"), preamp.Storage(m
 STORING = ("FusedAdam", "FusedSGD(lr=0.1, momentum=0.9)", "FusedNovoGrad", "FusedAdagrad")
 
 
+# A level says in what dtype state is and whether masters take bytes of their own, an optimizer
+# which state there is, a storage what becomes of each moment. Any two of these meet.
+@pytest.mark.pairs
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("text", [*STORING, "FusedLAMB", "FusedAdam(max_grad_norm=1.0)", "AdamW"])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)

@@ -59,6 +59,19 @@ def test_of_four_parameters_every_three_meet(a: int, b: int, c: int, d: int) -> 
 ROWS = list(itertools.product(range(3), range(4), range(2), range(2)))
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("c", "xyz")
+@pytest.mark.parametrize("b", [1, 2, 3])
+@pytest.mark.parametrize("a", [True, False])
+def test_of_some_every_two_values_are_enough(
+    request: pytest.FixtureRequest, a: bool, b: int, c: str
+) -> None:
+    """In the full suite too: nine of these eighteen. The quick suite has all that there are."""
+    assert request.config.getoption("--suite") != "rest"
+    name = test_of_some_every_two_values_are_enough.__name__
+    assert sum(item.name.startswith(f"{name}[") for item in request.session.items) <= 9
+
+
 def test_of_some_every_three_values_are_enough() -> None:
     """Of a test that is marked so, the full suite runs no more than that."""
     chosen = {ROWS[number] for number in covering(ROWS, 3)}
