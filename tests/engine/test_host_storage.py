@@ -24,7 +24,7 @@ from engine.harness import Net, everything, same, train_step
 from preamp.core.errors import PreampError, PreampPolicyError, PreampStateError
 from preamp.optim import LARC
 from preamp.optim.fused.kinds import ON_HOST
-from preamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
+from preamp.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedSGD
 from preamp.policy.storage import describe_storage, storage_name
 
 HOST = preamp.Storage(place="host")
@@ -48,6 +48,30 @@ def test_on_the_cpu_it_is_the_same_training(level: str) -> None:
 
 
 PLACES: Any = ("device", "host")
+
+
+@pytest.mark.parametrize("masters", ["float32", "split"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_are_released_beside_it(level: str, masters: Any) -> None:
+    """Without a device too: the numbers of the device's storage that keeps its gradients."""
+    runs: list[tuple[Net, Any]] = []
+    for place, releases in (("device", False), ("host", True)):
+        storage = preamp.Storage(masters=masters, place=place, release_gradients=releases)
+        model, optimizer = start(opt_level=level, loss_scale=128.0, storage=storage)
+        for step in range(3):
+            train_step(model, optimizer, step)
+        runs.append((model, optimizer))
+    assert same(*[everything(*run) for run in runs])
+    assert all(param.grad is None for param in runs[1][0].parameters())
+
+
+def test_both_are_told() -> None:
+    storage = preamp.Storage(place="host", release_gradients=True)
+    model, _ = start(storage=storage)
+    text = preamp.engine_of(model).explain()
+    assert "each gradient is applied as soon as it is made, and then dropped" in text
+    assert 'place="host" moved nothing, all is on the CPU' in text
+    assert storage_name(storage) == "Storage(release_gradients=True, place='host')"
 
 
 def test_one_line_says_that_nothing_was_moved(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,11 +118,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
         TypeError,
         "is a FusedAdam with master_weights=True",
     ),
-    "released": (
+    "released, dynamic": (
         adam,
-        {"storage": preamp.Storage(place="host", release_gradients=True)},
+        {"opt_level": "O2", "storage": preamp.Storage(place="host", release_gradients=True)},
         PreampPolicyError,
-        'storage has release_gradients=True and place="host"',
+        "storage has release_gradients=True with opt_level='O2' and a dynamic loss scale",
+    ),
+    "released, of all gradients": (
+        FusedLAMB,
+        {"storage": preamp.Storage(place="host", release_gradients=True)},
+        TypeError,
+        "storage has release_gradients=True, and an optimizer is a FusedLAMB",
     ),
     "triton": (
         adam,

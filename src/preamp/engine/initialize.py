@@ -148,8 +148,8 @@ def initialize(
         storage: How masters and moments are kept between steps: ``"full"`` (default) in float32;
             ``"split"``, masters as half weights and the 16 bits that these lack, exactly;
             ``"compact"``, moments in 8 bits besides; or a `preamp.Storage`, which may also have
-            gradients applied and dropped as soon as they are made, or masters and moments on the
-            host.
+            gradients applied and dropped as soon as they are made, masters and moments on the
+            host, or both.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else

@@ -74,7 +74,7 @@ class MemoryEstimate:
             no category has it.
         smaller: With ``storage="full"``, what is kept on the device with each storage that takes
             less of it, as far as level and optimizer can have it, by what `initialize` is given
-            for it. With the last one, masters and optimizer state lie on the host.
+            for it. With the last ones, masters and optimizer state lie on the host.
     """
 
     opt_level: str
@@ -263,8 +263,12 @@ def _staging_bytes(trained: Sequence[Slot], policy: Policy) -> int:
 
 
 _ON_DEVICE = (*STORAGES.values(), replace(STORAGES["compact"], release_gradients=True))
-_ON_HOST = tuple(replace(storage, place="host") for storage in STORAGES.values())
-"""Each takes less than those before."""
+_ON_HOST = tuple(
+    replace(storage, place="host", release_gradients=releases)
+    for releases in (False, True)
+    for storage in STORAGES.values()
+)
+"""With gradients on the device, and without; each takes less than those before with as many."""
 
 
 def at_level(policy: Policy, storage: Storage) -> Storage:
@@ -317,7 +321,7 @@ def fitting(
 
 
 def _smaller(count: Count, policy: Policy, most: int) -> Iterator[tuple[str, int]]:
-    for found in _possible(count, policy, (*_ON_DEVICE, _ON_HOST[1])):
+    for found in _possible(count, policy, (*_ON_DEVICE, _ON_HOST[1], _ON_HOST[4])):
         if found.on_device < most:
             most = found.on_device
             yield storage_code(found.storage), most

@@ -39,9 +39,10 @@ class Storage:
             weights there too. Float32 weights and their gradients take 4 bytes each way. What is
             accumulated over backwards adds up on the host. Pinned memory is that of three runs of
             32 MiB, or of the largest tensor. Each step waits until the device has made its
-            gradients. Numbers are those that the back end for CPUs makes of the same gradients.
-            Fused optimizers only; refused beside ``release_gradients``, sharded weights,
-            `shard_optimizer`, `LARC`, and in a CUDA graph.
+            gradients; with ``release_gradients`` the backward waits for each update instead.
+            Numbers are those that the back end for CPUs makes of the same gradients. Fused
+            optimizers only; refused beside sharded weights, `shard_optimizer`, `LARC`, and in a
+            CUDA graph.
     """
 
     masters: MasterStorage = "float32"
