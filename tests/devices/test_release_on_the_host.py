@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients released where masters and moments lie on the host: updated there as they are made.
+"""Gradients released where masters and moments lie on the host: they wait there for their step.
 
 Runs take the same back end. The pretended device brings copies late, over garbage, so a value that
 was read too early shows. Runs of few bytes make several of a model's few tensors.
@@ -7,9 +7,9 @@ was read too early shows. Runs of few bytes make several of a model's few tensor
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,12 +22,13 @@ from torch import nn
 import preamp
 from cases.levels import LEVELS
 from preamp.core.errors import PreampStateError, PreampUnavailableError
-from preamp.engine import release
 from preamp.kernels import staged
 from preamp.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedADOPT,
+    FusedLAMB,
+    FusedLARS,
     FusedLion,
     FusedNovoGrad,
     FusedSGD,
@@ -40,13 +41,16 @@ STORAGES: dict[str, dict[str, Any]] = {
     "split": {"masters": "split"},
     "compact": {"masters": "split", "moments": "8bit"},
 }
-SCALES: dict[str, Any] = {case.name: 128.0 if case.is_dynamic else None for case in LEVELS}
 WITH_MASTERS = [*itertools.product(("O2", "O5"), STORAGES)]
-EVERY = [*WITH_MASTERS, *[(level, "full") for level in SCALES if level not in ("O2", "O5")]]
+EVERY = [*WITH_MASTERS, *[(one.name, "full") for one in LEVELS if not one.has_masters]]
 KINDS: dict[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (FusedAdam, FusedADOPT, FusedAdagrad, FusedLion, FusedNovoGrad)
+    kind.__name__: kind
+    for kind in (FusedAdam, FusedADOPT, FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)
 }
-KINDS |= {"FusedSGD": lambda params, lr: FusedSGD(params, lr=lr, momentum=0.9)}
+KINDS |= {
+    "FusedSGD": lambda params, lr: FusedSGD(params, lr=lr, momentum=0.9),  # fills with zeros
+    "FusedLARS": lambda params, lr: FusedLARS(params, lr=lr, momentum=0.9),
+}
 Kept = tuple[str, str]  # a level and a storage
 
 
@@ -59,23 +63,21 @@ with_masters = pytest.mark.parametrize("kept", WITH_MASTERS, ids=ids)
 
 @pytest.fixture(autouse=True)
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a few tensors be several runs, and does not let all wait for the end of the block."""
+    """Lets a few tensors be several runs."""
     monkeypatch.setattr(staged, "RUN", 4096)
-    monkeypatch.setattr(release, "TOGETHER", 1024)
 
 
 class Run:
-    """A training of a small model whose gradients are released."""
+    """A training of a small model; at the host with gradients released."""
 
-    def __init__(
-        self, place: str, kept: Kept, kind: str = "FusedAdam", *, releases: bool = True
-    ) -> None:
+    def __init__(self, place: str, kept: Kept, kind: str = "FusedLion") -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(
             nn.Linear(16, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 4)
         ).cuda()
         self.optimizer = KINDS[kind](self.net.parameters(), lr=1e-2)
         level, storage = kept
+        releases = place == "host"
         keeps: Any = {"place": place, "release_gradients": releases, **STORAGES[storage]}
         preamp.initialize(
             self.net,
@@ -84,25 +86,32 @@ class Run:
             storage=preamp.Storage(**keeps),
             backend="reference",
             verbosity=0,
-            loss_scale=SCALES[level],
         )
         self.engine = preamp.engine_of(self.net)
         self.number = 0
+        if self.engine.policy.is_dynamic:  # as tensors the counters have the same corrections
+            for group in self.optimizer.param_groups:
+                group.setdefault("step", torch.zeros((), dtype=torch.int32))
 
-    def loss(self) -> torch.Tensor:
+    def loss(self, factor: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.number)
         self.number += 1
         inputs = torch.randn(32, 16, generator=generator).cuda()
         targets = torch.randn(32, 4, generator=generator).cuda()
-        return nn.functional.mse_loss(self.net(inputs).float(), targets)
+        return nn.functional.mse_loss(self.net(inputs).float(), targets) * factor
 
-    def backward(self) -> None:
-        with preamp.scale_loss(self.loss(), self.optimizer) as scaled:
+    def backward(self, factor: float = 1.0) -> None:
+        with preamp.scale_loss(self.loss(factor), self.optimizer) as scaled:
             scaled.backward()
 
     def end(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def away(self) -> list[bool]:
+        """Which gradients take no memory where they are."""
+        grads = [param.grad for param in self.net.parameters()]
+        return [grad is not None and grad.untyped_storage().nbytes() <= 4 for grad in grads]
 
     def steps(self, count: int = 3) -> None:
         for _ in range(count):
@@ -136,50 +145,106 @@ def on_device() -> int:
 # -- numbers -------------------------------------------------------------------------------------
 
 
+def plain(run: Run) -> None:
+    run.steps(4)
+
+
+def clipped(run: Run) -> None:
+    for _ in range(4):
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def accumulated(run: Run) -> None:
+    for _ in range(3):
+        run.backward()
+        run.backward(0.5)
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def twice_in_a_block(run: Run) -> None:
+    for _ in range(3):
+        losses = run.loss(), run.loss(0.5)
+        with preamp.scale_loss(losses[0], run.optimizer) as scaled:
+            scaled.backward()
+            (losses[1] * scaled.detach() / losses[0].detach()).backward()
+        run.end()
+
+
+def overflowing(run: Run) -> None:
+    for number in range(5):
+        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
+        run.end()
+
+
+def dropped(run: Run) -> None:
+    """By the script, the optimizer, or a body that raises."""
+    run.steps(2)
+    run.backward()
+    run.net.zero_grad()
+    run.backward()
+    run.optimizer.zero_grad()
+    run.backward()
+    run.optimizer.zero_grad(set_to_none=False)
+    run.backward()
+    run.net.zero_grad(set_to_none=False)
+    run.backward()
+    with suppress(KeyError), preamp.scale_loss(run.loss(), run.optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    run.end()
+    run.steps(1)
+
+
+@pytest.mark.parametrize("train", [plain, clipped, accumulated, overflowing, dropped])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kept", EVERY, ids=ids)
-def test_the_host_trains_as_the_device(kept: Kept, kind: str) -> None:
-    """With gradients released there and without: three trainings of the same numbers."""
-    whole = Run("device", kept, kind, releases=False)
+def test_the_host_trains_as_the_device(kept: Kept, kind: str, train: Callable[[Run], None]) -> None:
+    if kind == "FusedLARS" and kept[1] == "compact":
+        kept = kept[0], "split"  # it keeps no moments in 8 bits
     device, host = Run("device", kept, kind), Run("host", kept, kind)
-    for run in (whole, device, host):
-        run.steps(4)
-    assert_same(whole, device)
+    for run in (device, host):
+        train(run)
     assert_same(device, host)
-    assert {tensor.device.type for tensor in host.state()} == {"cpu"}
+    assert {tensor.device.type for tensor in host.state()} <= {"cpu"}
     assert {p.device.type for p in host.net.parameters()} == {"cuda"}
+    assert host.engine.steps_skipped == device.engine.steps_skipped
 
 
-def test_weights_are_new_after_the_backward() -> None:
-    host, device = Run("host", ("O5", "split")), Run("device", ("O5", "split"))
-    for run in (host, device):
-        run.steps()
-        run.backward()
-    assert_same(host, device)
-    assert host.optimizer.param_groups[0]["step"] == 3
+@pytest.mark.parametrize("train", [twice_in_a_block])
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_unusual_loops(kept: Kept, train: Callable[[Run], None]) -> None:
+    device, host = Run("device", kept), Run("host", kept)
+    for run in (device, host):
+        train(run)
+    assert_same(device, host)
 
 
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-@with_masters
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
 def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
+    """Neither after a backward, nor within the accumulation of several."""
     before = on_device()
     run = Run("host", kept)
     run.steps(2)
     weights = sum(t.nbytes for t in (*run.net.parameters(), *run.net.buffers()))
     for _ in range(2):
-        run.backward()
-        assert [param.grad for param in run.net.parameters()] == [None] * 6
-        counted = preamp.count_memory(run.engine)
-        assert counted["gradients"] == counted["masters"] == counted["optimizer state"] == 0
-        assert 0 <= on_device() - before - weights < 200  # the loss, the loss scale, a few factors
+        for _ in range(3):
+            run.backward()
+            assert run.away() == [True] * 6
+            counted = preamp.count_memory(run.engine)
+            assert counted["gradients"] == counted["optimizer state"] == 0
+            assert counted["gradients on the host"] > 0
+            assert 0 <= on_device() - before - weights < 400  # single numbers
         run.end()
 
 
-def test_gradients_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never are two of the largest there."""
-    monkeypatch.setattr(release, "TOGETHER", 1)
+def test_gradients_go_one_after_the_other() -> None:
+    """Never are two of them there, in an accumulation neither."""
     net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]).cuda()
     optimizer = FusedLion(net.parameters())
     storage = preamp.Storage(masters="split", place="host", release_gradients=True)
@@ -191,7 +256,6 @@ def test_gradients_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> No
         with preamp.scale_loss(net(inputs).float().mean(), optimizer) as scaled:
             start.append(on_device())
             scaled.backward()
-        optimizer.step()
     assert len(seen) == 2 * 6
     assert max(seen) < 2 * 2 * 128 * 128
 
@@ -213,6 +277,8 @@ def test_both_places_are_counted_as_estimated(masters: Any, moments: Any) -> Non
         optimizer.step()
     assert counted == found.categories
     halves = 2 * (2 * 64 * 128 + 128 + 64)
+    assert found.gradients == 0
+    assert found.gradients_on_host == halves + 4 * 2 * 128
     assert found.on_device == halves + found.buffers + found.scaler + 4 * 2 * 128
 
 
@@ -233,6 +299,8 @@ def test_a_checkpoint_goes_on_at_either_place(
     preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
     second.number = first.number
     for run in (first, second):
+        run.backward()  # joins what was saved
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
         run.end()
         run.steps()
     assert_same(first, second)
@@ -244,30 +312,16 @@ def test_close_gives_all_back(kept: Kept) -> None:
     run = Run("host", kept)
     run.steps()
     exact = [master.detach().cpu().clone() for master in preamp.master_params(run.optimizer)]
-    copied = copy.deepcopy(run.net)
     run.engine.close()
-    for net in (run.net, copied):
-        params = list(net.parameters())
-        assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
-        assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6
-        net(torch.ones(2, 16).cuda()).sum().backward()
-        assert all(param.grad is not None for param in params)
+    params = list(run.net.parameters())
+    assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
+    assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6
+    run.net(torch.ones(2, 16).cuda()).sum().backward()
+    assert run.away() == [False] * 6
     run.end()
 
 
 # -- trouble -------------------------------------------------------------------------------------
-
-
-@with_masters
-def test_a_body_that_raises(kept: Kept) -> None:
-    host, device = Run("host", kept), Run("device", kept)
-    for run in (host, device):
-        run.steps(2)
-        with suppress(KeyError), preamp.scale_loss(run.loss(), run.optimizer) as scaled:
-            scaled.backward()
-            raise KeyError
-        run.steps(2)
-    assert_same(host, device)
 
 
 _empty = torch.empty
@@ -280,36 +334,70 @@ def without_pinned_memory(*sizes: Any, **options: Any) -> torch.Tensor:
 
 
 @with_masters
-def test_without_pinned_memory_no_parameter_is_half_updated(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run("host", kept)
-    run.steps()
-    before = run.everything()[: len(list(run.net.parameters()))]
+def test_without_pinned_memory_nothing_changes(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = Run("host", kept), Run("host", kept)
+    for one in (run, other):
+        one.steps()
+        one.backward()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", without_pinned_memory)
         with pytest.raises(PreampUnavailableError, match="bytes of pinned memory"):
-            run.backward()
-    now = run.everything()[: len(before)]
-    assert [torch.equal(a, b) for a, b in zip(now, before, strict=True)] == [True] * len(before)
-    assert run.optimizer.param_groups[0]["step"] == 3
+            run.optimizer.step()
+    for one in (run, other):
+        one.end()
+    assert_same(run, other)
+
+
+@with_masters
+def test_gradients_come_back_at_the_end(kept: Kept) -> None:
+    device, host = Run("device", kept), Run("host", kept)
+    grads: list[list[torch.Tensor]] = []
+    for run in (device, host):
+        run.steps()
+        run.backward()
+        run.engine.close()
+        grads.append([param.grad.cpu() for param in run.net.parameters() if param.grad is not None])
+    assert len(grads[0]) == 6
+    assert [torch.equal(a, b) for a, b in zip(*grads, strict=True)] == [True] * 6
+
+
+def test_a_dropped_engine_sends_nothing_away() -> None:
+    run = Run("host", ("O4", "full"))
     run.steps()
+    weight, engine = next(run.net.parameters()), weakref.ref(run.engine)
+    del run
+    gc.collect()
+    assert engine() is None
+    (weight * 2.0).sum().backward()
+    assert torch.equal(weight.grad.cpu(), torch.full((256, 16), 2.0))  # pyright: ignore
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_script_that_reads_or_writes_there_is_told(level: str) -> None:
+    """What is left on the device is no number, and is not to be multiplied by one."""
+    run = Run("host", (level, "full"))
+    run.steps()
+    run.backward()
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
 
 
 def test_explain_says_where_things_are() -> None:
     text = Run("host", ("O5", "split")).engine.explain()
-    assert "a host synchronisation for each update in a backward" in text
+    assert "a host synchronisation for each gradient" in text
     assert "storage: masters and moments lie on the host, which makes the update" in text
-    assert "storage: each gradient is applied as soon as it is made, and then dropped" in text
+    assert "storage: each gradient goes to the host as soon as it is made" in text
 
 
-def test_what_needs_gradients_of_a_step_is_refused() -> None:
+def test_what_reads_gradients_on_the_device_is_refused() -> None:
     run = Run("host", ("O5", "full"))
     run.steps()
-    with pytest.raises(PreampStateError, match="clip_grad_norm_ was called"):
-        preamp.clip_grad_norm_(run.optimizer, 1.0)
-    run.backward()
-    with pytest.raises(PreampStateError, match=r"no optimizer\.step\(\) has ended"):
-        run.backward()
-    run.end()
+    calls: list[Callable[[], Any]] = [
+        lambda: preamp.GradScaler(run.optimizer),
+        run.engine.trace_overflow,
+        lambda: preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=True).__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(PreampStateError, match="waits there for its step"):
+            call()
     run.steps(1)

@@ -21,10 +21,10 @@ import preamp
 import preamp.parallel
 from cases.levels import LEVELS
 from engine.harness import Net, everything, same, train_step
-from preamp.core.errors import PreampError, PreampPolicyError, PreampStateError
+from preamp.core.errors import PreampError, PreampStateError
 from preamp.optim import LARC
 from preamp.optim.fused.kinds import ON_HOST
-from preamp.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedSGD
+from preamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from preamp.policy.storage import describe_storage, storage_name
 
 HOST = preamp.Storage(place="host")
@@ -53,23 +53,22 @@ PLACES: Any = ("device", "host")
 @pytest.mark.parametrize("masters", ["float32", "split"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_gradients_are_released_beside_it(level: str, masters: Any) -> None:
-    """Without a device too: the numbers of the device's storage that keeps its gradients."""
+    """Without a device nothing goes anywhere, and all works that needs gradients of a step."""
     runs: list[tuple[Net, Any]] = []
     for place, releases in (("device", False), ("host", True)):
         storage = preamp.Storage(masters=masters, place=place, release_gradients=releases)
-        model, optimizer = start(opt_level=level, loss_scale=128.0, storage=storage)
-        for step in range(3):
-            train_step(model, optimizer, step)
+        model, optimizer = start(opt_level=level, storage=storage)
+        for step in range(4):
+            train_step(model, optimizer, step, poison=step == 1)
+            preamp.clip_grad_norm_(optimizer, 0.1)
         runs.append((model, optimizer))
     assert same(*[everything(*run) for run in runs])
-    assert all(param.grad is None for param in runs[1][0].parameters())
 
 
 def test_both_are_told() -> None:
     storage = preamp.Storage(place="host", release_gradients=True)
     model, _ = start(storage=storage)
     text = preamp.engine_of(model).explain()
-    assert "each gradient is applied as soon as it is made, and then dropped" in text
     assert 'place="host" moved nothing, all is on the CPU' in text
     assert storage_name(storage) == "Storage(release_gradients=True, place='host')"
 
@@ -118,17 +117,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
         TypeError,
         "is a FusedAdam with master_weights=True",
     ),
-    "released, dynamic": (
+    "released, read": (
         adam,
-        {"opt_level": "O2", "storage": preamp.Storage(place="host", release_gradients=True)},
-        PreampPolicyError,
-        "storage has release_gradients=True with opt_level='O2' and a dynamic loss scale",
-    ),
-    "released, of all gradients": (
-        FusedLAMB,
-        {"storage": preamp.Storage(place="host", release_gradients=True)},
-        TypeError,
-        "storage has release_gradients=True, and an optimizer is a FusedLAMB",
+        {"numerics": "light", "storage": preamp.Storage(place="host", release_gradients=True)},
+        PreampStateError,
+        "storage has release_gradients=True beside numerics",
     ),
     "triton": (
         adam,

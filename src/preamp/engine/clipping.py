@@ -64,7 +64,7 @@ def clip_grad_norm_(
     """
     del foreach
     engine, sessions, only = _to_clip(parameters)
-    if engine.policy.storage.release_gradients:
+    if engine.policy.storage.applies_at_once:
         raise refusals.needs_gradients("clip_grad_norm_")
     for session in sessions:
         _check_can_clip(session)

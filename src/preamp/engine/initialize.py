@@ -48,6 +48,7 @@ from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_storage, check_updates, read_codes
+from preamp.engine.waiting import Waiting
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
@@ -345,7 +346,9 @@ def _attach(engine: Engine) -> None:
         attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
-    if policy.storage.release_gradients:
+    if policy.storage.waits_on_host:
+        Waiting(engine).attach()
+    elif policy.storage.release_gradients:
         Release(engine).attach()
     if policy.overflow == "trace":
         engine.tracer.arm(stays=True, is_first=True)

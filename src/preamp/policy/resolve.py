@@ -80,7 +80,7 @@ def check_storage(policy: Policy) -> None:
             "master_weights=True",
             f"Choose one of these, or pass storage={storage_code(other)}",
         )
-    if storage.release_gradients and policy.is_dynamic:
+    if storage.applies_at_once and policy.is_dynamic:
         raise worded(
             PreampPolicyError,
             f"storage has release_gradients=True with opt_level={policy.opt_level!r} and a dynamic "
