@@ -21,7 +21,7 @@ import preamp
 import preamp.parallel
 from cases.levels import LEVELS
 from engine.harness import Net, everything, same, train_step
-from preamp.core.errors import PreampError, PreampPolicyError, PreampStateError
+from preamp.core.errors import PreampError, PreampStateError
 from preamp.optim import LARC
 from preamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from preamp.policy.storage import describe_storage, storage_name
@@ -47,6 +47,29 @@ def test_on_the_cpu_it_is_the_same_training(level: str) -> None:
 
 
 PLACES: Any = ("device", "host")
+
+
+@pytest.mark.parametrize("masters", ["float32", "split"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_are_released_beside_it(level: str, masters: Any) -> None:
+    """Without a device nothing goes anywhere, and all works that needs gradients of a step."""
+    runs: list[tuple[Net, Any]] = []
+    for place, releases in (("device", False), ("host", True)):
+        storage = preamp.Storage(masters=masters, place=place, release_gradients=releases)
+        model, optimizer = start(opt_level=level, storage=storage)
+        for step in range(4):
+            train_step(model, optimizer, step, poison=step == 1)
+            preamp.clip_grad_norm_(optimizer, 0.1)
+        runs.append((model, optimizer))
+    assert same(*[everything(*run) for run in runs])
+
+
+def test_both_are_told() -> None:
+    storage = preamp.Storage(place="host", release_gradients=True)
+    model, _ = start(storage=storage)
+    text = preamp.engine_of(model).explain()
+    assert 'place="host" moved nothing, all is on the CPU' in text
+    assert storage_name(storage) == "Storage(release_gradients=True, place='host')"
 
 
 def test_one_line_says_that_nothing_was_moved(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,11 +117,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
         TypeError,
         "is a FusedAdam with master_weights=True",
     ),
-    "released": (
+    "released, read": (
         adam,
-        {"storage": preamp.Storage(place="host", release_gradients=True)},
-        PreampPolicyError,
-        'storage has release_gradients=True and place="host"',
+        {"numerics": "light", "storage": preamp.Storage(place="host", release_gradients=True)},
+        PreampStateError,
+        "storage has release_gradients=True beside numerics",
     ),
     "triton": (
         adam,

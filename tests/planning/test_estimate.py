@@ -407,13 +407,20 @@ def test_storages_that_take_less_are_named() -> None:
     found = preamp.estimate(3e9, "O5", "FusedAdam")
     released = "preamp.Storage(masters='split', moments='8bit', release_gradients=True)"
     host = "preamp.Storage(masters='split', place='host')"
-    assert list(found.smaller) == ['"split"', '"compact"', released, host]
-    assert [round(size / 2**30, 1) for size in found.smaller.values()] == [39.1, 22.5, 16.9, 11.2]
+    both = "preamp.Storage(masters='split', release_gradients=True, place='host')"
+    assert list(found.smaller) == ['"split"', '"compact"', released, host, both]
+    sizes = [round(size / 2**30, 1) for size in found.smaller.values()]
+    assert sizes == [39.1, 22.5, 16.9, 11.2, 5.6]
     storage = preamp.Storage(masters="split", moments="8bit", release_gradients=True)
     policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
     assert preamp.estimate(3e9, policy, "FusedAdam").total == found.smaller[released]
     # What level, optimizer or ranks cannot have is not named.
-    assert list(preamp.estimate(3e9, "O2", "FusedAdam").smaller) == ['"split"', '"compact"', host]
+    assert [*preamp.estimate(3e9, "O2", "FusedAdam").smaller] == [
+        '"split"',
+        '"compact"',
+        host,
+        both,
+    ]
     assert list(preamp.estimate(3e9, "O5", "AdamW").smaller) == ['"split"']
     assert not preamp.estimate(3e9, "O1", "AdamW").smaller
     assert released not in preamp.estimate(3e9, "O5", "FusedAdam", world_size=2).smaller
@@ -502,4 +509,10 @@ def test_what_fits_changes_as_little_as_possible() -> None:
     assert fits(12, 34) == [("host", "Storage(place='host')")]
     assert fits(20, 32, world_size=2) == [("host", split)]  # ranks release no gradients
     assert fits(40, 64, optimizer="AdamW") == [("device", "split")]
-    assert fits(11, 64) == []
+    both = "Storage(masters='split', release_gradients=True, place='host')"
+    compact = both.replace("'split'", "'split', moments='8bit'")
+    assert fits(11, 64) == [("host", both.replace("masters='split', ", ""))]
+    assert fits(11, 34) == [("host", both)]
+    assert fits(11, 18) == [("host", compact)]
+    assert fits(11, 16) == []
+    assert fits(5, 64) == []

@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from preamp.casting.state_hooks import without_copies
 from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.checkpoint.staging import Value, value_of
+from preamp.core.away import values_of
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.tensors import memory_order, stored_grad
 from preamp.engine import Engine, find_engine
@@ -100,7 +101,7 @@ class Subjects:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for name, param in self.named_params():
             master = masters.get(id(param))
-            sides = {"model": stored_grad(param)}
+            sides = {"model": values_of(stored_grad(param))}
             if master is not None and master.twin is not None:
                 sides["master"] = master.twin.table.gradients.base(master.twin.row)
             held = {side: grad for side, grad in sides.items() if grad is not None}

@@ -77,7 +77,8 @@ def scale_loss(
         yield loss
         return
     if delay_unscale and engine.policy.storage.release_gradients:
-        raise refusals.needs_gradients("scale_loss(delay_unscale=True)")
+        waits = engine.policy.storage.waits_on_host
+        raise refusals.needs_gradients("scale_loss(delay_unscale=True)", wait_on_host=waits)
     check_loss(loss)
     block = Block(engine, members, loss, loss_id)
     delays = delay_unscale and not block.is_plain
@@ -260,7 +261,8 @@ class Block:
             if answers == REDUCED:  # forwards inside the block were not known when it began
                 answers = self._engine.reductions.begin_block()
             self._is_unscaling = True
-            if not self._engine.policy.storage.release_gradients:  # else they are gone
+            storage = self._engine.policy.storage
+            if not storage.release_gradients or storage.place == "host":  # else they are gone
                 self.note.is_suspect = self._engine.ledger.asks_about(self.note.loss_finite)
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED

@@ -64,7 +64,8 @@ def clip_grad_norm_(
     """
     del foreach
     engine, sessions, only = _to_clip(parameters)
-    if engine.policy.storage.release_gradients:
+    storage = engine.policy.storage
+    if storage.release_gradients and storage.place == "device":
         raise refusals.needs_gradients("clip_grad_norm_")
     for session in sessions:
         _check_can_clip(session)

@@ -170,7 +170,8 @@ class Engine(EngineCore):
         """
         self._check_open("trace_overflow")
         if self.policy.storage.release_gradients:
-            raise refusals.needs_gradients("Engine.trace_overflow")
+            waits = self.policy.storage.waits_on_host
+            raise refusals.needs_gradients("Engine.trace_overflow", wait_on_host=waits)
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
             self.ledger.ask_about_losses()

@@ -35,11 +35,14 @@ def explain_engine(engine: EngineCore) -> str:
     for index, session in enumerate(engine.sessions.values()):
         direct = session.direct_params()
         masters = len(session.masters) if session.masters is not None else 0
-        waits = uses_host(engine) or (policy.is_dynamic and not session.obeys_on_device)
+        waits = "no synchronisation"
+        if uses_host(engine) and policy.storage.release_gradients:
+            waits = "a host synchronisation for each gradient"
+        elif uses_host(engine) or (policy.is_dynamic and not session.obeys_on_device):
+            waits = "one host synchronisation per step"
         lines.append(
             f"optimizer {index} ({type(session.optimizer).__name__}): {masters} float32 masters, "
-            f"{len(direct)} parameters updated directly; "
-            + ("one host synchronisation per step" if waits else "no synchronisation")
+            f"{len(direct)} parameters updated directly; {waits}"
         )
         unowned = engine.names.unowned(session.model_params())
         if unowned:

@@ -111,8 +111,10 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_id = loss_id
         self._loss_scaler = self._engine.scaler(loss_id)
         self._enabled = enabled and self._engine.policy.enabled
-        if self._enabled and self._engine.policy.storage.release_gradients:
-            raise refusals.needs_gradients("GradScaler")
+        storage = self._engine.policy.storage
+        if self._enabled and storage.release_gradients:
+            waits = storage.waits_on_host
+            raise refusals.needs_gradients("GradScaler", wait_on_host=waits)
         self._device = self._loss_scaler.device.type
         # By ``id`` of the session: backwards left open
         self._blocks: dict[int, Block] = {}

@@ -48,6 +48,7 @@ from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_storage, check_updates, read_codes
+from preamp.engine.waiting import Waiting
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
@@ -148,8 +149,8 @@ def initialize(
         storage: How masters and moments are kept between steps: ``"full"`` (default) in float32;
             ``"split"``, masters as half weights and the 16 bits that these lack, exactly;
             ``"compact"``, moments in 8 bits besides; or a `preamp.Storage`, which may also have
-            gradients applied and dropped as soon as they are made, or masters and moments on the
-            host.
+            gradients applied and dropped as soon as they are made, masters and moments on the
+            host, or both.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -345,7 +346,9 @@ def _attach(engine: Engine) -> None:
         attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
-    if policy.storage.release_gradients:
+    if policy.storage.waits_on_host:
+        Waiting(engine).attach()
+    elif policy.storage.release_gradients:
         Release(engine).attach()
     if policy.overflow == "trace":
         engine.tracer.arm(stays=True, is_first=True)

@@ -82,10 +82,18 @@ def backward_of_loss() -> PreampStateError:
     )
 
 
-def needs_gradients(what: str) -> PreampStateError:
+def needs_gradients(what: str, *, wait_on_host: bool = False) -> PreampStateError:
     """Something is asked for that needs all gradients of a step, which are released."""
+    got = f"{what} was called where storage has release_gradients=True"
+    if wait_on_host:
+        return bad_state(
+            f'{got} and place="host"',
+            "Each gradient goes to the host as soon as it is made, and waits there for its step: "
+            "on the device none is left to look at or to unscale later",
+            "Leave the call out, or pass preamp.initialize a storage without release_gradients",
+        )
     return bad_state(
-        f"{what} was called where storage has release_gradients=True",
+        got,
         "Each gradient is applied as soon as it is made, and then dropped: none is left to clip, "
         "to add to, to look at or to unscale later",
         "Leave the call out, or pass preamp.initialize a storage without release_gradients",

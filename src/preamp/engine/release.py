@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients applied as soon as they are made: ``storage`` with ``release_gradients=True``.
 
+So it is where masters and moments lie on the device. With ``place="host"`` gradients wait there for
+their step, see `engine.waiting`.
+
 A hook on each leaf runs when autograd has the whole gradient of it: what a model uses twice gets
 its gradient once, after both uses. By then every node that the gradient comes from has run. (One
 that read the weight detached may run later: torch raises where it finds the weight written to. A

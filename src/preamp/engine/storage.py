@@ -131,14 +131,16 @@ def _check_release(
     splits: Splits,
     recording: Recording,
 ) -> None:
-    """Refuse what needs gradients of a whole step."""
+    """Refuse what needs gradients of a whole step, or on the device."""
     if any(isinstance(one, LARC) for one in every):
         raise released()
-    for optimizer in optimizers:
-        check_releases(optimizer)
     params = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
-    if len(set(params)) < len(params):
-        raise _refused("optimizers that share a parameter", "each would need its gradient later")
+    if policy.storage.applies_at_once:
+        for optimizer in optimizers:
+            check_releases(optimizer)
+        if len(set(params)) < len(params):
+            why = "each would need its gradient later"
+            raise _refused("optimizers that share a parameter", why)
     if splits.given:
         raise _refused("process_groups", "norms and overflow of all ranks come after the backward")
     check_no_ranks()
@@ -233,8 +235,10 @@ def describe_storage(engine: EngineCore) -> list[str]:
         )
     if engine.policy.storage.place == "host":
         found.append(f"storage: {describe_place(engine)}")
-    if engine.policy.storage.release_gradients:
+    if engine.policy.storage.applies_at_once:
         found.append("storage: each gradient is applied as soon as it is made, and then dropped")
+    if engine.policy.storage.waits_on_host and uses_host(engine):
+        found.append("storage: each gradient goes to the host as soon as it is made")
     kind = engine.policy.storage.moments
     if kind != "float32":
         moments = [moment for o in engine.optimizers for moment in _moments_of(o)]

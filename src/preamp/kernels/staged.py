@@ -7,7 +7,8 @@ pinned memory while the host computes this one, and what it has written goes bac
 streams of their own. The training's stream waits for the last of these copies; the host does not.
 
 Which lists are read and written follows from the op, so no op has a case of its own. Results are
-those of the back end for CPUs. Tensors are never cut, so norms of whole ones are what they were.
+those of the back end for CPUs. Of tensors whose values are away (`core.away`) ops take these.
+Tensors are never cut, so norms of whole ones are what they were.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any, Final
 
 import torch
 
+from preamp.core.away import values_in
 from preamp.core.errors import bad_state
 from preamp.core.pinned import laid_as, pinned
 from preamp.core.tensors import devices_of, host_reaches, is_capturing
 from preamp.kernels.by_device import ByDevice, pick
-from preamp.kernels.ops import Column, Tensors
+from preamp.kernels.ops import Census, Column, Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.stored import Stored
 from preamp.kernels.update import Update
@@ -57,10 +59,16 @@ def _staged(op: str, *access: str) -> Any:
             pairs = zip(given, access, strict=True)
             inner(self, *[next(columns) if how else at_hand(arg) for arg, how in pairs])
 
-        columns = [arg for arg, how in zip(given, access, strict=True) if how]
+        pairs = [*zip(given, access, strict=True)]
+        values = [values_in(arg) if how else arg for arg, how in pairs]
+        columns = [arg for arg, how in zip(values, access, strict=True) if how]
         rest = _stage(columns, [how for how in access if how], compute)
+        if any([now is not arg for now, arg in zip(values, given, strict=True)]):
+            near = [place for place in rest if columns[0][place].is_cpu]  # numbers are not
+            rest = [place for place in rest if not columns[0][place].is_cpu]
+            compute(near, [*pick(near, *columns)])
         if rest:
-            inner(self, *pick(rest, *given))
+            inner(self, *pick(rest, *values))
 
     run.__name__ = op
     return run
@@ -75,16 +83,32 @@ class Staged(ByDevice):
     join_ = _staged("join_", _READ, _READ, _WRITTEN)
     axpby_ = _staged("axpby_", _WRITTEN, _NUMBER, _READ, _NUMBER, _READ)
 
+    def census(self, grads: Tensors, device: torch.device, **options: bool) -> Census:
+        return super().census(values_in(grads), device, **options)
+
+    def l2norms(
+        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        here = values_in(tensors)
+        return super().l2norms(here, factor if here is tensors else at_hand(factor), device)
+
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
+        here = values_in(tensors)
+        if here is not tensors:
+            factors = _all_at_hand(factors)
+        return super().l2norm(here, factors, device)
+
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
     ) -> list[torch.Tensor]:
         """As `Ops.widen_add`; all results lie on the host, where masters are."""
+        here = values_in(halves)
+        if here is not halves:
+            halves, factors = here, _all_at_hand(factors)
         found: dict[int, torch.Tensor] = {}
 
         def compute(places: Sequence[int], lists: list[Any]) -> None:
-            own = [factors[place] for place in places]
-            here = {key: at_hand(factor) for key, factor in {id(f): f for f in own}.items()}
-            by = [here[id(factor)] for factor in own]
+            by = _all_at_hand([factors[place] for place in places])
             wide = super(Staged, self).widen_add(lists[0], by, lists[1])
             found.update(zip(places, wide, strict=True))
 
@@ -101,6 +125,7 @@ class Staged(ByDevice):
             del places
             super(Staged, self).update_(*lists, rule=rule, update=update)
 
+        grads = values_in(grads)
         lists = [params, grads, *state]
         rest = _stage_update(lists, rule, update, compute)
         if len(rest) == len(params):  # as they are: what is known of lists goes by identity
@@ -111,6 +136,7 @@ class Staged(ByDevice):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
+        grads = values_in(grads)
         lists, found = [params, grads, *state], dict[int, torch.Tensor]()
 
         def compute(places: Sequence[int], lists: list[Any], rule: Any, update: Update) -> None:
@@ -159,6 +185,7 @@ def _beside(update: Update) -> list[Column | None]:
 
 def _columns(lists: Sequence[Tensors], update: Update) -> list[Column]:
     none = [None] * len(lists[0])
+    lists = [values_in(column) for column in lists]
     return [*lists, *[none if column is None else column for column in _beside(update)]]
 
 
@@ -171,6 +198,12 @@ def at_hand(value: Any) -> Any:
         return value
     check_not_captured(value.device)
     return value.cpu()
+
+
+def _all_at_hand(numbers: Sequence[Any]) -> list[Any]:
+    """Of each as `at_hand`; waits once for what is there several times."""
+    known = {key: at_hand(number) for key, number in {id(n): n for n in numbers}.items()}
+    return [known[id(number)] for number in numbers]
 
 
 # -- runs -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from preamp.core.away import is_away, zeros_away
 from preamp.core.dtypes import is_half
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
@@ -52,11 +53,14 @@ class Placeholders:
         self._hooks: dict[int, RemovableHandle | None] = {}
         self.dropped: set[int] = set()
 
-    def put(self, param: torch.Tensor, earlier: torch.Tensor) -> None:
-        """Put zeros where ``earlier`` was. Mutates ``param.grad``."""
+    def put(self, param: torch.Tensor, earlier: torch.Tensor, *, waits: bool = False) -> None:
+        """Put zeros where ``earlier`` was. Mutates ``param.grad``.
+
+        They take no memory where gradients wait on the host, as ``waits`` or ``earlier`` says.
+        """
         if has_process_group() or earlier.is_sparse:
             return
-        param.grad = zeros = torch.full_like(param, -0.0)  # unlike those of a script
+        param.grad = zeros = negative_zeros(param, waits=waits or is_away(earlier))
         self._zeros[id(param)] = (param, zeros, version_of(zeros))
         hook = partial(self._look, id(param))
         self._hooks[id(param)] = param.register_hook(hook) if param.requires_grad else None  # pyright: ignore
@@ -99,6 +103,11 @@ class _Earlier:
     param: torch.Tensor
     grad: torch.Tensor
     is_carried: bool
+
+
+def negative_zeros(param: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Zeros unlike those of a script; without memory if gradients of ``param`` wait elsewhere."""
+    return zeros_away(param) if waits and param.is_cuda else torch.full_like(param, -0.0)
 
 
 def is_zeroed(grad: torch.Tensor) -> bool:

@@ -39,7 +39,7 @@ from preamp.core.tensors import (
     versions_of,
 )
 from preamp.core.undo import run_to_end
-from preamp.optim.direct import Placeholders, is_zeroed
+from preamp.optim.direct import Placeholders, is_zeroed, negative_zeros
 from preamp.optim.pairs import WeightPairs, without
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
@@ -130,6 +130,7 @@ class HalfGradients:
         # Versions of gradients left scaled, or ``None`` if none were
         self.raw: list[int | None] | None = None
         self.may_have_bases = False  # whether any master may have a float32 gradient
+        self.wait_on_host = False  # whether values lie there from a backward to its step
         self.changes = 0  # differs once gradients may be others than before
         self._arrived: list[torch.Tensor | None] | None = None
         self._placeholders = Placeholders()
@@ -676,7 +677,8 @@ class HalfGradients:
             return
         if carry is None:
             for row in [row for row, base in enumerate(self.bases()) if base is not None]:
-                self._placeholders.put(self._weights.halves[row], self._weights.halves[row])
+                half = self._weights.halves[row]
+                self._placeholders.put(half, half, waits=self.wait_on_host)
         else:
             for row, base in enumerate(self.bases()):
                 if base is not None:
@@ -754,7 +756,7 @@ class HalfGradients:
             is_stored = self.base(row) is not None
             if is_stored or (row in self.zeros_aside and not self.is_open):
                 half = self._weights.halves[row]
-                half.grad = zeros = torch.full_like(half, -0.0)
+                half.grad = zeros = negative_zeros(half, waits=self.wait_on_host)
                 if not self.is_open:
                     record = Record(None) if is_stored else self.zeroed(zeros)
                     self.note(row, zeros, record)

@@ -220,6 +220,7 @@ class WeightTable(WeightPairs):
         # sharded tensor this rank's part.
         self.lows: list[torch.Tensor | None] = []
         self.gradients = HalfGradients(self, owners, rewriting or Rewriting())
+        self.gradients.wait_on_host = storage.waits_on_host
         # Whether the next backward compares every half weight with its master, and is the first
         self.compares = self.is_fresh = True
         self.is_stepping = False  # whether an optimizer may be writing to masters

@@ -70,11 +70,13 @@ class MemoryEstimate:
             activations, temporary tensors of single operations, half copies of weights; with
             those new gradients that exist at that moment. ``None`` without ``loss_fn``.
         peak: The worst moment of a training step; ``None`` without ``loss_fn``.
+        gradients_on_host: Of ``gradients`` those that wait there: all, where they are released with
+            ``place="host"``.
         staging: Pinned memory of the host for weights and gradients on their way to it and back;
             no category has it.
         smaller: With ``storage="full"``, what is kept on the device with each storage that takes
             less of it, as far as level and optimizer can have it, by what `initialize` is given
-            for it. With the last one, masters and optimizer state lie on the host.
+            for it. With the last ones, masters and optimizer state lie on the host.
     """
 
     opt_level: str
@@ -93,6 +95,7 @@ class MemoryEstimate:
     master_gradients: int
     activations: int | None = None
     peak: int | None = None
+    gradients_on_host: int = 0
     staging: int = 0
     smaller: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -105,6 +108,8 @@ class MemoryEstimate:
         if self.place == "host":
             for name in filter(found.get, ("masters", "optimizer state")):
                 found[ON_HOST.format(name)], found[name] = found[name], 0
+        if self.gradients_on_host:
+            found[ON_HOST.format("gradients")] = self.gradients_on_host
         return found
 
     @property
@@ -263,8 +268,12 @@ def _staging_bytes(trained: Sequence[Slot], policy: Policy) -> int:
 
 
 _ON_DEVICE = (*STORAGES.values(), replace(STORAGES["compact"], release_gradients=True))
-_ON_HOST = tuple(replace(storage, place="host") for storage in STORAGES.values())
-"""Each takes less than those before."""
+_ON_HOST = tuple(
+    replace(storage, place="host", release_gradients=releases)
+    for releases in (False, True)
+    for storage in STORAGES.values()
+)
+"""With gradients on the device, and without; each takes less than those before with as many."""
 
 
 def at_level(policy: Policy, storage: Storage) -> Storage:
@@ -272,7 +281,8 @@ def at_level(policy: Policy, storage: Storage) -> Storage:
     return replace(
         storage,
         masters=storage.masters if policy.master_weights else "float32",
-        release_gradients=storage.release_gradients and not policy.is_dynamic,
+        release_gradients=storage.release_gradients
+        and not (policy.is_dynamic and storage.applies_at_once),
     )
 
 
@@ -317,7 +327,7 @@ def fitting(
 
 
 def _smaller(count: Count, policy: Policy, most: int) -> Iterator[tuple[str, int]]:
-    for found in _possible(count, policy, (*_ON_DEVICE, _ON_HOST[1])):
+    for found in _possible(count, policy, (*_ON_DEVICE, _ON_HOST[1], _ON_HOST[4])):
         if found.on_device < most:
             most = found.on_device
             yield storage_code(found.storage), most
@@ -366,15 +376,16 @@ def _part_of(sharding: Sharding, world_size: int, storage: Storage) -> ShardSize
 
 def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, Any]:
     """Weights, buffers and gradients; a storage that several tensors view counts once."""
-    found = {"weights": 0, "buffers": 0, "gradients": 0}
+    found = {"weights": 0, "buffers": 0, "gradients": 0, "gradients_on_host": 0}
     seen: set[int] = set()
     for slot in slots:
         dtype = slot.dtype_at(policy)
         parts = share if slot.is_parameter else 1
         name = "weights" if slot.is_parameter else "buffers"
         elements = -(-slot.elements // parts)
-        if slot.is_parameter and slot.is_trainable and not policy.storage.release_gradients:
-            found["gradients"] += elements * dtype.itemsize
+        if slot.is_parameter and slot.is_trainable and not policy.storage.applies_at_once:
+            waits = policy.storage.waits_on_host
+            found["gradients_on_host" if waits else "gradients"] += elements * dtype.itemsize
         if dtype is not slot.dtype or parts > 1:
             found[name] += elements * dtype.itemsize
         elif slot.storage not in seen:

@@ -255,7 +255,7 @@ def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
             f"Masters and moments may lie on the host with {others}",
             "Choose one of these, or a storage without it",
         )
-    if storage.release_gradients and not getattr(optimizer, "updates_alone", False):
+    if storage.applies_at_once and not getattr(optimizer, "updates_alone", False):
         raise bad_value(
             f"storage has release_gradients=True, and the optimizer is {type(optimizer).__name__}",
             f"Gradients are released by {', '.join(RELEASE)}",

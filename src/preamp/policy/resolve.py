@@ -80,14 +80,7 @@ def check_storage(policy: Policy) -> None:
             "master_weights=True",
             f"Choose one of these, or pass storage={storage_code(other)}",
         )
-    if storage.release_gradients and storage.place == "host":
-        raise worded(
-            PreampPolicyError,
-            'storage has release_gradients=True and place="host"',
-            "Gradients stay on the device until the step that takes them to the host",
-            "Leave one of the two out",
-        )
-    if storage.release_gradients and policy.is_dynamic:
+    if storage.applies_at_once and policy.is_dynamic:
         raise worded(
             PreampPolicyError,
             f"storage has release_gradients=True with opt_level={policy.opt_level!r} and a dynamic "

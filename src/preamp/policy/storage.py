@@ -32,16 +32,18 @@ class Storage:
         release_gradients: Whether each parameter is updated as soon as a backward has made its
             gradient, which then goes: those of the whole model are never in memory together. Needs
             a static loss scale, and an optimizer whose updates need no other gradients; nothing
-            can be clipped or accumulated.
+            can be clipped or accumulated. With ``place="host"`` each gradient waits on the host
+            for its step instead, and all of that is possible.
         place: ``"device"``, beside the weights; or ``"host"``: masters and moments lie in the
             host's memory, and its processors make the update. In each step gradients travel there
             and new half weights back, 2 bytes of each parameter either way; with split masters the
             weights there too. Float32 weights and their gradients take 4 bytes each way. What is
             accumulated over backwards adds up on the host. Pinned memory is that of three runs of
             32 MiB, or of the largest tensor. Each step waits until the device has made its
-            gradients. Numbers are those that the back end for CPUs makes of the same gradients.
-            Fused optimizers only; refused beside ``release_gradients``, sharded weights,
-            `shard_optimizer`, `LARC`, and in a CUDA graph.
+            gradients; with ``release_gradients`` the backward waits for each of them.
+            Numbers are those that the back end for CPUs makes of the same gradients. Fused
+            optimizers only; refused beside sharded weights, `shard_optimizer`, `LARC`, and in a
+            CUDA graph.
     """
 
     masters: MasterStorage = "float32"
@@ -49,6 +51,16 @@ class Storage:
     seed: int = 0
     release_gradients: bool = False
     place: Place = "device"
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether gradients wait there for their step."""
+        return self.release_gradients and self.place == "host"
+
+    @property
+    def applies_at_once(self) -> bool:
+        """Whether gradients are applied as soon as they are made, and dropped."""
+        return self.release_gradients and self.place == "device"
 
     def __post_init__(self) -> None:
         """Refuse what is not known."""

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from preamp.casting import CastAudit
+from preamp.core.away import values_of
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
 from preamp.engine.storage import uses_host
@@ -68,7 +69,8 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
         Bytes by the names in `CATEGORIES`. ``"optimizer state"`` has the tensors in the
         optimizers' state and in their groups, ``"loss scaler"`` each scaler's scale, counter and
         overflow flag. With ``Storage(place="host")`` and weights on another device, what lies on
-        the host is apart: ``"masters on the host"``, ``"optimizer state on the host"``.
+        the host is apart: ``"masters on the host"``, ``"optimizer state on the host"``, and with
+        gradients released ``"gradients on the host"``.
     """
     weights: list[Any] = [param for model in engine.models for param in model.parameters()]
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
@@ -82,7 +84,8 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
     # Between a forward and its backward ``fully_shard`` has gathered weights in place of these.
     known = {id(param) for param in (*weights, *masters)}
     weights += (param for param in updated if id(param) not in known)
-    gradients = [grad for p in (*weights, *masters) if (grad := stored_grad(p)) is not None]
+    held = [grad for p in (*weights, *masters) if (grad := stored_grad(p)) is not None]
+    gradients = list(map(values_of, held))
     found: dict[str, list[torch.Tensor]] = {
         "weights": weights,
         "buffers": buffers,

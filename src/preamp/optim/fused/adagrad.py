@@ -59,7 +59,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def _check(self, entries: Entries) -> None:
         super()._check(entries)
-        check_one_device("FusedAdagrad", entries.targets)
+        check_one_device("FusedAdagrad", entries.owners)  # masters may be on the host
 
     def _rule(self, group: Group) -> AdagradRule:
         return rule_of(AdagradRule, group, decoupled=self.adagrad_w_mode)

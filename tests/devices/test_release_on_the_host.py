@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients released where masters and moments lie on the host: they wait there for their step.
+
+Runs take the same back end. The pretended device brings copies late, over garbage, so a value that
+was read too early shows. Runs of few bytes make several of a model's few tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.levels import LEVELS
+from preamp.core.errors import PreampStateError, PreampUnavailableError
+from preamp.kernels import staged
+from preamp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedADOPT,
+    FusedLAMB,
+    FusedLARS,
+    FusedLion,
+    FusedNovoGrad,
+    FusedSGD,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+STORAGES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "split": {"masters": "split"},
+    "compact": {"masters": "split", "moments": "8bit"},
+}
+WITH_MASTERS = [*itertools.product(("O2", "O5"), STORAGES)]
+EVERY = [*WITH_MASTERS, *[(one.name, "full") for one in LEVELS if not one.has_masters]]
+KINDS: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind
+    for kind in (FusedAdam, FusedADOPT, FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)
+}
+KINDS |= {
+    "FusedSGD": lambda params, lr: FusedSGD(params, lr=lr, momentum=0.9),  # fills with zeros
+    "FusedLARS": lambda params, lr: FusedLARS(params, lr=lr, momentum=0.9),
+}
+Kept = tuple[str, str]  # a level and a storage
+
+
+def ids(given: Any) -> str:
+    return "-".join(given) if isinstance(given, tuple) else str(given)
+
+
+with_masters = pytest.mark.parametrize("kept", WITH_MASTERS, ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a few tensors be several runs."""
+    monkeypatch.setattr(staged, "RUN", 4096)
+
+
+class Run:
+    """A training of a small model; at the host with gradients released."""
+
+    def __init__(self, place: str, kept: Kept, kind: str = "FusedLion") -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(16, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 4)
+        ).cuda()
+        self.optimizer = KINDS[kind](self.net.parameters(), lr=1e-2)
+        level, storage = kept
+        releases = place == "host"
+        keeps: Any = {"place": place, "release_gradients": releases, **STORAGES[storage]}
+        preamp.initialize(
+            self.net,
+            self.optimizer,
+            opt_level=level,
+            storage=preamp.Storage(**keeps),
+            backend="reference",
+            verbosity=0,
+        )
+        self.engine = preamp.engine_of(self.net)
+        self.number = 0
+        if self.engine.policy.is_dynamic:  # as tensors the counters have the same corrections
+            for group in self.optimizer.param_groups:
+                group.setdefault("step", torch.zeros((), dtype=torch.int32))
+
+    def loss(self, factor: float = 1.0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.number)
+        self.number += 1
+        inputs = torch.randn(32, 16, generator=generator).cuda()
+        targets = torch.randn(32, 4, generator=generator).cuda()
+        return nn.functional.mse_loss(self.net(inputs).float(), targets) * factor
+
+    def backward(self, factor: float = 1.0) -> None:
+        with preamp.scale_loss(self.loss(factor), self.optimizer) as scaled:
+            scaled.backward()
+
+    def end(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def away(self) -> list[bool]:
+        """Which gradients take no memory where they are."""
+        grads = [param.grad for param in self.net.parameters()]
+        return [grad is not None and grad.untyped_storage().nbytes() <= 4 for grad in grads]
+
+    def steps(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.backward()
+            self.end()
+
+    def state(self) -> list[torch.Tensor]:
+        entries = [self.optimizer.state[p] for p in preamp.master_params(self.optimizer)]
+        values = [value for entry in entries for value in entry.values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def everything(self) -> list[torch.Tensor]:
+        """On the CPU: weights, buffers, masters, state and the number of the update."""
+        found = [*self.net.parameters(), *self.net.buffers()]
+        found += [*preamp.master_params(self.optimizer), *self.state()]
+        number = float(self.optimizer.param_groups[0].get("step", 0))
+        return [t.detach().cpu().clone() for t in found] + [torch.tensor([number])]
+
+
+def assert_same(some: Run, other: Run) -> None:
+    pairs = zip(some.everything(), other.everything(), strict=True)
+    assert [torch.equal(a, b) for a, b in pairs] == [True] * len(some.everything())
+
+
+def on_device() -> int:
+    """Bytes of all tensors that are there now."""
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def plain(run: Run) -> None:
+    run.steps(4)
+
+
+def clipped(run: Run) -> None:
+    for _ in range(4):
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def accumulated(run: Run) -> None:
+    for _ in range(3):
+        run.backward()
+        run.backward(0.5)
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def twice_in_a_block(run: Run) -> None:
+    for _ in range(3):
+        losses = run.loss(), run.loss(0.5)
+        with preamp.scale_loss(losses[0], run.optimizer) as scaled:
+            scaled.backward()
+            (losses[1] * scaled.detach() / losses[0].detach()).backward()
+        run.end()
+
+
+def overflowing(run: Run) -> None:
+    for number in range(5):
+        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
+        run.end()
+
+
+def dropped(run: Run) -> None:
+    """By the script, the optimizer, or a body that raises."""
+    run.steps(2)
+    run.backward()
+    run.net.zero_grad()
+    run.backward()
+    run.optimizer.zero_grad()
+    run.backward()
+    run.optimizer.zero_grad(set_to_none=False)
+    run.backward()
+    run.net.zero_grad(set_to_none=False)
+    run.backward()
+    with suppress(KeyError), preamp.scale_loss(run.loss(), run.optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    run.end()
+    run.steps(1)
+
+
+@pytest.mark.parametrize("train", [plain, clipped, accumulated, overflowing, dropped])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_the_host_trains_as_the_device(kept: Kept, kind: str, train: Callable[[Run], None]) -> None:
+    if kind == "FusedLARS" and kept[1] == "compact":
+        kept = kept[0], "split"  # it keeps no moments in 8 bits
+    device, host = Run("device", kept, kind), Run("host", kept, kind)
+    for run in (device, host):
+        train(run)
+    assert_same(device, host)
+    assert {tensor.device.type for tensor in host.state()} <= {"cpu"}
+    assert {p.device.type for p in host.net.parameters()} == {"cuda"}
+    assert host.engine.steps_skipped == device.engine.steps_skipped
+
+
+@pytest.mark.parametrize("train", [twice_in_a_block])
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_unusual_loops(kept: Kept, train: Callable[[Run], None]) -> None:
+    device, host = Run("device", kept), Run("host", kept)
+    for run in (device, host):
+        train(run)
+    assert_same(device, host)
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
+    """Neither after a backward, nor within the accumulation of several."""
+    before = on_device()
+    run = Run("host", kept)
+    run.steps(2)
+    weights = sum(t.nbytes for t in (*run.net.parameters(), *run.net.buffers()))
+    for _ in range(2):
+        for _ in range(3):
+            run.backward()
+            assert run.away() == [True] * 6
+            counted = preamp.count_memory(run.engine)
+            assert counted["gradients"] == counted["optimizer state"] == 0
+            assert counted["gradients on the host"] > 0
+            assert 0 <= on_device() - before - weights < 400  # single numbers
+        run.end()
+
+
+def test_gradients_go_one_after_the_other() -> None:
+    """Never are two of them there, in an accumulation neither."""
+    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]).cuda()
+    optimizer = FusedLion(net.parameters())
+    storage = preamp.Storage(masters="split", place="host", release_gradients=True)
+    preamp.initialize(net, optimizer, opt_level="O5", storage=storage, verbosity=0)
+    inputs, seen, start = torch.ones(2, 128, device="cuda"), list[int](), list[int]()
+    for param in net.parameters():
+        param.register_hook(lambda grad: seen.append(on_device() - start[-1]))
+    for _ in range(2):
+        with preamp.scale_loss(net(inputs).float().mean(), optimizer) as scaled:
+            start.append(on_device())
+            scaled.backward()
+    assert len(seen) == 2 * 6
+    assert max(seen) < 2 * 2 * 128 * 128
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+@pytest.mark.parametrize("masters", ["float32", "split"])
+def test_both_places_are_counted_as_estimated(masters: Any, moments: Any) -> None:
+    storage = preamp.Storage(masters=masters, moments=moments, place="host", release_gradients=True)
+    model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64)).cuda()
+    found = preamp.estimate(model, preamp.OPT_LEVELS["O5"].replace(storage=storage), "FusedAdam")
+    optimizer = FusedAdam(model.parameters())
+    preamp.initialize(model, optimizer, opt_level="O5", storage=storage, verbosity=0)
+    engine, counted = preamp.engine_of(model), dict[str, int]()
+    for _ in range(2):
+        loss = model(torch.ones(4, 64, device="cuda")).float().mean()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        counted = preamp.count_memory(engine)
+        optimizer.step()
+    assert counted == found.categories
+    halves = 2 * (2 * 64 * 128 + 128 + 64)
+    assert found.gradients == 0
+    assert found.gradients_on_host == halves + 4 * 2 * 128
+    assert found.on_device == halves + found.buffers + found.scaler + 4 * 2 * 128
+
+
+# -- checkpoints, copies, the end ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [("host", "device"), ("device", "host"), ("host", "host")], ids=ids)
+@with_masters
+def test_a_checkpoint_goes_on_at_either_place(
+    kept: Kept, way: tuple[str, str], tmp_path: Path
+) -> None:
+    """Between a backward and its step, too."""
+    first, second = Run(way[0], kept), Run(way[1], kept)
+    first.steps()
+    first.backward()
+    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
+    second.steps(1)
+    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
+    second.number = first.number
+    for run in (first, second):
+        run.backward()  # joins what was saved
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+        run.steps()
+    assert_same(first, second)
+    assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
+
+
+@with_masters
+def test_close_gives_all_back(kept: Kept) -> None:
+    run = Run("host", kept)
+    run.steps()
+    exact = [master.detach().cpu().clone() for master in preamp.master_params(run.optimizer)]
+    run.engine.close()
+    params = list(run.net.parameters())
+    assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
+    assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6
+    run.net(torch.ones(2, 16).cuda()).sum().backward()
+    assert run.away() == [False] * 6
+    run.end()
+
+
+# -- trouble -------------------------------------------------------------------------------------
+
+
+_empty = torch.empty
+
+
+def without_pinned_memory(*sizes: Any, **options: Any) -> torch.Tensor:
+    if options.get("pin_memory"):
+        raise RuntimeError("out of memory")
+    return _empty(*sizes, **options)
+
+
+@with_masters
+def test_without_pinned_memory_nothing_changes(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = Run("host", kept), Run("host", kept)
+    for one in (run, other):
+        one.steps()
+        one.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", without_pinned_memory)
+        with pytest.raises(PreampUnavailableError, match="bytes of pinned memory"):
+            run.optimizer.step()
+    for one in (run, other):
+        one.end()
+    assert_same(run, other)
+
+
+@with_masters
+def test_gradients_come_back_at_the_end(kept: Kept) -> None:
+    device, host = Run("device", kept), Run("host", kept)
+    grads: list[list[torch.Tensor]] = []
+    for run in (device, host):
+        run.steps()
+        run.backward()
+        run.engine.close()
+        grads.append([param.grad.cpu() for param in run.net.parameters() if param.grad is not None])
+    assert len(grads[0]) == 6
+    assert [torch.equal(a, b) for a, b in zip(*grads, strict=True)] == [True] * 6
+
+
+def test_a_dropped_engine_sends_nothing_away() -> None:
+    run = Run("host", ("O4", "full"))
+    run.steps()
+    weight, engine = next(run.net.parameters()), weakref.ref(run.engine)
+    del run
+    gc.collect()
+    assert engine() is None
+    (weight * 2.0).sum().backward()
+    assert torch.equal(weight.grad.cpu(), torch.full((256, 16), 2.0))  # pyright: ignore
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_script_that_reads_or_writes_there_is_told(level: str) -> None:
+    """What is left on the device is no number, and is not to be multiplied by one."""
+    run = Run("host", (level, "full"))
+    run.steps()
+    run.backward()
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
+
+
+def test_explain_says_where_things_are() -> None:
+    text = Run("host", ("O5", "split")).engine.explain()
+    assert "a host synchronisation for each gradient" in text
+    assert "storage: masters and moments lie on the host, which makes the update" in text
+    assert "storage: each gradient goes to the host as soon as it is made" in text
+
+
+def test_what_reads_gradients_on_the_device_is_refused() -> None:
+    run = Run("host", ("O5", "full"))
+    run.steps()
+    calls: list[Callable[[], Any]] = [
+        lambda: preamp.GradScaler(run.optimizer),
+        run.engine.trace_overflow,
+        lambda: preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=True).__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(PreampStateError, match="waits there for its step"):
+            call()
+    run.steps(1)
