@@ -222,6 +222,7 @@ def _walk(
     def fetch(run: slice) -> _Fetched:
         return road.fetch([column[run] for column in columns])
 
+    here: _Fetched | None = None
     try:
         coming = fetch(runs[0])
         for number, run in enumerate(runs):
@@ -231,6 +232,11 @@ def _walk(
             here.come.synchronize()
             compute(places[run], here.columns)
             road.send(here)
+    except BaseException:  # what the host has changed of this run and the device go together
+        if here is not None:
+            here.come.synchronize()
+            road.send(here, only_read=True)
+        raise
     finally:
         road.join()
 
@@ -325,7 +331,7 @@ class _Fetched:
 
     slot: _Slot
     columns: list[Any]  # on the host
-    written: list[tuple[torch.Tensor, torch.Tensor]]  # of the device, and what goes there
+    written: list[tuple[torch.Tensor, torch.Tensor, str]]  # of the device, what goes there, access
     come: torch.cuda.Event  # recorded behind the copies
 
 
@@ -347,7 +353,7 @@ class _Road:
         if slot.sent is not None:
             slot.sent.synchronize()
         lists: list[Any] = []
-        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        written: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         start = 0
         with torch.cuda.stream(self._down):
             for column, access in zip(columns, self._access, strict=True):
@@ -362,17 +368,21 @@ class _Road:
                     if _READ in access:
                         here.copy_(tensor, non_blocking=True)
                     if _WRITTEN in access:
-                        written.append((tensor, here))
+                        written.append((tensor, here, access))
                     lists[-1].append(here)
             event = torch.cuda.Event()
             event.record(self._down)
         return _Fetched(slot, lists, written, event)
 
-    def send(self, run: _Fetched) -> None:
-        """Queue copies of what was written to the device."""
+    def send(self, run: _Fetched, *, only_read: bool = False) -> None:
+        """Queue copies of what was written to the device, or of that which was read as well.
+
+        The rest may not be written yet.
+        """
         with torch.cuda.stream(self._up):
-            for tensor, here in run.written:
-                tensor.copy_(here, non_blocking=True)
+            for tensor, here, access in run.written:
+                if _READ in access or not only_read:
+                    tensor.copy_(here, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._up)
         run.slot.sent = event
