@@ -23,10 +23,11 @@ import torch
 
 from preamp.core.errors import bad_state
 from preamp.core.pinned import laid_as, pinned
-from preamp.core.tensors import devices_of, host_reaches, is_capturing
+from preamp.core.tensors import devices_of, host_reaches, is_capturing, locals_of
 from preamp.kernels.by_device import ByDevice, pick
 from preamp.kernels.ops import Column, Tensors
 from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.shards import sharded_as
 from preamp.kernels.stored import Stored
 from preamp.kernels.update import Update
 
@@ -86,7 +87,8 @@ class Staged(ByDevice):
             here = {key: at_hand(factor) for key, factor in {id(f): f for f in own}.items()}
             by = [here[id(factor)] for factor in own]
             wide = super(Staged, self).widen_add(lists[0], by, lists[1])
-            found.update(zip(places, wide, strict=True))
+            shaped = [sharded_as(w, halves[p]) for w, p in zip(wide, places, strict=True)]
+            found.update(zip(places, shaped, strict=True))
 
         rest = _stage((halves, addends), (_READ, _READ), compute, brings_all=True)
         if rest:
@@ -159,7 +161,8 @@ def _beside(update: Update) -> list[Column | None]:
 
 def _columns(lists: Sequence[Tensors], update: Update) -> list[Column]:
     none = [None] * len(lists[0])
-    return [*lists, *[none if column is None else column for column in _beside(update)]]
+    beside = [none if column is None else column for column in _beside(update)]
+    return list(map(locals_of, [*lists, *beside]))
 
 
 def at_hand(value: Any) -> Any:
@@ -181,8 +184,10 @@ def _stage(
 ) -> Sequence[int]:
     """Compute places whose tensors lie on the host and a device; return the other places.
 
-    With ``brings_all`` also those that lie on a device alone.
+    With ``brings_all`` also those that lie on a device alone. Of sharded tensors this rank's parts
+    are computed.
     """
+    columns = list(map(locals_of, columns))
     going, rest = _sorted(columns, brings_all=brings_all)
     for device, some in going.items():
         _walk(device, some, [[column[p] for p in some] for column in columns], access, compute)
