@@ -26,7 +26,7 @@ if not hasattr(torch.cpu.Stream, "record_event"):  # which fully_shard of torch 
     WAYS = ("ddp", "shard_optimizer")
 
 
-def _start(way: str, level: str, storage: str, kind: Any) -> tuple[nn.Module, nn.Module, Any]:
+def _start(way: str, level: str, storage: Any, kind: Any) -> tuple[nn.Module, nn.Module, Any]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5))
     if way == "fully_shard":
@@ -53,7 +53,7 @@ def _bring_to_split(optimizer: Any) -> None:
             master.data.copy_(join(half, low))
 
 
-def _train(way: str, level: str, storage: str, kind: Any) -> dict[str, torch.Tensor]:
+def _train(way: str, level: str, storage: Any, kind: Any) -> dict[str, torch.Tensor]:
     model, wrapped, optimizer = _start(way, level, storage, kind)
     for number in range(4):
         generator = torch.Generator().manual_seed(10 * number + torch.distributed.get_rank())
@@ -136,6 +136,20 @@ def _iterate(model: Any, optimizer: Any, number: int) -> None:
         scaled.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def check_the_host_of_cpus_on_ranks() -> None:
+    """Where nothing moves, ``place="host"`` is the same training."""
+    for way, kind in itertools.product(WAYS, (FusedAdam, FusedLAMB)):
+        if way == "shard_optimizer" and kind is FusedLAMB:
+            continue  # not elementwise
+        beside, host = (
+            _train(way, "O2", preamp.Storage(masters="split", place=place), kind)
+            for place in ("device", "host")
+        )
+        assert beside.keys() == host.keys()
+        for name, value in beside.items():
+            assert_same(host[name], value, f"{way}, {kind.__name__}: {name}")
 
 
 def check_split_masters_on_ranks() -> None:

@@ -12,6 +12,7 @@ fails can be cut to the few calls that matter; `World.log` has those that were m
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -168,6 +169,9 @@ STORAGES = {
     "compact": Storage(masters="split", moments="8bit", seed=3),
     "bfloat16": Storage(masters="split", moments="bfloat16", seed=3),
 }
+ON_HOST = {f"{name} on the host": replace(kept, place="host") for name, kept in STORAGES.items()}
+"""The same with ``place="host"``, which takes fused optimizers."""
+STORAGES |= ON_HOST
 
 
 def storage_at(level: LevelCase, name: str) -> Storage:
@@ -208,7 +212,7 @@ class Toy(nn.Module):
         return parts if hasattr(self, "c") else parts.replace("c", "")
 
     def forward(self, x: torch.Tensor, parts: str) -> torch.Tensor:
-        out = torch.zeros(2, 2)
+        out = torch.zeros(2, 2, device=x.device)
         for part in self.present(parts):
             if part == "q":
                 seen = self.q.detach()
@@ -229,7 +233,8 @@ def loss_of(model: Toy, parts: str, index: int, dtype: torch.dtype = torch.float
     generator = torch.Generator().manual_seed(index)
     x = torch.randint(-2, 3, (2, model.a.in_features), generator=generator).float()
     coefficients = torch.randint(1, 4, (2, 2), generator=generator).float() * GRAIN
-    return (model(x.to(dtype), parts) * coefficients).sum()
+    there = model.q.device
+    return (model(x.to(there, dtype), parts) * coefficients.to(there)).sum()
 
 
 # -- what a program is made of -------------------------------------------------------------------
@@ -462,15 +467,18 @@ class World:
         *,
         frozen: Iterable[str] = (),
         storage: str = "full",
+        device: str = "cpu",
+        backend: str = "auto",
     ) -> None:
         self.storage, self.moments = storage, STORAGES[storage].moments
         self.splits = STORAGES[storage].masters == "split"
+        self.device, self.backend = device, backend
         self.kind, self.loss_scale = optimizer, loss_scale
         self.log: list[str] = []
         self.exact = "SGD" in optimizer
         self.was_half = False  # whether float16 arithmetic has made any of the weights
-        width = 2048 if storage == "compact" else 3  # 8 bits are for matrices of some size
-        self.ours, self.plain = Toy(width=width), Toy(width=width).double()
+        width = 2048 if self.moments == "8bit" else 3  # 8 bits are for matrices of some size
+        self.ours, self.plain = Toy(width=width).to(device), Toy(width=width).to(device).double()
         for name in frozen:
             for model in (self.ours, self.plain):
                 model.get_parameter(name).requires_grad_(False)
@@ -498,6 +506,7 @@ class World:
             num_losses=LOSSES,
             verbosity=0,
             storage=storage_at(self.row, self.storage),
+            backend=self.backend,
         )
         for optimizer in self.plain_opts:
             if isinstance(optimizer, Keeping):
@@ -909,7 +918,7 @@ class World:
             self.half_written[OWNER[name[0]]] |= has_master
             if has_master:
                 value = param.detach().double()
-                before = self.engine.master_of(param).detach().double()
+                before = self.engine.master_of(param).detach().to(param.device).double()
                 rounded = self.rounded(before, param.dtype).double()
                 plain.data = torch.where(rounded == value, before, value)
             else:
@@ -936,7 +945,7 @@ class World:
         if hasattr(self.ours, "c"):
             return
         self.log.append("model.c = Linear(...); opt1.add_param_group(model.c.parameters())")
-        layer = nn.Linear(self.ours.a.in_features, 2)
+        layer = nn.Linear(self.ours.a.in_features, 2, device=self.device)
         with torch.no_grad():
             for param in layer.parameters():
                 param.copy_(torch.arange(param.numel()).view(param.shape) * 2.0**-9)
@@ -990,14 +999,14 @@ class World:
         self.log.append(through)
         if through == "forward":
             with torch.no_grad():
-                self.ours(torch.zeros(2, self.ours.a.in_features), "abqnc")
+                self.ours(torch.zeros(2, self.ours.a.in_features, device=self.device), "abqnc")
             self.master_written = [False, False]
             self.check_halves()
             return
         if through == "exact_weights":
             with self.engine.exact_weights():
                 found = {n: p.detach().clone() for n, p in self.ours.named_parameters()}
-                self.ours(torch.zeros(2, self.ours.a.in_features), "abqnc")
+                self.ours(torch.zeros(2, self.ours.a.in_features, device=self.device), "abqnc")
         elif through == "deepcopy":
             found = {n: p.detach() for n, p in copy.deepcopy(self.ours).named_parameters()}
         else:
@@ -1054,7 +1063,8 @@ class World:
         exact, was_half, has_added = self.exact, self.was_half, hasattr(self.ours, "c")
         self.engine.close()
         log = self.log
-        self.__init__(level, self.kind, self.loss_scale, storage=self.storage)  # type: ignore[misc]
+        places: Any = {"storage": self.storage, "device": self.device, "backend": self.backend}
+        self.__init__(level, self.kind, self.loss_scale, **places)  # type: ignore[misc]
         self.log = [*log, *self.log]
         if has_added:
             self.add()
@@ -1078,7 +1088,8 @@ class World:
         self.was_half |= self.plain.q.dtype is torch.float16
         self.saved = None
         if self.moments == "float32":
-            self.storage, self.splits = ("split", True) if splits else ("full", False)
+            before, self.storage, self.splits = self.storage, "split" if splits else "full", splits
+            self.storage += " on the host" if before in ON_HOST else ""
         self.initialize(level)
 
     # -- comparisons ---------------------------------------------------------------------------
@@ -1087,7 +1098,7 @@ class World:
         assert (ours is None) == (wanted is None), f"{where}: {ours} is not {wanted}"
         if ours is None or wanted is None:
             return
-        a, b = ours.detach().double(), wanted.detach().double()
+        a, b = ours.detach().cpu().double(), wanted.detach().cpu().double()
         if self.exact:
             assert torch.equal(a, b), f"{where}: {a} is not {b}"
         else:
@@ -1103,7 +1114,7 @@ class World:
             param, master, i = self.both(name)[0], self.master(name), OWNER[name[0]]
             written = self.half_written[i] or self.master_written[i]
             if master is not None and i in (optimizers or (0, 1)) and not written:
-                rounded = self.rounded(master.detach(), param.dtype)
+                rounded = self.rounded(master.detach(), param.dtype).to(param.device)
                 assert torch.equal(param, rounded), f"half {name}: {param} is not {rounded}"
 
     def check(self, *optimizers: int) -> None:
@@ -1142,6 +1153,8 @@ class World:
                 state = without_codes(self.opts[i].state.get(held, {}))
                 ours = state.get("momentum_buffer")
                 wanted = self.plain_opts[i].state.get(plain, {}).get("momentum_buffer")
+                if self.device != "cpu" and wanted is None and ours is not None:
+                    wanted = torch.zeros_like(plain)  # of steps that the device has skipped
                 self.compare(ours, wanted, f"momentum of {name}")
 
 
@@ -1187,9 +1200,12 @@ def run(
     *,
     frozen: Iterable[str] = (),
     storage: str = "full",
+    device: str = "cpu",
+    backend: str = "auto",
 ) -> World:
     """Run a program; what went wrong is told together with the calls up to there."""
-    world = World(level, optimizer, loss_scale, frozen=frozen, storage=storage)
+    places: Any = {"storage": storage, "device": device, "backend": backend}
+    world = World(level, optimizer, loss_scale, frozen=frozen, **places)
     try:
         for call in program:
             call.run(world)
@@ -1199,3 +1215,18 @@ def run(
     finally:
         world.engine.close()
     return world
+
+
+def values_of(world: World) -> list[torch.Tensor]:
+    """Weights and moments after a `run`, and the loss scales.
+
+    Moments that are not there are zeros: a device makes them in a step that it then skips.
+    """
+    found: list[torch.Tensor] = [param.detach().cpu() for param in world.ours.parameters()]
+    for optimizer in world.opts:
+        for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            state: Any = without_codes(optimizer.state.get(param, {}))
+            moments = [state.get(key) for key in getattr(optimizer, "moments", ())]
+            found += [torch.zeros(param.shape) if m is None else m.cpu() for m in moments]
+    scales = [world.engine.loss_scale(number) for number in range(LOSSES)]
+    return [*found, torch.tensor(scales)]

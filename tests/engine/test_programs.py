@@ -17,6 +17,7 @@ import preamp
 from cases.levels import EXACT, LEVEL_NAMES, WITH_MASTERS
 from engine.programs import (
     NAMES,
+    ON_HOST,
     OPTIMIZERS,
     STORAGES,
     Add,
@@ -38,6 +39,7 @@ from engine.programs import (
     Zero,
     loss_of,
     run,
+    values_of,
 )
 
 T = TypeVar("T")
@@ -54,9 +56,9 @@ class Case:
     frozen: tuple[str, ...]
     storage: str = "full"
 
-    def run(self) -> None:
-        options: Any = {"frozen": self.frozen, "storage": self.storage}
-        run(self.program, self.level, self.optimizer, self.loss_scale, **options)
+    def run(self, **places: Any) -> World:
+        options: Any = {"frozen": self.frozen, "storage": self.storage, **places}
+        return run(self.program, self.level, self.optimizer, self.loss_scale, **options)
 
 
 class Dice:
@@ -78,7 +80,7 @@ class Dice:
         return self._random.randint(least, most)
 
     def case(self, level: str, storage: str = "full") -> Case:
-        keeps = STORAGES[storage].moments != "float32"
+        keeps = STORAGES[storage].moments != "float32" or storage in ON_HOST
         optimizers = [kind for kind in OPTIMIZERS if "Fused" in kind or not keeps]
         # Where the optimizer's arithmetic is float16 its formula counts, and so does each rounding.
         optimizer = self.one(["SGD"] if level == "O3" else optimizers)
@@ -263,6 +265,33 @@ def test_programs_do_so_in_every_storage(
             raise AssertionError(f"{error}\n{case}") from error
 
 
+@pytest.mark.parametrize(
+    ("level", "storage"),
+    [*itertools.product(EXACT, ["full"]), *itertools.product(WITH_MASTERS, ["split", "compact"])],
+)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
+def test_programs_give_the_same_bits_on_the_host(
+    level: str, storage: str, part: int, pytestconfig: pytest.Config
+) -> None:
+    """Where all is on the CPU; what moves is in ``tests/devices/test_host_programs.py``."""
+    seed = pytestconfig.getoption("--hypothesis-seed")
+    for number in range(4 if part == 0 else 43):
+        dice = Dice(f"{seed} {level} {part} {number} {storage}")
+        assert_same_at_both_places(dice.case(level, f"{storage} on the host"))
+
+
+def assert_same_at_both_places(case: Case, **places: Any) -> None:
+    """A case of ``place="host"`` has the bits of the same storage beside the weights."""
+    beside = replace(case, storage=case.storage.removesuffix(" on the host"))
+    host, device = values_of(case.run(**places)), values_of(beside.run(**places))
+    assert len(host) == len(device) > len(NAMES)
+    assert [torch.equal(a, b) for a, b in zip(host, device, strict=True)] == [True] * len(host), (
+        f"{case}"
+    )
+
+
 FOUND: dict[str, list[Call]] = {
     "an overflow beneath what was left scaled, all of it zeroed": [
         Backward("b", 0, poison=True),
@@ -445,7 +474,8 @@ def test_an_overflow_beneath_rescaled_zeros_skips_the_step(level: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
 def test_programs_that_went_wrong(level: str, storage: str, name: str) -> None:
     """What random programs have found."""
-    optimizer = "SGD" if STORAGES[storage].moments == "float32" else "FusedSGD"
+    is_plain = STORAGES[storage].moments == "float32" and storage not in ON_HOST
+    optimizer = "SGD" if is_plain else "FusedSGD"
     run(FOUND[name], level, optimizer, loss_scale="dynamic", storage=storage)
 
 

@@ -312,6 +312,13 @@ def test_what_a_plugin_cannot_ask_for_is_refused_first(
     assert accelerate.state.AcceleratorState._shared_state == {}
 
 
+def test_masters_on_the_host_are_refused_first() -> None:
+    options = {"storage": preamp.Storage(place="host")}
+    with pytest.raises(preamp.PreampStateError, match='options has a storage with place="host"'):
+        Accelerator(opt_level="O5", options=options, fsdp_plugin=Plugin(fsdp_version=2))
+    assert accelerate.state.AcceleratorState._shared_state == {}
+
+
 @pytest.mark.parametrize("strategy", ["DEEPSPEED", "MEGATRON_LM"])
 def test_strategies_with_steps_of_their_own_are_refused(
     strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -55,12 +55,15 @@ def exchange_parts(
 def gather_parts(
     part: torch.Tensor, like: torch.Tensor, unit: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Put all ranks' vectors together in the form of ``like``; all of ``group`` call this."""
+    """Put all ranks' vectors together in the form of ``like``; all of ``group`` call this.
+
+    Ranks exchange them where ``like`` is, which the group reaches; the result is where ``part`` is.
+    """
     whole = torch.empty_like(like, dtype=part.dtype)
     start, stop = span_of(whole.numel(), group.rank(), group.size(), unit)
     in_memory_order(whole)[start:stop] = part
     exchange_parts([whole], [unit], group)
-    return whole
+    return whole.to(part.device)
 
 
 _Bucket = list[tuple[torch.Tensor, int]]
@@ -220,7 +223,7 @@ class Sharing:
         unit = self._unit_of(whole)
         for key, value in state.items():
             if is_scales(state, key):
-                like = value.new_empty(scales_shape(whole.shape))
+                like = whole.new_empty(scales_shape(whole.shape), dtype=value.dtype)
                 rows = unit * whole.shape[0] // whole.numel()
                 unit_here = rows * like.shape[1]
                 found[key] = gather_parts(value.view(-1), like, unit_here, self.group)
@@ -333,8 +336,7 @@ def shard_optimizer(
 
     Raises:
         PreampStateError: There is no process group or no engine, ranks do not train the same, the
-            optimizer is not elementwise, or another one has the same masters, or these lie on the
-            host.
+            optimizer is not elementwise, or another one has the same masters.
 
     Mutates:
         Masters and state; with one rank nothing. Synchronises.
@@ -348,12 +350,6 @@ def shard_optimizer(
             f"This {type(optimizer).__name__} shares masters with another optimizer",
             "A master whose parts lie on several ranks has one optimizer",
             "Give each parameter to one optimizer",
-        )
-    if engine.policy.storage.place == "host":
-        raise bad_state(
-            'shard_optimizer got an optimizer whose storage has place="host"',
-            "What ranks share out lies beside their weights",
-            'Leave one of the two out: pass a storage with place="device"',
         )
     group = process_group or default_group()
     _check_rows(session)

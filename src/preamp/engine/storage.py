@@ -14,7 +14,7 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
-from preamp.core.tensors import is_sharded, local_of
+from preamp.core.tensors import local_of
 from preamp.engine.recording import Recording
 from preamp.kernels import Ops, reserve
 from preamp.kernels.stored import are_beyond_float16, scales_shape
@@ -97,8 +97,6 @@ def _check_host(
     if back_end == "triton":
         raise _not_on_host("backend='triton'", "its kernels do not run on the host")
     for param in [p for o in optimizers for group in o.param_groups for p in group["params"]]:
-        if is_sharded(param):
-            raise _not_on_host("sharded weights", "masters are sharded as their weights are")
         if param.device.type not in ("cpu", "cuda"):
             raise _not_on_host(
                 f"weights on {param.device}", "copies go through pinned memory, which CUDA has"
@@ -110,7 +108,7 @@ def _reserve_for_host(optimizers: Sequence[torch.optim.Optimizer], *, has_master
     sizes: dict[torch.device, list[int]] = {}
     for param in [p for o in optimizers for group in o.param_groups for p in group["params"]]:
         if param.is_cuda:  # halves of a float32 weight and its gradient are as large as the weight
-            size = param.numel() * (4 if has_masters else 2 * param.element_size())
+            size = local_of(param).numel() * (4 if has_masters else 2 * param.element_size())
             sizes.setdefault(param.device, []).append(size)
     for device, own in sizes.items():
         reserve(device, own)

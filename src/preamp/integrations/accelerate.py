@@ -61,7 +61,7 @@ class Accelerator(_accelerate.Accelerator):
             refuse_other_precision(f"mixed_precision={asked!r}")
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         if given.get("fsdp_plugin") is not None:  # before the process has an AcceleratorState
-            check_sharding(given["fsdp_plugin"])
+            check_sharding(given["fsdp_plugin"], options)
         super().__init__(*args, mixed_precision="no", **kwargs)
         self._opt_level, self._preamp_options = opt_level, options
         self.scaler: EngineScaler | None = None
@@ -69,7 +69,7 @@ class Accelerator(_accelerate.Accelerator):
         if kind in _OWN_UPDATES:
             refuse_own_updates(kind)
         if kind == "FSDP":
-            check_sharding(self.state.fsdp_plugin)
+            check_sharding(self.state.fsdp_plugin, options)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Initialize the models and optimizers among ``args``, then prepare all as Accelerate does.

@@ -125,12 +125,12 @@ def refuse_own_updates(strategy: str) -> None:
     )
 
 
-def check_sharding(plugin: Any) -> None:
+def check_sharding(plugin: Any, options: Options) -> None:
     """Refuse what a ``FullyShardedDataParallelPlugin`` asks for and an opt level cannot have.
 
     Raises:
         PreampStateError: It is of the first FSDP, keeps parameters on the host, or has a policy
-            that says more than the dtype of reductions.
+            that says more than the dtype of reductions; or masters were to lie on the host.
     """
     who = "FullyShardedDataParallelPlugin"
     if plugin.fsdp_version != 2:
@@ -147,6 +147,13 @@ def check_sharding(plugin: Any) -> None:
             "them; no other place was ever tried under FSDP",
             "Leave cpu_offload out; options={'storage': 'split'}, or 'compact' with a fused "
             "optimizer, take less memory",
+        )
+    if getattr((options or {}).get("storage"), "place", "device") == "host":
+        raise bad_state(
+            'options has a storage with place="host", and the framework shards the model',
+            "It gathers masters and moments by the device's own collectives, which do not reach "
+            "the host",
+            'Pass a storage with place="device", or call fully_shard in a loop of your own',
         )
     policy = plugin.mixed_precision_policy
     for name in ("param_dtype", "output_dtype"):

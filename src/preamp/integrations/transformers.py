@@ -54,7 +54,7 @@ class TrainerMixin(_any):
         if self.is_deepspeed_enabled:
             refuse_own_updates("DEEPSPEED")
         if self.is_fsdp_enabled:
-            check_sharding(self.accelerator.state.fsdp_plugin)
+            check_sharding(self.accelerator.state.fsdp_plugin, options)
         self._earlier: dict[str, Any] | None = None
 
     def create_optimizer(self, model: Any = None) -> Any:

@@ -25,10 +25,11 @@ import torch
 from preamp.core.away import values_in
 from preamp.core.errors import bad_state
 from preamp.core.pinned import laid_as, pinned
-from preamp.core.tensors import devices_of, host_reaches, is_capturing
+from preamp.core.tensors import devices_of, host_reaches, is_capturing, locals_of
 from preamp.kernels.by_device import ByDevice, pick
 from preamp.kernels.ops import Census, Column, Tensors
 from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.shards import sharded_as
 from preamp.kernels.stored import Stored
 from preamp.kernels.update import Update
 
@@ -110,7 +111,8 @@ class Staged(ByDevice):
         def compute(places: Sequence[int], lists: list[Any]) -> None:
             by = _all_at_hand([factors[place] for place in places])
             wide = super(Staged, self).widen_add(lists[0], by, lists[1])
-            found.update(zip(places, wide, strict=True))
+            shaped = [sharded_as(w, halves[p]) for w, p in zip(wide, places, strict=True)]
+            found.update(zip(places, shaped, strict=True))
 
         rest = _stage((halves, addends), (_READ, _READ), compute, brings_all=True)
         if rest:
@@ -186,7 +188,8 @@ def _beside(update: Update) -> list[Column | None]:
 def _columns(lists: Sequence[Tensors], update: Update) -> list[Column]:
     none = [None] * len(lists[0])
     lists = [values_in(column) for column in lists]
-    return [*lists, *[none if column is None else column for column in _beside(update)]]
+    beside = [none if column is None else column for column in _beside(update)]
+    return list(map(locals_of, [*lists, *beside]))
 
 
 def at_hand(value: Any) -> Any:
@@ -214,8 +217,10 @@ def _stage(
 ) -> Sequence[int]:
     """Compute places whose tensors lie on the host and a device; return the other places.
 
-    With ``brings_all`` also those that lie on a device alone.
+    With ``brings_all`` also those that lie on a device alone. Of sharded tensors this rank's parts
+    are computed.
     """
+    columns = list(map(locals_of, columns))
     going, rest = _sorted(columns, brings_all=brings_all)
     for device, some in going.items():
         _walk(device, some, [[column[p] for p in some] for column in columns], access, compute)
@@ -255,6 +260,7 @@ def _walk(
     def fetch(run: slice) -> _Fetched:
         return road.fetch([column[run] for column in columns])
 
+    here: _Fetched | None = None
     try:
         coming = fetch(runs[0])
         for number, run in enumerate(runs):
@@ -264,6 +270,11 @@ def _walk(
             here.come.synchronize()
             compute(places[run], here.columns)
             road.send(here)
+    except BaseException:  # what the host has changed of this run and the device go together
+        if here is not None:
+            here.come.synchronize()
+            road.send(here, only_read=True)
+        raise
     finally:
         road.join()
 
@@ -358,7 +369,7 @@ class _Fetched:
 
     slot: _Slot
     columns: list[Any]  # on the host
-    written: list[tuple[torch.Tensor, torch.Tensor]]  # of the device, and what goes there
+    written: list[tuple[torch.Tensor, torch.Tensor, str]]  # of the device, what goes there, access
     come: torch.cuda.Event  # recorded behind the copies
 
 
@@ -380,7 +391,7 @@ class _Road:
         if slot.sent is not None:
             slot.sent.synchronize()
         lists: list[Any] = []
-        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        written: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         start = 0
         with torch.cuda.stream(self._down):
             for column, access in zip(columns, self._access, strict=True):
@@ -395,17 +406,21 @@ class _Road:
                     if _READ in access:
                         here.copy_(tensor, non_blocking=True)
                     if _WRITTEN in access:
-                        written.append((tensor, here))
+                        written.append((tensor, here, access))
                     lists[-1].append(here)
             event = torch.cuda.Event()
             event.record(self._down)
         return _Fetched(slot, lists, written, event)
 
-    def send(self, run: _Fetched) -> None:
-        """Queue copies of what was written to the device."""
+    def send(self, run: _Fetched, *, only_read: bool = False) -> None:
+        """Queue copies of what was written to the device, or of that which was read as well.
+
+        The rest may not be written yet.
+        """
         with torch.cuda.stream(self._up):
-            for tensor, here in run.written:
-                tensor.copy_(here, non_blocking=True)
+            for tensor, here, access in run.written:
+                if _READ in access or not only_read:
+                    tensor.copy_(here, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._up)
         run.slot.sent = event

@@ -42,8 +42,8 @@ class Storage:
             32 MiB, or of the largest tensor. Each step waits until the device has made its
             gradients; with ``release_gradients`` the backward waits for each of them.
             Numbers are those that the back end for CPUs makes of the same gradients. Fused
-            optimizers only; refused beside sharded weights, `shard_optimizer`, `LARC`, and in a
-            CUDA graph.
+            optimizers only; refused beside `LARC` and in a CUDA graph, and with
+            ``release_gradients`` also beside sharded weights and in process groups.
     """
 
     masters: MasterStorage = "float32"

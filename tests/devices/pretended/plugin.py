@@ -319,6 +319,19 @@ for _name, _value in _STANDS_FOR.items():
     setattr(torch.cuda, _name, _value)
 torch.accelerator.synchronize = _synchronize
 
+_clone_storage = torch.UntypedStorage.clone
+
+
+def _clone(storage: Any) -> Any:
+    """As torch's, which asks CUDA for the memory; deep copies of tensors call it."""
+    if storage.device.type != "cuda":
+        return _clone_storage(storage)
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return view.clone().untyped_storage()
+
+
+torch.UntypedStorage.clone = _clone
+
 
 # -- Triton --------------------------------------------------------------------------------------
 

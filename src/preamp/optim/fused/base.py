@@ -260,8 +260,12 @@ class FusedOptimizer(KeepsMoments):
         with holding(updates) if is_away else nullcontext():
             for call, norms in zip(calls, found, strict=True):
                 update = call.update if norms is None else replace(call.update, norms=norms)
-                ops.update_(*call.lists, rule=call.rule, update=update)
-                call.batch.note_written()
+                try:
+                    ops.update_(*call.lists, rule=call.rule, update=update)
+                    call.batch.note_written()
+                except BaseException:  # as Ctrl-C, which may come at any line
+                    call.batch.note_interrupted()
+                    raise
                 if self._has_copy(call.batch.params[0]):
                     self._copies.note_written(call.batch.params)
 

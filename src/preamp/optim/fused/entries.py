@@ -123,6 +123,15 @@ class Entries:
         for twin in twins:
             twin.table.note_rounded(twin.row, twin.row + 1)
 
+    def note_interrupted(self) -> None:
+        """The op has updated some of them: packed masters and their half weights go together.
+
+        Others are rounded again by whoever ends the step.
+        """
+        for twin in cast("list[Twin] | None", self.twins) or ():
+            if twin.packed() is not None:
+                twin.note_written()
+
 
 def _is_there(value: object) -> bool:
     return value is not None
