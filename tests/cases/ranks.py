@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -27,6 +28,7 @@ _PRELOADED = ["pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
 _PRELOADED += ["preamp.checkpoint", "preamp.optimizers", "preamp.parallel"]
 # What the first steps would import and do
 _PRELOADED += ["torch._dynamo", "cases.warm"]
+_DEVICE = "devices.pretended.plugin"  # stands for CUDA, if it does so here, from before torch
 
 
 def start_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int) -> Any:
@@ -34,7 +36,8 @@ def start_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: in
 
     They are forks of one process that has imported torch, which costs seconds for each otherwise.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    preloaded = [_DEVICE, *_PRELOADED] if _DEVICE in sys.modules else _PRELOADED
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
     _run_server()
     return multiprocessing.start_processes(
         _begin, (dict(os.environ), work, arguments), world, join=False, start_method="forkserver"

@@ -110,7 +110,7 @@ def assert_same(some: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert [torch.equal(a, b) for a, b in zip(some, other, strict=True)] == [True] * len(some)
 
 
-def check(way: str, level: str, storage: str, rank: int, folder: Path) -> None:
+def check(rank: int, way: str, level: str, storage: str, folder: Path) -> None:
     staged.RUN = 4096  # type: ignore[misc]  # lets a few tensors be several runs
     runs = {place: Run(way, level, storage, place, rank) for place in PLACES}
     for place, run in runs.items():
@@ -159,4 +159,4 @@ def check(way: str, level: str, storage: str, rank: int, folder: Path) -> None:
 def test_ranks_give_the_bits_of_the_device(
     way: str, level: str, storage: str, tmp_path: Path
 ) -> None:
-    on_ranks(lambda rank: check(way, level, storage, rank, tmp_path), RANKS, tmp_path)
+    on_ranks(check, (way, level, storage, tmp_path), RANKS, tmp_path)

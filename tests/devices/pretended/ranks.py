@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Several ranks on the pretended device: forks, whose collectives go through gloo on the host.
+"""Several ranks on the pretended device: their collectives go through gloo on the host.
 
 torch's own groups of a build without CUDA take no tensors of it.
 """
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.futures import Future
+
+from cases.ranks import leave_ranks, start_ranks, wait_for_others
+from devices.pretended import plugin
 
 _c10d: Any = torch._C._distributed_c10d
 _MINUTE = timedelta(seconds=60)
@@ -119,22 +120,26 @@ def _join(rank: int, ranks: int, store: Path) -> None:
     )
 
 
-def on_ranks(work: Callable[[int], object], ranks: int, folder: Path) -> None:
-    """Run ``work`` with the number of each rank, in forks; all must return."""
-    children: list[int] = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                _join(rank, ranks, folder / "store")
-                work(rank)
-                status = 0
-            except BaseException:
-                (folder / f"rank{rank}.txt").write_text(traceback.format_exc())
-            finally:
-                os._exit(status)
-        children.append(child)
-    ends = [os.waitpid(child, 0)[1] for child in children]
-    reports = [path.read_text() for path in sorted(folder.glob("rank*.txt"))]
-    assert ends == [0] * ranks, "\n".join(reports)
+def on_ranks(
+    work: Callable[..., None], arguments: tuple[Any, ...], ranks: int, folder: Path
+) -> None:
+    """Call ``work(rank, *arguments)`` in a process of each rank; all must return.
+
+    ``work`` is a function of a module. The processes are forks of one that has had no backward,
+    after which torch allows none in a fork.
+    """
+    started = start_ranks(_begin, (work, arguments, ranks, str(folder)), ranks)
+    while not started.join():
+        pass
+
+
+def _begin(
+    rank: int, work: Callable[..., None], arguments: tuple[Any, ...], ranks: int, folder: str
+) -> None:
+    plugin.pytest_configure()
+    _join(rank, ranks, Path(folder) / "store")
+    try:
+        work(rank, *arguments)
+        wait_for_others()
+    finally:
+        leave_ranks()
