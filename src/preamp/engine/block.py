@@ -76,9 +76,8 @@ def scale_loss(
     if not engine.policy.enabled:
         yield loss
         return
-    if delay_unscale and engine.policy.storage.release_gradients:
-        waits = engine.policy.storage.waits_on_host
-        raise refusals.needs_gradients("scale_loss(delay_unscale=True)", wait_on_host=waits)
+    if delay_unscale:
+        refusals.check_gradients_stay("scale_loss(delay_unscale=True)", engine.policy.storage)
     check_loss(loss)
     block = Block(engine, members, loss, loss_id)
     delays = delay_unscale and not block.is_plain

@@ -169,9 +169,7 @@ class Engine(EngineCore):
             PreampStateError: The engine is closed, or gradients are released.
         """
         self._check_open("trace_overflow")
-        if self.policy.storage.release_gradients:
-            waits = self.policy.storage.waits_on_host
-            raise refusals.needs_gradients("Engine.trace_overflow", wait_on_host=waits)
+        refusals.check_gradients_stay("Engine.trace_overflow", self.policy.storage)
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
             self.ledger.ask_about_losses()

@@ -111,10 +111,8 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_id = loss_id
         self._loss_scaler = self._engine.scaler(loss_id)
         self._enabled = enabled and self._engine.policy.enabled
-        storage = self._engine.policy.storage
-        if self._enabled and storage.release_gradients:
-            waits = storage.waits_on_host
-            raise refusals.needs_gradients("GradScaler", wait_on_host=waits)
+        if self._enabled:
+            refusals.check_gradients_stay("GradScaler", self._engine.policy.storage)
         self._device = self._loss_scaler.device.type
         # By ``id`` of the session: backwards left open
         self._blocks: dict[int, Block] = {}

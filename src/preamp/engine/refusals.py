@@ -9,6 +9,7 @@ import torch
 
 from preamp.core.errors import PreampStateError, bad_state, bad_value, message, with_article
 from preamp.optim import Masters
+from preamp.policy.storage import Storage
 
 
 def check_group(
@@ -80,6 +81,12 @@ def backward_of_loss() -> PreampStateError:
         "with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
         "Call backward() on the name behind 'as'; the gradients of this block were dropped",
     )
+
+
+def check_gradients_stay(what: str, storage: Storage) -> None:
+    """Raise `PreampStateError` if gradients are released, which ``what`` would look at later."""
+    if storage.release_gradients:
+        raise needs_gradients(what, wait_on_host=storage.waits_on_host)
 
 
 def needs_gradients(what: str, *, wait_on_host: bool = False) -> PreampStateError:
