@@ -130,13 +130,13 @@ def test_estimate_says_what_fits() -> None:
     assert " ".join(done.stdout.split()) == (
         f"O5 with storage={released}: 16.94 GiB on the device. "
         "O5 with storage=preamp.Storage(masters='split', place='host'): 11.18 GiB on the device, "
-        "28.03 GiB on the host."
+        "28.03 GiB on the host. Activations, what is accumulated, saves and loads come on top."
     )
     done = invoke(*options, "--card-gib", "20", "--json")  # of the host there is enough
     assert [row["place"] for row in json.loads(done.stdout)] == ["device", "host"]
     done = invoke(*options, "--card-gib", "1")
     assert done.exit_code == 0
-    assert done.stdout.startswith("No level and storage keeps as little.")
+    assert done.stdout.startswith("Nothing fits: no level with any storage keeps as little.")
     assert "in place of" not in done.stdout
 
 
@@ -144,10 +144,26 @@ def test_estimate_names_the_fused_optimizer_with_which_it_fits() -> None:
     options = ("estimate", "--params", "3e9", "--optimizer", "AdamW(lr=0.01)", "--levels", "O5")
     done = invoke(*options, "--card-gib", "20", "--host-gib", "32")
     words = " ".join(done.stdout.split())
-    assert "keeps as little. Activations come on top of what would be kept. With FusedAdam" in words
+    assert words.startswith("Nothing fits: no level with any storage keeps as little. With Fused")
     assert "With FusedAdam in place of AdamW there is: O5 with storage=preamp.Storage(" in words
-    assert words.endswith("11.18 GiB on the device, 28.03 GiB on the host.")
+    assert "11.18 GiB on the device, 28.03 GiB on the host. Activations," in words
     assert json.loads(invoke(*options, "--card-gib", "20", "--json").stdout) == []
+
+
+def test_estimate_names_it_beside_a_level_that_fits_without() -> None:
+    options = ("estimate", "--params", "3e9", "--card-gib", "24", "--levels", "O5,O3")
+    words = " ".join(invoke(*options).stdout.split())
+    assert words.startswith('O3 with storage="full": 22.35 GiB on the device. With FusedAdam in')
+    assert words.count("O5 with") == 2
+    assert words.count("O3 with") == 1
+    done = invoke(*options[:-1], "O5", "--optimizer", "RMSprop")  # has no fused twin
+    assert "in place of" not in done.stdout
+
+
+def test_estimate_refuses_a_host_without_a_card() -> None:
+    done = invoke("estimate", "--params", "3e9", "--host-gib", "64")
+    assert done.exit_code != 0
+    assert "Got --host-gib without --card-gib" in done.output
 
 
 def test_estimate_of_a_very_large_model_fits_its_columns() -> None:

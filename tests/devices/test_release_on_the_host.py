@@ -372,14 +372,110 @@ def test_a_dropped_engine_sends_nothing_away() -> None:
     assert torch.equal(weight.grad.cpu(), torch.full((256, 16), 2.0))  # pyright: ignore
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_script_that_reads_or_writes_there_is_told(level: str) -> None:
-    """What is left on the device is no number, and is not to be multiplied by one."""
-    run = Run("host", (level, "full"))
-    run.steps()
+def _write_part(grad: torch.Tensor) -> None:
+    grad[0] = 0.0
+
+
+def _replace(grad: torch.Tensor) -> torch.Tensor:
+    return grad + 1.0
+
+
+READS_OR_WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "clip": lambda grad: torch.nn.utils.clip_grad_norm_([nn.Parameter(grad)], 1.0),
+    "copy": lambda grad: torch.empty_like(grad).copy_(grad),
+    "data": lambda grad: grad.data,
+    "detach": lambda grad: grad.detach(),
+    "foreach": lambda grad: torch._foreach_mul_([grad], 2.0),
+    "item": lambda grad: grad.sum(),
+    "masked": lambda grad: grad.masked_fill_(grad == 0, 1.0),
+    "norm": torch.linalg.vector_norm,
+    "part": _write_part,
+    "replace": _replace,
+    "row": lambda grad: grad[0].zero_(),
+    "scaled": lambda grad: grad.mul_(2.0),
+    "to host": lambda grad: grad.cpu(),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("way", READS_OR_WRITES)
+def test_a_script_that_reads_or_writes_there_is_told(way: str, level: str) -> None:
+    """What is left on the device is no number. Nothing changes by that."""
+    run, other = (Run(place, (level, "full")) for place in ("host", "device"))
+    for one in (run, other):
+        one.steps()
+        one.backward()
+    for param in run.net.parameters():  # the last one has one dimension
+        with pytest.raises(PreampStateError, match=r"gradient that waits on the host.*Change g"):
+            READS_OR_WRITES[way](param.grad)  # pyright: ignore[reportArgumentType]
+    assert "that waits on the host" in repr(next(run.net.parameters()).grad)
+    for one in (run, other):
+        one.end()
+    assert_same(run, other)
+
+
+def test_torch_clips_none_of_them() -> None:
+    run = Run("host", ("O5", "full"))
     run.backward()
-    with pytest.raises(RuntimeError, match="unsupported operation"):
+    with pytest.raises(PreampStateError, match="waits on the host"):
         torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
+
+
+class Shapes(nn.Module):
+    """Parameters of no dimension, of one element, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.ones(1))
+        self.none = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gate + self.shift + self.none.sum()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_parameters_of_any_shape(level: str) -> None:
+    nets: list[nn.Module] = []
+    for place in ("device", "host"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), Shapes()).cuda()
+        optimizer = FusedLion(net.parameters(), lr=1e-2)
+        storage = preamp.Storage(place=place, release_gradients=place == "host")  # pyright: ignore
+        preamp.initialize(
+            net, optimizer, opt_level=level, storage=storage, backend="reference", verbosity=0
+        )
+        for _ in range(3):
+            with preamp.scale_loss(net(torch.ones(4, 8).cuda()).float().mean(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    pairs = list(zip(*(net.parameters() for net in nets), strict=True))
+    assert [torch.equal(a, b) for a, b in pairs] == [True] * 5
+
+
+def test_gradients_go_again_after_others_were_asked_for() -> None:
+    run = Run("host", ("O5", "full"))
+    run.steps()
+    with preamp.scale_loss(run.loss(), run.optimizer) as scaled:
+        scaled.backward()
+        torch.autograd.grad(run.loss(), list(run.net.parameters()))
+    assert all(run.away())
+
+
+def test_gradients_of_a_checkpoint_wait_on_the_host(tmp_path: Path) -> None:
+    run, other = (Run("host", ("O5", "split")) for _ in range(2))
+    for one in (run, other):
+        one.steps()
+        one.backward()
+    preamp.save_checkpoint(tmp_path / "run.pt", run.net, run.optimizer)
+    run.optimizer.zero_grad()
+    preamp.load_checkpoint(tmp_path / "run.pt", run.net, run.optimizer, rng=False)
+    assert all(run.away())
+    for one in (run, other):
+        one.end()
+    assert_same(run, other)
 
 
 def test_explain_says_where_things_are() -> None:

@@ -486,11 +486,14 @@ def test_an_optimizer_that_is_not_ours_stays_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
-def test_what_ranks_share_out_stays_on_the_device(sharding: Any) -> None:
-    with pytest.raises(ValueError, match=f"place='host', and sharding is '{sharding}'.* Pass shar"):
-        preamp.estimate(1000, on_host(), "FusedAdam", world_size=2, sharding=sharding)
+def test_ranks_have_their_parts_on_their_hosts(sharding: Any) -> None:
+    whole = preamp.estimate(2**20, on_host(), "FusedAdam")
+    part = preamp.estimate(2**20, on_host(), "FusedAdam", world_size=2, sharding=sharding)
+    assert part.on_host - part.staging == (whole.on_host - whole.staging) / 2
+    assert part.on_device - part.scaler == (4 if sharding == "zero1" else 2) * 2**20
     found = preamp.estimate(1e6, "O5", "FusedAdam", world_size=2, sharding=sharding)
-    assert list(found.smaller) == ['"split"', '"compact"']
+    on_the_host = "preamp.Storage(masters='split', place='host')"
+    assert list(found.smaller) == ['"split"', '"compact"', on_the_host]
 
 
 def test_what_fits_changes_as_little_as_possible() -> None:

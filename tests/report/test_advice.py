@@ -655,3 +655,10 @@ def test_keep_fp32_is_not_advised_where_it_did_not_help() -> None:
     page = render({"first": [kept, *STEPS], "second": [*CALM, seen]})
     assert "keep_fp32=" not in page
     assert "keep_fp32 of body.2 did not" in page
+
+
+def test_a_warm_up_does_not_excuse_weights_that_a_script_wrote() -> None:
+    rates = [0.1 * (1e-8 + min(n - 1, 20) / 20) for n in range(1, 101)]
+    steps = [made.step(n, 1.0, lr=rate) for n, rate in enumerate(rates, 1)]
+    run = gather([of_sgd(), *steps, weights(50, 1.0), weights(60, 500.0)])
+    assert [finding.id for finding in advise(run)] == ["weights-rewritten"]

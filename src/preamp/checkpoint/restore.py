@@ -28,6 +28,7 @@ from preamp.checkpoint.subjects import (
     params_of,
     twins_of,
 )
+from preamp.core.away import made_away
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value, with_article
 from preamp.core.pytree import map_plain
@@ -490,7 +491,15 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")
     # Each place has a copy of its own, also where two gradients were one tensor.
-    grads = [None if grad is None else grad.to(like.device, copy=True) for _, grad, like in places]
+    waiting = subjects.waiting_on_host()
+    grads = [
+        None
+        if grad is None
+        else made_away(grad.clone(), like.device)
+        if id(like) in waiting
+        else grad.to(like.device, copy=True)
+        for _, grad, like in places
+    ]
 
     def apply() -> None:
         for (keep, _, _), grad in zip(places, grads, strict=True):

@@ -95,6 +95,12 @@ class Subjects:
             for name, _ in model.named_buffers()
         )
 
+    def waiting_on_host(self) -> set[int]:
+        """The parameters whose gradients wait on the host for their step, by ``id``."""
+        waiting = (e for e in self.engines if e.policy.storage.waits_on_host)
+        sessions = (session for engine in waiting for session in engine.sessions.values())
+        return {id(p) for session in sessions for p in session.model_params() if p.is_cuda}
+
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
         """Every gradient, by the parameter's name: of the model's side, and the master's."""
         masters = self.masters()

@@ -27,7 +27,7 @@ from preamp.cli.console import (
     storage_of,
 )
 from preamp.core.errors import bad_value
-from preamp.optim.fused.kinds import KINDS, closest_first
+from preamp.optim.fused.kinds import KINDS
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, fitting
 from preamp.planning.optimizers import name_of, parse_call
@@ -43,7 +43,8 @@ _CAPTION = (
 
 _FUSED = tuple(kind.__name__ for kind in KINDS)
 
-_NOTHING = "No level and storage keeps as little. Activations come on top of what would be kept."
+_NOTHING = "Nothing fits: no level with any storage keeps as little."
+_ON_TOP = "Activations, what is accumulated, saves and loads come on top."
 
 
 def estimate(
@@ -81,29 +82,34 @@ def estimate(
     """
     with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
         what, kept = _model(model, params), storage_of(storage, place)
-        _check_card(card, kept)
+        _check_card(card, host, kept)
         named = None if optimizer.lower() == "none" else optimizer
         names = _levels(levels, needs_masters=kept.masters == "split")
         ranks: Any = {"world_size": world_size, "sharding": sharding}
-        lines: list[str] = []
         if card is None:
             policies = [resolve(name, {"storage": kept}) for name in names]
             found = [preamp.estimate(what, policy, named, **ranks) for policy in policies]
         else:
-            look = functools.partial(
-                fitting, what, levels=names, card=card * 2**30, host=host * 2**30, **ranks
-            )
+            room = {"card": card * 2**30, "host": host * 2**30}
+            look = functools.partial(fitting, what, levels=names, **room, **ranks)
             found = [*look(optimizer=named)]
-            lines = [*map(_fit, found)] or _otherwise(look, named)
+            if not as_json:
+                lines = [*map(_fit, found)] or [_NOTHING]
+                lines += _with_fused(look, named, {one.opt_level for one in found})
+                print_wrapped(make_console(), [*lines, _ON_TOP])
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
-    elif card is not None:
-        print_wrapped(make_console(), lines)
-    else:
+    elif card is None:
         _print(found, make_console())
 
 
-def _check_card(card: float | None, storage: Storage) -> None:
+def _check_card(card: float | None, host: float, storage: Storage) -> None:
+    if card is None and host < math.inf:
+        raise bad_value(
+            "Got --host-gib without --card-gib",
+            "What fits is looked for on a card and a host together",
+            "Pass --card-gib as well",
+        )
     if card is not None and storage != FULL:
         raise bad_value(
             f"Got --card-gib and {storage_code(storage_name(storage))}",
@@ -112,16 +118,16 @@ def _check_card(card: float | None, storage: Storage) -> None:
         )
 
 
-def _otherwise(look: Callable[..., Iterator[MemoryEstimate]], optimizer: str | None) -> list[str]:
-    """Say that nothing fits, and what would with a fused optimizer in place of torch's."""
+def _with_fused(
+    look: Callable[..., Iterator[MemoryEstimate]], optimizer: str | None, levels: set[str]
+) -> list[str]:
+    """Say which levels beside these would fit with the fused optimizer of the same update."""
     name = name_of(optimizer)
-    if optimizer is None or name in _FUSED:
-        return [_NOTHING]
-    fused = closest_first(name, _FUSED)[0]
-    found = [*map(_fit, look(optimizer=fused))]
-    if found:
-        found.insert(0, f"With {fused} in place of {name} there is:")
-    return [_NOTHING, *found]
+    fused = f"Fused{name.removesuffix('W')}"
+    if fused not in _FUSED:
+        return []
+    found = [_fit(one) for one in look(optimizer=fused) if one.opt_level not in levels]
+    return [f"With {fused} in place of {name} there is:", *found] if found else []
 
 
 def _fit(memory: MemoryEstimate) -> str:

@@ -56,8 +56,10 @@ def read_corpus(folder: Path | None = None) -> Corpus:
             f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
             "Run the demo with a Python that ships its standard library as .py files",
         )
-    texts = (torch.frombuffer(text, dtype=torch.uint8) for text in (train, held_out))
-    return Corpus(train=next(texts), held_out=next(texts))
+    return Corpus(
+        train=torch.frombuffer(train, dtype=torch.uint8),
+        held_out=torch.frombuffer(held_out, dtype=torch.uint8),
+    )
 
 
 def source_files(folder: Path) -> list[str]:

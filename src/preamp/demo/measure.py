@@ -48,9 +48,10 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
     count = sum(p.numel() for p in model.parameters())
     return Memory(
         weights=held["weights"] / count,
-        masters=held["masters"] / count,
+        masters=(held["masters"] + held.get("masters on the host", 0)) / count,
         gradients=held["gradients"] / count,
-        optimizer_state=held["optimizer state"] / count,
+        optimizer_state=(held["optimizer state"] + held.get("optimizer state on the host", 0))
+        / count,
     )
 
 

@@ -39,6 +39,7 @@ class Waiting:
         for undo in (engine.undo, *map(engine.undo_of, engine.models)):
             undo.push(self._remove)
         engine.events.block_begins.append(self._hook)
+        engine.events.block_over.append(self._send_rest)
 
     def _hook(self, block: Backward) -> None:
         """Hook what the block's optimizers update on a device, once."""
@@ -53,6 +54,12 @@ class Waiting:
                     hooked.register_post_accumulate_grad_hook(partial(_send, weakref.ref(self))),
                 ]
                 self._hooked[id(leaf)] = leaf, handles
+
+    def _send_rest(self, block: Backward) -> None:
+        """Send what came back for a backward that added nothing, as that of ``autograd.grad``."""
+        del block
+        for leaf, _ in self._hooked.values():
+            _send(weakref.ref(self), leaf)
 
     def _remove(self) -> None:
         for leaf, handles in self._hooked.values():

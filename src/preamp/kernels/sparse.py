@@ -12,9 +12,3 @@ def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices ``(sparse_dim, n)`` and values as stored: coalescing would synchronise."""
     inside = cast("Any", tensor)
     return inside._indices(), inside._values()
-
-
-def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes ``tensor`` takes; torch says so of one in coordinates part by part."""
-    parts = stored_parts(tensor) if tensor.is_sparse else (tensor,)
-    return sum(part.nbytes for part in parts)

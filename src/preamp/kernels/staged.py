@@ -65,7 +65,8 @@ def _staged(op: str, *access: str) -> Any:
         columns = [arg for arg, how in zip(values, access, strict=True) if how]
         rest = _stage(columns, [how for how in access if how], compute)
         if any([now is not arg for now, arg in zip(values, given, strict=True)]):
-            near = [place for place in rest if columns[0][place].is_cpu]  # numbers are not
+            # ``compute`` takes numbers to the host, which rows of a device must not get.
+            near = [place for place in rest if columns[0][place].is_cpu]
             rest = [place for place in rest if not columns[0][place].is_cpu]
             compute(near, [*pick(near, *columns)])
         if rest:
@@ -187,9 +188,9 @@ def _beside(update: Update) -> list[Column | None]:
 
 def _columns(lists: Sequence[Tensors], update: Update) -> list[Column]:
     none = [None] * len(lists[0])
-    lists = [values_in(column) for column in lists]
     beside = [none if column is None else column for column in _beside(update)]
-    return list(map(locals_of, [*lists, *beside]))
+    params, grads, *state = lists
+    return list(map(locals_of, [params, values_in(grads), *state, *beside]))
 
 
 def at_hand(value: Any) -> Any:

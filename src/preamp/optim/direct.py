@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from preamp.core.away import is_away, zeros_away
+from preamp.core.away import is_away, values_of, zeros_away
 from preamp.core.dtypes import is_half
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
@@ -112,13 +112,14 @@ def negative_zeros(param: torch.Tensor, *, waits: bool) -> torch.Tensor:
 
 def is_zeroed(grad: torch.Tensor) -> bool:
     """Whether ``grad`` is zeros as a script leaves them, all without a sign. Synchronises."""
-    local = local_of(grad)
+    local = local_of(values_of(grad))
     return not bool(local.any()) and not bool(torch.signbit(local).any())
 
 
 def has_nonzero(grad: torch.Tensor) -> bool:
     """Whether ``grad`` has a value other than zero; nan counts. Synchronises."""
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+    values = values_of(grad)
+    return bool((values.coalesce().values() if values.is_sparse else values).any())
 
 
 class DirectGradients:

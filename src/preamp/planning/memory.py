@@ -250,7 +250,7 @@ def _count(
         master_gradients=sum(part(slot.shape) for slot in updated)
         * (4 if storage.masters == "float32" else 8)
         * state.reads_master_gradients,
-        staging=_staging_bytes(trained, policy) if storage.place == "host" else 0,
+        staging=_staging_bytes(trained, policy, part) if storage.place == "host" else 0,
     )
 
 
@@ -259,9 +259,9 @@ def _updated(slot: Slot, policy: Policy, group: int) -> Updated:
     return Updated(slot.shape, dtype, has_gradient=slot.is_trainable, group=group)
 
 
-def _staging_bytes(trained: Sequence[Slot], policy: Policy) -> int:
+def _staging_bytes(trained: Sequence[Slot], policy: Policy, part: ShardSize) -> int:
     """Weights and gradients on their way: a few runs, or as often the largest tensor."""
-    sizes = [2 * slot.elements * slot.dtype_at(policy).itemsize for slot in trained]
+    sizes = [2 * part(slot.shape) * slot.dtype_at(policy).itemsize for slot in trained]
     # A number of parameters is no tensor, though it counts as one.
     largest = max((size for size, slot in zip(sizes, trained, strict=True) if slot.name), default=0)
     return min(sum(sizes), AT_ONCE * max(RUN, largest))
@@ -346,12 +346,6 @@ def _check_ranks(world_size: int, sharding: str, storage: Storage) -> None:
             "Allowed are 'none', 'zero1' (optimizer state and masters are shared out) and "
             "'fsdp' (weights and gradients too)",
             "Choose one of them",
-        )
-    if storage.place == "host" and sharding != "none":
-        raise bad_value(
-            f"storage has place='host', and sharding is {sharding!r}",
-            "What ranks share out lies beside their weights",
-            "Pass sharding='none', or a storage without it",
         )
     if storage.release_gradients and world_size > 1:
         raise bad_value(

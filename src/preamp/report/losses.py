@@ -350,7 +350,9 @@ def rewritten(run: Run) -> Finding | None:
     sizes: dict[str, tuple[int, float]] = {}
     adapts = any("eps" in options for options in (run.start.optimizers if run.start else []))
     rates = {s.step: s.lr or 0.0 for s in run.steps}
-    raised = min((r.step for r in _raises(run)), default=math.inf)  # which moves weights far
+    highest = max(rates.values(), default=0.0)
+    # What moves weights far; a warm-up begins with raises to rates that are low still.
+    raised = min((r.step for r in _raises(run) if 2 * r.new > highest), default=math.inf)
     for record in run.numerics:
         weights = {t.name: t.rms for t in record.tensors if t.what == "weight"}
         pushed = {t.name: t.max_abs / t.scale for t in gradients_of([record])}

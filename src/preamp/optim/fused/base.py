@@ -255,9 +255,9 @@ class FusedOptimizer(KeepsMoments):
         found: list[torch.Tensor | None] = [None] * len(calls)
         if any([call.rule.takes_norms for call in calls]):
             found = norms_of_wholes(calls, ops, self.splits)
-        is_away = self.storage.place == "host"
+        on_host = self.storage.place == "host"
         updates = ((call.lists, call.update) for call in calls)
-        with holding(updates) if is_away else nullcontext():
+        with holding(updates) if on_host else nullcontext():
             for call, norms in zip(calls, found, strict=True):
                 update = call.update if norms is None else replace(call.update, norms=norms)
                 try:
