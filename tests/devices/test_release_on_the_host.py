@@ -421,6 +421,28 @@ def test_torch_clips_none_of_them() -> None:
         torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
 
 
+def test_a_half_model_is_all_that_the_card_holds() -> None:
+    net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+    net = net.to(torch.bfloat16).cuda()
+    weights, around = 2 * sum(p.numel() for p in net.parameters()), 2**18
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() - weights
+    optimizer = FusedAdam(net.parameters())
+    storage = preamp.Storage(masters="split", place="host", release_gradients=True)
+    options: dict[str, Any] = {"opt_level": "O5", "storage": storage, "verbosity": 0}
+    preamp.initialize(net, optimizer, allow_half_model=True, **options)
+    assert torch.cuda.max_memory_allocated() - held < weights + around
+    for _ in range(2):
+        inputs = torch.ones(4, 256, dtype=torch.bfloat16).cuda()
+        with preamp.scale_loss(net(inputs).float().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Beside weights and activations there were gradients of two layers at most.
+    assert torch.cuda.max_memory_allocated() - held < weights + 2 * weights // 8 + around
+
+
 class Shapes(nn.Module):
     """Parameters of no dimension, of one element, and of none."""
 
