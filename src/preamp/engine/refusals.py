@@ -97,7 +97,8 @@ def needs_gradients(what: str, *, wait_on_host: bool = False) -> PreampStateErro
             f'{got} and place="host"',
             "Each gradient goes to the host as soon as it is made, and waits there for its step: "
             "on the device none is left to look at or to unscale later",
-            "Leave the call out, or pass preamp.initialize a storage without release_gradients",
+            "Train with preamp.scale_loss and preamp.clip_grad_norm_ alone, or pass "
+            "preamp.initialize a storage without release_gradients",
         )
     return bad_state(
         got,

@@ -137,14 +137,14 @@ def _check_release(
         for optimizer in optimizers:
             check_releases(optimizer)
         if len(set(params)) < len(params):
-            why = "each would need its gradient later"
+            why = "the second one would need its gradient later"
             raise _refused("optimizers that share a parameter", why)
     if splits.given:
         raise _refused("process_groups", "norms and overflow of all ranks come after the backward")
     check_no_ranks()
     if recording.numerics != "off" or policy.overflow == "trace":
         what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
-        raise _refused(what, "it reads gradients once a backward has ended")
+        raise _refused(what, "this reads them once a backward has ended")
 
 
 def check_releases(optimizer: torch.optim.Optimizer) -> None:
@@ -169,7 +169,7 @@ def check_no_ranks() -> None:
 def _refused(what: str, why: str) -> PreampStateError:
     return bad_state(
         f"storage has release_gradients=True beside {what}",
-        f"Each gradient is applied as soon as it is made; {why}",
+        f"Gradients do not stay on the device once they are made; {why}",
         "Leave one of the two out",
     )
 

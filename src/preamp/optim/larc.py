@@ -144,10 +144,10 @@ class LARC:
 
 
 def released() -> PreampStateError:
-    """The error for an optimizer that has used its gradients up before LARC can adapt them."""
+    """The error for an optimizer whose gradients have gone before LARC can adapt them."""
     return bad_state(
         "LARC was used with storage that has release_gradients=True",
-        "It adapts gradients in step(), and these are applied as soon as a backward makes them",
+        "It adapts gradients in step(), and none is on the device by then",
         "Pass the optimizer without LARC, or a storage without release_gradients",
     )
 
