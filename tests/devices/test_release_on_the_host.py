@@ -244,7 +244,7 @@ def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
 
 
 def test_gradients_go_one_after_the_other() -> None:
-    """Never are two of them there, in an accumulation neither."""
+    """There are that at hand and two on their way at most, in an accumulation too."""
     net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]).cuda()
     optimizer = FusedLion(net.parameters())
     storage = preamp.Storage(masters="split", place="host", release_gradients=True)
@@ -257,7 +257,7 @@ def test_gradients_go_one_after_the_other() -> None:
             start.append(on_device())
             scaled.backward()
     assert len(seen) == 2 * 6
-    assert max(seen) < 2 * 2 * 128 * 128
+    assert 2 * 2 * 128 * 128 < max(seen) <= 3 * 2 * 128 * 128
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
@@ -421,6 +421,23 @@ def test_torch_clips_none_of_them() -> None:
         torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_backward_that_fails_leaves_no_copy_behind(level: str) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("from a hook")
+
+    runs = [Run(place, (level, "full")) for place in ("device", "host")]
+    for run in runs:
+        run.steps(1)
+        handle = next(run.net.parameters()).register_hook(fail)  # the last one that is made
+        with pytest.raises(ValueError, match="from a hook"):
+            run.backward()
+        handle.remove()
+        run.optimizer.zero_grad()
+        run.steps(2)
+    assert_same(*runs)
+
+
 def test_a_half_model_is_all_that_the_card_holds() -> None:
     net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
     net = net.to(torch.bfloat16).cuda()
@@ -439,8 +456,8 @@ def test_a_half_model_is_all_that_the_card_holds() -> None:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    # Beside weights and activations there were gradients of two layers at most.
-    assert torch.cuda.max_memory_allocated() - held < weights + 2 * weights // 8 + around
+    # Beside weights and activations there were the gradient at hand and two on their way.
+    assert torch.cuda.max_memory_allocated() - held < weights + 3 * weights // 8 + around
 
 
 class Shapes(nn.Module):
@@ -502,7 +519,7 @@ def test_gradients_of_a_checkpoint_wait_on_the_host(tmp_path: Path) -> None:
 
 def test_explain_says_where_things_are() -> None:
     text = Run("host", ("O5", "split")).engine.explain()
-    assert "a host synchronisation for each gradient" in text
+    assert "one host synchronisation per step, and for gradients behind the last two" in text
     assert "storage: masters and moments lie on the host, which makes the update" in text
     assert "storage: each gradient goes to the host as soon as it is made" in text
 

@@ -18,6 +18,8 @@ import torch
 from preamp.core.errors import bad_state
 from preamp.core.tensors import version_of
 
+Arrive = Callable[[], None]
+
 _ALLOWED = {
     "_foreach_zero_",
     "data_ptr",
@@ -46,6 +48,7 @@ class _Values:
 
     values: torch.Tensor  # on the host
     version: int  # of the tensor, which may be filled in the meantime
+    arrive: Arrive | None  # what waits until they have come
 
 
 class _Away(torch.Tensor):
@@ -87,6 +90,9 @@ def values_of(tensor: Any) -> Any:
     if type(tensor) is not _Away:
         return tensor
     away = tensor.preamp_away
+    if away.arrive is not None:
+        away.arrive()
+        away.arrive = None
     if version_of(tensor) != away.version:  # it was filled with zeros
         away.values, away.version = torch.zeros_like(away.values), version_of(tensor)
     return away.values
@@ -99,10 +105,12 @@ def values_in(column: Sequence[Any]) -> Sequence[Any]:
     return column
 
 
-def send_away(tensor: torch.Tensor) -> None:
-    """Move the values of ``tensor`` to the host; waits for the device."""
-    with torch.no_grad():
-        _leave(tensor, torch.empty_like(tensor, device="cpu").copy_(tensor))
+def leave(tensor: torch.Tensor, values: torch.Tensor, arrive: Arrive | None = None) -> None:
+    """Let ``tensor`` have its ``values`` on the host from now on, there once ``arrive`` returns."""
+    one = torch.full((), torch.nan, dtype=values.dtype, device=tensor.device)
+    tensor.data = one.expand(values.shape)
+    cast("Any", tensor).preamp_away = _Values(values, version_of(tensor), arrive)
+    tensor.__class__ = _Away
 
 
 def zeros_away(like: torch.Tensor) -> torch.Tensor:
@@ -113,7 +121,7 @@ def zeros_away(like: torch.Tensor) -> torch.Tensor:
 def made_away(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of ``device`` with these ``values`` of the host."""
     found = torch.empty(0, dtype=values.dtype, device=device)
-    _leave(found, values)
+    leave(found, values)
     return found
 
 
@@ -124,10 +132,3 @@ def bring_back(tensor: torch.Tensor) -> None:
         tensor.__class__ = torch.Tensor
         tensor.data = values
         del cast("Any", tensor).preamp_away
-
-
-def _leave(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    one = torch.full((), torch.nan, dtype=values.dtype, device=tensor.device)
-    tensor.data = one.expand(values.shape)
-    cast("Any", tensor).preamp_away = _Values(values, version_of(tensor))
-    tensor.__class__ = _Away

@@ -37,7 +37,7 @@ def explain_engine(engine: EngineCore) -> str:
         masters = len(session.masters) if session.masters is not None else 0
         waits = "no synchronisation"
         if uses_host(engine) and policy.storage.release_gradients:
-            waits = "a host synchronisation for each gradient"
+            waits = "one host synchronisation per step, and for gradients behind the last two"
         elif uses_host(engine) or (policy.is_dynamic and not session.obeys_on_device):
             waits = "one host synchronisation per step"
         lines.append(

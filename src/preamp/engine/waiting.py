@@ -6,23 +6,32 @@ host, where masters and moments lie. What is left on the device has one element.
 still, for all that books are kept of: versions, what a script drops or zeroes, what is accumulated.
 Ops find the values (`core.away`), so looking for overflow, norms, sums and updates are the host's.
 
+Values go through two pinned buffers on a stream of their own, beside the backward. The host waits
+for a copy when its buffer is needed again: it is never further ahead than that.
+
 Another backward in the same block adds to a gradient in place, so its values come back for it.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from preamp.core.away import bring_back, is_away, send_away
+from preamp.core.away import bring_back, is_away, leave, values_of
+from preamp.core.pinned import laid_as, pinned
 from preamp.engine.engine import Engine
 from preamp.engine.events import Backward
 from preamp.engine.storage import check_no_ranks
 from preamp.kernels import check_not_captured
+
+_AT_ONCE: Final = 2
+"""Gradients that may be on their way: one comes while the next is made."""
 
 
 class Waiting:
@@ -32,6 +41,7 @@ class Waiting:
         """Hook nothing yet."""
         self._engine = engine
         self._hooked: dict[int, tuple[torch.Tensor, list[RemovableHandle]]] = {}
+        self._roads: dict[torch.device, _Road] = {}  # while a block is open
 
     def attach(self) -> None:
         """Hook the parameters, until the engine is closed or hands a model over."""
@@ -45,9 +55,14 @@ class Waiting:
         """Hook what the block's optimizers update on a device, once."""
         check_no_ranks()
         check_not_captured(self._engine.device)
-        leaves = [leaf for session in block.sessions for leaf in session.model_params()]
+        every = [leaf for session in block.sessions for leaf in session.model_params()]
+        leaves = [leaf for leaf in every if leaf.requires_grad and leaf.is_cuda]
+        self._end_roads()
+        for device in {leaf.device for leaf in leaves}:
+            sizes = [leaf.nbytes for leaf in leaves if leaf.device == device]
+            self._roads[device] = _Road(device, max(sizes))
         for leaf in leaves:
-            if leaf.requires_grad and leaf.is_cuda and id(leaf) not in self._hooked:
+            if id(leaf) not in self._hooked:
                 hooked = cast("Any", leaf)
                 handles = [
                     hooked.register_hook(partial(_make_room, weakref.ref(leaf))),
@@ -56,10 +71,30 @@ class Waiting:
                 self._hooked[id(leaf)] = leaf, handles
 
     def _send_rest(self, block: Backward) -> None:
-        """Send what came back for a backward that added nothing, as that of ``autograd.grad``."""
+        """Wait for all; send what came back for a backward that added nothing."""
         del block
         for leaf, _ in self._hooked.values():
-            _send(weakref.ref(self), leaf)
+            self.send(leaf)
+            values_of(leaf.grad)
+        self._end_roads()
+
+    def _end_roads(self) -> None:
+        for road in self._roads.values():
+            road.arrive()
+        self._roads.clear()
+
+    def send(self, leaf: torch.Tensor) -> None:
+        """Send the gradient to the host, if it is not there and takes room."""
+        grad = leaf.grad
+        if grad is None or is_away(grad) or grad.requires_grad or grad.layout is not torch.strided:
+            return
+        values = torch.empty_like(grad, device="cpu")
+        road = self._roads.get(grad.device)
+        if road is not None and 0 < grad.nbytes <= road.size:
+            road.send(grad, values)
+            leave(grad, values, road.arrive)
+        else:
+            leave(grad, values.copy_(grad))
 
     def _remove(self) -> None:
         for leaf, handles in self._hooked.values():
@@ -78,9 +113,57 @@ def _make_room(own: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
         bring_back(leaf.grad)
 
 
-def _send(owner: weakref.ref[Waiting], leaf: torch.Tensor) -> None:
-    grad = leaf.grad
-    if grad is None or owner() is None or grad.requires_grad or is_away(grad):
-        return
-    if grad.layout is torch.strided:  # a sparse one is small
-        send_away(grad)
+def _send(own: weakref.ref[Waiting], leaf: torch.Tensor) -> None:
+    waiting = own()
+    if waiting is not None:
+        waiting.send(leaf)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Pinned memory of one gradient."""
+
+    buffer: torch.Tensor
+    # On its way: behind what event it has come, where, where it goes from there, and what is read
+    # until then, whose memory the training's stream must not have yet
+    coming: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def arrive(self) -> None:
+        """Wait for what is on its way."""
+        if self.coming is not None:
+            event, here, values, _ = self.coming
+            event.synchronize()
+            values.copy_(here)
+            self.coming = None
+
+
+class _Road:
+    """The way of one device's gradients to the host."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        """Take pinned memory for gradients of at most ``size`` bytes."""
+        self.size = size
+        allowed = f"gradients on their way need {_AT_ONCE} times {size} bytes of it"
+        do = "Give the process more memory that it may lock (ulimit -l), or keep gradients on the "
+        do += "device: pass a storage without release_gradients"
+        buffers = [pinned(size, f"copies of {device}", allowed, do) for _ in range(_AT_ONCE)]
+        self._slots = [_Slot(buffer) for buffer in buffers]
+        self._next = itertools.cycle(self._slots)
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, grad: torch.Tensor, values: torch.Tensor) -> None:
+        """Queue a copy to ``values``; wait for that which the memory had before."""
+        slot = next(self._next)
+        slot.arrive()
+        here = laid_as(grad, slot.buffer[: grad.nbytes].view(grad.dtype))
+        event = torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(grad.device))
+        with torch.cuda.stream(self._stream):
+            here.copy_(grad, non_blocking=True)
+            event.record(self._stream)
+        slot.coming = event, here, values, grad.detach()
+
+    def arrive(self) -> None:
+        """Wait for all that is on its way."""
+        for slot in self._slots:
+            slot.arrive()
