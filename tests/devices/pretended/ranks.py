@@ -6,6 +6,7 @@ torch's own groups of a build without CUDA take no tensors of it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.futures import Future
 
 from cases.ranks import leave_ranks, start_ranks, wait_for_others
-from devices.pretended import plugin
 
 _c10d: Any = torch._C._distributed_c10d
 _MINUTE = timedelta(seconds=60)
@@ -136,7 +136,8 @@ def on_ranks(
 def _begin(
     rank: int, work: Callable[..., None], arguments: tuple[Any, ...], ranks: int, folder: str
 ) -> None:
-    plugin.pytest_configure()
+    # It is there already where there is a pretended device, and cannot be had elsewhere.
+    importlib.import_module("devices.pretended.plugin").pytest_configure()
     _join(rank, ranks, Path(folder) / "store")
     try:
         work(rank, *arguments)

@@ -175,9 +175,9 @@ def test_graphs_read_what_was_reserved_before(part: Any, monkeypatch: pytest.Mon
     made: list[int] = []
     empty = torch.empty
 
-    def note(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+    def note(size: int, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         made.append(size)
-        return empty(size, dtype=dtype)
+        return empty(size, **options)
 
     monkeypatch.setattr(torch, "empty", note)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda _: "pinned now")
