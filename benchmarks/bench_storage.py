@@ -9,6 +9,7 @@ several seeds, and compared with float32 of the same seed. Rows are appended to
 
 With ``--host`` no model learns: measured is the update that the host makes of each run of tensors
 with ``Storage(place="host")``, against a copy, and the rows have GB/s of bytes that are counted.
+They go into ``host.jsonl``.
 """
 
 # torch leaves these functions untyped.
@@ -322,7 +323,7 @@ def main() -> None:
         params=(1e8, "of the host's update"),
         threads=(2, "of the host's update, beside one"),
         seconds=(20.0, "of the host's update"),
-        out=(RESULTS / "storage.jsonl", "file that gets the rows"),
+        out=(RESULTS / "storage.jsonl", "gets the rows; with --host host.jsonl beside it"),
     )
     if given.host:
         facts = {"benchmark": "storage", "task": "host update", "parameters": int(given.params)}
@@ -330,7 +331,7 @@ def main() -> None:
         rows = host_updates(int(given.params), given.threads, given.seconds)
         for row in rows:
             print(f"{row['name']:20} {row['gb_s']:6.1f} GB/s", flush=True)
-        records.append(given.out, [{**row, **facts} for row in rows])
+        records.append(given.out.with_name("host.jsonl"), [{**row, **facts} for row in rows])
         return
     wanted = [name for name in given.ways.split(",") if name]
     facts = {"benchmark": "storage", "steps": given.steps, "seeds": given.seeds}
