@@ -493,11 +493,7 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     # Each place has a copy of its own, also where two gradients were one tensor.
     waiting = subjects.waiting_on_host()
     grads = [
-        None
-        if grad is None
-        else made_away(grad.clone(), like.device)
-        if id(like) in waiting
-        else grad.to(like.device, copy=True)
+        None if grad is None else _copied(grad, like.device, waits=id(like) in waiting)
         for _, grad, like in places
     ]
 
@@ -506,6 +502,10 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
             keep(grad)
 
     return apply
+
+
+def _copied(grad: torch.Tensor, device: torch.device, *, waits: bool) -> torch.Tensor:
+    return made_away(grad.clone(), device) if waits else grad.to(device, copy=True)
 
 
 def _keeper(tensor: torch.Tensor) -> Callable[[torch.Tensor | None], None]:

@@ -27,7 +27,7 @@ from preamp.cli.console import (
     storage_of,
 )
 from preamp.core.errors import bad_value
-from preamp.optim.fused.kinds import KINDS
+from preamp.optim.fused.kinds import twin_of
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, fitting
 from preamp.planning.optimizers import name_of, parse_call
@@ -40,8 +40,6 @@ _CAPTION = (
     "split. Staging is memory of the host for what is on its way. What is 0 at every level is left "
     "out. Activations are not counted."
 )
-
-_FUSED = tuple(kind.__name__ for kind in KINDS)
 
 _NOTHING = "Nothing fits: no level with any storage keeps as little."
 _ON_TOP = "Activations, what is accumulated, saves and loads come on top."
@@ -123,8 +121,8 @@ def _with_fused(
 ) -> list[str]:
     """Say which levels beside these would fit with the fused optimizer of the same update."""
     name = name_of(optimizer)
-    fused = f"Fused{name.removesuffix('W')}"
-    if fused not in _FUSED:
+    fused = twin_of(name)
+    if fused is None:
         return []
     found = [_fit(one) for one in look(optimizer=fused) if one.opt_level not in levels]
     return [f"With {fused} in place of {name} there is:", *found] if found else []

@@ -260,8 +260,7 @@ class Block:
             if answers == REDUCED:  # forwards inside the block were not known when it began
                 answers = self._engine.reductions.begin_block()
             self._is_unscaling = True
-            storage = self._engine.policy.storage
-            if not storage.release_gradients or storage.place == "host":  # else they are gone
+            if not self._engine.policy.storage.applies_at_once:  # else they are gone
                 self.note.is_suspect = self._engine.ledger.asks_about(self.note.loss_finite)
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED

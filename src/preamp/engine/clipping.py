@@ -64,8 +64,7 @@ def clip_grad_norm_(
     """
     del foreach
     engine, sessions, only = _to_clip(parameters)
-    storage = engine.policy.storage
-    if storage.release_gradients and storage.place == "device":
+    if engine.policy.storage.applies_at_once:
         raise refusals.needs_gradients("clip_grad_norm_")
     for session in sessions:
         _check_can_clip(session)

@@ -189,8 +189,7 @@ def _beside(update: Update) -> list[Column | None]:
 def _columns(lists: Sequence[Tensors], update: Update) -> list[Column]:
     none = [None] * len(lists[0])
     beside = [none if column is None else column for column in _beside(update)]
-    params, grads, *state = lists
-    return list(map(locals_of, [params, values_in(grads), *state, *beside]))
+    return [*lists, *beside]
 
 
 def at_hand(value: Any) -> Any:
@@ -318,8 +317,9 @@ def holding(updates: Iterable[tuple[Sequence[Tensors], Update]]) -> Generator[No
     So `PreampUnavailableError` is raised before anything is changed, or not at all.
     """
     needs: dict[torch.device, tuple[int, int]] = {}
-    for lists, update in updates:
-        columns = _columns(lists, update)
+    for (params, grads, *state), update in updates:
+        lists = _columns([params, values_in(grads), *state], update)
+        columns = list(map(locals_of, lists))
         for device, places in _sorted(columns)[0].items():
             runs, largest = _runs_of([[column[place] for place in places] for column in columns])
             size, slots = needs.get(device, (0, 0))

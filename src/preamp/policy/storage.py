@@ -41,9 +41,8 @@ class Storage:
             accumulated over backwards adds up on the host. Pinned memory is that of three runs of
             32 MiB, or of the largest tensor. Each step waits until the device has made its
             gradients; with ``release_gradients`` the host is at most two of them ahead of the
-            device in a backward.
-            Numbers are those that the back end for CPUs makes of the same gradients. Fused
-            optimizers only; refused beside `LARC` and in a CUDA graph, and with
+            device in a backward. Numbers are those that the back end for CPUs makes of the same
+            gradients. Fused optimizers only; refused beside `LARC` and in a CUDA graph, and with
             ``release_gradients`` also beside sharded weights and in process groups.
     """
 

@@ -25,8 +25,14 @@ RELEASE = tuple(kind.__name__ for kind in KINDS if kind.may_update_alone)
 """Those that may update each parameter as soon as its gradient is made."""
 
 
+def twin_of(name: str) -> str | None:
+    """The fused optimizer that makes the update of torch's of this ``name``, if there is one."""
+    twin = f"Fused{name.removesuffix('W')}"
+    return twin if any(twin == kind.__name__ for kind in KINDS) else None
+
+
 def closest_first(name: str, kinds: Sequence[str]) -> list[str]:
     """Sort fused optimizers: first the one like torch's of this ``name``, or else FusedAdam."""
-    twin = f"Fused{name.removesuffix('W')}"
+    twin = twin_of(name)
     closest = twin if twin in kinds else "FusedAdam"
     return sorted(kinds, key=lambda kind: (kind != closest, kind))
