@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
+from devices.host_runs import STORAGES
 from devices.pretended.ranks import on_ranks
 from preamp.core.tensors import local_of
 from preamp.kernels import staged
@@ -30,11 +31,6 @@ pytestmark = pytest.mark.skipif(
 )
 RANKS = 2
 STEPS = 3
-STORAGES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "split": {"masters": "split"},
-    "compact": {"masters": "split", "moments": "8bit"},
-}
 PLACES = ("device", "host")
 
 

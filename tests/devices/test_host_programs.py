@@ -6,14 +6,13 @@ Each does what plain torch does, and gives the bits of the same storage on the d
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from cases.levels import EXACT, WITH_MASTERS
-from engine.test_programs import FOUND, Case, Dice, assert_same_at_both_places
+from cases.levels import WITH_MASTERS
+from engine.test_programs import FOUND, KEPT, Case, Dice, assert_same_at_both_places
 from preamp.kernels import staged
 
 pytestmark = [
@@ -21,7 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning"),
 ]
-KEPT = [*itertools.product(EXACT, ["full"]), *itertools.product(WITH_MASTERS, ["split", "compact"])]
 THERE: dict[str, Any] = {"device": "cuda", "backend": "reference"}
 
 

@@ -8,7 +8,6 @@ was read too early shows. Runs of few bytes make several of a model's few tensor
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,43 +20,15 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVELS
+from devices.host_runs import KINDS, WITH_MASTERS, Kept, assert_same, count_on_device, ids
+from devices.host_runs import Run as HostRun
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import staged
-from preamp.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedADOPT,
-    FusedLAMB,
-    FusedLARS,
-    FusedLion,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from preamp.optimizers import FusedAdam, FusedLion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
-STORAGES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "split": {"masters": "split"},
-    "compact": {"masters": "split", "moments": "8bit"},
-}
-WITH_MASTERS = [*itertools.product(("O2", "O5"), STORAGES)]
 EVERY = [*WITH_MASTERS, *[(one.name, "full") for one in LEVELS if not one.has_masters]]
-KINDS: dict[str, Callable[..., Any]] = {
-    kind.__name__: kind
-    for kind in (FusedAdam, FusedADOPT, FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)
-}
-KINDS |= {
-    "FusedSGD": lambda params, lr: FusedSGD(params, lr=lr, momentum=0.9),  # fills with zeros
-    "FusedLARS": lambda params, lr: FusedLARS(params, lr=lr, momentum=0.9),
-}
-Kept = tuple[str, str]  # a level and a storage
-
-
-def ids(given: Any) -> str:
-    return "-".join(given) if isinstance(given, tuple) else str(given)
-
-
 with_masters = pytest.mark.parametrize("kept", WITH_MASTERS, ids=ids)
 
 
@@ -67,73 +38,17 @@ def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "RUN", 4096)
 
 
-class Run:
-    """A training of a small model; at the host with gradients released."""
+class Run(HostRun):
+    """Releases gradients at the host."""
 
     def __init__(self, place: str, kept: Kept, kind: str = "FusedLion") -> None:
-        torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.Linear(16, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 4)
-        ).cuda()
-        self.optimizer = KINDS[kind](self.net.parameters(), lr=1e-2)
-        level, storage = kept
-        releases = place == "host"
-        keeps: Any = {"place": place, "release_gradients": releases, **STORAGES[storage]}
-        preamp.initialize(
-            self.net,
-            self.optimizer,
-            opt_level=level,
-            storage=preamp.Storage(**keeps),
-            backend="reference",
-            verbosity=0,
-        )
-        self.engine = preamp.engine_of(self.net)
-        self.number = 0
-        if self.engine.policy.is_dynamic:  # as tensors the counters have the same corrections
-            for group in self.optimizer.param_groups:
-                group.setdefault("step", torch.zeros((), dtype=torch.int32))
-
-    def loss(self, factor: float = 1.0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.number)
-        self.number += 1
-        inputs = torch.randn(32, 16, generator=generator).cuda()
-        targets = torch.randn(32, 4, generator=generator).cuda()
-        return nn.functional.mse_loss(self.net(inputs).float(), targets) * factor
-
-    def backward(self, factor: float = 1.0) -> None:
-        with preamp.scale_loss(self.loss(factor), self.optimizer) as scaled:
-            scaled.backward()
-
-    def end(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        super().__init__(place, kept, kind, norm=nn.BatchNorm1d, releases=place == "host")
+        count_on_device(self)
 
     def away(self) -> list[bool]:
         """Which gradients take no memory where they are."""
         grads = [param.grad for param in self.net.parameters()]
         return [grad is not None and grad.untyped_storage().nbytes() <= 4 for grad in grads]
-
-    def steps(self, count: int = 3) -> None:
-        for _ in range(count):
-            self.backward()
-            self.end()
-
-    def state(self) -> list[torch.Tensor]:
-        entries = [self.optimizer.state[p] for p in preamp.master_params(self.optimizer)]
-        values = [value for entry in entries for value in entry.values()]
-        return [value for value in values if isinstance(value, torch.Tensor)]
-
-    def everything(self) -> list[torch.Tensor]:
-        """On the CPU: weights, buffers, masters, state and the number of the update."""
-        found = [*self.net.parameters(), *self.net.buffers()]
-        found += [*preamp.master_params(self.optimizer), *self.state()]
-        number = float(self.optimizer.param_groups[0].get("step", 0))
-        return [t.detach().cpu().clone() for t in found] + [torch.tensor([number])]
-
-
-def assert_same(some: Run, other: Run) -> None:
-    pairs = zip(some.everything(), other.everything(), strict=True)
-    assert [torch.equal(a, b) for a, b in pairs] == [True] * len(some.everything())
 
 
 def on_device() -> int:

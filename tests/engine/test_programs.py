@@ -265,10 +265,10 @@ def test_programs_do_so_in_every_storage(
             raise AssertionError(f"{error}\n{case}") from error
 
 
-@pytest.mark.parametrize(
-    ("level", "storage"),
-    [*itertools.product(EXACT, ["full"]), *itertools.product(WITH_MASTERS, ["split", "compact"])],
-)
+KEPT = [*itertools.product(EXACT, ["full"]), *itertools.product(WITH_MASTERS, ["split", "compact"])]
+
+
+@pytest.mark.parametrize(("level", "storage"), KEPT)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")

@@ -105,12 +105,15 @@ class _ThroughTheHost(_c10d.ProcessGroup):
         return self._gloo.barrier()
 
 
+def _keep(tensor: Any) -> None:
+    """Neither free nor take memory."""
+
+
 def _join(rank: int, ranks: int, store: Path) -> None:
     dist.Backend.register_backend("through_the_host", _ThroughTheHost, devices=["cuda"])
     # What torch asks of CUDA itself: to time a backward, and to resize what was gathered.
     _c10d.Logger.set_runtime_stats_and_log = lambda logger: None
-    keep: Any = lambda tensor: None  # noqa: E731
-    _fsdp_param.free_storage = _fsdp_param.alloc_storage = keep
+    _fsdp_param.free_storage = _fsdp_param.alloc_storage = _keep
     dist.init_process_group(
         "cpu:gloo,cuda:through_the_host",
         init_method=store.as_uri(),
