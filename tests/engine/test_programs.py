@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -187,6 +187,15 @@ class Dice:
 RARE = ("poison", "fails", "outside", "checks_late", "zeroes")
 
 
+def try_all(cases: Iterable[Case]) -> None:
+    """Run each; of the first one that fails the smallest part that does is told."""
+    for case in cases:
+        if failure(case):
+            less = smallest(case)
+            error = failure(less)
+            raise AssertionError(f"{error}\n{less}") from error
+
+
 def failure(case: Case) -> Exception | None:
     try:
         case.run()
@@ -235,12 +244,7 @@ def test_programs_do_what_plain_torch_does(
 ) -> None:
     """Other programs are tried with ``--hypothesis-seed``."""
     seed = pytestconfig.getoption("--hypothesis-seed")
-    for number in range(43):
-        case = Dice(f"{seed} {level} {part} {number}").case(level)
-        if failure(case):
-            case = smallest(case)
-            error = failure(case)
-            raise AssertionError(f"{error}\n{case}") from error
+    try_all(Dice(f"{seed} {level} {part} {number}").case(level) for number in range(43))
 
 
 @pytest.mark.parametrize(
@@ -257,12 +261,11 @@ def test_programs_do_so_in_every_storage(
     level: str, storage: str, part: int, pytestconfig: pytest.Config
 ) -> None:
     seed = pytestconfig.getoption("--hypothesis-seed")
-    for number in range((15 if storage == "split" else 8) if part == 0 else 43):
-        case = Dice(f"{seed} {level} {part} {number} {storage}").case(level, storage)
-        if failure(case):
-            case = smallest(case)
-            error = failure(case)
-            raise AssertionError(f"{error}\n{case}") from error
+    count = (15 if storage == "split" else 8) if part == 0 else 43
+    try_all(
+        Dice(f"{seed} {level} {part} {number} {storage}").case(level, storage)
+        for number in range(count)
+    )
 
 
 KEPT = [*itertools.product(EXACT, ["full"]), *itertools.product(WITH_MASTERS, ["split", "compact"])]
@@ -468,6 +471,7 @@ def test_an_overflow_beneath_rescaled_zeros_skips_the_step(level: str) -> None:
     assert torch.equal(world.ours.q, before)
 
 
+@pytest.mark.pairs  # random programs combine levels and storages; these are what they have found
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", FOUND)
