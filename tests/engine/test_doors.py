@@ -635,6 +635,7 @@ def test_the_model_sees_what_schedule_free_evaluates(level: str, build: Any) -> 
     pair.check()
 
 
+@pytest.mark.threes  # a load is told apart by what it loads
 @with_masters
 @schedule_free
 @pytest.mark.parametrize("then", ["forward", "state", "train"])

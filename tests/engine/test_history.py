@@ -380,6 +380,7 @@ WATCHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.threes  # each watcher reads a step's tensors, whoever made them
 @every_level
 @pytest.mark.parametrize("watcher", WATCHERS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "fused"])

@@ -70,6 +70,7 @@ SHAPES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.pairs  # what comes back is told from what was given alone
 @pytest.mark.apex(
     "1.2 Module, none → module",
     "1.2 Module, Optimizer → pair",

@@ -166,6 +166,7 @@ SCHEDULERS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+@pytest.mark.threes  # a scheduler hears of the step, not of what it does
 @pytest.mark.apex("10 A-17", "B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("make", SCHEDULERS, ids=["step", "lambda", "one_cycle", "cosine"])

@@ -106,6 +106,7 @@ def check_resume(
     preamp.engine_of(resumed.model).close()
 
 
+@pytest.mark.threes  # what is loaded when is no matter of all four at once
 @pytest.mark.apex(
     "1.7 optimizer state follows its parameters",
     "1.7 what model.state_dict() holds",

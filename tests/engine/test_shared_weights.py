@@ -211,6 +211,7 @@ BEFORE: dict[str, Callable[[Sharing], object]] = {
 }
 
 
+@pytest.mark.threes  # masters are joined in one way at all levels
 @levels
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("as_masters", [False, True])
