@@ -301,7 +301,7 @@ class Iteration(Call):
     Attributes:
         parts: What the loss depends on.
         max_norm: Where to clip after ``unscale_``; ``None`` calls neither.
-        by: Whose clipping that is.
+        by: Whose clipping that is; preamp's needs no ``unscale_``.
         poison: Whether the loss is infinite; at dynamic scales only.
     """
 
@@ -309,7 +309,7 @@ class Iteration(Call):
     index: int
     loss_id: int = 0
     max_norm: float | None = None
-    by: Literal["preamp", "torch"] = "torch"
+    by: Literal["preamp", "torch", "preamp alone"] = "torch"
     poison: bool = False
 
     def run(self, world: World) -> None:
@@ -713,7 +713,8 @@ class World:
         for i in owners:
             self.overflowed[i] = poison
             if call.max_norm is not None:
-                scaler.unscale_(self.opts[i])
+                if call.by != "preamp alone":
+                    scaler.unscale_(self.opts[i])
                 if not poison:
                     self.clip_unscaled(i, call.max_norm, call.by)
         for i in owners:
@@ -722,14 +723,16 @@ class World:
         self.halved[call.loss_id] += poison
 
     def clip_unscaled(self, i: int, max_norm: float, by: str) -> None:
-        """After ``unscale_``; torch's clip takes the norm of half gradients in their dtype."""
-        self.log.append(f"unscale_(opt{i}); {by}.clip_grad_norm_(opt{i}, {max_norm})")
-        if by == "preamp":
-            preamp.clip_grad_norm_(self.opts[i], max_norm)
-        else:
-            nn.utils.clip_grad_norm_(_owned(self.ours, i), max_norm)
+        """Torch's clip takes the norm of half gradients in their dtype."""
+        first = "" if by == "preamp alone" else f"unscale_(opt{i}); "
+        self.log.append(f"{first}{by}.clip_grad_norm_(opt{i}, {max_norm})")
         grads = self.grads(i).values()
         norm = float(torch.stack([grad.double().norm() for grad in grads]).norm()) if grads else 0.0
+        if by == "torch":
+            nn.utils.clip_grad_norm_(_owned(self.ours, i), max_norm)
+        else:
+            found = float(preamp.clip_grad_norm_(self.opts[i], max_norm))
+            assert math.isclose(found, norm, rel_tol=2.0**-6), f"norm {found} is not {norm}"
         factor = min(1.0, max_norm / (norm + 1e-6))
         is_near = math.isclose(norm, max_norm, rel_tol=2.0**-6)
         if factor != 1.0 or is_near:

@@ -353,25 +353,12 @@ def test_an_engine_that_is_off_turns_it_off() -> None:
 
 @pytest.mark.parametrize("scale", [None, 1.0, 128.0])
 def test_a_static_scale_stays(scale: float | None) -> None:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level="O5", loss_scale=scale, verbosity=0)
-    scaler = preamp.GradScaler(optimizer)
-    reference = Exact()
-    for step in range(3):
-        scaler.scale(loss_of([model], step)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        loss_of([reference], step).backward()
+    """Whatever is loaded; how steps go with one, random programs show."""
+    pair = Pair("O5", loss_scale=scale)
+    scaler = preamp.GradScaler(pair.optimizer)
+    loaded = torch.amp.GradScaler("cpu").state_dict() | {"scale": 4.0}
+    scaler.load_state_dict(loaded)
     assert scaler.get_scale() == (scale or 1.0)
-    scaler.load_state_dict(
-        torch.amp.GradScaler("cpu", init_scale=4.0).state_dict() | {"scale": 4.0}
-    )
-    assert scaler.get_scale() == (scale or 1.0)
-    weight = Exact().linear.weight - 0.5 * reference.linear.weight.grad  # type: ignore[operator]
-    assert_same(model.state_dict()["linear.weight"], weight.detach())
 
 
 # -- what a script does to unscaled gradients -----------------------------------------------------
@@ -577,28 +564,6 @@ def test_gradients_may_be_zeroed_dropped_replaced_and_negated(level: str) -> Non
         else:
             eps = torch.finfo(BY_NAME[level].half).eps if factor == 0.01 else 0.0
             torch.testing.assert_close(found[0], weights * factor, rtol=eps, atol=0)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("unscales", [False, True])
-def test_our_clip_needs_no_unscale(level: str, unscales: bool) -> None:
-    ours, torchs = both(level)
-    for loop in (ours, torchs):
-        loop.backward((0,))
-        if unscales or loop is torchs:
-            loop.scaler.unscale_(loop.optimizers[0])
-    clip: Any = torch.nn.utils.clip_grad_norm_
-    wanted = clip(torchs.models[0].parameters(), 2.0**-12)
-    norm = preamp.clip_grad_norm_(ours.optimizers[0], 2.0**-12)
-    torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
-    if unscales:  # what is shown is clipped as well, so a second clip finds nothing to do
-        shown = clip(ours.models[0].parameters(), 1.0)
-        torch.testing.assert_close(float(shown), 2.0**-12, rtol=1e-2, atol=0)
-    for loop in (ours, torchs):
-        loop.scaler.step(loop.optimizers[0])
-        loop.scaler.update()
-    for name, value in ours.models[0].state_dict().items():
-        torch.testing.assert_close(value, torchs.models[0].state_dict()[name], rtol=1e-6, atol=1e-7)
 
 
 def test_backwards_add_up_in_float32() -> None:
@@ -820,51 +785,34 @@ def test_optimizers_are_not_stepped_past_it() -> None:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
+STAGES: dict[str, Callable[[Loop], object]] = {
+    "accumulating": lambda loop: loop.backward((0,)),
+    "accumulated": lambda loop: loop.backward((0,)),
+    "unscaled": lambda loop: loop.scaler.unscale_(loop.optimizers[0]),
+    "clipped": lambda loop: loop.multiply(0, 0.75),
+    "stepped": lambda loop: loop.scaler.step(loop.optimizers[0]),
+    "updated": lambda loop: loop.scaler.update(),
+    "between": lambda loop: loop.zero(0),
+}
+"""An iteration, by what has been done."""
+
+
 @pytest.mark.parametrize("level", EXACT)
-@pytest.mark.parametrize("place", ["accumulating", "unscaled", "clipped", "stepped", "between"])
+@pytest.mark.parametrize("place", STAGES)
 def test_training_goes_on_bitwise_from_anywhere(level: str, place: str, tmp_path: Path) -> None:
-    straight, resumed = Loop(level, "adamw"), None
-
-    def save(loop: Loop, here: str) -> None:
-        if here == place:
-            preamp.save_checkpoint(tmp_path / "run.pt", loop.models, loop.optimizers)
-
-    def iterate(loop: Loop, begin: str = "") -> None:
-        places = ["", "accumulating", "unscaled", "clipped", "stepped", "between"]
-        done = places.index(begin)
-        optimizer = loop.optimizers[0]
-        if done < 1:
-            loop.backward((0,))
-            save(loop, "accumulating")
-        if done < 2:
-            loop.backward((0,))
-            loop.scaler.unscale_(optimizer)
-            save(loop, "unscaled")
-        if done < 3:
-            loop.multiply(0, 0.75)
-            save(loop, "clipped")
-        if done < 4:
-            loop.scaler.step(optimizer)
-            save(loop, "stepped")
-        if done < 5:
-            if done < 4:
-                loop.scaler.update()
-            loop.zero(0)
-            save(loop, "between")
-
-    iterate(straight)
-    index, scale = straight.index, straight.scaler.get_scale()
-    if place == "accumulating":
-        index = 1
-    resumed = Loop(level, "adamw")
+    straight, resumed = Loop(level, "adamw"), Loop(level, "adamw")
+    done = list(STAGES).index(place) + 1
+    for act in list(STAGES.values())[:done]:
+        act(straight)
+    preamp.save_checkpoint(tmp_path / "run.pt", straight.models, straight.optimizers)
     preamp.load_checkpoint(tmp_path / "run.pt", resumed.models, resumed.optimizers)
-    resumed.index = index
-    iterate(resumed, place)
-    assert resumed.scaler.get_scale() == scale
+    resumed.index = straight.index
+    rest = dict(list(STAGES.items())[done:])
     for loop in (straight, resumed):
-        loop.index = 10
-        iterate(loop)
-        iterate(loop)
+        for act in (*rest.values(), *STAGES.values()):
+            act(loop)
+        rest.pop("updated", None) if place == "stepped" else None  # a load begins an iteration
+    assert resumed.scaler.get_scale() == straight.scaler.get_scale()
     for mine, its in zip(resumed.models, straight.models, strict=True):
         for name, value in mine.state_dict().items():
             assert_same(value, its.state_dict()[name], name)
@@ -1068,46 +1016,46 @@ def _interrupt(*args: Any) -> None:
 def test_a_closure_where_nothing_is_scaled(
     level: str, build: str, clips: bool, keyword: bool
 ) -> None:
-    """As ``optimizer.step`` with a closure that has a ``scale_loss`` block."""
+    """As ``optimizer.step`` with a closure does in plain torch."""
     builds: dict[str, Build] = {
         "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.25, max_iter=3),
         "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5),
     }
-    loops, blocks = Pair(level, builds[build]), Pair(level, builds[build])
-    scaler = preamp.GradScaler(loops.optimizer)
+    pair = Pair(level, builds[build])
+    scaler = preamp.GradScaler(pair.optimizer)
+    near = 2.0**-9 if build == "lbfgs" and level != "O0" else 0.0  # it works with rounded losses
 
-    def in_a_loop(step: int) -> float:
-        loops.optimizer.zero_grad()
-        loss = loops.loss(step)
-        scaler.scale(loss).backward()
-        if clips:
-            scaler.unscale_(loops.optimizer)
-            halve(loops)
-        return float(loss.detach())
-
-    def in_a_block(step: int) -> float:
-        blocks.optimizer.zero_grad()
-        loss = blocks.loss(step)
-        with preamp.scale_loss(loss, blocks.optimizer) as scaled:
-            scaled.backward()
-        if clips:
-            halve(blocks)
-        return float(loss.detach())
-
-    def halve(pair: Pair) -> None:
-        for param in preamp.master_params(pair.optimizer):
-            if param.grad is not None:
+    def halve(optimizer: torch.optim.Optimizer) -> None:
+        for param in preamp.master_params(optimizer):
+            if clips and param.grad is not None:
                 param.grad.mul_(0.5)
 
+    def ours(step: int) -> float:
+        pair.optimizer.zero_grad()
+        loss = pair.loss(step)
+        scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(pair.optimizer)
+        halve(pair.optimizer)
+        return float(loss.detach())
+
+    def theirs(step: int) -> float:
+        pair.plain_optimizer.zero_grad()
+        loss = pair.plain_loss(step)
+        loss.backward()
+        halve(pair.plain_optimizer)
+        return float(loss.detach())
+
     for step in range(3):
-        one, other = partial(in_a_loop, step), partial(in_a_block, step)
-        given: Any = {"closure": one} if keyword else {}
-        result = scaler.step(loops.optimizer, *(() if keyword else (one,)), **given)
-        assert result == blocks.optimizer.step(other)
+        given: Any = {"closure": partial(ours, step)}
+        args = () if keyword else tuple(given.values())
+        found = scaler.step(pair.optimizer, *args, **(given if keyword else {}))
+        wanted: Any = pair.plain_optimizer.step(partial(theirs, step))
+        assert found == pytest.approx(wanted, rel=2.0**-7)  # of losses that see half weights
         scaler.update()
-        assert all(map(torch.equal, values(loops.optimizer), values(blocks.optimizer)))
-        assert all(map(torch.equal, loops.model.parameters(), blocks.model.parameters()))
-    assert loops.engine.steps_applied == 3
+        for mine, plain in zip(values(pair.optimizer), values(pair.plain_optimizer), strict=True):
+            torch.testing.assert_close(mine, plain, rtol=near, atol=near)
+    assert pair.engine.steps_applied == 3
 
 
 def test_a_closure_is_refused_again_once_losses_are_scaled() -> None:

@@ -128,7 +128,7 @@ class Dice:
             self.number(0, 5),
             loss_id=int(self.happens()),
             max_norm=self.one([None, 2.0**-12, 2.0**-6, 2.0**6, math.inf]),
-            by=self.one(["preamp", "torch"]),
+            by=self.one(["preamp", "torch", "preamp alone"]),
             poison=self.happens(rarely=True),
         )
 
@@ -384,6 +384,7 @@ SHORT: dict[str, list[Call]] = {
     "steps before any gradient": [Zero("model", to_none=True), Step(0), Step(1)],
     "closure": [Step(1, 4)],
     "GradScaler": [Iteration("abqnc", 5, max_norm=2.0**-8, by="torch")],
+    "GradScaler, without unscale_": [Iteration("abqnc", 5, max_norm=2.0**-8, by="preamp alone")],
     "GradScaler, an overflow": [Iteration("aqn", 1, loss_id=1, max_norm=1.0, poison=True)],
     "model, None": [Zero("model", to_none=True)],
     "model, zeros": [Zero("model", to_none=False)],
