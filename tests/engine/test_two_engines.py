@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import preamp
 from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
@@ -30,46 +31,77 @@ from preamp import amp
 
 STEPS = 4
 POISONED = 2  # this step of the first engine overflows
-PAIRS = [("O1", "O2"), ("O1", "O0"), ("O1", "O4"), ("O2", "O2"), ("O1", "O1"), ("O5", "O3")]
+HALF_PAIRS = [("O1", "O4"), ("O2", "O4"), ("O3", "O4"), ("O2", "O5"), ("O1", "O5")]
+PAIRS = [("O1", "O2"), ("O1", "O0"), ("O2", "O2"), ("O1", "O1"), ("O5", "O3")]
 
 Run = tuple[Any, Any]
+CLIPS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "no": lambda optimizer: torch.zeros(()),
+    "torch's": lambda optimizer: clip_grad_norm_(preamp.master_params(optimizer), 0.125),
+    "preamp's": lambda optimizer: preamp.clip_grad_norm_(optimizer, 0.125),
+}
 
 
-def one_step(run: Run, step: int, *, poison: bool) -> None:
-    train_step(*run, step, poison=poison)
+def one_step(run: Run, step: int, *, poison: bool, clip: str = "no") -> torch.Tensor:
+    model, optimizer = run
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        (scaled * float("inf") if poison else scaled).backward()
+    norm = CLIPS[clip](optimizer)
+    optimizer.step()
+    return norm.float()
 
 
-def alone(level: str, seed: int, optimizer: str, *, poison: bool) -> dict[str, Any]:
+def alone(
+    level: str, seed: int, optimizer: str, *, poison: bool, clip: str = "no"
+) -> tuple[Any, Any]:
     run = started(level, seed, optimizer, loss_scale="dynamic")
-    for step in range(STEPS):
-        one_step(run, step, poison=poison and step == POISONED)
+    norms = [
+        one_step(run, step, poison=poison and step == POISONED, clip=clip) for step in range(STEPS)
+    ]
     result = everything(*run)
     preamp.engine_of(run[0]).close()
-    return result
+    return result, norms
 
 
 @pytest.mark.apex(
     "1.1 another call with new objects", "4.1 how far casts reach", "B 14: casts of the model only"
 )
-@pytest.mark.parametrize(("first", "second"), [*PAIRS, *((b, a) for a, b in PAIRS[:3])])
+@pytest.mark.threes  # what one engine does to the other, it does to all optimizers and clips
+@pytest.mark.parametrize(
+    ("first", "second"), [*PAIRS, *HALF_PAIRS, *((b, a) for a, b in (*PAIRS[:2], *HALF_PAIRS))]
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("scope", ["model", "thread"])
-def test_interleaved(first: str, second: str, optimizer: str, scope: str) -> None:
-    expected = (alone(first, 0, optimizer, poison=True), alone(second, 1, optimizer, poison=False))
-    one = started(first, 0, optimizer, loss_scale="dynamic", scope=scope)
-    two = started(second, 1, optimizer, loss_scale="dynamic", scope=scope)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_interleaved(first: str, second: str, optimizer: str, scope: str, clip: str) -> None:
+    """Also beside tensors of another half dtype."""
+    levels = (first, second)
+    expected = [
+        alone(level, seed, optimizer, poison=seed == 0, clip=clip)
+        for seed, level in enumerate(levels)
+    ]
+    runs = [
+        started(level, seed, optimizer, loss_scale="dynamic", scope=scope)
+        for seed, level in enumerate(levels)
+    ]
+    norms: list[list[torch.Tensor]] = [[], []]
     for step in range(STEPS):
-        one_step(one, step, poison=step == POISONED)
-        one_step(two, step, poison=False)
-    assert same(everything(*one), expected[0])
-    assert same(everything(*two), expected[1])
-    assert preamp.engine_of(one[0]).steps_skipped >= 1
+        for seed, run in enumerate(runs):
+            is_bad = seed == 0 and step == POISONED
+            norms[seed].append(one_step(run, step, poison=is_bad, clip=clip))
+    for run, found, wanted in zip(runs, norms, expected, strict=True):
+        assert same((everything(*run), found), wanted)
+    assert preamp.engine_of(runs[0][0]).steps_skipped >= 1
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_nested_blocks(first: str, second: str) -> None:
     """One engine's whole backward inside the other's ``with`` block."""
-    expected = alone(first, 0, "sgd", poison=False), alone(second, 1, "sgd", poison=False)
+    expected = [
+        alone(level, seed, "sgd", poison=False)[0] for seed, level in enumerate((first, second))
+    ]
     one = started(first, 0, loss_scale="dynamic")
     two = started(second, 1, loss_scale="dynamic")
     for step in range(STEPS):
@@ -82,14 +114,14 @@ def test_nested_blocks(first: str, second: str) -> None:
             scaled.backward()
         for run in (two, one):
             run[1].step()
-    assert same(everything(*one), expected[0])
-    assert same(everything(*two), expected[1])
+    for run, wanted in zip((one, two), expected, strict=True):
+        assert same(everything(*run), wanted)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_plain_training_of_a_half_precision_neighbour(level: str) -> None:
     """Closing one engine halfway leaves the other's course alone."""
-    expected = alone("O2", 1, "adam", poison=False)
+    expected, _ = alone("O2", 1, "adam", poison=False)
     one = started(level, 0, "adam", loss_scale="dynamic")
     two = started("O2", 1, "adam", loss_scale="dynamic")
     for step in range(STEPS):
@@ -148,9 +180,6 @@ def test_a_step_is_not_cast_by_another_engine(level: str) -> None:
 # -- half dtypes side by side ----------------------------------------------------------------
 
 
-HALF_PAIRS = [("O1", "O4"), ("O2", "O4"), ("O3", "O4"), ("O2", "O5"), ("O1", "O5")]
-
-
 def tensors_of(run: Run, half: torch.dtype) -> list[torch.Tensor]:
     """Tensors of an engine's half dtype, as a forward and its backward make them."""
     made = [param.detach().to(half) for param in run[0].parameters()]
@@ -200,38 +229,6 @@ def test_tensors_of_another_half_dtype_are_plain(first: str, second: str, scope:
     assert torch.cat(mixed).dtype is torch.float32
     for run in runs:
         one_step(run, 0, poison=False)
-
-
-@pytest.mark.parametrize(("first", "second"), [*HALF_PAIRS, *((b, a) for a, b in HALF_PAIRS)])
-@pytest.mark.parametrize("scope", ["model", "thread"])
-@pytest.mark.parametrize("clip", ["torch", "preamp"])
-def test_clipping_beside_another_half_dtype(first: str, second: str, scope: str, clip: str) -> None:
-    def step(run: Run, index: int) -> torch.Tensor:
-        model, optimizer = run
-        optimizer.zero_grad()
-        with preamp.scale_loss(loss_of(model, index), optimizer) as scaled:
-            scaled.backward()
-        if clip == "preamp":
-            norm = preamp.clip_grad_norm_(optimizer, 0.125)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), 0.125)
-        optimizer.step()
-        return norm
-
-    def begin(level: str, seed: int) -> Run:
-        return started(level, seed, "adam", loss_scale=64.0, scope=scope)
-
-    expected: list[Any] = []
-    for seed, level in enumerate((first, second)):
-        run = begin(level, seed)
-        norms = [step(run, index) for index in range(STEPS)]
-        expected.append((norms, everything(*run)))
-        preamp.engine_of(run[0]).close()
-    runs = [begin(level, seed) for seed, level in enumerate((first, second))]
-    norms = [[step(run, index) for run in runs] for index in range(STEPS)]
-    for run, theirs, (ours, alone) in zip(runs, zip(*norms, strict=True), expected, strict=True):
-        assert same([norm.float() for norm in theirs], [norm.float() for norm in ours])
-        assert same(everything(*run), alone)
 
 
 def test_a_plain_half_model_beside_casts_of_the_whole_thread() -> None:
