@@ -193,40 +193,6 @@ def test_a_loss_that_is_not_finite_by_itself(capsys: pytest.CaptureFixture[str])
     assert cause.trace is None or cause.trace.type == ""
 
 
-class Masked(nn.Module):
-    """Attention scores with a mask of minus infinity, made by one module and used by the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(4, 4)
-        self.mask = Mask()
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(4, dtype=x.dtype)
-        mask[2] = -math.inf
-        return self.last(self.mask(self.scores(x), mask).softmax(-1))
-
-
-class Mask(nn.Module):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x + mask
-
-
-@pytest.mark.parametrize("name", ["scores", "last"])
-def test_masks_are_no_overflow(name: str) -> None:
-    run = Run("O2", Masked())
-    run.engine.trace_overflow()
-    run.step()
-    assert not run.engine.overflow_causes
-    getattr(run.model, name).weight.register_hook(lambda grad: grad * math.inf)
-    run.step()
-    (cause,) = run.engine.overflow_causes
-    assert cause.parameters == (f"{name}.weight",)
-    # No module has made that value; all there is to be seen is the mask.
-    assert cause.trace is None or cause.trace.module == "mask"
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_recurrent_and_embedding_layers(sparse: bool) -> None:
     class Words(nn.Module):
@@ -348,29 +314,6 @@ def test_an_operation_in_the_backward(level: str) -> None:
     assert (trace.module, trace.type, trace.phase) == ("", "Plain", "backward")
     assert trace.operation == "sqrt"
     assert trace.where.endswith(f"test_trace.py:{line}")
-
-
-class Masking(nn.Module):
-    """A mask, what it is for, and a product behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(4, 4)
-        self.by = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.last(x)
-        x = x.masked_fill(torch.ones_like(x).triu(1).bool(), -math.inf)
-        x = torch.softmax(x, -1)
-        return x * self.by
-
-
-@levels
-def test_an_operation_that_makes_a_mask_is_not_the_one(level: str) -> None:
-    run = Run(level, Masking(), overflow="trace")
-    run.model.by = math.nan
-    run.step()
-    assert (run.trace.type, run.trace.phase, run.trace.operation) == ("Masking", "forward", "mul")
 
 
 def test_an_argument_that_its_function_cast_while_the_loss_stayed_finite() -> None:
@@ -578,17 +521,6 @@ def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
                 scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@levels
-def test_evaluations_are_told_apart(level: str) -> None:
-    run = Run(level, overflow="trace")
-    run.step()
-    with torch.no_grad():
-        run.model(torch.ones(3, 4))
-    assert not any(call.has_grad for call in run.engine.tracer.observation.calls)
-    run.model(torch.ones(3, 4))
-    assert any(call.has_grad for call in run.engine.tracer.observation.calls)
 
 
 def test_no_activation_is_kept() -> None:
