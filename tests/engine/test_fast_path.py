@@ -209,15 +209,6 @@ def test_clipping_again_takes_no_pass(level: str, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(after, torch.tensor(0.1, dtype=torch.float64), rtol=1e-4, atol=0)
 
 
-@every_scaled
-def test_a_second_clip_sees_clipped_gradients(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    training, _ = clipped(level, monkeypatch)
-    training.backward(1)
-    preamp.clip_grad_norm_(training.optimizer, 0.1)
-    again = preamp.clip_grad_norm_(training.optimizer, 0.05)
-    torch.testing.assert_close(again, torch.tensor(0.1), rtol=1e-4, atol=0)
-
-
 def masters_of(training: Training) -> list[Any]:
     return list(preamp.master_params(training.optimizer))
 

@@ -377,6 +377,17 @@ def _lbfgs(model: nn.Module, *, search: bool) -> torch.optim.Optimizer:
     )
 
 
+def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    return closure
+
+
 @pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
 @pytest.mark.parametrize("level", EXACT)
 @pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
@@ -392,15 +403,8 @@ def test_lbfgs(level: str, search: bool, overflow: bool) -> None:
     damage = Damage(model.layer.weight, math.inf)
     damage.armed = overflow
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model()
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss
-
     for _ in range(3):
-        optimizer.step(closure)
+        optimizer.step(closure_of(model, optimizer))
     assert engine.steps_skipped == int(overflow)
     assert engine.steps_applied == 3
     assert model().item() < start * 0.01
@@ -416,13 +420,6 @@ def test_lbfgs_at_o0_equals_torch(search: bool) -> None:
     optimizer, oracle = _lbfgs(model, search=search), _lbfgs(plain, search=search)
     preamp.initialize(model, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model()
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss
-
     def plain_closure() -> torch.Tensor:
         oracle.zero_grad()
         loss = plain()
@@ -430,7 +427,7 @@ def test_lbfgs_at_o0_equals_torch(search: bool) -> None:
         return loss
 
     for _ in range(3):
-        optimizer.step(closure)
+        optimizer.step(closure_of(model, optimizer))
         oracle.step(plain_closure)
     for ours, theirs in zip(values(model), values(plain), strict=True):
         assert_same(ours, theirs)
