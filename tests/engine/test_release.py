@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ Build = Callable[[Any], Any]
 
 BUILDS: dict[str, Build] = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1),
+    "FusedAdam, capturable": lambda params: FusedAdam(params, lr=0.01, capturable=True),
+    "FusedAdam, biased": lambda params: FusedAdam(params, lr=0.01, bias_correction=False),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "FusedAdagrad": lambda params: FusedAdagrad(params, lr=0.01),
     "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.01),
@@ -81,9 +84,13 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(128)
         self.sometimes = nn.Linear(128, 128)
         self.frozen = nn.Linear(128, 128).requires_grad_(False)
+        self.runs_again = False
 
     def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
-        hidden = self.frozen(self.norm(torch.relu(self.first(self.table(x)))))
+        hidden: Any = self.table(x)
+        again = partial(checkpoint, self.first, use_reentrant=False)
+        hidden = again(hidden) if self.runs_again else self.first(hidden)
+        hidden = self.frozen(self.norm(torch.relu(hidden)))
         hidden = hidden + self.sometimes(hidden) if uses_all else hidden
         return nn.functional.linear(hidden, self.table.weight)
 
@@ -191,33 +198,6 @@ def test_the_fastest_kernels_agree(name: str) -> None:
     assert same(*[exact(*run) for run in runs])
 
 
-def test_counters_are_those_of_the_step_under_way() -> None:
-    model, optimizer = start()
-    for done in range(3):
-        with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-            scaled.backward()
-            assert [group.get("step", 0) for group in optimizer.param_groups] == [done, done]
-        optimizer.step()
-        assert [group["step"] for group in optimizer.param_groups] == [done + 1, done + 1]
-
-
-@pytest.mark.parametrize("options", [{"capturable": True}, {"bias_correction": False}])
-def test_options_of_adam(options: dict[str, Any]) -> None:
-    runs = both(build=lambda params: FusedAdam(params, lr=0.01, **options))
-    for model, optimizer in runs:
-        train(model, optimizer, range(3))
-    assert same(*[exact(*run) for run in runs])
-
-
-def test_a_scale_of_sgd_counts_in_the_backward_before_its_step() -> None:
-    runs = both(build=BUILDS["FusedSGD"])
-    for model, optimizer in runs:
-        optimizer.most_recent_scale = 4.0
-        train(model, optimizer, range(2))
-        assert optimizer.most_recent_scale == 1.0
-    assert same(*[exact(*run) for run in runs])
-
-
 def test_several_models_and_optimizers() -> None:
     found: list[Any] = []
     for releases in (False, True):
@@ -246,39 +226,83 @@ def test_several_models_and_optimizers() -> None:
     assert same(*found)
 
 
-@pytest.mark.parametrize("level", ["O0", "O5"])
-def test_parameters_that_come_later(level: str) -> None:
-    """One is unfrozen between steps, another within a block; a group is added."""
-    runs = both(opt_level=level)
-    for model, optimizer in runs:
-        train(model, optimizer, range(2))
-        model.frozen.weight.requires_grad_(True)
-        extra = nn.Parameter(torch.ones(3, dtype=model.first.weight.dtype))
-        optimizer.add_param_group({"params": [extra], "lr": 0.5})
-        train(model, optimizer, range(2))
-        with preamp.scale_loss(loss_of(model, 0) + extra.sum(), optimizer) as scaled:
+class Run:
+    """Two models of one engine, each with an optimizer."""
+
+    def __init__(self, level: str, storage: str, *, releases: bool) -> None:
+        torch.manual_seed(0)
+        self.models = [Net(), Net()]
+        self.optimizers: list[Any] = [
+            FusedAdam(groups_of(self.models[0]), lr=0.01, weight_decay=0.1),
+            FusedSGD(self.models[1].parameters(), lr=0.1, momentum=0.9),
+        ]
+        kept = preamp.Storage(**STORAGES[storage], release_gradients=releases)
+        options = {"opt_level": level, "verbosity": 0, "backend": "reference", **LEVELS[level]}
+        preamp.initialize(self.models, self.optimizers, storage=kept, **options)
+        self.number = 0
+        self.extra: nn.Parameter | None = None
+
+    def step(self, *which: int) -> None:
+        self.number += 1
+        loss = torch.stack([loss_of(self.models[index], self.number) for index in which]).sum()
+        loss = loss if self.extra is None else loss + self.extra.float().sum()
+        with preamp.scale_loss(loss, [self.optimizers[index] for index in which]) as scaled:
             scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if level == "O0":  # without a hook it is an ordinary gradient, which the step applies
-            with preamp.scale_loss(loss_of(model, 1), optimizer):
-                model.frozen.bias.requires_grad_(True)
-                loss_of(model, 1).backward()
-            assert model.frozen.bias.grad is not None
-            optimizer.step()
-    assert same(*[exact(*run) for run in runs])
+        for index in which:
+            self.optimizers[index].step()
+            self.optimizers[index].zero_grad(set_to_none=True)
+
+    def add(self) -> None:
+        if self.extra is None:
+            self.extra = nn.Parameter(torch.ones(3, dtype=self.models[0].first.weight.dtype))
+            self.optimizers[0].add_param_group({"params": [self.extra], "lr": 0.5})
+
+    @torch.no_grad()
+    def write(self) -> None:
+        self.models[0].first.weight[0] = 0.25 * self.number
+
+    def load(self) -> None:
+        for one in (*self.models, *self.optimizers, preamp.engine_of(self.models[0])):
+            one.load_state_dict(copy.deepcopy(one.state_dict()))
+
+    def slow_down(self) -> None:
+        for group in self.optimizers[0].param_groups:
+            group["lr"] *= 0.5
 
 
-@pytest.mark.filterwarnings("ignore:The bfloat16 weight 'first.weight' was written to")
-@pytest.mark.parametrize("storage", ["full", "split"])
-def test_what_a_script_writes_to_weights_counts(storage: str) -> None:
-    runs = both(storage=storage)
-    for model, optimizer in runs:
-        for number in range(3):
-            train(model, optimizer, (number,))
-            with torch.no_grad():
-                model.first.weight[0] = number
-    assert same(*[exact(*run) for run in runs])
+ACTS: dict[str, Callable[[Run], object]] = {
+    "both": lambda run: run.step(0, 1),
+    "first": lambda run: run.step(0),
+    "a rate": Run.slow_down,
+    "a scale of SGD": lambda run: setattr(run.optimizers[1], "most_recent_scale", 4.0),
+    "thawed": lambda run: run.models[0].frozen.requires_grad_(True),
+    "frozen": lambda run: run.models[1].first.requires_grad_(False),
+    "a group": Run.add,
+    "written": Run.write,
+    "loaded": Run.load,
+    "run again": lambda run: setattr(run.models[0], "runs_again", True),
+    "read": lambda run: [m.sum() for m in preamp.master_params(run.optimizers[0])],
+}
+
+
+@pytest.mark.each
+@pytest.mark.filterwarnings("ignore:The .* weight '0.first.weight' was written to")
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("first", ACTS)
+def test_each_thing_may_follow_each_other(level: str, first: str) -> None:
+    """Between steps, each pair at one of the levels; storages take turns."""
+    turn = list(ACTS).index(first) + ["O0", "O2", "O5"].index(level)
+    storages = [storage for possible, storage in PLACES if possible == level]
+    for number, (second, then) in enumerate(ACTS.items()):
+        if (number + turn) % 3 == 0:
+            storage = storages[(number // 3 + turn) % len(storages)]
+            runs = [Run(level, storage, releases=releases) for releases in (False, True)]
+            for run in runs:
+                for act in (ACTS["both"], ACTS[first], ACTS["both"], then, ACTS["both"]):
+                    act(run)
+            for index in range(2):
+                made = [exact(run.models[index], run.optimizers[index]) for run in runs]
+                assert same(*made), f"{first}, {second}, {storage}"
 
 
 def test_zero_grad_is_harmless() -> None:
@@ -291,24 +315,6 @@ def test_zero_grad_is_harmless() -> None:
                 optimizer.zero_grad(set_to_none=number == 1)
             optimizer.step()
     assert same(*[exact(*run) for run in runs])
-
-
-def test_zeros_from_before_are_no_gradients() -> None:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    loss_of(model, 0).backward()
-    preamp.initialize(model, optimizer, **COMPACT, verbosity=0, backend="reference")
-    before = exact(model, optimizer)
-    with pytest.raises(PreampStateError, match="has some that its updates have not used"):
-        backward(model, optimizer)
-    assert same(exact(model, optimizer), before)
-    optimizer.zero_grad(set_to_none=False)
-    kept = model.sometimes.weight.detach().clone()
-    backward(model, optimizer, 1)
-    optimizer.step()
-    assert all(param.grad is None for param in model.parameters())
-    assert torch.equal(model.sometimes.weight, kept)
 
 
 def test_forwards_that_are_run_again() -> None:
