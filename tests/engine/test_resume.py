@@ -157,6 +157,22 @@ def test_resume_at_another_level(level: str, then: str) -> None:
     assert all(p.dtype is torch.float32 or then == "O3" for p in amp.master_params(second[1]))
 
 
+@ALL_LEVELS
+def test_dynamic_scale_and_counters_are_restored(level: str) -> None:
+    run = started(level, loss_scale="dynamic", num_losses=2)
+    train_step(*run, 0, poison=True)
+    train_step(*run, 1)
+    engine = preamp.engine_of(run[0])
+    engine.scaler(1).set_scale(16.0)
+    saved = preamp.state_dict(run[0])
+    other = started(level, 1, loss_scale="dynamic", num_losses=2)
+    preamp.load_state_dict(other[1], saved)
+    assert preamp.state_dict(other[0]) == saved
+    assert preamp.engine_of(other[0]).loss_scale(1) == 16.0
+    assert preamp.engine_of(other[0]).steps_skipped == engine.steps_skipped >= 1
+    assert preamp.engine_of(other[0]).steps_applied == engine.steps_applied
+
+
 # -- the model's state_dict ------------------------------------------------------------------
 
 
