@@ -458,13 +458,15 @@ def test_casts_are_told_by_torchs_names(level: str) -> None:
     engine.close()
 
 
-def test_a_weight_is_to_blame_and_no_operation() -> None:
-    model = Function(torch.tanh)
-    runs = Runs(model)
-    with torch.no_grad():
-        model.linear.weight.fill_(math.nan)
-    runs.step(model(torch.ones(2, 4)).sum())
-    assert runs.told == ("Linear", "forward", "")
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
+    """What watching reads is no part of the graph."""
+    named = Function(lambda x: preamp.detect_overflow(x.tanh(), "features"))
+    runs = Runs(named if is_watched else Function(torch.tanh))
+    features = runs.models[0](torch.ones(2, 4)).detach()
+    traced: Any = torch.jit.trace(named, features)
+    torch.testing.assert_close(traced(features), named(features))
+    assert "aminmax" not in str(traced.inlined_graph)
 
 
 def test_nothing_is_said_of_a_range_where_nothing_floating_went_in() -> None:

@@ -157,11 +157,24 @@ def test_a_row_of_an_embedding(level: str, sparse: bool, row: int) -> None:
 # -- magnitudes --------------------------------------------------------------------------------
 
 
-def test_nothing_finite() -> None:
-    run = Run()
-    run.model.first.weight.register_hook(lambda grad: torch.full_like(grad, math.nan))
+@levels
+@pytest.mark.parametrize("scale", [1.0, 16.0, 1024.0, 3.0])
+def test_the_largest_finite_value_has_the_scale_on(level: str, scale: float) -> None:
+    run = Run(level)
+    run.engine.scaler(0).set_scale(scale)
+    grads: list[torch.Tensor] = []
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grads.append(grad.clone())
+        spoilt = grad.clone()
+        spoilt.view(-1)[0] = math.inf
+        spoilt.view(-1)[1] = math.nan
+        return spoilt
+
+    run.model.first.weight.register_hook(spoil)
     run.step()
-    assert run.cause.largest == (0.0,)
+    assert run.cause.largest == (grads[0].view(-1)[2:].abs().max().item(),)
+    assert run.cause.kinds == ("nan",)
 
 
 def test_float64_beyond_float32_is_no_overflow() -> None:
