@@ -326,63 +326,46 @@ def test_casts_end_with_the_exception_of_the_function_that_began_them(
 # -- a session whose cells fail ------------------------------------------------------------------
 
 
-CELLS = {
-    "forward": "model.register_forward_hook(fail); model(x)",
-    "block": "with preamp.scale_loss(model(x).sum(), optimizer): fail()",
-    "backward": """
-out = model(x)
-out.register_hook(fail)
-with preamp.scale_loss(out.sum(), optimizer) as scaled:
-    scaled.backward()
-""",
-    "loss": "F.mse_loss(model(x), torch.ones(3, 5))",
-    "step": "optimizer.register_step_pre_hook(fail); optimizer.step()",
-    "function": """
-def train():
-    net = nn.Linear(4, 2)
-    preamp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    net(x)
-    fail()
-train()
-""",
-    "initialize": "preamp.initialize(model, optimizer, opt_level=level, loss_scale=-1)",
-}
-OTHER = """
-torch.manual_seed(0)
-other = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
-steps = torch.optim.AdamW(other.parameters(), lr=0.1)
-for _ in range(3):
-    steps.zero_grad()
-    loss = F.cross_entropy(other(x), labels) + torch.cat([other(x), x @ x.T], 1).exp().mean()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
-    steps.step()
-result = [loss.detach(), *[p.detach() for p in other.parameters()]]
-"""
+def _fail_beside_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net, _ = _engine(opt_level=preamp.engine_of(optimizer).policy.opt_level)
+    net(torch.randn(8, 4))
+    _raise()
+
+
+def _fail_to_initialize(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    level = preamp.engine_of(optimizer).policy.opt_level
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=-1)
+
+
+def _train_plainly() -> list[torch.Tensor]:
+    """A model of plain torch, by functions that the casts of others would change."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(3, 4), torch.tensor([0, 1, 1])
+    other = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    loss = torch.zeros(())
+    for _ in range(3):
+        optimizer.zero_grad()
+        joined = torch.cat([other(x), x @ x.T], 1)
+        loss = nn.functional.cross_entropy(other(x), labels) + joined.exp().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        optimizer.step()
+    return [loss.detach(), *[p.detach() for p in other.parameters()]]
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 @pytest.mark.parametrize("level", CASTING_FUNCTIONS)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("fail", [*FAILURES, _fail_beside_another, _fail_to_initialize])
 def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
-    cell: str, level: str
+    fail: Callable[..., None], level: str
 ) -> None:
     """The session keeps its variables and the latest traceback, and closes nothing."""
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    session: dict[str, Any] = {
-        **{"torch": torch, "nn": nn, "F": nn.functional, "preamp": preamp},
-        **{"level": level, "fail": _raise, "x": x, "labels": torch.tensor([0, 1, 1])},
-    }
-    exec(OTHER, session)
-    expected = session["result"]
-
-    exec("model = nn.Linear(4, 2); optimizer = torch.optim.SGD(model.parameters(), 0.1)", session)
-    exec("preamp.initialize(model, optimizer, opt_level=level, verbosity=0)", session)
+    expected = _train_plainly()
+    model, optimizer = _engine(opt_level=level)
     with pytest.raises((_Fault, RuntimeError, ValueError)) as failed:
-        exec(CELLS[cell], session)
-    exec(OTHER, session)
-
-    for ours, plain in zip(session["result"], expected, strict=True):
+        fail(model, optimizer)
+    for ours, plain in zip(_train_plainly(), expected, strict=True):
         assert ours.dtype is torch.float32
         assert torch.equal(ours, plain)
     assert failed.value.__traceback__ is not None

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import HALF_WEIGHTS, LEVEL_NAMES
+from cases.levels import LEVEL_NAMES
 from engine.harness import (
     OPTIMIZERS,
     Net,
     batch,
     halves_match,
     loss_of,
-    make,
     masters,
     same,
     started,
@@ -224,27 +223,6 @@ def test_engine_is_found_through_data_parallel(level: str) -> None:
     assert preamp.engine_of(wrapped) is preamp.engine_of(optimizer)
     train_step(wrapped, optimizer, 0)
     assert halves_match(model)
-
-
-@pytest.mark.parametrize("level", HALF_WEIGHTS)
-def test_module_that_reads_its_own_dtype(level: str) -> None:
-    """A model that asks a parameter for its dtype computes in it."""
-
-    class Asks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert x.dtype is self.linear.weight.dtype
-            return self.linear(x)
-
-    model = preamp.initialize(Asks(), opt_level=level, verbosity=0)
-    assert model(torch.ones(1, 4)).dtype is torch.float32
-
-
-def test_make_is_deterministic() -> None:
-    assert same(weights(make()[0]), weights(make()[0]))
 
 
 FIRST_COMPILED_UNDER_CASTS = """
