@@ -18,6 +18,7 @@ from cases.host_reads import HostReads, NoHostReads, far_from_the_host
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Parts, batch
 from cases.tolerances import assert_same
+from engine.harness import halves_match
 from preamp.core.errors import LossScaleError
 from preamp.engine import ledger
 from preamp.kernels.by_device import ByDevice
@@ -68,6 +69,19 @@ def read_gradients(training: Training) -> None:
         assert master.grad is not None
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, op: str) -> list[int]:
+    """How many tensors each call of an op gets from now on."""
+    counts: list[int] = []
+    original = getattr(ByDevice, op)
+
+    def count(self: Any, first: Any, *rest: Any) -> Any:
+        counts.append(len(first))
+        return original(self, first, *rest)
+
+    monkeypatch.setattr(ByDevice, op, count)
+    return counts
+
+
 @with_masters
 @pytest.mark.parametrize("order", [1, -1])
 def test_each_gradient_is_unscaled_by_its_own_factor(level: str, order: int) -> None:
@@ -105,19 +119,10 @@ def test_gradients_of_masters_are_not_made(
 ) -> None:
     training = Training(level, lambda p: case.kind(p, **case.needs))
     for op in ("widen_add", "cast_copy_"):
-        calls: list[int] = []
-        original = getattr(ByDevice, op)
-
-        def count(self: Any, first: Any, *rest: Any, calls: Any = calls, op: Any = original) -> Any:
-            calls.append(len(first))
-            return op(self, first, *rest)
-
-        monkeypatch.setattr(ByDevice, op, count)
+        calls = count_calls(monkeypatch, op)
         training.run(2, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.1))
         assert sum(calls) == 0, op  # the update reads half gradients and rounds the weights
-    for half in training.model.parameters():
-        master = training.engine.master_of(half)
-        assert master is None or torch.equal(master.to(half.dtype), half)
+    assert halves_match(training.model)
 
 
 @every_class
@@ -128,14 +133,7 @@ def test_gradients_of_zeros_add_nothing(
 ) -> None:
     """zero_grad obeys set_grad_none, and zeros have no float32 gradient made of them either."""
     training = Training(level, lambda p: case.kind(p, **case.needs))
-    made: list[int] = []
-    original = ByDevice.widen_add
-
-    def count(self: Any, halves: Any, *rest: Any) -> Any:
-        made.append(len(halves))
-        return original(self, halves, *rest)
-
-    monkeypatch.setattr(ByDevice, "widen_add", count)
+    made = count_calls(monkeypatch, "widen_add")
     for step in range(3):
         training.backward(step)
         training.optimizer.step()
@@ -164,11 +162,8 @@ def test_masters_that_a_step_hook_changes_are_rounded_again(level: str) -> None:
     with preamp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-    engine = preamp.engine_of(model)
-    for half in model.parameters():
-        master = engine.master_of(half)
-        assert half.abs().max() <= 0.011
-        assert master is None or torch.equal(master.to(half.dtype), half)
+    assert max(half.abs().max() for half in model.parameters()) <= 0.011
+    assert halves_match(model)
 
 
 # -- the norm that the census takes along ----------------------------------------------------
@@ -178,15 +173,7 @@ def clipped(level: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
     """A training that was clipped once, and the list of later passes over its gradients."""
     training = Training(level, FusedAdam, loss_scale="dynamic", **options)
     training.run(1, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.1))
-    passes: list[int] = []
-    original = ByDevice.l2norm
-
-    def count(self: ByDevice, tensors: Any, *rest: Any) -> torch.Tensor:
-        passes.append(len(tensors))
-        return original(self, tensors, *rest)
-
-    monkeypatch.setattr(ByDevice, "l2norm", count)
-    return training, passes
+    return training, count_calls(monkeypatch, "l2norm")
 
 
 def norm_of(training: Training) -> torch.Tensor:

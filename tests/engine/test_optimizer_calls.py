@@ -18,8 +18,9 @@ from torch.optim import lr_scheduler
 import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
 from cases.models import Damage, values
-from cases.pair import Pair, adam, sgd
+from cases.pair import Build, Pair, adam, sgd
 from cases.tolerances import assert_same, assert_within_budget
+from engine.harness import halves_match
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 
@@ -27,26 +28,31 @@ levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 # -- step bound before initialize ------------------------------------------------------------
 
 
+def with_bound_step(level: str, build: Build, **options: Any) -> tuple[Pair, Any]:
+    """A pair, and the step of its optimizer that was looked up before initialize."""
+    steps: list[Any] = []
+
+    def remember(params: Any) -> torch.optim.Optimizer:
+        optimizer = build(params)
+        steps.append(optimizer.step)
+        return optimizer
+
+    return Pair(level, remember, **options), steps[0]
+
+
 @pytest.mark.apex("B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -> None:
-    steps: list[Any] = []
-
-    def build(params: Any) -> torch.optim.Optimizer:
-        optimizer = kind(params, lr=0.1)
-        steps.append(optimizer.step)
-        return optimizer
-
-    pair = Pair(level, build, loss_scale="dynamic")
+    pair, step = with_bound_step(level, lambda params: kind(params, lr=0.1), loss_scale="dynamic")
     for index in range(4):
         if index in (0, 2):
             pair.overflow()
-            steps[0]()
+            step()
             assert pair.engine.last_step_skipped
         else:
             pair.backward(index)
-            steps[0]()
+            step()
             pair.plain_step()
         pair.zero()
         pair.check(f"step {index}")
@@ -70,26 +76,11 @@ def demanding(params: Any) -> torch.optim.Optimizer:
     return Demanding(params, lr=0.5, momentum=0.9)
 
 
-def check_halves(pair: Pair) -> None:
-    for param in pair.model.parameters():
-        master = pair.engine.master_of(param)
-        if master is not None:
-            assert_same(param.detach(), master.detach().to(param.dtype))
-
-
 @levels
 @pytest.mark.parametrize("drop", ["optimizer", "model", "nothing"])
 def test_a_bound_step_that_raised_leaves_nothing_to_the_next(level: str, drop: str) -> None:
     """Gradients that overflowed are hidden from it, and that is what it raises for."""
-    steps: list[Any] = []
-
-    def build(params: Any) -> torch.optim.Optimizer:
-        optimizer = demanding(params)
-        steps.append(optimizer.step)
-        return optimizer
-
-    pair = Pair(level, build, loss_scale="dynamic")
-    step = steps[0]
+    pair, step = with_bound_step(level, demanding, loss_scale="dynamic")
     for index in range(4):
         if index in (0, 2):
             pair.overflow()
@@ -104,7 +95,6 @@ def test_a_bound_step_that_raised_leaves_nothing_to_the_next(level: str, drop: s
         pair.plain_step()
         pair.zero()
         pair.check()
-        check_halves(pair)
     assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (4, 0)
 
 
@@ -112,15 +102,9 @@ def test_a_bound_step_that_raised_leaves_nothing_to_the_next(level: str, drop: s
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_closure_step_that_raised_leaves_nothing_to_the_next(level: str, bound: bool) -> None:
     """Where the loss scale is at its floor, what overflowed in a closure is hidden too."""
-    steps: list[Any] = []
-
-    def build(params: Any) -> torch.optim.Optimizer:
-        optimizer = demanding(params)
-        steps.append(optimizer.step)
-        return optimizer
-
-    pair = Pair(level, build, loss_scale="dynamic", min_loss_scale=2.0**16)
-    step = steps[0] if bound else pair.optimizer.step
+    options = {"loss_scale": "dynamic", "min_loss_scale": 2.0**16}
+    pair, step = with_bound_step(level, demanding, **options)
+    step = step if bound else pair.optimizer.step
 
     def closure(spoils: bool) -> torch.Tensor:
         pair.optimizer.zero_grad()
@@ -137,7 +121,6 @@ def test_a_closure_step_that_raised_leaves_nothing_to_the_next(level: str, bound
     pair.theirs(0)
     pair.plain_step()
     pair.check()
-    check_halves(pair)
     assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (1, 1)
 
 
@@ -291,14 +274,7 @@ def test_arguments_and_result_of_step_pass_through(level: str) -> None:
 def test_an_overflow_inside_a_closure_runs_it_again(
     level: str, bound_before: bool, by_keyword: bool
 ) -> None:
-    steps: list[Any] = []
-
-    def build(params: Any) -> torch.optim.Optimizer:
-        optimizer = adam(params)
-        steps.append(optimizer.step)
-        return optimizer
-
-    pair = Pair(level, build, loss_scale="dynamic")
+    pair, step = with_bound_step(level, adam, loss_scale="dynamic")
     damage = Damage(pair.model.get_parameter("b.weight"), math.inf)
     calls: list[float] = []
 
@@ -309,7 +285,7 @@ def test_an_overflow_inside_a_closure_runs_it_again(
         pair.ours(0)
         return torch.tensor(float(len(calls)))
 
-    step = steps[0] if bound_before else pair.optimizer.step
+    step = step if bound_before else pair.optimizer.step
     result = step(closure=closure) if by_keyword else step(closure)
     assert result.item() == 3.0
     assert calls == [2.0**16, 2.0**15, 2.0**14]
@@ -408,10 +384,7 @@ def test_lbfgs(level: str, search: bool, overflow: bool) -> None:
     assert engine.steps_skipped == int(overflow)
     assert engine.steps_applied == 3
     assert model().item() < start * 0.01
-    for name, param in model.named_parameters():
-        master = engine.master_of(param)
-        if master is not None:
-            assert_same(param.detach(), master.detach().to(param.dtype), name)
+    assert halves_match(model)
 
 
 @pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
