@@ -245,6 +245,11 @@ def _fail_in_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     model(torch.randn(8, 4))
 
 
+def _fail_in_the_forward_itself(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with preamp.scale_loss(torch.ones(()), optimizer):
+        model(torch.randn(8, 5))
+
+
 def _fail_in_a_block(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with preamp.scale_loss(model(torch.randn(8, 4)).sum(), optimizer):
         raise _Fault
@@ -277,6 +282,7 @@ def _raise(*_: object) -> None:
 
 FAILURES = [
     _fail_in_forward,
+    _fail_in_the_forward_itself,
     _fail_in_a_block,
     _fail_in_backward,
     _fail_in_a_step,
@@ -326,6 +332,12 @@ def test_casts_end_with_the_exception_of_the_function_that_began_them(
 # -- a session whose cells fail ------------------------------------------------------------------
 
 
+def _interrupt_the_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.forward = _raise  # type: ignore[method-assign] # torch's hooks hear of no interrupt
+    with preamp.scale_loss(torch.ones(()), optimizer):
+        model(torch.randn(8, 4))
+
+
 def _fail_beside_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net, _ = _engine(opt_level=preamp.engine_of(optimizer).policy.opt_level)
     net(torch.randn(8, 4))
@@ -356,7 +368,9 @@ def _train_plainly() -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 @pytest.mark.parametrize("level", CASTING_FUNCTIONS)
-@pytest.mark.parametrize("fail", [*FAILURES, _fail_beside_another, _fail_to_initialize])
+@pytest.mark.parametrize(
+    "fail", [*FAILURES, _interrupt_the_forward, _fail_beside_another, _fail_to_initialize]
+)
 def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
     fail: Callable[..., None], level: str
 ) -> None:
