@@ -269,6 +269,7 @@ class Zoo(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.bn = nn.BatchNorm1d(4)
+        self.bn_of_ranks, self.bn_of_volumes = nn.SyncBatchNorm(4), nn.BatchNorm3d(4)
         self.plain_bn = nn.BatchNorm1d(4, affine=False)
         self.ln = nn.LayerNorm(4)
         self.gn = nn.GroupNorm(2, 4)
@@ -293,8 +294,10 @@ FIXED = {
     "i64": torch.int64,
     "mask": torch.bool,
     "z": torch.complex64,
-    "bn.num_batches_tracked": torch.int64,
-    "plain_bn.num_batches_tracked": torch.int64,
+    **{
+        f"{name}.num_batches_tracked": torch.int64
+        for name in ("bn", "bn_of_ranks", "bn_of_volumes", "plain_bn")
+    },
 }
 
 
@@ -308,7 +311,7 @@ def test_conversion_of_half_models(level: str) -> None:
     for name, dtype in dtypes(model).items():
         if name in FIXED:
             assert dtype is FIXED[name], name
-        elif (name.startswith("bn.") and level != "O3") or name == "hidden":
+        elif (name.startswith("bn") and level != "O3") or name == "hidden":
             assert dtype is F32, name
         else:
             assert dtype is HALF[level], name
@@ -350,14 +353,6 @@ def test_keep_batchnorm(level: str, given: Any, kept: torch.dtype) -> None:
     preamp.initialize(model, opt_level=level, keep_batchnorm_fp32=given, verbosity=0)
     assert model.bn.weight.dtype is model.bn.running_mean.dtype is kept
     assert model.plain_bn.running_mean.dtype is F16
-
-
-@pytest.mark.apex("1.7 batch norms with weights stay float32 at O2 and O5")
-@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, nn.BatchNorm3d])
-def test_every_batch_norm_is_kept(kind: Any) -> None:
-    model = nn.Sequential(kind(4))
-    preamp.initialize(model, opt_level="O2", verbosity=0)
-    assert model[0].weight.dtype is F32
 
 
 @pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
@@ -714,12 +709,6 @@ def test_inputs(level: str, by_keyword: bool) -> None:
     assert found[-1] == range(2)
 
 
-def test_o0_casts_doubles_and_halves() -> None:
-    model = echo("O0")
-    model(torch.ones(1, dtype=F64), torch.ones(1, dtype=F16))
-    assert [arg.dtype for arg in model.seen[0]] == [F32, F32]
-
-
 def test_the_callers_containers_are_not_changed() -> None:
     model = echo("O2")
     given = {"x": torch.ones(1), "list": [torch.ones(1)]}
@@ -747,37 +736,28 @@ def test_outputs(level: str, scope: Any) -> None:
         assert got is one
 
 
-@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
-def test_function_casts_leave_float64_outputs_alone(level: str) -> None:
-    model = echo(level)
-    model.answer = (torch.ones(1, dtype=F64), torch.ones(1, dtype=BF16))
-    assert [output.dtype for output in model()] == [F64, F32]
+FORWARDS: list[tuple[list[str], dict[str, Any], Any, torch.dtype, torch.dtype]] = [
+    # levels, options, what it gets of a float64 argument, what it answers, what comes out
+    (["O0"], {}, F32, F16, F32),
+    (CASTING_FUNCTIONS, {}, F64, F64, F64),
+    (CASTING_FUNCTIONS, {}, F64, BF16, F32),
+    (["O2"], {"cast_model_type": False}, F64, F16, F16),
+    (["O2"], {"cast_model_type": False, "cast_model_outputs": F16}, F64, F32, F16),
+    (LEVEL_NAMES, {"cast_model_outputs": F16}, None, F32, F16),
+    (LEVEL_NAMES, {"cast_model_outputs": F64}, None, F32, F64),
+]
 
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("dtype", [F16, F64])
-def test_cast_model_outputs(level: str, dtype: torch.dtype) -> None:
-    model = echo(level, cast_model_outputs=dtype)
-    model.answer = torch.ones(1)
-    assert model().dtype is dtype
-
-
-@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-def test_outputs_only() -> None:
-    model = echo("O2", cast_model_type=False, cast_model_outputs=F16)
-    model.answer = torch.ones(1)
-    assert model(torch.ones(1, dtype=F64)).dtype is F16
-    assert model.seen[0][0].dtype is F64
-
-
-@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-def test_no_cast_at_all() -> None:
-    model = echo("O2", cast_model_type=False)
-    model.answer = torch.ones(1, dtype=F16)
-    assert model(torch.ones(1, dtype=F64)).dtype is F16
-    assert model.seen[0][0].dtype is F64
+@pytest.mark.parametrize(("levels", "options", "seen", "answer", "out"), FORWARDS)
+def test_forwards(
+    levels: list[str], options: Any, seen: Any, answer: torch.dtype, out: torch.dtype
+) -> None:
+    for level in levels:
+        model = echo(level, **options)
+        model.answer = torch.ones(1, dtype=answer)
+        assert model(torch.ones(1, dtype=F64)).dtype is out
+        assert seen in (None, model.seen[0][0].dtype)
 
 
 # -- float32 made inside a half model --------------------------------------------------------
