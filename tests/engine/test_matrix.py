@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from cases.models import Damage, Exact, loss_of, values
 from cases.optimizers import ADAM, ALL, MAIN, NO_ROW, OptimizerCase, clone_state
 from cases.pair import Pair
 from cases.tolerances import assert_same
+from engine.harness import halves_match
 
 STEPS = 4  # injections fall into the first three, so a clean step always follows
 
@@ -146,15 +147,6 @@ def assert_unchanged(optimizer: torch.optim.Optimizer, before: Any) -> None:
         assert_same(now[key], was, f"skipped step, state {key}")
 
 
-def assert_halves_follow(models: Iterable[nn.Module]) -> None:
-    for model in models:
-        engine = preamp.engine_of(model)
-        for name, param in model.named_parameters():
-            master = engine.master_of(param)
-            if master is not None:
-                assert_same(param.detach(), master.detach().to(param.dtype), name)
-
-
 def run(case: Case) -> None:
     level = BY_NAME[case.level]
     training = Training.make(case)
@@ -195,7 +187,7 @@ def run(case: Case) -> None:
             assert engine.last_step_skipped is (place in skipped)
             if place in skipped:
                 assert_unchanged(optimizer, before[place])
-        assert_halves_follow(training.models)
+        assert all(map(halves_match, training.models))
         training.zero(case.zero)
         oracle_step(plain, case, step, skipped)
         skips += len(skipped)
