@@ -71,11 +71,17 @@ def as_dict(model: Any, optimizer: Any, call: Any) -> tuple[Any, Any]:
     return made["model"], made["optimizer"]
 
 
+def inside_of_exact_weights(model: Any, optimizer: Any, call: Any) -> tuple[Any, Any]:
+    with preamp.engine_of(model).exact_weights():
+        return call((model, optimizer))
+
+
 HOLDERS: dict[str, Callable[[Any, Any, Any], tuple[Any, Any]]] = {
     "model first": lambda model, optimizer, call: call((model, optimizer)),
     "optimizer first": lambda model, optimizer, call: call((optimizer, model))[::-1],
     "dict": as_dict,
     "agent": as_agent,
+    "inside of exact_weights": inside_of_exact_weights,
 }
 
 
@@ -109,14 +115,16 @@ def check_goes_on_as(made: Any, plain: Any) -> None:
 # -- both ------------------------------------------------------------------------------------
 
 
-@pytest.mark.threes  # holders differ in the order of pickling alone
-@MASTERS
+@pytest.mark.pairs  # holders and calls differ in what is pickled first, levels in what is a copy
+@pytest.mark.parametrize(
+    ("level", "build", "storage"),
+    [
+        *((level, build, "full") for level in LEVEL_NAMES if level != "O3" for build in BUILDS),
+        *itertools.product(WITH_MASTERS, ["FusedAdam"], ["split", "compact"]),
+    ],
+)
 @calls
 @pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize(
-    ("build", "storage"),
-    [*((build, "full") for build in BUILDS), ("FusedAdam", "split"), ("FusedAdam", "compact")],
-)
 def test_a_pair_goes_on_in_float32(
     level: str, call: Any, holder: str, build: str, storage: str
 ) -> None:
@@ -132,17 +140,13 @@ def test_a_pair_goes_on_in_float32(
     train_step(model, optimizer, 2)  # nothing happened to it
 
 
-@pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level not in WITH_MASTERS])
 @calls
-def test_pairs_at_other_levels(level: str, call: Any) -> None:
-    model, optimizer = started(level)
+def test_a_pair_without_masters_stays_half(call: Any) -> None:
+    model, optimizer = started("O3")
     train_step(model, optimizer, 0)
     made, made_optimizer = call((model, optimizer))
     params = made_optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(params, made.parameters(), strict=True))
-    if level != "O3":
-        plain = plain_pair(model, optimizer, "SGD")
-        check_goes_on_as((made, made_optimizer), plain)
 
 
 @MASTERS
@@ -204,17 +208,6 @@ def test_what_was_written_to_half_weights_is_copied(level: str, call: Any) -> No
         model.last.weight.fill_(0.75)
     for made in (call((optimizer, model))[1], call(model)):
         assert (made.last.weight == 0.75).all()
-
-
-@MASTERS
-@calls
-def test_a_copy_inside_of_exact_weights(level: str, call: Any) -> None:
-    model, optimizer = started(level)
-    train_step(model, optimizer, 0)
-    plain = plain_pair(model, optimizer, "SGD")
-    with preamp.engine_of(model).exact_weights():
-        made = call((model, optimizer))
-    check_goes_on_as(made, plain)
 
 
 @MASTERS
