@@ -444,38 +444,6 @@ def test_tensors_that_lie_anyhow_are_updated_as_if_they_lay_in_order(data: Any, 
             assert_same(found, other)
 
 
-@given(data=st.data())
-@settings(max_examples=examples(300))
-def test_tensors_that_lie_anyhow_are_combined_as_by_the_reference(data: Any) -> None:
-    column = Column(data)
-    a, b = data.draw(st.floats(-4, 4)), torch.tensor(data.draw(st.floats(-4, 4, width=32)))
-    xs, ys, targets = column.make(), column.make(), column.make()
-    addends: Any = [y if data.draw(st.booleans()) else None for y in ys]
-    halves, wides = column.make(BF16), column.make(F32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(column.threads)
-    try:
-        found: list[Any] = []
-        for ops in (JIT, REFERENCE):
-            out, scaled, wide, half, back = copies([targets, xs, wides, halves, wides])
-            low = [torch.zeros_like(each, dtype=torch.int16) for each in half]
-            ops.axpby_(out, a, xs, b, addends)
-            ops.scale_add_(scaled, b, [None] * len(xs))
-            copied = copies([targets])[0]
-            ops.cast_copy_(xs, copied)
-            widened = ops.widen_add(halves, [b] * len(xs), wide)
-            census = ops.census(xs, CPU)
-            counts = [tally.counts for tally in ops.tally(xs)]
-            ops.split_(wides, half, low)
-            ops.join_(half, low, back)
-            every = [*out, *scaled, *copied, *widened, census.max_abs, *counts, *half, *low, *back]
-            found.append(every)
-    finally:
-        torch.set_num_threads(before)
-    for ours, wanted in zip(*found, strict=True):
-        assert_same(ours, wanted)
-
-
 # -- what autograd is told, and what no kernel can take --------------------------------------------
 
 
