@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "preamp"
 
 KERNELS = "kernels optim multi_tensor"
-TRITON = "kernels/test_rules.py kernels/test_back_end_rules.py kernels/test_back_ends.py "
+TRITON = "kernels/test_back_end_rules.py kernels/test_back_ends.py "
 TRITON += "kernels/test_ops.py kernels/triton"
 OPTIM = "optim engine/test_fast_path.py"
 ENGINE = "engine checkpoint optim/test_fused_with_amp.py optim/test_larc.py compat"

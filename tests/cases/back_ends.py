@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,12 +40,74 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-_AS_THEY_ARE = {"reference": REFERENCE, "blocks": BLOCKS, "joined": JOINED, "jit": JIT}
-_EVERY = {**_AS_THEY_ARE, "cut": CUT, "joined-cut": JOINED_AND_CUT}
+AS_THEY_ARE = {"reference": REFERENCE, "blocks": BLOCKS, "joined": JOINED, "jit": JIT}
+EVERY = {**AS_THEY_ARE, "cut": CUT, "joined-cut": JOINED_AND_CUT}
 
 every_way = pytest.mark.parametrize("ops", [REFERENCE, JIT], ids=["reference", "jit"])
 """What counts values for statistics: the others take the reference."""
 
-every_back_end = pytest.mark.parametrize("ops", _EVERY.values(), ids=_EVERY)
-as_they_are = pytest.mark.parametrize("ops", _AS_THEY_ARE.values(), ids=_AS_THEY_ARE)
-"""Every back end, with blocks of the size that they really have."""
+# By their names, which the fixture ``ops`` of tests/kernels makes back ends of.
+here = pytest.mark.parametrize("ops", EVERY, indirect=True)
+"""Every back end but Triton's, whose interpreter takes seconds for large or many tensors."""
+
+as_they_are = pytest.mark.parametrize("ops", AS_THEY_ARE, indirect=True)
+"""With blocks of the size that they really have."""
+
+
+class Elsewhere:
+    """A back end of another device, which takes tensors of the CPU there and what it wrote back."""
+
+    def __init__(self, ops: Any, device: torch.device) -> None:
+        self._ops = ops
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            taken: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+            given, named = self._take(given, taken), self._take(named, taken)
+            try:
+                result = getattr(self._ops, name)(*given, **named)
+            finally:
+                for tensor, there, version in taken.values():
+                    if there._version != version:
+                        with torch.no_grad():
+                            tensor.copy_(there)
+            known = {id(there): tensor for tensor, there, _ in taken.values()}
+            return _each(result, lambda there: known.get(id(there), there.cpu()))
+
+        return call
+
+    def _take(self, thing: Any, taken: dict[int, Any]) -> Any:
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in taken:
+                own = tensor.detach()
+                if tensor.layout is torch.strided:
+                    own = torch.empty_strided(
+                        own.shape, own.stride(), dtype=own.dtype, device=self._device
+                    ).copy_(own)
+                else:
+                    own = own.to(self._device, copy=True)
+                own.requires_grad_(tensor.requires_grad)
+                # Writes to the values of a sparse tensor are not counted.
+                version = own._version if tensor.layout is torch.strided else -1
+                taken[id(tensor)] = tensor, own, version
+            return taken[id(tensor)][1]
+
+        return _each(thing, there, self._device)
+
+
+def _each(thing: Any, change: Any, device: torch.device | None = None) -> Any:
+    """The same with every tensor changed, and every device if one is given."""
+    if isinstance(thing, torch.Tensor):
+        return change(thing)
+    if isinstance(thing, torch.device):
+        return thing if device is None else device
+    if isinstance(thing, dict):
+        return {key: _each(value, change, device) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return type(thing)([_each(value, change, device) for value in thing])
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        names = [field.name for field in dataclasses.fields(thing)]
+        changed = {name: _each(getattr(thing, name), change, device) for name in names}
+        return dataclasses.replace(thing, **changed)
+    return thing

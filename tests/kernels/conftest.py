@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases.back_ends import CUT, JOINED
+from cases.back_ends import EVERY, Elsewhere
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are first imported
@@ -45,11 +45,10 @@ def triton_ops() -> Any:
     return room.Triton()
 
 
-@pytest.fixture(params=["triton", "blocks", "joined"])
+@pytest.fixture(params=[*EVERY, "triton"])
 def ops(request: pytest.FixtureRequest) -> Any:
-    """Each back end but the reference."""
-    if request.param == "triton":
-        return request.getfixturevalue("triton_ops")
-    if request.param == "blocks" and torch.cuda.is_available():
-        pytest.skip("The tensors of these tests lie on the GPU")
-    return CUT if request.param == "blocks" else JOINED
+    """Each back end, for tensors of the CPU; of accelerators on one, where there is one."""
+    name = request.param
+    found = request.getfixturevalue("triton_ops") if name == "triton" else EVERY[name]
+    is_elsewhere = torch.cuda.is_available() and name in ("triton", "joined", "joined-cut")
+    return Elsewhere(found, torch.device("cuda")) if is_elsewhere else found

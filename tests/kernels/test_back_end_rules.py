@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import BLOCKS, CUT, REFERENCE, as_they_are, defaults, every_back_end
+from cases.back_ends import AS_THEY_ARE, BLOCKS, CUT, REFERENCE, as_they_are, defaults, here
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ORACLES, ROWS, SIGNATURES, RuleRow
@@ -35,7 +35,13 @@ ULPS_WITH_NORMS = 16
 SIZES = ((), (0,), (1,), (7,), (41,), (3, 0, 2), (11, 13), (2, 3, 4, 5))
 EDGES = tuple(block + by for block in (1 << 16, 1 << 18) for by in (-1, 0, 1))
 
+EDGES_OF_CHUNKS = (1024, 8191, 8192, 8193)
+"""Of those of Triton's kernels."""
+
 BITS = {F16: torch.int16, BF16: torch.int16, F32: torch.int32, F64: torch.int64}
+
+READ_ON_DEVICE = (*ONE_EACH, ROWS[0], ROWS[13])
+"""Each op, and each way to use a bias correction."""
 
 Lists = list[list[torch.Tensor]]
 
@@ -114,7 +120,6 @@ def test_every_rule_has_rows_and_an_oracle() -> None:
 # -- formulas ----------------------------------------------------------------------------------
 
 
-@every_back_end
 @every_signature
 @every_row
 def test_rules_are_their_formulas(ops: Any, row: RuleRow, dtypes: tuple[Any, ...]) -> None:
@@ -128,10 +133,9 @@ def test_rules_are_their_formulas(ops: Any, row: RuleRow, dtypes: tuple[Any, ...
 
 
 @pytest.mark.threes
-@every_back_end
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("step", [1, 2, 5000])
-@every_row
+@pytest.mark.parametrize("row", READ_ON_DEVICE, ids=lambda row: row.name)
 def test_numbers_and_tensors_say_the_same(
     ops: Any, row: RuleRow, step: int, dtype: torch.dtype
 ) -> None:
@@ -154,7 +158,6 @@ def test_numbers_and_tensors_say_the_same(
         assert_exact(row, ours, before, rule, step)
 
 
-@every_back_end
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_corrections_keep_their_digits(ops: Any, dtype: torch.dtype) -> None:
     """``1 - 0.999**step`` has lost half of them in float32."""
@@ -172,7 +175,6 @@ def test_corrections_keep_their_digits(ops: Any, dtype: torch.dtype) -> None:
         assert ones[0][0].tolist() == pytest.approx([1 - change] * 3, abs=digits * (1 + change))
 
 
-@every_back_end
 @pytest.mark.parametrize("row", [r for r in ROWS if getattr(r.rule, "uses_trust_ratio", False)])
 @pytest.mark.parametrize("zero", [(0,), (1,), (0, 1)], ids=["weights", "gradients", "both"])
 def test_a_norm_of_zero_has_no_ratio(ops: Any, row: RuleRow, zero: tuple[int, ...]) -> None:
@@ -182,7 +184,6 @@ def test_a_norm_of_zero_has_no_ratio(ops: Any, row: RuleRow, zero: tuple[int, ..
     assert_exact(row, run(ops, row, before), before)
 
 
-@every_back_end
 @pytest.mark.parametrize("momentum", [torch.nan, 1.0])
 def test_buffers_without_momentum_are_not_touched(ops: Any, momentum: float) -> None:
     row = next(row for row in ROWS if row.op == "sgd_" and row.rule.momentum == 0)
@@ -191,7 +192,6 @@ def test_buffers_without_momentum_are_not_touched(ops: Any, momentum: float) -> 
     assert_bits(run(ops, row, before, step=2)[2], before[2])
 
 
-@every_back_end
 @pytest.mark.parametrize("row", [row for row in ROWS if row.op == "novograd_"])
 def test_a_norm_of_zero_is_a_norm(ops: Any, row: RuleRow) -> None:
     """Only a negative one means that there is none yet."""
@@ -203,7 +203,6 @@ def test_a_norm_of_zero_is_a_norm(ops: Any, row: RuleRow) -> None:
 # -- skipping ----------------------------------------------------------------------------------
 
 
-@every_back_end
 @every_signature
 @one_each
 def test_no_overflow_changes_nothing(ops: Any, row: RuleRow, dtypes: tuple[Any, ...]) -> None:
@@ -220,7 +219,6 @@ def test_no_overflow_changes_nothing(ops: Any, row: RuleRow, dtypes: tuple[Any, 
 
 
 @pytest.mark.threes
-@every_back_end
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 1.0])
 @every_signature
 @one_each
@@ -245,7 +243,6 @@ def test_an_overflow_keeps_every_bit(
         assert_bits([half for half in halves if half is not None], kept)
 
 
-@every_back_end
 @pytest.mark.parametrize("flag", [None, 0.0, 1.0])
 @every_row
 def test_halves_of_several_dtypes(ops: Any, row: RuleRow, flag: float | None) -> None:
@@ -270,7 +267,6 @@ def test_halves_of_several_dtypes(ops: Any, row: RuleRow, flag: float | None) ->
         assert_bits([half.masked_fill(known, 0)], [want.masked_fill(known, 0)])
 
 
-@every_back_end
 @one_each
 def test_a_bad_gradient_spoils_its_own_tensors_only(ops: Any, row: RuleRow) -> None:
     before = lists_of(row, F32, F32, F32)
@@ -285,7 +281,6 @@ def test_a_bad_gradient_spoils_its_own_tensors_only(ops: Any, row: RuleRow) -> N
 
 
 @pytest.mark.threes
-@every_back_end
 @pytest.mark.parametrize("grads", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("params", LAYOUTS, ids=lambda layout: layout.__name__)
 @one_each
@@ -302,11 +297,14 @@ def test_layouts_do_not_matter(ops: Any, row: RuleRow, params: Any, grads: Any) 
         assert param.stride() == old.stride()
 
 
-@as_they_are
+@pytest.mark.parametrize(
+    ("ops", "edges"), [*((name, EDGES) for name in AS_THEY_ARE), ("triton", EDGES_OF_CHUNKS)],
+    indirect=["ops"],
+)  # fmt: skip
 @one_each
-def test_sizes_at_the_edges_of_blocks(ops: Any, row: RuleRow) -> None:
-    before = lists_of(row, F32, BF16, F32, EDGES)
-    halves = draw(3, BF16, EDGES)
+def test_sizes_at_the_edges_of_blocks(ops: Any, row: RuleRow, edges: Any) -> None:
+    before = lists_of(row, F32, BF16, F32, edges)
+    halves = draw(3, BF16, edges)
     ours = run(ops, row, before, step=2, halves=halves)
     assert_exact(row, ours, before, step=2)
     for param, half in zip(ours[0], halves, strict=True):
@@ -323,7 +321,7 @@ def test_long_sums_keep_their_digits(ops: Any, row: RuleRow) -> None:
     assert_exact(row, run(ops, row, before, step=2), before, step=2)
 
 
-@every_back_end
+@here
 def test_thousands_of_tiny_tensors(ops: Any) -> None:
     row = FUSED[0]
     shapes = [(index % 4,) for index in range(4_000)]
@@ -335,7 +333,7 @@ def test_thousands_of_tiny_tensors(ops: Any) -> None:
     assert_same(torch.cat(halves), torch.cat(ours[0]).half())
 
 
-@every_back_end
+@here
 @pytest.mark.parametrize("shape", [(2,), (1, 40), (40,)], ids=str)
 @one_each
 def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -> None:
@@ -354,13 +352,37 @@ def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -
         assert_bits(ours, old)
 
 
-@every_back_end
+@one_each
+def test_lists_of_unequal_length_are_refused(ops: Any, row: RuleRow) -> None:
+    lists = lists_of(row, F32, F32, F32, [(2,), (2,)])
+    before = copy(lists)
+    lists[1].pop()
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter|^Lists of 2, 1, "):
+        ops.update_(*lists, rule=row.rule, update=Update())
+    assert_bits(lists[0], before[0])
+
+
+@one_each
+def test_writes_are_noticed_by_autograd(ops: Any, row: RuleRow) -> None:
+    lists = lists_of(row, F32, F32, F32)
+    lists[0] = [param.clone().requires_grad_() for param in lists[0]]
+    loss = (lists[0][4] * lists[0][4]).sum()
+    versions = [[tensor._version for tensor in each] for each in lists[:2]]
+    ops.update_(*lists, rule=row.rule, update=Update())
+    later = [[tensor._version for tensor in each] for each in lists[:2]]
+    assert later[1] == versions[1]
+    changes = zip(lists[0], later[0], versions[0], strict=True)
+    assert all(new > old for param, new, old in changes if param.numel())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @one_each
 def test_no_tensors_at_all(ops: Any, row: RuleRow) -> None:
     ops.update_(*([] for _ in range(2 + row.states)), rule=row.rule, update=Update())
 
 
-@every_back_end
+@here
 @every_row
 def test_defaults_of_the_process_do_not_matter(ops: Any, row: RuleRow) -> None:
     """A step of 301 is none in bfloat16; "meta" stands for a GPU beside parameters on the CPU."""
@@ -375,7 +397,6 @@ def test_defaults_of_the_process_do_not_matter(ops: Any, row: RuleRow) -> None:
             assert_bits(ours, exact)
 
 
-@every_back_end
 @one_each
 def test_no_history_is_recorded(ops: Any, row: RuleRow) -> None:
     lists = lists_of(row, F32, F32, F32)
@@ -397,8 +418,7 @@ dtypes_ = st.sampled_from([F16, BF16, F32, F64])
 shapes_ = st.lists(st.sampled_from([(), (0,), (1,), (5,), (31, 2), (97,), (2, 3, 4, 2)]))
 
 
-@every_back_end
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     row=st.sampled_from(ROWS),
     dtypes=st.tuples(dtypes_, dtypes_, dtypes_, st.lists(st.none() | dtypes_, max_size=8)),

@@ -7,16 +7,17 @@ within the ulps that the op table states.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import REFERENCE, as_they_are, defaults, every_back_end
+from cases.back_ends import REFERENCE, as_they_are, defaults, here
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rules import BF16, F16, F32, F64
@@ -40,7 +41,10 @@ bad_values = st.sampled_from([math.inf, -math.inf, math.nan])
 powers = st.integers(-24, 15).map(lambda n: 2.0**n)
 factors = st.sampled_from([0.1, 1.0, 3.0, 2.0**-16, -0.7])
 
-few = settings(max_examples=examples(25))
+# The fixture that is made once per test holds a back end, which has no state.
+few = settings(
+    max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def values(seed: int, shape: Any, dtype: torch.dtype, spread: float = 8.0) -> torch.Tensor:
@@ -101,7 +105,6 @@ def assert_all_same(ours: list[Any], wanted: list[Any]) -> None:
 # -- census ------------------------------------------------------------------------------------
 
 
-@every_back_end
 @few
 @given(grads=st.lists(tensors(), max_size=6), with_norm=st.booleans())
 def test_census_of_finite_gradients(ops: Any, grads: Tensors, with_norm: bool) -> None:
@@ -116,7 +119,6 @@ def test_census_of_finite_gradients(ops: Any, grads: Tensors, with_norm: bool) -
     assert_same(ops.census(grads, CPU, with_max_abs=False).found_inf, torch.tensor(0.0))
 
 
-@every_back_end
 @few
 @given(grads=st.lists(tensors(), min_size=1, max_size=6), bad=bad_values, data=st.data())
 def test_census_finds_one_bad_value_anywhere(
@@ -136,7 +138,6 @@ def test_census_finds_one_bad_value_anywhere(
         assert not census.norm.isfinite()
 
 
-@every_back_end
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_that_overflow_are_no_overflow(ops: Any, dtype: torch.dtype) -> None:
     largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
@@ -144,7 +145,6 @@ def test_sums_that_overflow_are_no_overflow(ops: Any, dtype: torch.dtype) -> Non
     assert ops.census([torch.tensor([math.inf, -math.inf], dtype=dtype)], CPU).found_inf == 1
 
 
-@every_back_end
 def test_sparse_gradients_are_read_by_their_sums(ops: Any) -> None:
     for dtype in DTYPES:
         grads = [torch.ones(2), sparse([1.0, 2.0, -4.0], dtype), sparse([], dtype), torch.ones(0)]
@@ -158,7 +158,6 @@ def test_sparse_gradients_are_read_by_their_sums(ops: Any) -> None:
         assert ops.census([sparse([1.0, 2.0, math.nan], dtype)], CPU).found_inf == 1
 
 
-@every_back_end
 def test_defaults_of_the_process_do_not_matter_to_what_is_read(ops: Any) -> None:
     columns = [[], [torch.ones(0)], [values(place, 9, dtype) for place, dtype in enumerate(DTYPES)]]
     columns[2].append(torch.ones(4, 4)[:, ::2])
@@ -189,7 +188,6 @@ def assert_sums(got: torch.Tensor, computed: torch.dtype, *terms: tuple[Any, flo
     assert_within_ulps(got, total, ULPS, computed=computed)
 
 
-@every_back_end
 @few
 @given(columns=places(of(), of()), factor=factors, as_tensor=st.booleans(), data=st.data())
 def test_scaling_and_adding(
@@ -208,7 +206,6 @@ def test_scaling_and_adding(
     assert_all_same(addends, kept)
 
 
-@every_back_end
 @few
 @given(grads=st.lists(tensors(), max_size=6), factor=powers)
 def test_scaling_by_powers_of_two_is_exact(ops: Any, grads: Tensors, factor: float) -> None:
@@ -218,7 +215,6 @@ def test_scaling_by_powers_of_two_is_exact(ops: Any, grads: Tensors, factor: flo
     assert_all_same(grads, wanted)
 
 
-@every_back_end
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scaling_sparse_gradients(ops: Any, dtype: torch.dtype) -> None:
     grads = [torch.ones(2, dtype=dtype), sparse([1.0, 2.0, -4.0], dtype), sparse([1.0], dtype)]
@@ -229,7 +225,6 @@ def test_scaling_sparse_gradients(ops: Any, dtype: torch.dtype) -> None:
     assert_same(grads[2].to_dense(), torch.tensor([0, 0.5, 0, 0, 0, 0], dtype=dtype))
 
 
-@every_back_end
 def test_scaling_complex_gradients(ops: Any) -> None:
     grads = [torch.tensor([2 + 4j]), torch.ones(1)]
     ops.scale_add_(grads, torch.tensor(0.5), [None, None])
@@ -237,7 +232,6 @@ def test_scaling_complex_gradients(ops: Any) -> None:
     assert ops.census(grads, CPU).max_abs.tolist() == [2.0, 0.5]
 
 
-@every_back_end
 @few
 @given(
     columns=places(of(halves), or_none(of(st.just(F32)))),
@@ -259,14 +253,12 @@ def test_widening_and_adding(ops: Any, columns: list[list[Any]], choice: list[fl
     assert_all_same(narrow, old)
 
 
-@every_back_end
 def test_widening_keeps_the_layout(ops: Any) -> None:
     image = torch.ones(2, 3, 4, 5, dtype=F16).to(memory_format=torch.channels_last)
     results = ops.widen_add([image, image.mT], [torch.tensor(2.0)] * 2, [None, None])
     assert [wide.stride() for wide in results] == [image.stride(), image.mT.stride()]
 
 
-@every_back_end
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 def test_no_history_is_recorded(ops: Any, dtype: torch.dtype) -> None:
     """Of parameters neither, which torch refuses to change where it records."""
@@ -289,7 +281,6 @@ def test_no_history_is_recorded(ops: Any, dtype: torch.dtype) -> None:
 # -- casting -----------------------------------------------------------------------------------
 
 
-@every_back_end
 @few
 @given(columns=places(of(), of()), bad=bad_values)
 def test_casting_is_torchs(ops: Any, columns: list[Tensors], bad: float) -> None:
@@ -307,7 +298,6 @@ def test_casting_is_torchs(ops: Any, columns: list[Tensors], bad: float) -> None
 # -- linear combinations -----------------------------------------------------------------------
 
 
-@every_back_end
 @few
 @given(columns=places(of(), of(), or_none(of())), a=factors, b=factors, as_tensors=st.booleans())
 def test_linear_combinations(
@@ -329,7 +319,6 @@ def test_linear_combinations(
     assert_all_same(ys, kept[1])
 
 
-@every_back_end
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_combinations_onto_their_inputs(ops: Any, dtype: torch.dtype) -> None:
     x, y = torch.tensor([1.0, 2.0], dtype=dtype), torch.tensor([4.0, 8.0], dtype=dtype)
@@ -339,7 +328,6 @@ def test_linear_combinations_onto_their_inputs(ops: Any, dtype: torch.dtype) -> 
     assert y.tolist() == [16.0, 32.0]
 
 
-@every_back_end
 def test_each_product_is_rounded_in_its_own_precision(ops: Any) -> None:
     wide, narrow = torch.full((3,), 1 / 3, dtype=F64), torch.ones(3)
     for x, y in ((narrow, wide), (wide, narrow)):
@@ -348,10 +336,42 @@ def test_each_product_is_rounded_in_its_own_precision(ops: Any) -> None:
         assert target.tolist() == [1 + 1 / 3] * 3
 
 
+@pytest.mark.parametrize(("a", "b"), [(0.1, 3.0), (-0.7, 0.1)])
+def test_every_bit_is_the_references(ops: Any, a: float, b: float) -> None:
+    """No product is fused with a sum, and halves are split and joined as defined."""
+    kinds = list(itertools.product(DTYPES, (None, *DTYPES), LAYOUTS))[::3]
+    count = len(kinds)
+    shapes = [(33, 31), (5, 3, 4, 2), (0,), (1,)]
+    xs, ys, targets = [], [], []
+    for place, (kind, other, layout) in enumerate(kinds):
+        shape = shapes[place % 4 if place % 8 > 3 else place % 2]
+        xs.append(layout(values(place, shape, kind)))
+        ys.append(None if other is None else values(100 + place, shape, other))
+        targets.append(torch.zeros(shape, dtype=DTYPES[place % 3]))
+    wide = [x.float() for x in xs]
+    wide[0].view(-1)[:4] = torch.tensor([math.nan, -math.inf, 65519.9, 65520.0])
+    narrow = [torch.zeros(x.shape, dtype=(F16, BF16)[place % 2]) for place, x in enumerate(xs)]
+    found: list[list[Any]] = []
+    for back_end in (ops, REFERENCE):
+        sums, scaled, cast, back, added = map(clones, (targets, xs, targets, wide, wide))
+        halves, alone, low = *map(clones, (narrow, narrow)), [half.short() for half in narrow]
+        back_end.axpby_(sums, torch.tensor(a), xs, b, ys)
+        back_end.scale_add_(scaled, torch.tensor(b), [None] * count)
+        back_end.cast_copy_(xs, cast)
+        written = [t for t in (*halves, *low, *back) if t.numel()]
+        before = [t._version for t in written]
+        back_end.split_(wide, halves, low)
+        back_end.split_(wide, alone, [None] * count)
+        back_end.join_(halves, low, back)
+        assert all(t._version > was for t, was in zip(written, before, strict=True))
+        back_end.widen_add(halves, [torch.tensor(a)] * count, added)
+        found.append([*sums, *scaled, *cast, *halves, *alone, *low, *back, *added])
+    assert_all_same(*found)
+
+
 # -- norms -------------------------------------------------------------------------------------
 
 
-@every_back_end
 @few
 @given(grads=st.lists(tensors(), max_size=6), factor=st.none() | factors)
 def test_norms(ops: Any, grads: Tensors, factor: float | None) -> None:
@@ -372,7 +392,6 @@ def test_norms(ops: Any, grads: Tensors, factor: float | None) -> None:
     assert_within_ulps(total, exact, ULPS, computed=F32)
 
 
-@every_back_end
 def test_the_factor_comes_before_the_squares(ops: Any) -> None:
     large = torch.full((100,), 1e25)
     assert ops.l2norms([large], None, CPU).isinf().all()
@@ -382,7 +401,6 @@ def test_the_factor_comes_before_the_squares(ops: Any) -> None:
     assert ops.l2norm([half], [None], CPU).item() == pytest.approx(6550400.0, rel=1e-6)
 
 
-@every_back_end
 def test_norms_of_nothing(ops: Any) -> None:
     assert_same(ops.l2norms([], None, CPU), torch.zeros(0))
     assert_same(ops.l2norm([], [], CPU), torch.tensor(0.0))
@@ -467,7 +485,7 @@ def test_long_sums_keep_their_digits(ops: Any, threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@every_back_end
+@here
 def test_ten_thousand_tiny_tensors(ops: Any) -> None:
     joined = values(0, (15_000,), F32)
     grads = list(joined.split([index % 4 for index in range(10_000)]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import preamp
-from cases.back_ends import defaults, every_back_end
+from cases.back_ends import defaults
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import (
     BACKENDS,
@@ -66,7 +66,6 @@ class UnknownRule(Rule):
         return {}, {}
 
 
-@every_back_end
 def test_a_back_end_without_a_rule_fails_by_name(ops: Any) -> None:
     param = torch.ones(3)
     with pytest.raises(NotImplementedError, match="no kernel for UnknownRule"):
@@ -74,14 +73,6 @@ def test_a_back_end_without_a_rule_fails_by_name(ops: Any) -> None:
             [param], [param + 1], rule=UnknownRule(lr=0.1, weight_decay=0.0), update=Update()
         )
     assert param.tolist() == [1.0] * 3
-
-
-def test_triton_without_a_rule_fails_by_name(triton_ops: Any, device: torch.device) -> None:
-    param = torch.ones(3, device=device)
-    with pytest.raises(NotImplementedError, match="no kernel for UnknownRule"):
-        triton_ops.update_(
-            [param], [param + 1], rule=UnknownRule(lr=0.1, weight_decay=0.0), update=Update()
-        )
 
 
 @pytest.mark.parametrize(

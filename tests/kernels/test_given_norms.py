@@ -47,39 +47,39 @@ NOVOGRAD = NovoGradRule(
 RULES = {"lamb_": (LAMB, 2, 2), "lars_": (LARS, 1, 2), "novograd_": (NOVOGRAD, 1, 1)}
 
 
-def lists(states: int, device: torch.device, *, odd: bool = False) -> list[list[torch.Tensor]]:
+def lists(states: int, *, odd: bool = False) -> list[list[torch.Tensor]]:
     """Parameters, gradients and state; with ``odd``, one gradient lies in another order."""
     generator = torch.Generator().manual_seed(0)
     rows = [[torch.randn(s, generator=generator) for s in SHAPES] for _ in range(2 + states)]
     rows[2:] = [[value.abs() for value in row] for row in rows[2:]]
     if odd:
         rows[1][0] = rows[1][0].t().contiguous().t()
-    return [[value.to(device) for value in row] for row in rows]
+    return rows
 
 
-def run(ops: Any, op: str, device: torch.device, *, odd: bool) -> list[torch.Tensor]:
+def run(ops: Any, op: str, *, odd: bool) -> list[torch.Tensor]:
     rule, states, kinds = RULES[op]
-    rows = lists(states, device, odd=odd)
+    rows = lists(states, odd=odd)
     if op == "novograd_":
-        rows.append([torch.tensor(value, device=device) for value in (-1.0, -1.0, 2.0, 3.0)])
-    norms = torch.arange(1.0, 1.0 + kinds * len(SHAPES), device=device).view(kinds, -1)
-    update = Update(inv_scale=torch.tensor(0.5, device=device), norms=norms)
+        rows.append([torch.tensor(value) for value in (-1.0, -1.0, 2.0, 3.0)])
+    norms = torch.arange(1.0, 1.0 + kinds * len(SHAPES)).view(kinds, -1)
+    update = Update(inv_scale=torch.tensor(0.5), norms=norms)
     ops.update_(*rows, rule=rule, update=update)
     return [tensor for place, row in enumerate(rows) if place != 1 for tensor in row]
 
 
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("op", RULES)
-def test_given_norms_are_taken(ops: Any, device: torch.device, op: str, odd: bool) -> None:
-    pairs = zip(run(ops, op, device, odd=odd), run(REFERENCE, op, device, odd=odd), strict=True)
+def test_given_norms_are_taken(ops: Any, op: str, odd: bool) -> None:
+    pairs = zip(run(ops, op, odd=odd), run(REFERENCE, op, odd=odd), strict=True)
     for found, wanted in pairs:
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_measured_norms(ops: Any, device: torch.device, odd: bool) -> None:
-    rows = lists(2, device, odd=odd)
-    update = Update(step=3, inv_scale=torch.tensor(0.5, device=device))
+def test_measured_norms(ops: Any, odd: bool) -> None:
+    rows = lists(2, odd=odd)
+    update = Update(step=3, inv_scale=torch.tensor(0.5))
     found = ops.lamb_norms(*rows, rule=LAMB, update=update)
     assert found.shape == (2, len(SHAPES))
     assert float(found[:, 1].abs().max()) == 0.0
@@ -88,16 +88,16 @@ def test_measured_norms(ops: Any, device: torch.device, odd: bool) -> None:
 
 
 @pytest.mark.parametrize("op", RULES)
-def test_own_norms_given_change_nothing(ops: Any, device: torch.device, op: str) -> None:
+def test_own_norms_given_change_nothing(ops: Any, op: str) -> None:
     """Told the norms that it would measure, a rule does what it does without."""
     rule, states, _ = RULES[op]
     results: list[list[torch.Tensor]] = []
     for given in (True, False):
-        rows = lists(states, device)
+        rows = lists(states)
         measured = [torch.stack([value.norm() for value in rows[place]]) for place in (0, 1)]
         norms = {"lars_": torch.stack(measured), "novograd_": measured[1][None]}.get(op)
         if op == "novograd_":
-            rows.append([torch.tensor(2.0, device=device) for _ in SHAPES])
+            rows.append([torch.tensor(2.0) for _ in SHAPES])
         if op == "lamb_":
             norms = ops.lamb_norms(*rows, rule=rule, update=Update())
         ops.update_(*rows, rule=rule, update=Update(norms=norms if given else None))

@@ -30,20 +30,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from cases import layouts
 from cases.back_ends import JIT, REFERENCE
 from cases.rules import BF16, F16, F32, F64, ONE_EACH, ROWS
 from cases.selection import examples
 from cases.stored import STORAGES, Case, assert_bits
 from cases.tolerances import assert_same
-from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import Update, backend, dispatch, explain, places
 from preamp.kernels.jit import compiler, loops, words
 from preamp.kernels.jit import ops as jit_ops
 from preamp.kernels.jit.formats import Layout
 from preamp.kernels.places import addresses
-from preamp.kernels.rules import AdamRule, BiasCorrection, SgdRule
+from preamp.kernels.rules import AdamRule, BiasCorrection
 
 CPU = torch.device("cpu")
 ADAM = AdamRule(
@@ -377,105 +375,6 @@ def test_threads_outlive_the_main_one(tmp_path: Path) -> None:
     assert outcome(start(tmp_path, _LAST_STEPS)) == "4.0"
 
 
-# -- tensors of any kind -------------------------------------------------------------------------
-
-SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4, 5), (1030,), (loops.CHUNK + 3,)]
-ORDERED = (layouts.plain, layouts.unaligned, layouts.strided)
-"""The layouts in which memory has the elements in the same order, so that sums do too."""
-
-
-class Column:
-    """Makes lists of tensors of the same shapes, each tensor of which lies as is drawn."""
-
-    def __init__(self, data: st.DataObject, ways: Any = layouts.LAYOUTS) -> None:
-        self._ways = st.sampled_from(ways)
-        self._data = data
-        self._generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-        self.shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5))
-        self._same = data.draw(st.one_of(st.none(), self._ways))
-        self.threads = data.draw(st.integers(1, 4))
-
-    def make(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        dtype = self._data.draw(st.sampled_from((F16, BF16, F32, F64))) if dtype is None else dtype
-        made = [torch.randn(shape, generator=self._generator).to(dtype) for shape in self.shapes]
-        return [(self._same or self._data.draw(self._ways))(tensor) for tensor in made]
-
-
-def copies(lists: Any) -> Any:
-    """Of lists of tensors; laid out as these are."""
-    return [
-        [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in column]
-        for column in lists
-    ]
-
-
-@given(data=st.data(), row=st.sampled_from(ROWS))
-@settings(max_examples=examples(300))
-def test_tensors_that_lie_anyhow_are_updated_as_if_they_lay_in_order(data: Any, row: Any) -> None:
-    """Places that no kernel can walk as by the reference."""
-    column = Column(data, ORDERED if row.rule.takes_norms else layouts.LAYOUTS)
-    p, g = column.make(), column.make()
-    states = [column.make(math_dtype(p[0].dtype)) for _ in range(row.states)]
-    if row.rule.has_numbers:
-        states[-1] = [torch.tensor(0.5, dtype=math_dtype(p[0].dtype)) for _ in p]
-    elif row.states:
-        states[-1] = [tensor.abs() for tensor in states[-1]]
-    halves = (
-        column.make(data.draw(st.sampled_from((F16, BF16)))) if data.draw(st.booleans()) else []
-    )
-    given = [p, g, *states, halves]
-
-    def updated(ops: Any, lists: Any, threads: int) -> list[torch.Tensor]:
-        torch.set_num_threads(threads)
-        *own, halves = lists
-        told = Update(step=2, inv_scale=torch.tensor(0.5), halves=halves or None)
-        ops.update_(*own, rule=row.rule, update=told)
-        return [tensor for column in lists for tensor in column]
-
-    before = torch.get_num_threads()
-    try:
-        ours = updated(JIT, copies(given), column.threads)
-        in_order = updated(JIT, [[t.contiguous() for t in c] for c in copies(given)], 1)
-        by_reference = updated(REFERENCE, copies(given), 1)
-    finally:
-        torch.set_num_threads(before)
-    for found, one, other in zip(ours, in_order, by_reference, strict=True):
-        if not torch.equal(found.nan_to_num(7.0), one.nan_to_num(7.0)):
-            assert_same(found, other)
-
-
-@given(data=st.data())
-@settings(max_examples=examples(300))
-def test_tensors_that_lie_anyhow_are_combined_as_by_the_reference(data: Any) -> None:
-    column = Column(data)
-    a, b = data.draw(st.floats(-4, 4)), torch.tensor(data.draw(st.floats(-4, 4, width=32)))
-    xs, ys, targets = column.make(), column.make(), column.make()
-    addends: Any = [y if data.draw(st.booleans()) else None for y in ys]
-    halves, wides = column.make(BF16), column.make(F32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(column.threads)
-    try:
-        found: list[Any] = []
-        for ops in (JIT, REFERENCE):
-            out, scaled, wide, half, back = copies([targets, xs, wides, halves, wides])
-            low = [torch.zeros_like(each, dtype=torch.int16) for each in half]
-            ops.axpby_(out, a, xs, b, addends)
-            ops.scale_add_(scaled, b, [None] * len(xs))
-            copied = copies([targets])[0]
-            ops.cast_copy_(xs, copied)
-            widened = ops.widen_add(halves, [b] * len(xs), wide)
-            census = ops.census(xs, CPU)
-            counts = [tally.counts for tally in ops.tally(xs)]
-            ops.split_(wides, half, low)
-            ops.join_(half, low, back)
-            every = [*out, *scaled, *copied, *widened, census.max_abs, *counts, *half, *low, *back]
-            found.append(every)
-    finally:
-        torch.set_num_threads(before)
-    for ours, wanted in zip(*found, strict=True):
-        assert_same(ours, wanted)
-
-
 # -- what autograd is told, and what no kernel can take --------------------------------------------
 
 
@@ -525,15 +424,6 @@ def test_factors_of_one_element_are_numbers() -> None:
     targets = [torch.zeros(4) for _ in range(3)]
     with pytest.raises(ValueError, match="Lists of 3, 2 tensors were given"):
         JIT.axpby_(targets, torch.ones(2), targets, 1.0, [None] * 3)
-
-
-def test_sgd_without_momentum_leaves_its_buffers_alone() -> None:
-    rule = SgdRule(lr=0.1, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False)
-    buffer = torch.tensor([0.1], dtype=F64)
-    param = torch.ones(1)
-    JIT.update_([param], [torch.ones(1)], [buffer], rule=rule, update=Update(step=2))
-    assert (buffer.item(), buffer._version) == (0.1, 0)
-    assert param.item() == pytest.approx(0.9)
 
 
 def test_lists_that_do_not_fit_are_refused_in_a_skipped_step_too() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -55,31 +54,6 @@ def test_adagrad(
         assert_near(ours, wanted, math=math_of(grad, param, state))
 
 
-def test_adagrad_is_torchs() -> None:
-    params = [torch.nn.Parameter(p) for p in random_list([(3,), (2, 2)], torch.float64)]
-    optimizer = torch.optim.Adagrad(params, lr=0.1, eps=1e-6, weight_decay=0.1)
-    ours = [p.detach().clone() for p in params]
-    sums = [torch.zeros_like(p) for p in ours]
-    for step in range(4):
-        grads = random_list([(3,), (2, 2)], torch.float64, step + 1)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-        amp_C.multi_tensor_adagrad(65536, new_flag(), [grads, ours, sums], 0.1, 1e-6, 0, 0.1)
-    for param, value in zip(params, ours, strict=True):
-        torch.testing.assert_close(value, param.detach(), rtol=1e-12, atol=1e-14)
-
-
-def test_adagrad_refuses_an_unknown_mode() -> None:
-    text = (
-        "multi_tensor_adagrad: mode is -1. 0 is L2 regularisation, 1 is decoupled decay. "
-        "Pass 1 for the method called AdamW."
-    )
-    lists = [[torch.ones(1)] for _ in range(3)]
-    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-        amp_C.multi_tensor_adagrad(1, new_flag(), lists, 0.1, 1e-6, -1, 0.1)
-
-
 @pytest.mark.apex("8 multi_tensor_novograd")
 @settings(max_examples=examples(80))
 @given(
@@ -117,31 +91,3 @@ def test_novograd(
     floor = min(1.0, *(float(v) for v in wanted_norms))
     for ours, wanted in zip(lists[1:], (wanted_params, wanted_moments), strict=True):
         assert_near(ours, wanted, ulps=64 / (floor + 1e-3) ** 2)
-
-
-@pytest.mark.apex("8 multi_tensor_novograd")
-@pytest.mark.parametrize(
-    ("mode", "norm_type", "text"),
-    [
-        (
-            2,
-            2,
-            "multi_tensor_novograd: moment_mode is 2. 0 normalises and decays inside the moment, "
-            "1 outside. Pass 1 for the form in which the moment holds plain gradients.",
-        ),
-        (
-            0,
-            1,
-            "multi_tensor_novograd: norm_type is 1. 2 is the L2 norm, 0 the largest magnitude. "
-            "Pass 2 for the published method.",
-        ),
-    ],
-)
-def test_what_novograd_refuses(mode: int, norm_type: int, text: str) -> None:
-    lists = [[torch.ones(2)] for _ in range(3)]
-    norms = torch.ones(1)
-    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-        amp_C.multi_tensor_novograd(
-            1, new_flag(), lists, norms, 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, mode, norm_type
-        )
-    assert norms.item() == 1

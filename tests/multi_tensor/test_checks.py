@@ -24,18 +24,6 @@ def scale(lists: Any, flag: Any = None) -> None:
 
 REFUSED: list[tuple[str, list[list[Any]], str]] = [
     (
-        "too few lists",
-        [[ones(2)]],
-        "multi_tensor_scale got 1 tensor lists. It takes 2: in, out. "
-        "Pass them in this order as one list of lists.",
-    ),
-    (
-        "too many lists",
-        [[ones(2)], [ones(2)], [ones(2)]],
-        "multi_tensor_scale got 3 tensor lists. It takes 2: in, out. "
-        "Pass them in this order as one list of lists.",
-    ),
-    (
         "lengths",
         [[ones(2), ones(2)], [ones(2)]],
         "multi_tensor_scale got tensor lists of 2, 1 tensors. The lists of a call are equally "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,11 @@ def run(row: Row, lists: Any, device: str = "cpu", chunk: int = 65536) -> list[t
     return [*(result or ()), *(tensor for tensors in lists for tensor in tensors)]
 
 
+def changed(arguments: tuple[Any, ...], changes: dict[int, Any]) -> list[Any]:
+    """The arguments with others at some places."""
+    return [changes.get(place, argument) for place, argument in enumerate(arguments)]
+
+
 def test_every_op_has_a_row() -> None:
     named = {row.name for row in ROWS} - {"adam_mt"} | {"update_scale_hysteresis"}
     assert named == set(amp_C.__all__)
@@ -230,6 +236,30 @@ def test_a_gpu_is_never_waited_for(row: Row) -> None:
             torch.testing.assert_close(tensor.cpu(), other, rtol=1e-5, atol=1e-6)
 
 
+LOOKS_AT_THE_FLAG = ("sgd", "lars", "adam_capturable", "adam_capturable_master", "lamb_mp")
+
+
+@pytest.mark.apex("8 multi_tensor_sgd", "8 multi_tensor_adam_capturable", "8 multi_tensor_lamb_mp")
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "grads" in row.lists], ids=lambda row: row.name
+)
+def test_a_set_flag_stops_the_steps_that_look_at_it(row: Row) -> None:
+    """Of gradients that are not finite too; other steps neither read nor set it."""
+    stops = row.name.removeprefix("multi_tensor_") in LOOKS_AT_THE_FLAG
+    raised = {12: scalar(1.0, "cpu")} if row.name == "multi_tensor_lamb_mp" else {}
+    for flag, changes in ((1, {}), (0, raised), (1, raised)):
+        lists = lists_of(row)
+        lists += [[tensor.half() for tensor in lists[0]] for _ in row.optional]
+        lists[row.lists.index("grads")][0][0] = torch.inf
+        before = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        noop_flag = new_flag(flag)
+        row.op(65536, noop_flag, lists, *changed(row.arguments(len(SHAPES), "cpu"), changes))
+        assert noop_flag.item() == flag
+        pairs = zip(itertools.chain(*lists), itertools.chain(*before), strict=True)
+        is_kept = all(torch.equal(ours, old) for ours, old in pairs)
+        assert is_kept == (stops and bool(flag or changes))
+
+
 def test_the_scale_is_never_read_by_its_update() -> None:
     counts = [torch.zeros(1, dtype=torch.int32, device="meta") for _ in range(2)]
     scale, found_inf = (torch.ones(1, device="meta") for _ in range(2))
@@ -265,3 +295,70 @@ def test_nothing_is_changed_by_a_call_that_is_refused(row: Row) -> None:
     for ours, old in zip(lists, before, strict=True):
         for tensor, was in zip(ours, old, strict=True):
             assert_same(tensor, was)
+
+
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+DECAYS = "0 is L2 regularisation, 1 is decoupled decay. Pass 1 for the method called AdamW."
+EARLY = (
+    "params and moments are float32, or all float64; grads and outputs are the same or float16 or "
+    "bfloat16. Keep float32 masters of half parameters."
+)
+
+
+def wants(name: str, dtype: str, count: int = 1) -> str:
+    return (
+        f"{name} is a contiguous {dtype} tensor with numel {count} on cpu. "
+        f"Make it with torch.zeros({count}, dtype=torch.{dtype}, device='cpu')."
+    )
+
+
+REFUSED: list[tuple[str, dict[int, Any], tuple[torch.dtype, ...], str]] = [
+    ("multi_tensor_axpby", {2: 2}, (F32,) * 3,
+     "arg_to_check is 2. 0 checks x, 1 checks y, -1 both. Pass -1 if unsure."),
+    ("multi_tensor_adam", {}, (F16, F16, F16, F32),
+     "exp_avgs are float16. They are float32 for float16 params. "
+     "Convert them with .to(torch.float32) after loading a checkpoint."),
+    ("multi_tensor_adam", {}, (F16, F16, F32, F16),
+     "exp_avg_sqs are float16. They are float32 for float16 params. "
+     "Convert them with .to(torch.float32) after loading a checkpoint."),
+    ("multi_tensor_adam", {5: 2}, (F32,) * 4, f"mode is 2. {DECAYS}"),
+    ("multi_tensor_adagrad", {2: -1}, (F32,) * 3, f"mode is -1. {DECAYS}"),
+    ("multi_tensor_adam_capturable", {0: 1}, (F32,) * 4, f"lr is an int. {wants('lr', 'float32')}"),
+    ("multi_tensor_adam_capturable", {4: 1}, (F32,) * 4,
+     f"step is an int. {wants('step', 'int32')}"),
+    ("multi_tensor_adam_capturable", {8: 1}, (F32,) * 4,
+     f"inv_scale is an int. {wants('inv_scale', 'float32')}"),
+    ("multi_tensor_lamb", {9: 4.0}, (F32,) * 4,
+     f"global_grad_norm is a float. {wants('global_grad_norm', 'float32')}"),
+    ("multi_tensor_lars", {0: torch.ones(3)}, (F32,) * 3,
+     f"grad_norms is float32 of shape (3,) on cpu. {wants('grad_norms', 'float32', 2)}"),
+    ("multi_tensor_lars", {1: torch.ones(3)}, (F32,) * 3,
+     f"param_norms is float32 of shape (3,) on cpu. {wants('param_norms', 'float32', 2)}"),
+    ("multi_tensor_novograd", {9: 2}, (F32,) * 3,
+     "moment_mode is 2. 0 normalises and decays inside the moment, 1 outside. "
+     "Pass 1 for the form in which the moment holds plain gradients."),
+    ("multi_tensor_novograd", {10: 1}, (F32,) * 3,
+     "norm_type is 1. 2 is the L2 norm, 0 the largest magnitude. Pass 2 for the published method."),
+    ("adam_mt", {}, (F16, F32, F32, F16),
+     f"the lists are float16, float32, float32, float16. {EARLY}"),
+    ("adam_mt", {}, (F32, F32, F32, F64),
+     f"the lists are float32, float32, float32, float64. {EARLY}"),
+    ("adam_mt", {6: 2}, (F32, F32, F32, F16),
+     "eps_mode is 2. 0 adds eps inside the root, 1 outside. Pass 1 for the published method."),
+]  # fmt: skip
+
+
+@pytest.mark.apex(
+    "8 multi_tensor_adam", "8 multi_tensor_lars", "8 multi_tensor_novograd",
+    "8 fused_adam_cuda.adam", "10 A-15",
+)  # fmt: skip
+@pytest.mark.parametrize(("name", "changes", "dtypes", "text"), REFUSED)
+def test_what_one_op_refuses(
+    name: str, changes: dict[int, Any], dtypes: tuple[torch.dtype, ...], text: str
+) -> None:
+    row = next(row for row in ROWS if row.name == name)
+    lists = [[torch.ones(2, dtype=dtype) for _ in range(2)] for dtype in dtypes]
+    error = TypeError if re.search(r" is an? (int|float)\. ", text) else RuntimeError
+    with pytest.raises(error, match=f"^{re.escape(f'{name}: {text}')}$"):
+        row.op(65536, new_flag(), lists, *changed(row.arguments(2, "cpu"), changes))
+    assert all(tensor.tolist() == [1.0, 1.0] for tensors in lists for tensor in tensors)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor.strategies import (
-    CHUNKS,
     DTYPES,
     assert_rounded,
     copies,
@@ -112,18 +111,6 @@ def test_a_scale_on_the_device() -> None:
         amp_C.multi_tensor_scale(65536, new_flag(), [[values], [values]], torch.ones(2))
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_the_chunk_size_changes_nothing(chunk: int) -> None:
-    x = random_list([(101,), (2, 3)], torch.float16)
-    out, wanted = copies(x), copies(x)
-    amp_C.multi_tensor_scale(chunk, new_flag(), [x, out], 0.3)
-    amp_C.multi_tensor_scale(65536, new_flag(), [x, wanted], 0.3)
-    for ours, theirs in zip(out, wanted, strict=True):
-        assert_same(ours, theirs)
-    norm = amp_C.multi_tensor_l2norm(chunk, new_flag(), [x])[0]
-    assert_same(norm, amp_C.multi_tensor_l2norm(65536, new_flag(), [x])[0])
-
-
 # -- axpby -----------------------------------------------------------------------------------
 
 
@@ -174,13 +161,3 @@ def test_axpby_flags_what_it_is_told_to_check(
         amp_C.multi_tensor_axpby(65536, flag, [*inputs, outs], 1.0, 1.0, arg_to_check)
         assert flag.item() == (arg_to_check in (-1, bad))
         assert not all(torch.isfinite(out).all() for out in outs)
-
-
-def test_axpby_refuses_another_argument_to_check() -> None:
-    lists = [[torch.ones(2)], [torch.ones(2)], [torch.zeros(2)]]
-    text = (
-        "multi_tensor_axpby: arg_to_check is 2. 0 checks x, 1 checks y, -1 both. Pass -1 if unsure."
-    )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-        amp_C.multi_tensor_axpby(65536, new_flag(), lists, 1.0, 1.0, 2)
-    assert lists[2][0].tolist() == [0.0, 0.0]

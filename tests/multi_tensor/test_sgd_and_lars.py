@@ -76,61 +76,6 @@ def test_sgd(kinds: Any, shapes: Any, seed: int, layout: str, scale: float, **op
         assert_same(half, param.to(half.dtype))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"momentum": 0.0},
-        {"momentum": 0.9, "dampening": 0.2},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.9, "weight_decay": 0.1},
-    ],
-)
-def test_sgd_is_torchs(options: dict[str, Any]) -> None:
-    params = [torch.nn.Parameter(p) for p in random_list([(3,), (2, 2)], F64)]
-    optimizer = torch.optim.SGD(params, lr=0.1, **options)
-    ours = [p.detach().clone() for p in params]
-    buffers = [torch.zeros_like(p) for p in ours]
-    o = {"dampening": 0.0, "nesterov": False, "weight_decay": 0.0, **options}
-    for step in range(4):
-        grads = random_list([(3,), (2, 2)], F64, step + 1)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-        amp_C.multi_tensor_sgd(
-            65536, new_flag(), [grads, ours, buffers], o["weight_decay"], o["momentum"],
-            o["dampening"], 0.1, o["nesterov"], step == 0, False, 1.0,
-        )  # fmt: skip
-    for param, value in zip(params, ours, strict=True):
-        torch.testing.assert_close(value, param.detach(), rtol=1e-12, atol=1e-14)
-
-
-def test_buffers_stay_as_they_are_without_momentum() -> None:
-    lists = [random_list([(3,)], F32, n) for n in range(3)]
-    before = lists[2][0].clone()
-    amp_C.multi_tensor_sgd(65536, new_flag(), lists, 0.1, 0.0, 0.0, 0.1, False, True, False, 1.0)
-    assert_same(lists[2][0], before)
-
-
-@pytest.mark.apex("8 multi_tensor_sgd")
-@pytest.mark.parametrize("op", ["sgd", "lars"])
-def test_a_set_flag_stops_the_step(op: str) -> None:
-    lists = [random_list([(3,), ()], kind, n) for n, kind in enumerate(SIGNATURES[4])]
-    lists[0][0][1] = torch.inf
-    before = [copies(tensors) for tensors in lists]
-    flag = new_flag(1)
-    if op == "sgd":
-        options = (0.1, 0.9, 0.0, 0.1, False, False, False, 1.0)
-        amp_C.multi_tensor_sgd(65536, flag, lists, *options)
-    else:
-        norms = torch.ones(2), torch.ones(2)
-        options = (0.1, 0.001, 0.0, 0.1, 0.9, 0.0, False, False, False, 1.0, False)
-        amp_C.multi_tensor_lars(65536, flag, lists, *norms, *options)
-    assert flag.item() == 1
-    for ours, old in zip(lists, before, strict=True):
-        for tensor, was in zip(ours, old, strict=True):
-            assert_same(tensor, was)
-
-
 def refused() -> list[tuple[torch.dtype, ...]]:
     every = [*itertools.product(DTYPES, repeat=3), *itertools.product(DTYPES, repeat=4)]
     return [kinds for kinds in every if kinds not in SIGNATURES]
@@ -201,31 +146,3 @@ def test_lars(
         assert_near(ours, wanted)
     for copy, p in zip(*lists[3:], params if half else [], strict=False):
         assert_same(copy, p.to(copy.dtype))
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_lars_takes_plain_steps_where_a_norm_is_zero(zero: int) -> None:
-    grad, param = (torch.full((2,), float(n != zero)) for n in range(2))
-    norms = [tensor.norm().view(1) for tensor in (grad, param)]
-    wanted = param - 0.5 * (grad + 0.25 * param)
-    lists = [[grad], [param], [torch.zeros(2)]]
-    options = (0.5, 0.001, 0.0, 0.25, 0.9, 0.0, False, True, False, 1.0, False)
-    amp_C.multi_tensor_lars(65536, new_flag(), lists, *norms, *options)
-    assert_same(param, wanted)
-
-
-@pytest.mark.apex("8 multi_tensor_lars")
-@pytest.mark.parametrize("name", ["grad_norms", "param_norms"])
-def test_lars_wants_one_norm_for_each_tensor(name: str) -> None:
-    norms = {"grad_norms": torch.ones(1), "param_norms": torch.ones(1), name: torch.ones(2)}
-    text = (
-        f"multi_tensor_lars: {name} is float32 of shape (2,) on cpu. {name} is a contiguous "
-        "float32 tensor with numel 1 on cpu. "
-        "Make it with torch.zeros(1, dtype=torch.float32, device='cpu')."
-    )
-    lists = [[torch.ones(3)] for _ in range(3)]
-    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-        amp_C.multi_tensor_lars(
-            1, new_flag(), lists, norms["grad_norms"], norms["param_norms"], 0.1, 0.5, 0.0, 0.0,
-            0.0, 0.0, False, False, False, 1.0, False,
-        )  # fmt: skip
