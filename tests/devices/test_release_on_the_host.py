@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from devices.host_runs import KINDS, WITH_MASTERS, Kept, assert_same, count_on_d
 from devices.host_runs import Run as HostRun
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import staged
+from preamp.numerics import NumericsRecord, OverflowRecord
 from preamp.optimizers import FusedAdam, FusedLion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -41,8 +43,9 @@ def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run(HostRun):
     """Releases gradients at the host."""
 
-    def __init__(self, place: str, kept: Kept, kind: str = "FusedLion") -> None:
-        super().__init__(place, kept, kind, norm=nn.BatchNorm1d, releases=place == "host")
+    def __init__(self, place: str, kept: Kept, kind: str = "FusedLion", **options: Any) -> None:
+        releases = place == "host"
+        super().__init__(place, kept, kind, norm=nn.BatchNorm1d, releases=releases, **options)
         count_on_device(self)
 
     def away(self) -> list[bool]:
@@ -94,6 +97,52 @@ def overflowing(run: Run) -> None:
         run.end()
 
 
+def delayed(run: Run) -> None:
+    """Gradients stay scaled until the last backward; they may be dropped or zeroed before."""
+    drops: list[Callable[[], Any]] = [
+        lambda: None,
+        run.optimizer.zero_grad,
+        lambda: run.optimizer.zero_grad(set_to_none=False),
+        lambda: run.net.zero_grad(set_to_none=False),
+        lambda: None,
+    ]
+    for drop in drops:
+        for delays in (False, True, True):
+            with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=delays) as scaled:
+                scaled.backward()
+        drop()
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def reached_in_part(run: Run) -> None:
+    """A delayed backward reaches one layer alone."""
+    for _ in range(3):
+        run.backward()
+        for delays in (True, False):
+            loss = run.net[3](torch.ones(2, 256).cuda()).float().square().mean()
+            options: Any = {"delay_unscale": delays}
+            with preamp.scale_loss(loss, run.optimizer, **options) as scaled:
+                scaled.backward()
+        run.end()
+
+
+def by_a_scaler(run: Run) -> None:
+    scaler = preamp.GradScaler(run.optimizer)
+    for number in range(6):
+        factor = float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0
+        for part in (factor, 0.5)[: 1 + number % 2]:
+            scaler.scale(run.loss(part)).backward()
+        if number in (1, 4):
+            scaler.unscale_(run.optimizer)
+        if number > 2:
+            preamp.clip_grad_norm_(run.optimizer, 0.5)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
 def dropped(run: Run) -> None:
     """By the script, the optimizer, or a body that raises."""
     run.steps(2)
@@ -128,7 +177,7 @@ def test_the_host_trains_as_the_device(kept: Kept, kind: str, train: Callable[[R
     assert host.engine.steps_skipped == device.engine.steps_skipped
 
 
-@pytest.mark.parametrize("train", [twice_in_a_block])
+@pytest.mark.parametrize("train", [twice_in_a_block, delayed, reached_in_part, by_a_scaler])
 @pytest.mark.parametrize("kept", EVERY, ids=ids)
 def test_unusual_loops(kept: Kept, train: Callable[[Run], None]) -> None:
     device, host = Run("device", kept), Run("host", kept)
@@ -220,6 +269,26 @@ def test_a_checkpoint_goes_on_at_either_place(
         run.steps()
     assert_same(first, second)
     assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
+
+
+@pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_a_checkpoint_has_gradients_left_scaled(
+    kept: Kept, way: tuple[str, str], tmp_path: Path
+) -> None:
+    first, second = Run(way[0], kept), Run(way[1], kept)
+    first.steps()
+    first.backward()
+    with preamp.scale_loss(first.loss(), first.optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
+    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
+    second.number = first.number
+    for run in (first, second):
+        run.backward()
+        run.end()
+        run.steps(1)
+    assert_same(first, second)
 
 
 @with_masters
@@ -439,15 +508,36 @@ def test_explain_says_where_things_are() -> None:
     assert "storage: each gradient goes to the host as soon as it is made" in text
 
 
-def test_what_reads_gradients_on_the_device_is_refused() -> None:
-    run = Run("host", ("O5", "full"))
-    run.steps()
-    calls: list[Callable[[], Any]] = [
-        lambda: preamp.GradScaler(run.optimizer),
-        run.engine.trace_overflow,
-        lambda: preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=True).__enter__(),
-    ]
-    for call in calls:
-        with pytest.raises(PreampStateError, match="waits there for its step"):
-            call()
-    run.steps(1)
+@pytest.mark.parametrize("numerics", ["light", "full"])
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
+    """Of gradients and weights, of weights that a step left unchanged, of a skipped step."""
+    runs = [Run(place, kept, numerics=numerics, numerics_every=1) for place in ("device", "host")]
+    for run in runs:
+        overflowing(run)
+        with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+        run.backward()
+        run.end()
+        run.loss().backward()  # outside of a block
+        run.end()
+    records = [[*run.engine.history.of(NumericsRecord)] for run in runs]
+    device, host = ([tensor for record in own for tensor in record.tensors] for own in records)
+    assert [record.step for record in records[0]] == [1, 2, 3, 4, 5, 6, 7]
+    assert len(device) == 7 * 6 * (2 if numerics == "full" else 1)
+    assert [one.rms for one in host] == pytest.approx([one.rms for one in device], rel=1e-5)
+    assert [replace(one, rms=0) for one in host] == [replace(one, rms=0) for one in device]
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_an_overflow_is_traced_as_on_the_device(kept: Kept) -> None:
+    found: list[list[OverflowRecord]] = []
+    runs = [Run(place, kept, overflow="trace") for place in ("device", "host")]
+    for run in runs:
+        run.steps(2)
+        run.backward(float("inf"))
+        run.end()
+        found.append([cause.to_record() for cause in run.engine.overflow_causes])
+    assert repr(found[0]) == repr(found[1])  # nan is unlike itself
+    assert [record.trace is not None for record in found[0]] == [True]

@@ -139,12 +139,12 @@ def _check_release(
         if len(set(params)) < len(params):
             why = "the second one would need its gradient later"
             raise _refused("optimizers that share a parameter", why)
+        if recording.numerics != "off" or policy.overflow == "trace":
+            what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
+            raise _refused(what, "this reads them once a backward has ended")
     if splits.given:
         raise _refused("process_groups", "norms and overflow of all ranks come after the backward")
     check_no_ranks()
-    if recording.numerics != "off" or policy.overflow == "trace":
-        what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
-        raise _refused(what, "this reads them once a backward has ended")
 
 
 def check_releases(optimizer: torch.optim.Optimizer) -> None:

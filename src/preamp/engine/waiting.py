@@ -49,7 +49,7 @@ class Waiting:
         for undo in (engine.undo, *map(engine.undo_of, engine.models)):
             undo.push(self._remove)
         engine.events.block_begins.append(self._hook)
-        engine.events.block_over.append(self._send_rest)
+        engine.events.gradients_made.append(self._send_rest)
 
     def _hook(self, block: Backward) -> None:
         """Hook what the block's optimizers update on a device, once."""
@@ -70,9 +70,9 @@ class Waiting:
                 ]
                 self._hooked[id(leaf)] = leaf, handles
 
-    def _send_rest(self, block: Backward) -> None:
+    def _send_rest(self, block: Backward, are_left_scaled: bool) -> None:
         """Wait for all; send what came back for a backward that added nothing."""
-        del block
+        del block, are_left_scaled
         for leaf, _ in self._hooked.values():
             self.send(leaf)
             values_of(leaf.grad)
