@@ -23,6 +23,7 @@ import preamp
 from cases.levels import LEVELS
 from devices.host_runs import KINDS, WITH_MASTERS, Kept, assert_same, count_on_device, ids
 from devices.host_runs import Run as HostRun
+from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import staged
 from preamp.numerics import NumericsRecord, OverflowRecord
@@ -207,6 +208,48 @@ def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
         run.end()
 
 
+def values_on_host(run: Run) -> list[torch.Tensor]:
+    return [values_of(param.grad) for param in run.net.parameters()]
+
+
+def places_on_host(run: Run) -> list[int]:
+    return [values.data_ptr() for values in values_on_host(run)]
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_memory_on_the_host_stays_from_step_to_step(kept: Kept) -> None:
+    run = Run("host", kept)
+    places: list[list[int]] = []
+    counts: list[int] = []
+    for _ in range(4):
+        run.backward()
+        places.append(places_on_host(run))
+        run.end()
+        counts.append(preamp.count_memory(run.engine)["gradients on the host"])
+    assert places == [places[0]] * 4
+    assert counts == [sum(param.nbytes for param in run.net.parameters())] * 4
+    run.engine.close()
+    assert "gradients on the host" not in preamp.count_memory(run.engine)
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_gradients_that_somebody_holds_stay_as_they_are(kept: Kept) -> None:
+    """The next ones get other memory, which is kept from then on."""
+    run = Run("host", kept)
+    run.steps(1)
+    run.backward()
+    held = [param.grad for param in run.net.parameters()]
+    before = [values.clone() for values in values_on_host(run)]
+    run.end()
+    run.backward()
+    places = places_on_host(run)
+    run.end()
+    pairs = zip(map(values_of, held), before, strict=True)
+    assert [torch.equal(now, then) for now, then in pairs] == [True] * 6
+    run.backward()
+    assert places_on_host(run) == places
+
+
 def test_gradients_go_one_after_the_other() -> None:
     """There are that at hand and two on their way at most, in an accumulation too."""
     net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]).cuda()
@@ -269,6 +312,23 @@ def test_a_checkpoint_goes_on_at_either_place(
         run.steps()
     assert_same(first, second)
     assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path: Path) -> None:
+    """They take the memory of those that are saved."""
+    first, second = Run("host", kept), Run("host", kept)
+    for run in (first, second):
+        run.steps()
+        run.backward()
+    saving = preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer, asynchronous=True)
+    first.end()
+    first.steps(2)
+    saving.wait()
+    preamp.load_checkpoint(tmp_path / "run", first.net, first.optimizer, rng=False)
+    second.end()
+    first.end()
+    assert_same(first, second)
 
 
 @pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)

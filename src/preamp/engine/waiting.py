@@ -7,7 +7,8 @@ still, for all that books are kept of: versions, what a script drops or zeroes, 
 Ops find the values (`core.away`), so looking for overflow, norms, sums and updates are the host's.
 
 Values go through two pinned buffers on a stream of their own, beside the backward. The host waits
-for a copy when its buffer is needed again: it is never further ahead than that.
+for a copy when its buffer is needed again: it is never further ahead than that. The host's memory
+of each gradient is kept from step to step, since taking it anew costs more than the copy.
 
 Another backward in the same block adds to a gradient in place, so its values come back for it.
 """
@@ -42,6 +43,7 @@ class Waiting:
         self._engine = engine
         self._hooked: dict[int, tuple[torch.Tensor, list[RemovableHandle]]] = {}
         self._roads: dict[torch.device, _Road] = {}  # while a block is open
+        self._users: dict[int, weakref.ref[torch.Tensor]] = {}  # of memory kept, by id of the leaf
 
     def attach(self) -> None:
         """Hook the parameters, until the engine is closed or hands a model over."""
@@ -88,13 +90,24 @@ class Waiting:
         grad = leaf.grad
         if grad is None or is_away(grad) or grad.requires_grad or grad.layout is not torch.strided:
             return
-        values = torch.empty_like(grad, device="cpu")
+        values = self._room_for(leaf, grad)
         road = self._roads.get(grad.device)
         if road is not None and 0 < grad.nbytes <= road.size:
             road.send(grad, values)
             leave(grad, values, road.arrive)
         else:
             leave(grad, values.copy_(grad))
+
+    def _room_for(self, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Memory for the values of ``grad``: that of the latest one, unless somebody holds it."""
+        kept, user = self._engine.kept_on_host, self._users.get(id(leaf))
+        room = kept.get(id(leaf))
+        is_free = user is not None and user() is None
+        if room is None or not is_free or (room.numel(), room.dtype) != (grad.numel(), grad.dtype):
+            room = kept[id(leaf)] = torch.empty(grad.numel(), dtype=grad.dtype, device="cpu")
+        values = laid_as(grad, room)
+        self._users[id(leaf)] = weakref.ref(values)
+        return values
 
     def _remove(self) -> None:
         for leaf, handles in self._hooked.values():
@@ -103,6 +116,7 @@ class Waiting:
             if leaf.grad is not None:
                 bring_back(leaf.grad)
         self._hooked.clear()
+        self._engine.kept_on_host.clear()
 
 
 def _make_room(own: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
