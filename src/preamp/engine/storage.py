@@ -107,7 +107,8 @@ def _reserve_for_host(optimizers: Sequence[torch.optim.Optimizer], *, has_master
     """Take the pinned memory that steps will need, or raise `PreampUnavailableError`."""
     sizes: dict[torch.device, list[int]] = {}
     for param in [p for o in optimizers for group in o.param_groups for p in group["params"]]:
-        if param.is_cuda:  # halves of a float32 weight and its gradient are as large as the weight
+        if param.is_cuda and param.requires_grad:
+            # Halves of a float32 weight and its gradient are as large as the weight
             size = local_of(param).numel() * (4 if has_masters else 2 * param.element_size())
             sizes.setdefault(param.device, []).append(size)
     for device, own in sizes.items():

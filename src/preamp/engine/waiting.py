@@ -31,7 +31,7 @@ from preamp.engine.events import Backward
 from preamp.engine.storage import check_no_ranks
 from preamp.kernels import check_not_captured
 
-_AT_ONCE: Final = 2
+AT_ONCE: Final = 2
 """Gradients that may be on their way: one comes while the next is made."""
 
 
@@ -157,10 +157,10 @@ class _Road:
     def __init__(self, device: torch.device, size: int) -> None:
         """Take pinned memory for gradients of at most ``size`` bytes."""
         self.size = size
-        allowed = f"gradients on their way need {_AT_ONCE} times {size} bytes of it"
+        allowed = f"gradients on their way need {AT_ONCE} times {size} bytes of it"
         do = "Give the process more memory that it may lock (ulimit -l), or keep gradients on the "
         do += "device: pass a storage without release_gradients"
-        buffers = [pinned(size, f"copies of {device}", allowed, do) for _ in range(_AT_ONCE)]
+        buffers = [pinned(size, f"copies of {device}", allowed, do) for _ in range(AT_ONCE)]
         self._slots = [_Slot(buffer) for buffer in buffers]
         self._next = itertools.cycle(self._slots)
         self._stream = torch.cuda.Stream(device)
