@@ -54,6 +54,7 @@ class Run:
         *,
         norm: type[nn.Module] = nn.LayerNorm,
         releases: bool = False,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(16, 256), norm(256), nn.GELU(), nn.Linear(256, 4)).cuda()
@@ -67,6 +68,7 @@ class Run:
             storage=preamp.Storage(**keeps),
             backend="reference",
             verbosity=0,
+            **options,
         )
         self.engine = preamp.engine_of(self.net)
         self.number = 0

@@ -11,19 +11,23 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import preamp
 from cases.levels import LEVELS
 from devices.host_runs import KINDS, WITH_MASTERS, Kept, assert_same, count_on_device, ids
 from devices.host_runs import Run as HostRun
+from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import staged
+from preamp.numerics import NumericsRecord, OverflowRecord
 from preamp.optimizers import FusedAdam, FusedLion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -41,8 +45,9 @@ def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run(HostRun):
     """Releases gradients at the host."""
 
-    def __init__(self, place: str, kept: Kept, kind: str = "FusedLion") -> None:
-        super().__init__(place, kept, kind, norm=nn.BatchNorm1d, releases=place == "host")
+    def __init__(self, place: str, kept: Kept, kind: str = "FusedLion", **options: Any) -> None:
+        releases = place == "host"
+        super().__init__(place, kept, kind, norm=nn.BatchNorm1d, releases=releases, **options)
         count_on_device(self)
 
     def away(self) -> list[bool]:
@@ -71,6 +76,16 @@ def clipped(run: Run) -> None:
         run.end()
 
 
+def clipped_in_parts(run: Run) -> None:
+    """By norms of other orders too."""
+    for _ in range(3):
+        run.backward()
+        preamp.clip_grad_norm_(run.net[0].parameters(), 0.1)
+        preamp.clip_grad_norm_(run.net.parameters(), 0.3, norm_type=float("inf"))
+        preamp.clip_grad_norm_(run.optimizer, 0.2, norm_type=1.0)
+        run.end()
+
+
 def accumulated(run: Run) -> None:
     for _ in range(3):
         run.backward()
@@ -92,6 +107,52 @@ def overflowing(run: Run) -> None:
     for number in range(5):
         run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
         run.end()
+
+
+def delayed(run: Run) -> None:
+    """Gradients stay scaled until the last backward; they may be dropped or zeroed before."""
+    drops: list[Callable[[], Any]] = [
+        lambda: None,
+        run.optimizer.zero_grad,
+        lambda: run.optimizer.zero_grad(set_to_none=False),
+        lambda: run.net.zero_grad(set_to_none=False),
+        lambda: None,
+    ]
+    for drop in drops:
+        for delays in (False, True, True):
+            with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=delays) as scaled:
+                scaled.backward()
+        drop()
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def reached_in_part(run: Run) -> None:
+    """A delayed backward reaches one layer alone."""
+    for _ in range(3):
+        run.backward()
+        for delays in (True, False):
+            loss = run.net[3](torch.ones(2, 256).cuda()).float().square().mean()
+            options: Any = {"delay_unscale": delays}
+            with preamp.scale_loss(loss, run.optimizer, **options) as scaled:
+                scaled.backward()
+        run.end()
+
+
+def by_a_scaler(run: Run) -> None:
+    scaler = preamp.GradScaler(run.optimizer)
+    for number in range(6):
+        factor = float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0
+        for part in (factor, 0.5)[: 1 + number % 2]:
+            scaler.scale(run.loss(part)).backward()
+        if number in (1, 4):
+            scaler.unscale_(run.optimizer)
+        if number > 2:
+            preamp.clip_grad_norm_(run.optimizer, 0.5)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad(set_to_none=number % 2 == 0)
 
 
 def dropped(run: Run) -> None:
@@ -128,7 +189,10 @@ def test_the_host_trains_as_the_device(kept: Kept, kind: str, train: Callable[[R
     assert host.engine.steps_skipped == device.engine.steps_skipped
 
 
-@pytest.mark.parametrize("train", [twice_in_a_block])
+UNUSUAL = [clipped_in_parts, twice_in_a_block, delayed, reached_in_part, by_a_scaler]
+
+
+@pytest.mark.parametrize("train", UNUSUAL)
 @pytest.mark.parametrize("kept", EVERY, ids=ids)
 def test_unusual_loops(kept: Kept, train: Callable[[Run], None]) -> None:
     device, host = Run("device", kept), Run("host", kept)
@@ -156,6 +220,48 @@ def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
             assert counted["gradients on the host"] > 0
             assert 0 <= on_device() - before - weights < 400  # single numbers
         run.end()
+
+
+def values_on_host(run: Run) -> list[torch.Tensor]:
+    return [values_of(param.grad) for param in run.net.parameters()]
+
+
+def places_on_host(run: Run) -> list[int]:
+    return [values.data_ptr() for values in values_on_host(run)]
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_memory_on_the_host_stays_from_step_to_step(kept: Kept) -> None:
+    run = Run("host", kept)
+    places: list[list[int]] = []
+    counts: list[int] = []
+    for _ in range(4):
+        run.backward()
+        places.append(places_on_host(run))
+        run.end()
+        counts.append(preamp.count_memory(run.engine)["gradients on the host"])
+    assert places == [places[0]] * 4
+    assert counts == [sum(param.nbytes for param in run.net.parameters())] * 4
+    run.engine.close()
+    assert "gradients on the host" not in preamp.count_memory(run.engine)
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_gradients_that_somebody_holds_stay_as_they_are(kept: Kept) -> None:
+    """The next ones get other memory, which is kept from then on."""
+    run = Run("host", kept)
+    run.steps(1)
+    run.backward()
+    held = [param.grad for param in run.net.parameters()]
+    before = [values.clone() for values in values_on_host(run)]
+    run.end()
+    run.backward()
+    places = places_on_host(run)
+    run.end()
+    pairs = zip(map(values_of, held), before, strict=True)
+    assert [torch.equal(now, then) for now, then in pairs] == [True] * 6
+    run.backward()
+    assert places_on_host(run) == places
 
 
 def test_gradients_go_one_after_the_other() -> None:
@@ -222,6 +328,43 @@ def test_a_checkpoint_goes_on_at_either_place(
     assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
 
 
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path: Path) -> None:
+    """They take the memory of those that are saved."""
+    first, second = Run("host", kept), Run("host", kept)
+    for run in (first, second):
+        run.steps()
+        run.backward()
+    saving = preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer, asynchronous=True)
+    first.end()
+    first.steps(2)
+    saving.wait()
+    preamp.load_checkpoint(tmp_path / "run", first.net, first.optimizer, rng=False)
+    second.end()
+    first.end()
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_a_checkpoint_has_gradients_left_scaled(
+    kept: Kept, way: tuple[str, str], tmp_path: Path
+) -> None:
+    first, second = Run(way[0], kept), Run(way[1], kept)
+    first.steps()
+    first.backward()
+    with preamp.scale_loss(first.loss(), first.optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
+    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
+    second.number = first.number
+    for run in (first, second):
+        run.backward()
+        run.end()
+        run.steps(1)
+    assert_same(first, second)
+
+
 @with_masters
 def test_close_gives_all_back(kept: Kept) -> None:
     run = Run("host", kept)
@@ -234,6 +377,93 @@ def test_close_gives_all_back(kept: Kept) -> None:
     run.net(torch.ones(2, 16).cuda()).sum().backward()
     assert run.away() == [False] * 6
     run.end()
+
+
+class Layer(nn.Module):
+    """A linear layer of frozen weights, and beside it one of low rank that is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(requires_grad=False)
+        self.down = nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + nn.functional.gelu(self.frozen(normed) + self.up(self.down(normed)))
+
+
+class Language(nn.Module):
+    """Layers that are computed again in the backward, between tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.head.weight = self.tokens.weight
+        self.layers = nn.ModuleList(Layer(32) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class FineTuning:
+    """Two optimizers that accumulate and clip."""
+
+    def __init__(self, place: Any, level: str) -> None:
+        torch.manual_seed(0)
+        self.net, self.number = Language().cuda(), 0
+        small = [p for p in self.net.layers.parameters() if p.requires_grad]
+        self.optimizers = [FusedLion(small, lr=1e-3), FusedLion([self.net.tokens.weight], lr=1e-4)]
+        storage = preamp.Storage(masters="split", place=place, release_gradients=place == "host")
+        options: dict[str, Any] = {"storage": storage, "backend": "reference", "verbosity": 0}
+        preamp.initialize(self.net, self.optimizers, opt_level=level, **options)
+
+    def backward(self) -> None:
+        generator = torch.Generator().manual_seed(self.number)
+        self.number += 1
+        tokens = torch.randint(64, (4, 9), generator=generator).cuda()
+        logits = self.net(tokens[:, :-1]).float().flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        with preamp.scale_loss(loss, self.optimizers) as scaled:
+            scaled.backward()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.backward()
+            self.backward()
+            self.end()
+
+    def end(self) -> None:
+        preamp.clip_grad_norm_(self.net.parameters(), 0.5)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.net.zero_grad()
+
+    def everything(self) -> list[torch.Tensor]:
+        masters = [m for one in self.optimizers for m in preamp.master_params(one)]
+        return [tensor.detach().cpu() for tensor in (*self.net.parameters(), *masters)]
+
+
+@pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_language_model_is_fine_tuned(level: str, way: tuple[str, str], tmp_path: Path) -> None:
+    """A checkpoint in the middle of an accumulation goes on at the other place."""
+    first, second = (FineTuning(place, level) for place in way)
+    first.steps(3)
+    first.backward()
+    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizers)
+    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizers, rng=False)
+    second.number = first.number
+    for run in (first, second):
+        run.backward()
+        run.end()
+        run.steps(2)
+    pairs = list(zip(first.everything(), second.everything(), strict=True))
+    assert [torch.equal(a, b) for a, b in pairs] == [True] * (19 + 13)
 
 
 # -- trouble -------------------------------------------------------------------------------------
@@ -439,15 +669,36 @@ def test_explain_says_where_things_are() -> None:
     assert "storage: each gradient goes to the host as soon as it is made" in text
 
 
-def test_what_reads_gradients_on_the_device_is_refused() -> None:
-    run = Run("host", ("O5", "full"))
-    run.steps()
-    calls: list[Callable[[], Any]] = [
-        lambda: preamp.GradScaler(run.optimizer),
-        run.engine.trace_overflow,
-        lambda: preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=True).__enter__(),
-    ]
-    for call in calls:
-        with pytest.raises(PreampStateError, match="waits there for its step"):
-            call()
-    run.steps(1)
+@pytest.mark.parametrize("numerics", ["light", "full"])
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
+    """Of gradients and weights, of weights that a step left unchanged, of a skipped step."""
+    runs = [Run(place, kept, numerics=numerics, numerics_every=1) for place in ("device", "host")]
+    for run in runs:
+        overflowing(run)
+        with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+        run.backward()
+        run.end()
+        run.loss().backward()  # outside of a block
+        run.end()
+    records = [[*run.engine.history.of(NumericsRecord)] for run in runs]
+    device, host = ([tensor for record in own for tensor in record.tensors] for own in records)
+    assert [record.step for record in records[0]] == [1, 2, 3, 4, 5, 6, 7]
+    assert len(device) == 7 * 6 * (2 if numerics == "full" else 1)
+    assert [one.rms for one in host] == pytest.approx([one.rms for one in device], rel=1e-5)
+    assert [replace(one, rms=0) for one in host] == [replace(one, rms=0) for one in device]
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("kept", EVERY, ids=ids)
+def test_an_overflow_is_traced_as_on_the_device(kept: Kept) -> None:
+    found: list[list[OverflowRecord]] = []
+    runs = [Run(place, kept, overflow="trace") for place in ("device", "host")]
+    for run in runs:
+        run.steps(2)
+        run.backward(float("inf"))
+        run.end()
+        found.append([cause.to_record() for cause in run.engine.overflow_causes])
+    assert repr(found[0]) == repr(found[1])  # nan is unlike itself
+    assert [record.trace is not None for record in found[0]] == [True]

@@ -471,6 +471,32 @@ def test_what_is_on_the_way_has_runs_of_the_size_of_the_largest_tensor() -> None
         assert preamp.estimate(make, on_host(), "FusedAdam").staging == wanted
 
 
+def test_what_is_on_the_way_takes_powers_of_two() -> None:
+    """And two gradients at once where these go to wait; of one size, buffers serve both."""
+    for rows, update, waiting in ((2**10, 2**22, 2 * 2**21), (1100, 2**23, 2 * 2**22)):
+        make = functools.partial(nn.Linear, 2**10, rows, bias=False)
+        assert preamp.estimate(make, on_host(), "FusedAdam").staging == update
+        released = on_host(release_gradients=True)
+        assert preamp.estimate(make, released, "FusedAdam").staging == update + waiting
+    layers = functools.partial(make_layers, (2**23, 2**22, 2**22))
+    released = on_host(release_gradients=True)
+    assert preamp.estimate(layers, on_host(), "FusedAdam").staging == 2 * 2**25
+    assert preamp.estimate(layers, released, "FusedAdam").staging == 2 * 2**25 + 2 * 2**24
+
+
+def make_layers(sizes: tuple[int, ...]) -> nn.Module:
+    model = nn.Module()
+    for number, size in enumerate(sizes):
+        model.register_parameter(str(number), nn.Parameter(torch.empty(size)))
+    return model
+
+
+def test_nothing_is_on_the_way_of_frozen_weights() -> None:
+    make = functools.partial(make_layers, (64,))
+    model = make().requires_grad_(requires_grad=False)
+    assert preamp.estimate(model, on_host(), "FusedAdam").staging == 0
+
+
 def test_the_peak_on_a_device_has_nothing_of_the_host() -> None:
     model, batch = nn.Linear(64, 64), torch.ones(1, 64)
     options: dict[str, Any] = {"loss_fn": lambda m, x: m(x).mean(), "batch": batch}

@@ -4,7 +4,7 @@
 Such a tensor keeps its identity, shape and version, and so all that is known of it. Its memory is
 one element, seen in every place. Ops take the values instead (`values_in`). Whoever else computes
 with the tensor, or writes to it, is refused: but for filling it with zeros, which its version
-tells.
+tells, and for clones and zeros like it, whose values are away too.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _ALLOWED = {
     "zero_",
 }
 """Functions that tell no value, and what fills with zeros."""
+_MAKE_ANOTHER = {"clone", "zeros_like"}
 _VIEWS = {"H", "T", "data", "imag", "mH", "mT", "real"}  # attributes to read it through
 
 
@@ -68,6 +69,8 @@ class _Away(torch.Tensor):
             is_allowed = name in _ALLOWED
         if is_allowed:
             return cast("Any", super()).__torch_function__(func, types, args, kwargs)
+        if name in _MAKE_ANOTHER and len(args) == 1 and not kwargs:
+            return made_away(func(values_of(args[0])), args[0].device)
         raise bad_state(
             f"{name} was asked of a gradient that waits on the host",
             'With release_gradients=True and place="host" the values of gradients are on the host '

@@ -83,6 +83,8 @@ class EngineCore:
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         self.adjustments = Adjustments()  # when loss scales react
         self.has_scaled = False  # whether there was a ``scale_loss`` block
+        # Memory for gradients that wait there, which stays from step to step, by ``id`` of the leaf
+        self.kept_on_host: dict[int, torch.Tensor] = {}
         self.is_exact = False  # whether the models' parameters are the masters, for a block
 
     def scaler(self, loss_id: int) -> LossScaler:

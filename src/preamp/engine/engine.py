@@ -166,7 +166,7 @@ class Engine(EngineCore):
         nobody. What is compiled or scripted is not looked into.
 
         Raises:
-            PreampStateError: The engine is closed, or gradients are released.
+            PreampStateError: The engine is closed, or gradients are applied as they are made.
         """
         self._check_open("trace_overflow")
         refusals.check_gradients_stay("Engine.trace_overflow", self.policy.storage)

@@ -73,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         PreampStateError: An optimizer has no engine, or they have several, or share parameters; or
-            gradients are released.
+            gradients are applied as they are made.
         IndexError: The engine has no loss ``loss_id``.
         TypeError: ``optimizers`` is a device, as torch's first argument is, or a model.
         ValueError: A number cannot be used.

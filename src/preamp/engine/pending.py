@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.away import made_away
 from preamp.core.late_numbers import LateNumber, read_numbers
 from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
@@ -196,7 +197,8 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         for flag in (state["found_inf"], state.get("heard"))  # earlier files lack the second
     )
     aside = cast("list[tuple[int, torch.Tensor, bool]]", state["aside"])
-    aside = [(int(i), grad.to(params[i].device), bool(carried)) for i, grad, carried in aside]
+    waits = engine.policy.storage.waits_on_host
+    aside = [(int(i), _placed(g, params[i], waits=waits), bool(carried)) for i, g, carried in aside]
     untouched = [int(index) for index in state["untouched"]]
     if any(index not in range(len(params)) for index in untouched):
         raise IndexError("there are fewer parameters")
@@ -225,6 +227,11 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         session.known_norm.recall(known_norm, session.marks())
 
     return apply
+
+
+def _placed(grad: torch.Tensor, param: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """A gradient where that of ``param`` lies; its values stay on the host if they wait there."""
+    return made_away(grad, param.device) if waits and param.is_cuda else grad.to(param.device)
 
 
 def _flag(value: Any, device: torch.device) -> torch.Tensor:

@@ -84,24 +84,15 @@ def backward_of_loss() -> PreampStateError:
 
 
 def check_gradients_stay(what: str, storage: Storage) -> None:
-    """Raise `PreampStateError` if gradients are released, which ``what`` would look at later."""
-    if storage.release_gradients:
-        raise needs_gradients(what, wait_on_host=storage.waits_on_host)
+    """Raise `PreampStateError` if gradients are dropped, which ``what`` would look at later."""
+    if storage.applies_at_once:
+        raise needs_gradients(what)
 
 
-def needs_gradients(what: str, *, wait_on_host: bool = False) -> PreampStateError:
-    """Something is asked for that needs all gradients of a step, which are released."""
-    got = f"{what} was called where storage has release_gradients=True"
-    if wait_on_host:
-        return bad_state(
-            f'{got} and place="host"',
-            "Each gradient goes to the host as soon as it is made, and waits there for its step: "
-            "on the device none is left to look at or to unscale later",
-            "Train with preamp.scale_loss and preamp.clip_grad_norm_ alone, or pass "
-            "preamp.initialize a storage without release_gradients",
-        )
+def needs_gradients(what: str) -> PreampStateError:
+    """Something is asked for that needs all gradients of a step, which are dropped."""
     return bad_state(
-        got,
+        f"{what} was called where storage has release_gradients=True",
         "Each gradient is applied as soon as it is made, and then dropped: none is left to clip, "
         "to add to, to look at or to unscale later",
         "Leave the call out, or pass preamp.initialize a storage without release_gradients",

@@ -107,7 +107,8 @@ def _reserve_for_host(optimizers: Sequence[torch.optim.Optimizer], *, has_master
     """Take the pinned memory that steps will need, or raise `PreampUnavailableError`."""
     sizes: dict[torch.device, list[int]] = {}
     for param in [p for o in optimizers for group in o.param_groups for p in group["params"]]:
-        if param.is_cuda:  # halves of a float32 weight and its gradient are as large as the weight
+        if param.is_cuda and param.requires_grad:
+            # Halves of a float32 weight and its gradient are as large as the weight
             size = local_of(param).numel() * (4 if has_masters else 2 * param.element_size())
             sizes.setdefault(param.device, []).append(size)
     for device, own in sizes.items():
@@ -139,12 +140,12 @@ def _check_release(
         if len(set(params)) < len(params):
             why = "the second one would need its gradient later"
             raise _refused("optimizers that share a parameter", why)
+        if recording.numerics != "off" or policy.overflow == "trace":
+            what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
+            raise _refused(what, "this reads them once a backward has ended")
     if splits.given:
         raise _refused("process_groups", "norms and overflow of all ranks come after the backward")
     check_no_ranks()
-    if recording.numerics != "off" or policy.overflow == "trace":
-        what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
-        raise _refused(what, "this reads them once a backward has ended")
 
 
 def check_releases(optimizer: torch.optim.Optimizer) -> None:

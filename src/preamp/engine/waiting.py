@@ -7,7 +7,8 @@ still, for all that books are kept of: versions, what a script drops or zeroes, 
 Ops find the values (`core.away`), so looking for overflow, norms, sums and updates are the host's.
 
 Values go through two pinned buffers on a stream of their own, beside the backward. The host waits
-for a copy when its buffer is needed again: it is never further ahead than that.
+for a copy when its buffer is needed again: it is never further ahead than that. The host's memory
+of each gradient is kept from step to step, since taking it anew costs more than the copy.
 
 Another backward in the same block adds to a gradient in place, so its values come back for it.
 """
@@ -30,7 +31,7 @@ from preamp.engine.events import Backward
 from preamp.engine.storage import check_no_ranks
 from preamp.kernels import check_not_captured
 
-_AT_ONCE: Final = 2
+AT_ONCE: Final = 2
 """Gradients that may be on their way: one comes while the next is made."""
 
 
@@ -42,6 +43,7 @@ class Waiting:
         self._engine = engine
         self._hooked: dict[int, tuple[torch.Tensor, list[RemovableHandle]]] = {}
         self._roads: dict[torch.device, _Road] = {}  # while a block is open
+        self._users: dict[int, weakref.ref[torch.Tensor]] = {}  # of memory kept, by id of the leaf
 
     def attach(self) -> None:
         """Hook the parameters, until the engine is closed or hands a model over."""
@@ -49,7 +51,7 @@ class Waiting:
         for undo in (engine.undo, *map(engine.undo_of, engine.models)):
             undo.push(self._remove)
         engine.events.block_begins.append(self._hook)
-        engine.events.block_over.append(self._send_rest)
+        engine.events.gradients_made.append(self._send_rest)
 
     def _hook(self, block: Backward) -> None:
         """Hook what the block's optimizers update on a device, once."""
@@ -70,9 +72,9 @@ class Waiting:
                 ]
                 self._hooked[id(leaf)] = leaf, handles
 
-    def _send_rest(self, block: Backward) -> None:
+    def _send_rest(self, block: Backward, are_left_scaled: bool) -> None:
         """Wait for all; send what came back for a backward that added nothing."""
-        del block
+        del block, are_left_scaled
         for leaf, _ in self._hooked.values():
             self.send(leaf)
             values_of(leaf.grad)
@@ -88,13 +90,24 @@ class Waiting:
         grad = leaf.grad
         if grad is None or is_away(grad) or grad.requires_grad or grad.layout is not torch.strided:
             return
-        values = torch.empty_like(grad, device="cpu")
+        values = self._room_for(leaf, grad)
         road = self._roads.get(grad.device)
         if road is not None and 0 < grad.nbytes <= road.size:
             road.send(grad, values)
             leave(grad, values, road.arrive)
         else:
             leave(grad, values.copy_(grad))
+
+    def _room_for(self, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Memory for the values of ``grad``: that of the latest one, unless somebody holds it."""
+        kept, user = self._engine.kept_on_host, self._users.get(id(leaf))
+        room = kept.get(id(leaf))
+        is_free = user is not None and user() is None
+        if room is None or not is_free or (room.numel(), room.dtype) != (grad.numel(), grad.dtype):
+            room = kept[id(leaf)] = torch.empty(grad.numel(), dtype=grad.dtype, device="cpu")
+        values = laid_as(grad, room)
+        self._users[id(leaf)] = weakref.ref(values)
+        return values
 
     def _remove(self) -> None:
         for leaf, handles in self._hooked.values():
@@ -103,6 +116,7 @@ class Waiting:
             if leaf.grad is not None:
                 bring_back(leaf.grad)
         self._hooked.clear()
+        self._engine.kept_on_host.clear()
 
 
 def _make_room(own: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
@@ -143,10 +157,10 @@ class _Road:
     def __init__(self, device: torch.device, size: int) -> None:
         """Take pinned memory for gradients of at most ``size`` bytes."""
         self.size = size
-        allowed = f"gradients on their way need {_AT_ONCE} times {size} bytes of it"
+        allowed = f"gradients on their way need {AT_ONCE} times {size} bytes of it"
         do = "Give the process more memory that it may lock (ulimit -l), or keep gradients on the "
         do += "device: pass a storage without release_gradients"
-        buffers = [pinned(size, f"copies of {device}", allowed, do) for _ in range(_AT_ONCE)]
+        buffers = [pinned(size, f"copies of {device}", allowed, do) for _ in range(AT_ONCE)]
         self._slots = [_Slot(buffer) for buffer in buffers]
         self._next = itertools.cycle(self._slots)
         self._stream = torch.cuda.Stream(device)

@@ -289,6 +289,12 @@ def _bytes_of(tensor: torch.Tensor | None) -> int:
 def _runs_of(columns: Lists) -> tuple[list[slice], int]:
     """Cut places into runs; return these, and the bytes of the largest."""
     sizes = [sum(map(_bytes_of, row)) for row in zip(*columns, strict=True)]
+    runs = _cut(sizes)
+    return runs, max(sum(sizes[run]) for run in runs)
+
+
+def _cut(sizes: Sequence[int]) -> list[slice]:
+    """Cut places whose tensors take so many bytes into runs."""
     runs: list[slice] = []
     start, total = 0, 0
     for place, size in enumerate(sizes):
@@ -297,17 +303,23 @@ def _runs_of(columns: Lists) -> tuple[list[slice], int]:
             start, total = place, 0
         total += size
     runs.append(slice(start, len(sizes)))
-    return runs, max(sum(sizes[run]) for run in runs)
+    return runs
+
+
+def buffers_for(sizes: Sequence[int]) -> tuple[int, int]:
+    """Bytes and number of the pinned buffers that updates of some tensors need.
+
+    ``sizes`` are the bytes of each that travel: its gradient and the weight.
+    """
+    return max(min(sum(sizes), RUN), *sizes), min(AT_ONCE, len(_cut(sizes)))
 
 
 def reserve(device: torch.device, sizes: Sequence[int]) -> None:
-    """Let torch reserve pinned memory for updates of tensors of so many bytes on ``device``.
+    """Let torch reserve pinned memory for updates on ``device``; ``sizes`` as of `buffers_for`.
 
-    Of each what travels: its gradient and the weight. Raises `PreampUnavailableError` if the host
-    has none to give.
+    Raises `PreampUnavailableError` if the host has none to give.
     """
-    slots = 1 if sum(sizes) <= RUN else AT_ONCE
-    _buffers(device, max(min(sum(sizes), RUN), *sizes), slots)
+    _buffers(device, *buffers_for(sizes))
 
 
 @contextmanager

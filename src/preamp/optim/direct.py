@@ -312,9 +312,10 @@ class DirectGradients:
         """What to keep beside the gradients of ``params``; masters among them are passed over."""
         known = {id(param): index for index, param in enumerate(params)}
         grads = [(index, id(param), stored_grad(param)) for index, param in enumerate(params)]
-        own, away = self._versions, (self._aside or {}).items()
+        own, aside = self._versions, (self._aside or {}).items()
         untouched = [i for i, key, g in grads if g is not None and version_of(g) == own.get(key)]
-        return untouched, [(known[k], e.grad, e.is_carried) for k, e in away if k in known]
+        kept = [(known[k], values_of(e.grad), e.is_carried) for k, e in aside if k in known]
+        return untouched, kept
 
     def recall(self, params: Sequence[torch.Tensor], memo: DirectMemo) -> None:
         """Go on from there; the gradients are in place again."""

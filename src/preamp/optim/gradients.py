@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.away import is_away
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, bad_state, message
 from preamp.core.ranks import has_process_group
@@ -314,6 +315,7 @@ class HalfGradients:
     def show(self) -> None:
         """Let the half gradients be what masters get, rounded, for a script to read and change.
 
+        But for those whose values are away: no script can read these.
         Called again after a clip, it shows the clipped ones. Scaled half gradients are kept apart
         meanwhile: unscaled, what is small becomes zero in float16. What the script does counts; see
         `_read_back_shown`.
@@ -330,7 +332,7 @@ class HalfGradients:
         try:
             for row, record in enumerate(self.records):
                 grad = self.seen[row]
-                if grad is None or record is None:
+                if grad is None or record is None or is_away(grad):
                     continue
                 if _has_scale(record) or (_is_made(record) and bases[row] is not None):
                     targets[row] = grad

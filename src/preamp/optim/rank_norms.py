@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.away import values_in
 from preamp.core.dtypes import is_half, math_dtype
 from preamp.core.splits import Groups, Splits
 from preamp.core.tensors import locals_of
@@ -53,7 +54,7 @@ def _norm_here(
         return ops.l2norm(tensors, factors, device)
     wide = [
         _wide_norm(tensor, factor).to(device)
-        for tensor, factor in zip(locals_of(tensors), factors, strict=True)
+        for tensor, factor in zip(locals_of(values_in(tensors)), factors, strict=True)
     ]
     return _torch.linalg.vector_norm(torch.stack(wide))
 
@@ -72,7 +73,7 @@ def norm_of_order(
 ) -> torch.Tensor:
     """Return the norm of any ``order`` as `total_norm` does; halves are summed in float32."""
     if not splits.concern(params):
-        return _norm_of_order_here(tensors, order).to(device)
+        return _norm_of_order_here(values_in(tensors), order).to(device)
     kinds, parts = splits.kinds(map(splits.sums_of, params)), locals_of(tensors)
     norms: list[torch.Tensor] = []
     for own in kinds.values():

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from preamp.core.errors import PreampPolicyError, bad_value
+from preamp.core.pinned import bytes_reserved
 from preamp.core.pytree import plain
 from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
 from preamp.engine.lookup import bare
-from preamp.kernels.staged import AT_ONCE, RUN
+from preamp.engine.waiting import AT_ONCE
+from preamp.kernels.staged import RUN, buffers_for
 from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
@@ -260,11 +262,16 @@ def _updated(slot: Slot, policy: Policy, group: int) -> Updated:
 
 
 def _staging_bytes(trained: Sequence[Slot], policy: Policy, part: ShardSize) -> int:
-    """Weights and gradients on their way: a few runs, or as often the largest tensor."""
-    sizes = [2 * part(slot.shape) * slot.dtype_at(policy).itemsize for slot in trained]
-    # A number of parameters is no tensor, though it counts as one.
-    largest = max((size for size, slot in zip(sizes, trained, strict=True) if slot.name), default=0)
-    return min(sum(sizes), AT_ONCE * max(RUN, largest))
+    """Weights and gradients on their way in a step, and in a backward gradients that go to wait."""
+    trained = [slot for slot in trained if slot.is_trainable]
+    grads = [part(slot.shape) * slot.dtype_at(policy).itemsize for slot in trained]
+    if not grads:
+        return 0
+    waiting = (max(grads), AT_ONCE if policy.storage.waits_on_host else 0)
+    if not trained[0].name:  # a number of parameters: nothing is known of its tensors
+        pieces, rest = divmod(grads[0], RUN // 2)
+        grads, waiting = [RUN // 2] * pieces + [rest], (0, 0)
+    return bytes_reserved(buffers_for([2 * size for size in grads]), waiting)
 
 
 _ON_DEVICE = (*STORAGES.values(), replace(STORAGES["compact"], release_gradients=True))

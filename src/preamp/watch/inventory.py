@@ -70,7 +70,7 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
         optimizers' state and in their groups, ``"loss scaler"`` each scaler's scale, counter and
         overflow flag. With ``Storage(place="host")`` and weights on another device, what lies on
         the host is apart: ``"masters on the host"``, ``"optimizer state on the host"``, and with
-        gradients released ``"gradients on the host"``.
+        gradients released ``"gradients on the host"``, whose memory stays between steps.
     """
     weights: list[Any] = [param for model in engine.models for param in model.parameters()]
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
@@ -85,7 +85,7 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
     known = {id(param) for param in (*weights, *masters)}
     weights += (param for param in updated if id(param) not in known)
     held = [grad for p in (*weights, *masters) if (grad := stored_grad(p)) is not None]
-    gradients = list(map(values_of, held))
+    gradients = [*map(values_of, held), *engine.kept_on_host.values()]
     found: dict[str, list[torch.Tensor]] = {
         "weights": weights,
         "buffers": buffers,

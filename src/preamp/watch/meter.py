@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from preamp.core.away import values_in, values_of
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import local_of
 from preamp.engine.names import ParameterNames
@@ -107,7 +108,7 @@ class Meter:
             if _is_plain(given) and is_half(weight):
                 own_part = local_of(weight).detach()
                 copy = own_part.clone(memory_format=torch.contiguous_format)
-                grad = local_of(given).detach().reshape(-1)
+                grad = local_of(values_of(given)).detach().reshape(-1).to(copy.device)
                 for block, own in zip(blocks_of(copy.view(-1)), blocks_of(grad), strict=True):
                     block.masked_fill_(own == 0, math.nan)
                 found[id(weight)] = copy
@@ -124,7 +125,7 @@ class Meter:
     ) -> list[Reading]:
         """Measure tensors, but for sparse and complex ones and those of whole numbers."""
         places = [place for place, (_, tensor) in enumerate(named) if _is_plain(tensor)]
-        tensors = [named[place][1] for place in places]
+        tensors = values_in([named[place][1] for place in places])
         found: list[Reading] = []
         for place, tensor, measured in zip(places, tensors, measure(tensors), strict=True):
             half = tensor.dtype if is_half(tensor) else self._half
