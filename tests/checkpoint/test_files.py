@@ -504,23 +504,6 @@ def test_a_tensor_under_another_name(tmp_path: Path) -> None:
 # -- versions ------------------------------------------------------------------------------------
 
 
-def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "old.pt", 3.0)
-
-    def to_2(content: dict[str, Any]) -> dict[str, Any]:
-        return {**content, "extra": {**content["extra"], "migrated": 2}}
-
-    def to_3(content: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **content,
-            "extra": {**content["extra"], "migrated": content["extra"]["migrated"] + 1},
-        }
-
-    monkeypatch.setattr(storage, "VERSION", 3)
-    monkeypatch.setattr(storage, "MIGRATIONS", {1: to_2, 2: to_3})
-    assert preamp.load_checkpoint(tmp_path / "old.pt") == {"value": 3.0, "migrated": 3}
-
-
 def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
         newer.setattr(storage, "VERSION", storage.VERSION + 1)

@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import preamp
 from checkpoint import storage_checks
 from checkpoint.storage_checks import STORAGES, Run, load_from_others, save_for_others
 from distributed.ranks import assert_pass, checks_of
@@ -78,25 +76,6 @@ def test_into_another_storage(
         far = (2**-5 * exact.abs() + 2**-6 * exact.abs().max()) * is_rounded
         assert ((found - exact).abs() <= far).all()
     other.step(1)
-
-
-def test_older_files_load_and_are_of_full_storage(tmp_path: Path) -> None:
-    run = Run("full", "none")
-    run.step(0)
-    with pytest.MonkeyPatch.context() as patch:  # as of a time when there were no storages
-        original: Any = preamp.checkpoint.capture._optimizer_state
-
-        def older(*args: Any) -> dict[str, Any]:
-            made = original(*args)
-            del made["storage"]
-            return made
-
-        patch.setattr(preamp.checkpoint.capture, "_optimizer_state", older)
-        run.save(tmp_path / "a")
-    assert summarize_checkpoint(tmp_path / "a").optimizers[0]["storage"] == "full"
-    other = Run("compact", "none", seed=1)
-    other.load(tmp_path / "a")
-    assert same(other.whole()["weights"], run.whole()["weights"])
 
 
 def test_what_is_shown(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.capture import describe_params
+from preamp.checkpoint.placing import unfit
 from preamp.checkpoint.random_states import prepare_random_states
 from preamp.checkpoint.ranks import together
 from preamp.checkpoint.staging import StagedUploads, download, has_form_of
@@ -45,25 +46,21 @@ _SHOWN = 3
 def check_fits(
     content: Mapping[str, Any], subjects: Subjects, forms: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise `ValueError` unless all kinds that ``subjects`` has are there and of the same form.
+    """Raise `ValueError` unless what is there for ``subjects`` is of the same form.
 
     ``forms`` are state dicts of the models, in which the values do not matter.
     """
-    for kind in ("models", "optimizers", "schedulers"):
-        asked, saved = getattr(subjects, kind), content[kind]
-        if asked and len(asked) != len(saved):
-            raise _unfit(f"has {len(saved)} {kind}, not {len(asked)}", f"as many {kind}")
-    for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
+    for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=True)):
         _check_model(index, forms[index], saved["state"])
         _check_tied(index, model, saved["state"])
         _check_mappings(saved["metadata"], *saved["metadata"].values())
         _check_versions(model, saved["metadata"])
     names = {id(param): name for name, param in subjects.named_params()}
-    pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
+    pairs = zip(subjects.optimizers, content["optimizers"], strict=True)
     for index, (optimizer, saved) in enumerate(pairs):
         _check_class(f"optimizers[{index}]", optimizer, saved["class"])
         _check_optimizer(index, optimizer, names, saved)
-    pairs = zip(subjects.schedulers, content["schedulers"], strict=False)
+    pairs = zip(subjects.schedulers, content["schedulers"], strict=True)
     for index, (scheduler, saved) in enumerate(pairs):
         _check_class(f"schedulers[{index}]", scheduler, saved["class"])
         if isinstance(scheduler.state_dict(), Mapping):  # as torch's are
@@ -89,13 +86,13 @@ def _check_mappings(*values: object) -> None:
 def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     missing, extra = _beyond(own, saved), _beyond(saved, own)
     if missing or extra:
-        raise _unfit(
+        raise unfit(
             f"of models[{index}] lacks {_shown(missing)} and has {_shown(extra)} beyond it",
             "exactly the entries of model.state_dict()",
         )
     wrong = [name for name, value in own.items() if not _same_form(value, saved[name])]
     if wrong:
-        raise _unfit(
+        raise unfit(
             f"of models[{index}] has {_shown(wrong)} in another form, such as "
             f"{_form(saved[wrong[0]])} for {_form(own[wrong[0]])}",
             "entries of the same shape",
@@ -110,7 +107,7 @@ def _check_tied(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
         if known == name or is_sharded(tensor) or not {name, known} <= saved.keys():
             continue
         if not _same_bits(saved[known], saved[name]):
-            raise _unfit(
+            raise unfit(
                 f"of models[{index}] has different values for {known!r} and {name!r}, which are "
                 "one tensor here",
                 "models that share the same tensors",
@@ -139,7 +136,7 @@ def _form(value: Any) -> str:
 
 def _check_class(place: str, own: object, saved: str) -> None:
     if class_name(own) != saved:
-        raise _unfit(
+        raise unfit(
             f"has {with_article(saved)} as {place}, which is {with_article(class_name(own))}",
             "the same class",
         )
@@ -157,7 +154,7 @@ def _check_optimizer(
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in groups]
     if sizes != theirs:
-        raise _unfit(
+        raise unfit(
             f"of optimizers[{index}] has parameter groups of {theirs} parameters, not {sizes}",
             "the same groups",
         )
@@ -167,7 +164,7 @@ def _check_optimizer(
     for own, given in zip(described, saved["params"], strict=True):
         other = {key: given[key] for key in own}
         if (own["name"], own["shape"]) != (other["name"], other["shape"]):
-            raise _unfit(
+            raise unfit(
                 f"of optimizers[{index}] has {other['name']!r} {other['shape']} where it has "
                 f"{own['name']!r} {own['shape']}",
                 "the same parameters in the same order, with the models passed in the same order",
@@ -181,7 +178,7 @@ def _check_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> No
     ]
     theirs = [list(entry["optimizers"]) for entry in saved]
     if theirs and own != theirs:
-        raise _unfit(
+        raise unfit(
             f"is of preamp.initialize calls with the optimizers {theirs}, not {own}",
             "optimizers that were initialized in the same way",
         )
@@ -191,7 +188,7 @@ def check_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> N
     """Raise `ValueError` unless what only optimizers have is what they had."""
     own = {n for n, _ in subjects.named_params() if n.startswith("optimizers/")}
     if own != set(saved):
-        raise _unfit(
+        raise unfit(
             f"lacks {_shown(sorted(own - set(saved)))} and has "
             f"{_shown(sorted(set(saved) - own))} beyond the optimizers' own parameters",
             "the same models beside the optimizers as when it was saved",
@@ -206,15 +203,6 @@ def _shown(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return (", ".join(map(repr, names[:_SHOWN])) or "nothing") + (
         f" and {more} more" if more > 0 else ""
-    )
-
-
-def _unfit(got: str, allowed: str) -> ValueError:
-    return bad_value(
-        f"The checkpoint {got}",
-        f"It loads into {allowed}; nothing was loaded",
-        "Make the objects as the run that saved it did, or take parts of it by hand with "
-        "preamp.checkpoint.read_checkpoint",
     )
 
 
@@ -266,18 +254,18 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
-    pairs = list(zip(subjects.optimizers, content["optimizers"], strict=False))
+    pairs = list(zip(subjects.optimizers, content["optimizers"], strict=True))
     homes = _homes([(optimizer, saved["state"]) for optimizer, saved in pairs])
     # Loading writes into tensors that are there, so that a device needs no room for others.
     _keep(subjects, homes.values(), undo)
     with _uploads(subjects, homes):
-        for model, saved in zip(subjects.models, content["models"], strict=False):
+        for model, saved in zip(subjects.models, content["models"], strict=True):
             _load_model(model, saved, undo)
         if subjects.optimizers:
             _load_own_params(content["own_params"], subjects)
         for optimizer, saved in pairs:
             _load_optimizer(optimizer, saved, undo)
-        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
+        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=True):
             _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
