@@ -258,25 +258,23 @@ def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack)
     homes = _homes([(optimizer, saved["state"]) for optimizer, saved in pairs])
     # Loading writes into tensors that are there, so that a device needs no room for others.
     _keep(subjects, homes.values(), undo)
-    with _uploads(subjects, homes):
+    with _uploads(subjects):
         for model, saved in zip(subjects.models, content["models"], strict=True):
             _load_model(model, saved, undo)
         if subjects.optimizers:
             _load_own_params(content["own_params"], subjects)
         for optimizer, saved in pairs:
-            _load_optimizer(optimizer, saved, undo)
+            _load_optimizer(optimizer, saved, homes, undo)
         for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=True):
             _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-def _uploads(
-    subjects: Subjects, homes: Mapping[int, torch.Tensor] | None = None
-) -> AbstractContextManager[Any]:
+def _uploads(subjects: Subjects) -> AbstractContextManager[Any]:
     """What sends to CUDA devices; nothing where there are none."""
     tensors = [param for _, param in subjects.named_params()]
     tensors += [buffer for model in subjects.models for buffer in model.buffers()]
     is_away = any(tensor.is_cuda for tensor in tensors)
-    return StagedUploads(homes) if is_away else contextlib.nullcontext()
+    return StagedUploads() if is_away else contextlib.nullcontext()
 
 
 def _keep(subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack) -> None:
@@ -316,13 +314,12 @@ def _put_back(tensor: torch.Tensor, value: torch.Tensor, marks: object) -> None:
         local_of(tensor.detach()).copy_(value)
 
 
-def owned(tree: Any, moved: Iterable[torch.Tensor] = ()) -> Any:
+def owned(tree: Any, instead: Mapping[int, torch.Tensor] | None = None) -> Any:
     """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
 
-    Of a tensor that is there twice there is one copy. Those that will be ``moved`` stay as they
-    are.
+    Of a tensor that is there twice there is one copy. ``instead`` has by ``id`` what others become.
     """
-    copies: dict[int, Any] = {id(tensor): tensor for tensor in moved}
+    copies: dict[int, Any] = dict(instead or {})
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -408,10 +405,17 @@ def _load_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> N
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], undo: UndoStack
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    homes: Mapping[int, torch.Tensor],
+    undo: UndoStack,
 ) -> None:
-    moved = [value for _, value, _ in _state_of(optimizer, saved["state"])]
-    state = owned(saved["state"], moved)
+    sent: dict[int, torch.Tensor] = {}
+    for _, value, _ in _state_of(optimizer, saved["state"]):
+        home = homes.get(id(value))
+        # torch and the optimizer take over what is on its device; the rest they bring there.
+        sent[id(value)] = value if home is None else home.copy_(value)
+    state = owned(saved["state"], sent)
     old_state, old_groups = optimizer.state, optimizer.param_groups
 
     def restore_optimizer() -> None:
@@ -419,7 +423,7 @@ def _load_optimizer(
 
     undo.push(restore_optimizer)
     optimizer.load_state_dict(state)
-    left = set(map(id, moved))
+    left = {id(value) for value in sent.values() if not value.is_cuda}
     for entry in cast("Mapping[Any, Any]", optimizer.state).values():
         own = cast("dict[str, Any]", entry if isinstance(entry, dict) else {})
         for key in [key for key, value in own.items() if id(value) in left]:
@@ -459,22 +463,21 @@ def _load_scheduler(scheduler: Any, state: Any, undo: UndoStack) -> None:
 def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     """Bring the gradients to their devices; return what puts them in place of those there."""
     masters = subjects.masters()
-    places: list[tuple[Callable[[torch.Tensor | None], None], Any, torch.Tensor]] = []
+    places: list[tuple[torch.Tensor, Any]] = []
     known: set[str] = set()
     for name, param in subjects.named_params():
-        sides, master = saved.get(name, {}), masters.get(id(param))
+        sides = saved.get(name, {})
         known.add(name)
-        for side, tensor in (("model", param), ("master", master)):
+        for side, tensor in (("model", param), ("master", masters.get(id(param)))):
             grad: Any = sides.get(side)
+            if tensor is not None:
+                places.append((tensor, grad))
+            if grad is None:
+                continue
             if tensor is None:
-                if grad is not None:
-                    raise _other_gradients(f"{name!r} has no master")
-            elif grad is None:
-                places.append((_keeper(tensor), None, tensor))
-            elif (grad.dtype, grad.shape) != (tensor.dtype, param.shape):
+                raise _other_gradients(f"{name!r} has no master")
+            if (grad.dtype, grad.shape) != (tensor.dtype, param.shape):
                 raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")
-            else:
-                places.append((_keeper(tensor), grad, tensor))
     unknown = sorted(saved.keys() - known)
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")
@@ -482,12 +485,12 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     waiting = subjects.waiting_on_host()
     grads = [
         None if grad is None else _copied(grad, like.device, waits=id(like) in waiting)
-        for _, grad, like in places
+        for like, grad in places
     ]
 
     def apply() -> None:
-        for (keep, _, _), grad in zip(places, grads, strict=True):
-            keep(grad)
+        for (tensor, _), grad in zip(places, grads, strict=True):
+            _keep_gradient(tensor, grad)
 
     return apply
 
@@ -496,12 +499,13 @@ def _copied(grad: torch.Tensor, device: torch.device, *, waits: bool) -> torch.T
     return made_away(grad.clone(), device) if waits else grad.to(device, copy=True)
 
 
-def _keeper(tensor: torch.Tensor) -> Callable[[torch.Tensor | None], None]:
-    """Return what stores a whole gradient, also where the master has a part of the weight."""
+def _keep_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Store a whole gradient, also where the master has a part of the weight."""
     twin = pair_of(tensor)
-    if twin is not None:
-        return partial(twin.table.gradients.keep, twin.row)
-    return lambda grad: store_grad(tensor, grad)
+    if twin is None:
+        store_grad(tensor, grad)
+    else:
+        twin.table.gradients.keep(twin.row, grad)
 
 
 def _prepare_engines(
