@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 import preamp
-from checkpoint.runs import Net, params_of, weights_of
+from checkpoint.runs import Net
+from checkpoint.sharded_runs import Run
 from engine.harness import same
 from preamp.checkpoint import stop_on_signal
-from preamp.core.tensors import stored_grad
-from preamp.parallel import DistributedDataParallel
 
 
 def shared_folder() -> Path:
@@ -31,73 +30,50 @@ def shared_folder() -> Path:
     return Path(names[0])
 
 
-class Ranks:
-    """A model under DistributedDataParallel, whose ranks see other batches and random numbers."""
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.0625, eps=1e-4)
+
+
+def seeded(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+class Ranks(Run):
+    """A model with buffers, whose ranks see other batches and random numbers."""
+
+    make = staticmethod(seeded)
+    batch = (4, 2, 4, 4)
 
     def __init__(self, level: str, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        model = Net()
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0625, eps=1e-4)
-        preamp.initialize(model, self.optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
-        self.inner = model
-        self.model = DistributedDataParallel(model)
-        torch.manual_seed(100 * seed + dist.get_rank())
-
-    def backward(self, *, poison: bool = False) -> None:
-        loss = self.model(torch.randn(4, 2, 4, 4)).float().square().mean()
-        with preamp.scale_loss(loss, self.optimizer) as scaled:
-            (scaled * float("inf") if poison else scaled).backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        super().__init__(level, "ddp", seed, adam)
 
     def local(self, *, poison: bool = False) -> None:
         with self.model.no_sync():
             self.backward(poison=poison)
-
-    def save(self, path: Path, **options: Any) -> Any:
-        return preamp.save_checkpoint(path, self.model, self.optimizer, **options)
-
-    def numbers(self) -> dict[str, Any]:
-        engine = preamp.engine_of(self.inner)
-        params = [*self.inner.parameters(), *params_of(self.optimizer)]
-        grads = [stored_grad(param) for param in params]
-        return {
-            "weights": [t.detach().clone() for t in weights_of(self.inner)],
-            "optimizer": [t.clone() for s in self.optimizer.state.values() for t in s.values()],
-            "gradients": [None if g is None else g.clone() for g in grads],
-            "engine": engine.state_dict(),
-            "flags": [float(scaler.found_inf) for scaler in engine.scalers],
-            "random": torch.get_rng_state(),
-        }
 
 
 def check_bitwise_resume_within_an_accumulation() -> None:
     """Each rank goes on with its own gradients, buffers and random numbers."""
     for level in ("O1", "O2"):
         folder, whole = shared_folder(), Ranks(level)
-        whole.backward()
         whole.step()
         whole.local(poison=dist.get_rank() == 1)
         whole.save(folder / "a.pt")
         before = whole.numbers()
-        whole.backward()
         whole.step()
         resumed = Ranks(level, seed=1)
-        preamp.load_checkpoint(folder / "a.pt", resumed.model, resumed.optimizer)
+        resumed.load(folder / "a.pt")
         assert same(resumed.numbers(), before)
-        resumed.backward()
         resumed.step()
         assert same(resumed.numbers(), whole.numbers())
         assert preamp.engine_of(whole.inner).last_step_skipped
-        for run in (whole, resumed):
-            preamp.engine_of(run.inner).close()
+        whole.close()
+        resumed.close()
 
 
 def check_a_file_has_one_copy_of_what_is_shared() -> None:
     folder, run = shared_folder(), Ranks("O2")
-    run.backward()
     run.step()
     run.save(folder / "a.pt")
     names = list(torch.load(folder / "a.pt", weights_only=True)["tensors"])
@@ -125,31 +101,30 @@ def check_failures_are_everybodys() -> None:
     there = path if rank == 0 else folder / "nowhere.pt"
     error = FileNotFoundError if rank == 1 else preamp.PreampError
     with pytest.raises(error, match="nowhere"):
-        preamp.load_checkpoint(there, run.model, run.optimizer)
+        run.load(there)
     with pytest.raises(ValueError if rank == 1 else preamp.PreampError, match="lacks"):
         preamp.load_checkpoint(path, other, run.optimizer)
     assert same(run.numbers(), before)
-    preamp.load_checkpoint(path, run.model, run.optimizer)
+    run.load(path)
 
 
 def check_different_files_are_refused() -> None:
     """Each good by itself, as ranks may find that look for the newest at different times."""
     folder, run = shared_folder(), Ranks("O2")
     run.save(folder / "step_1.pt")
-    run.backward()
     run.step()
     run.save(folder / "step_2.pt")
     before, mine = run.numbers(), folder / f"step_{dist.get_rank() + 1}.pt"
     with pytest.raises(
         preamp.PreampStateError, match=r"Rank 1 would load .*step_2\.pt, and rank 0"
     ):
-        preamp.load_checkpoint(mine, run.model, run.optimizer)
+        run.load(mine)
     assert same(run.numbers(), before)
     if dist.get_rank() == 0:
         (folder / "copy.pt").write_bytes((folder / "step_2.pt").read_bytes())
     dist.barrier()
     there = folder / ("step_2.pt", "copy.pt")[dist.get_rank()]  # the same file in another place
-    preamp.load_checkpoint(there, run.model, run.optimizer)
+    run.load(there)
 
 
 def check_different_weights_are_refused() -> None:
@@ -165,7 +140,6 @@ def check_different_weights_are_refused() -> None:
 def check_asynchronous_saving() -> None:
     folder, run = shared_folder(), Ranks("O2")
     first = run.save(folder / "step_1.pt", asynchronous=True, keep_last=1)
-    run.backward()
     run.step()
     run.save(folder / "step_2.pt", asynchronous=True, keep_last=1)  # waits for the first
     assert first.done
@@ -190,6 +164,6 @@ def save_from_two_ranks() -> None:
     folder = shared_folder().parent
     run.backward()
     run.save(folder / "reduced.pt")
-    run.step()
+    run.update()
     run.local()
     run.save(folder / "local.pt")

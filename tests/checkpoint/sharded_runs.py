@@ -27,6 +27,9 @@ def net(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.Dropout(0.25), nn.Linear(7, 1))
 
 
+EXTRA = {"seed": 7}
+
+
 def fused_adam(params: Any) -> torch.optim.Optimizer:
     return FusedAdam(params, lr=0.0625, eps=1e-4)
 
@@ -38,10 +41,13 @@ def torch_adamw(params: Any) -> torch.optim.Optimizer:
 class Run:
     """A model in training, shared by ranks in one way or another."""
 
+    make = staticmethod(net)
+    batch = (4, 5)
+
     def __init__(
         self, level: str, parallel: Parallel, seed: int = 0, build: Any = fused_adam, **kinds: Any
     ) -> None:
-        self.inner = net(seed)
+        self.inner: Any = self.make(seed)
         if parallel == "fsdp":
             for part in self.inner:
                 if not isinstance(part, nn.Dropout):
@@ -61,7 +67,7 @@ class Run:
         torch.manual_seed(100 * seed + (dist.get_rank() if dist.is_initialized() else 0))
 
     def backward(self, *, poison: bool = False) -> None:
-        loss = self.model(torch.randn(4, 5)).float().square().mean()
+        loss = self.model(torch.randn(self.batch)).float().square().mean()
         with preamp.scale_loss(loss, self.optimizer) as scaled:
             (scaled * float("inf") if poison else scaled).backward()
 
@@ -75,9 +81,9 @@ class Run:
         preamp.step_scheduler(self.scheduler, self.optimizer)
         self.optimizer.zero_grad()
 
-    def save(self, path: Path, **options: Any) -> Any:
+    def save(self, path: Path, extra: Any = EXTRA, **options: Any) -> Any:
         return preamp.save_checkpoint(
-            path, self.model, self.optimizer, self.scheduler, {"seed": 7}, **options
+            path, self.model, self.optimizer, self.scheduler, extra, **options
         )
 
     def load(self, path: Path, **options: Any) -> Any:
@@ -88,7 +94,7 @@ class Run:
         params = [*self.inner.parameters(), *params_of(self.optimizer)]
         grads = [stored_grad(param) for param in params]
         return {
-            "weights": [local_of(p).detach().clone() for p in params],
+            "weights": [local_of(t).detach().clone() for t in (*params, *self.inner.buffers())],
             "optimizer": [
                 local_of(t).clone() if isinstance(t, torch.Tensor) else t
                 for s in self.optimizer.state.values()

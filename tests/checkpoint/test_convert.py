@@ -177,14 +177,6 @@ def test_what_is_met_again_is_described_as_its_first() -> None:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_an_existing_file_is_replaced_as_a_whole(run: Path, tmp_path: Path) -> None:
-    dst = tmp_path / "plain.pt"
-    dst.write_text("old")
-    convert_apex_checkpoint(run, dst)
-    assert "model" in torch.load(dst, weights_only=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "plain.pt"}
-
-
 @pytest.mark.parametrize("moment", ["save", "load"])
 def test_a_failing_conversion_leaves_the_old_file(
     moment: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import preamp
+from checkpoint.runs import Backward, Run, Step, Zero
+from engine.harness import same
 
 
 class Scheduler:
@@ -25,46 +25,22 @@ class Scheduler:
             raise KeyboardInterrupt
 
 
-class Model(nn.Module):
-    """With a buffer that cannot be written to, since its elements share memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(1, 4).expand(4, 4), persistent=False)
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x) @ self.mask.to(x.dtype))
-
-
-def trained(level: str, storage: str) -> tuple[Model, Any]:
-    model = Model()
-    optimizer = preamp.optimizers.FusedAdam(model.parameters(), lr=1e-2)
-    model, optimizer = preamp.initialize(
-        model, optimizer, opt_level=level, storage=storage, verbosity=0
-    )
-    for _ in range(2):
-        with preamp.scale_loss(model(torch.randn(8, 4)).square().sum(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def numbers(model: Model, optimizer: Any) -> list[torch.Tensor]:
-    state = [v for e in optimizer.state.values() for v in e.values() if isinstance(v, torch.Tensor)]
-    return [t.clone() for t in (*model.state_dict().values(), *model.parameters(), *state)]
+def trained(level: str, storage: str, seed: int) -> Run:
+    run = Run(level, ("FusedAdam",), seed, {"storage": storage})
+    # It cannot be written to, since its elements share memory.
+    run.models[0].register_buffer("mask", torch.ones(1, 4).expand(4, 4), persistent=False)
+    run.play([Backward(), Step(), Zero()] * 2)
+    run.schedulers = [Scheduler()]
+    return run
 
 
 @pytest.mark.parametrize(("level", "storage"), [("O0", "full"), ("O2", "full"), ("O5", "split")])
 def test_an_interrupted_scheduler_leaves_models_and_optimizers(
     level: str, storage: str, tmp_path: Path
 ) -> None:
-    saved = trained(level, storage)
-    preamp.save_checkpoint(tmp_path / "a.pt", *saved, schedulers=Scheduler())
-    model, optimizer = trained(level, storage)
-    before = numbers(model, optimizer)
+    trained(level, storage, 0).save(tmp_path / "a.pt")
+    run = trained(level, storage, 1)
+    before = run.numbers()
     with pytest.raises(KeyboardInterrupt):
-        preamp.load_checkpoint(tmp_path / "a.pt", model, optimizer, schedulers=Scheduler())
-    pairs = zip(numbers(model, optimizer), before, strict=True)
-    assert [torch.equal(now, then) for now, then in pairs] == [True] * len(before)
+        run.load(tmp_path / "a.pt")
+    assert same(run.numbers(), before)

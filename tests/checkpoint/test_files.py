@@ -153,15 +153,6 @@ def test_the_file_is_one_of_torch(tmp_path: Path) -> None:
     assert torch.equal(content["tensors"]["models/0/state/weight"], torch.full((2, 3), 2.0))
 
 
-def test_values_without_objects(tmp_path: Path) -> None:
-    save(tmp_path / "a.pt", 2.0)
-    content = read_checkpoint(tmp_path / "a.pt")
-    model = nn.Linear(3, 2)
-    model.load_state_dict(content["models"][0]["state"])
-    assert model.bias.tolist() == [2.0, 2.0]
-    assert content["extra"] == {"value": 2.0}
-
-
 def test_permissions_are_those_of_ordinary_files(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     save(tmp_path / "a.pt", 1.0)
@@ -317,19 +308,25 @@ def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     assert f"{bad} cannot be written" in done[1].stderr
 
 
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set nothing is written."""
+    event, write = threading.Event(), storage.write
+
+    def late(*args: Any, **options: Any) -> None:
+        assert event.wait(60)
+        write(*args, **options)
+
+    monkeypatch.setattr("preamp.checkpoint.saving.write", late)
+    return event
+
+
 def test_training_goes_on_while_the_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, may_write: threading.Event
 ) -> None:
     """What is written is what was there when the call returned."""
     run = Run("O2")
     run.play(STEP)
-    may_write, write = threading.Event(), storage.write
-
-    def late(*args: Any, **options: Any) -> None:
-        assert may_write.wait(60)
-        write(*args, **options)
-
-    monkeypatch.setattr("preamp.checkpoint.saving.write", late)
     saving = run.save(tmp_path / "a.pt", asynchronous=True)
     expected = run.numbers()
     assert not saving.done
@@ -341,17 +338,10 @@ def test_training_goes_on_while_the_file_is_written(
 
 
 def test_a_relative_path_is_one_of_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_write: threading.Event
 ) -> None:
-    may_write, write = threading.Event(), storage.write
-
-    def late(*args: Any, **options: Any) -> None:
-        assert may_write.wait(60)
-        write(*args, **options)
-
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("preamp.checkpoint.saving.write", late)
     saving = save(Path("runs/step_1.pt"), 1.0, asynchronous=True)
     monkeypatch.chdir(tmp_path / "elsewhere")
     may_write.set()
@@ -502,23 +492,6 @@ def test_a_tensor_under_another_name(tmp_path: Path) -> None:
 
 
 # -- versions ------------------------------------------------------------------------------------
-
-
-def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "old.pt", 3.0)
-
-    def to_2(content: dict[str, Any]) -> dict[str, Any]:
-        return {**content, "extra": {**content["extra"], "migrated": 2}}
-
-    def to_3(content: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **content,
-            "extra": {**content["extra"], "migrated": content["extra"]["migrated"] + 1},
-        }
-
-    monkeypatch.setattr(storage, "VERSION", 3)
-    monkeypatch.setattr(storage, "MIGRATIONS", {1: to_2, 2: to_3})
-    assert preamp.load_checkpoint(tmp_path / "old.pt") == {"value": 3.0, "migrated": 3}
 
 
 def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp.checkpoint.shards import Box, Frame, SavedShards, cut
+from preamp.checkpoint.shards import Box, Frame, Place, SavedShards, cut
 
 
 @st.composite
@@ -76,6 +76,10 @@ def test_pieces_that_are_not_the_tensor(boxes: list[Box]) -> None:
 def test_pieces_of_another_kind() -> None:
     with pytest.raises(ValueError, match="a piece of a tensor is"):
         SavedShards(Frame((3, 2)), torch.int32, [(Frame((3, 2)).all(), ROWS)]).check()
-    for wrong in (3, [[1]], [[1], [2, 3]], [[-1], [2]]):
-        with pytest.raises(ValueError, match=r"is no block of elements|unpack"):
-            Box.from_json(wrong)
+
+
+def test_the_part_of_a_number() -> None:
+    """It has no rows."""
+    value = torch.tensor(3.0)
+    assert Place.of_part(value, 0, 1).taken_from(value).tolist() == [3.0]
+    assert Place.of_part(value, 1, 1).taken_from(value).tolist() == []

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import preamp
 from checkpoint import storage_checks
 from checkpoint.storage_checks import STORAGES, Run, load_from_others, save_for_others
 from distributed.ranks import assert_pass, checks_of
@@ -80,25 +77,6 @@ def test_into_another_storage(
     other.step(1)
 
 
-def test_older_files_load_and_are_of_full_storage(tmp_path: Path) -> None:
-    run = Run("full", "none")
-    run.step(0)
-    with pytest.MonkeyPatch.context() as patch:  # as of a time when there were no storages
-        original: Any = preamp.checkpoint.capture._optimizer_state
-
-        def older(*args: Any) -> dict[str, Any]:
-            made = original(*args)
-            del made["storage"]
-            return made
-
-        patch.setattr(preamp.checkpoint.capture, "_optimizer_state", older)
-        run.save(tmp_path / "a")
-    assert summarize_checkpoint(tmp_path / "a").optimizers[0]["storage"] == "full"
-    other = Run("compact", "none", seed=1)
-    other.load(tmp_path / "a")
-    assert same(other.whole()["weights"], run.whole()["weights"])
-
-
 def test_what_is_shown(tmp_path: Path) -> None:
     for storage in ("compact", "bfloat16"):
         run = Run(storage, "none")
@@ -144,12 +122,3 @@ def test_from_any_number_of_ranks_to_any(ranks: int, folder: Path, tmp_path: Pat
         load_from_others()
     else:
         assert_pass([load_from_others], ranks, tmp_path)
-
-
-def test_another_seed_rounds_otherwise() -> None:
-    runs = [Run("8bit", "none"), Run("8bit", "none")]
-    runs[1].optimizer.storage = replace(STORAGES["8bit"], seed=6)
-    for run in runs:
-        run.step(0)
-    codes = [next(iter(run.optimizer.state.values()))["exp_avg"] for run in runs]
-    assert not torch.equal(*codes)

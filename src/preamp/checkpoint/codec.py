@@ -29,37 +29,8 @@ from preamp.kernels.sparse import stored_parts
 
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter's lock
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestEntry:
-    """What a file's manifest says about one of its tensors."""
-
-    dtype: str  # its name, such as ``"float32"``
-    shape: tuple[int, ...]  # of the tensor
-    # The dimensions in the order of their strides, where that is not the usual one.
-    order: tuple[int, ...] | None
-    bytes: int  # size
-    sha256: str  # of the bytes as they are stored, in hexadecimal
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> ManifestEntry:
-        """Read it again; raises `ValueError` if something is missing or of another kind."""
-        try:
-            order = given["order"]
-            part = cls(
-                dtype=str(given["dtype"]),
-                shape=tuple(map(int, given["shape"])),
-                order=None if order is None else tuple(map(int, order)),
-                bytes=int(given["bytes"]),
-                sha256=str(given["sha256"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the entry {given!r} of a part cannot be read") from error
-        dims = list(range(len(part.shape)))
-        size = math.prod(part.shape) * dtype_named(part.dtype).itemsize
-        if size != part.bytes or (part.order is not None and sorted(part.order) != dims):
-            raise ValueError(f"the entry {given!r} of a part contradicts itself")
-        return part
+Entry = dict[str, Any]
+"""What a file's manifest says about one of its tensors, as JSON; see `Stored.entry`."""
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -100,17 +71,18 @@ class Stored:
     data: torch.Tensor  # contiguous, on the CPU
     dtype: torch.dtype  # of the tensor that it is
     shape: tuple[int, ...]  # of that tensor
-    order: tuple[int, ...] | None  # see `ManifestEntry`
+    # The dimensions in the order of their strides, where that is not the usual one.
+    order: tuple[int, ...] | None
 
-    def entry(self) -> ManifestEntry:
-        """Return the manifest's entry, reading all of it for the checksum."""
-        return ManifestEntry(
-            dtype=dtype_name(self.dtype),
-            shape=self.shape,
-            order=self.order,
-            bytes=self.data.numel() * self.data.element_size(),
-            sha256=_checksum(self.data),
-        )
+    def entry(self) -> Entry:
+        """Return what the manifest says of it, reading all of it for the checksum."""
+        return {
+            "dtype": dtype_name(self.dtype),
+            "shape": self.shape,
+            "order": self.order,
+            "bytes": self.data.numel() * self.data.element_size(),
+            "sha256": _checksum(self.data),
+        }
 
 
 def store(tensors: Mapping[str, Value], *, copy: bool) -> Callable[[], dict[str, Stored]]:
@@ -150,7 +122,7 @@ def _as_stored(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype in DTYPES else value.reshape(-1).view(torch.uint8)  # its bytes
 
 
-def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, ManifestEntry]:
+def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, Entry]:
     """Return the manifest's entries; ``alone`` starts no threads, as an interpreter that exits."""
     if alone:
         return {name: kept.entry() for name, kept in tensors.items()}
@@ -159,7 +131,7 @@ def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, Manifes
 
 
 def verified(
-    parts: Mapping[str, ManifestEntry], data: Mapping[str, Any], *, checksums: bool = True
+    parts: Mapping[str, Entry], data: Mapping[str, Any], *, checksums: bool = True
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that a file holds, sharing its memory, compared with the manifest.
 
@@ -175,16 +147,17 @@ def verified(
         return dict(zip(parts, checked, strict=True))
 
 
-def _verified(name: str, part: ManifestEntry, data: Any, checksums: bool) -> torch.Tensor:
-    dtype, order = dtype_named(part.dtype), part.order
-    shape = part.shape if order is None else tuple(part.shape[dim] for dim in order)
+def _verified(name: str, part: Entry, data: Any, checksums: bool) -> torch.Tensor:
+    dtype, shape, order = dtype_named(part["dtype"]), tuple(part["shape"]), part["order"]
+    if order is not None:
+        shape = tuple(shape[dim] for dim in order)
     is_bytes = dtype not in DTYPES
-    expected = (torch.uint8, (part.bytes,)) if is_bytes else (dtype, shape)
+    expected = (torch.uint8, (part["bytes"],)) if is_bytes else (dtype, shape)
     if not isinstance(data, torch.Tensor) or data.device.type != "cpu":
         raise ValueError(f"its part {name!r} is no tensor")
     if (data.dtype, tuple(data.shape)) != expected or not data.is_contiguous():
         raise ValueError(f"its part {name!r} is {data.dtype} {tuple(data.shape)}, not {expected}")
-    if checksums and _checksum(data) != part.sha256:
+    if checksums and _checksum(data) != part["sha256"]:
         raise ValueError(f"the checksum of its part {name!r} is wrong")
     value = data.detach()
     if is_bytes:
@@ -195,7 +168,7 @@ def _verified(name: str, part: ManifestEntry, data: Any, checksums: bool) -> tor
 
 
 def _dense_order(value: Value) -> tuple[int, ...] | None:
-    """See `ManifestEntry`; ``None`` also where no order makes it contiguous."""
+    """See `Stored`; ``None`` also where no order makes it contiguous."""
     tensor = value.form if isinstance(value, SplitTensor) else value
     order = memory_order(tensor)
     is_usual = tensor.is_contiguous() or not tensor.permute(order).is_contiguous()
@@ -347,18 +320,6 @@ def _atom(value: Any) -> Any:
     return {"$device": str(value)} if isinstance(value, torch.device) else None
 
 
-def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
-    """Put together what `encode` took apart; raises `ValueError` if ``tree`` is not of that form.
-
-    Tensors are used as they are. Of sharded ones ``tensors`` has all pieces; there will be
-    `SavedShards`.
-    """
-    try:
-        return _decode(tree, tensors)
-    except (KeyError, TypeError, RuntimeError, OverflowError, IndexError) as error:
-        raise ValueError(f"its manifest cannot be read ({error!r})") from error
-
-
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$size": torch.Size,
@@ -377,28 +338,33 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _sparse(
-    indices: torch.Tensor, values: torch.Tensor, shape: list[int], is_coalesced: bool = True
+    indices: torch.Tensor, values: torch.Tensor, shape: list[int], is_coalesced: bool
 ) -> torch.Tensor:
     return cast("Any", torch).sparse_coo_tensor(
         indices, values, shape, check_invariants=True, is_coalesced=is_coalesced
     )
 
 
-def _decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
+def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
+    """Put together what `encode` took apart; raises nearly anything for a tree of another form.
+
+    Tensors are used as they are. Of sharded ones ``tensors`` has all pieces; there will be
+    `SavedShards`.
+    """
     if isinstance(tree, list):
-        return [_decode(item, tensors) for item in cast("list[Any]", tree)]
+        return [decode(item, tensors) for item in cast("list[Any]", tree)]
     if not isinstance(tree, dict):
         return tree
     entries = cast("dict[str, Any]", tree)
     tag = next(iter(entries), "")
     if tag[:1] != "$":
-        return {key: _decode(item, tensors) for key, item in entries.items()}
+        return {key: decode(item, tensors) for key, item in entries.items()}
     ((tag, inside),) = entries.items()
     if tag == "$tensor":
         return _whole(tensors[inside])
     if tag == "$sharded":
         return saved_shards(inside, dtype_named(inside[1]), tensors)
-    return _MAKERS[tag](_decode(inside, tensors))
+    return _MAKERS[tag](decode(inside, tensors))
 
 
 def _whole(found: Found) -> torch.Tensor:

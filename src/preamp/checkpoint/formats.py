@@ -199,6 +199,8 @@ def cause_of(error: Exception) -> str:
     name = class_asked_for(error)
     if name is not None:
         return f"it asks for {name}, which is no plain data"
+    if isinstance(error, LookupError):  # whose text is the key alone
+        return f"it is of another form ({error!r})"
     lines = [line.strip() for line in str(error).splitlines()]
     causes = [line for line in lines if line and not line.startswith(_ADVICE)]
     return causes[-1] if causes else type(error).__name__

@@ -79,7 +79,7 @@ def gather(
     try:
         told = [one for one in exchanged(tell) if one is not None]
         if not told:
-            return lambda copy: _alone(tree, store(_plain(tensors), copy=copy))
+            return lambda copy: _draft([tree], store(_plain(tensors), copy=copy))
         found = _Findings.of(told, tensors, prints, buffers)
     except BaseException:
         with contextlib.suppress(OSError):  # it is not empty, or not there
@@ -97,29 +97,26 @@ def _pieces(tensors: Tensors) -> dict[str, Shard]:
     return {name: kept for name, kept in tensors.items() if isinstance(kept, Shard)}
 
 
-def _alone(tree: Any, finish: Callable[[], dict[str, Stored]]) -> Finish:
-    return lambda: Draft([tree], finish())
+def _draft(trees: list[Any], finish: Callable[[], dict[str, Stored]], *more: Any) -> Finish:
+    return lambda: Draft(trees, finish(), *more)
 
 
 def _collected(tree: Any, tensors: Tensors, found: _Findings, *, copy: bool) -> Finish:
-    plain, mine = _plain(tensors), set(found.own)
-    renamed = _renamed(tree, mine, rank())
+    plain, pieces = _plain(tensors), _pieces(tensors)
+    mine = {_name(rank(), name): plain[name] for name in found.own}
+    renamed = _renamed(tree, set(found.own), rank())
     if found.has_pieces:
-        names = plain if rank() == 0 else found.own
-        kept = {_name(rank(), name): plain[name] for name in names}
-        kept |= {name: cast("Shard", tensors[name]).data for name in found.pieces}
-        return _one_of_several(renamed, store(kept, copy=copy), tensors, found)
-    parts = store({name: plain[name] for name in found.own}, copy=False)()
-    others = gathered_on_first((renamed, parts) if rank() else None)
+        kept = (mine if rank() else plain) | {name: pieces[name].data for name in found.pieces}
+        member = ShardFile(token=found.token, number=found.number, rank=rank(), ranks=world_size())
+        boxes = {name: pieces[name].box for name in found.pieces}
+        return _draft([renamed], store(kept, copy=copy), member, boxes)
+    others = gathered_on_first((renamed, store(mine, copy=False)()) if rank() else None)
     if rank():
         return lambda: None
-    added = {
-        _name(number, name): part
-        for number, (_, theirs) in enumerate(others[1:], start=1)
-        for name, part in theirs.items()
-    }
-    trees, finish = [tree, *(other for other, _ in others[1:])], store(plain, copy=copy)
-    return lambda: Draft(trees, finish() | added)
+    trees = [tree, *(theirs for theirs, _ in others[1:])]
+    added = {name: part for _, parts in others[1:] for name, part in parts.items()}
+    finish = store(plain, copy=copy)
+    return _draft(trees, lambda: finish() | added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +133,9 @@ class Summary:
     shared: bytes  # digest of what is the same on all ranks: whole tensors, and forms of the cut
     own: bytes  # digest of what may differ and often does not: gradients and buffers
     elements: int  # of all tensors that are in pieces
-    written: int  # of the pieces that this rank is the first to have
-    copies: int  # adds up to 0 over the ranks if all copies of each piece are equal
+    # Of the pieces that this rank is the first to have; and of copies, what adds up to 0 over the
+    # ranks if all copies of each piece are equal.
+    held: int
 
     @classmethod
     def of(cls, tensors: Tensors, prints: _Prints, buffers: frozenset[str], number: int) -> Summary:
@@ -148,15 +146,15 @@ class Summary:
             for name, print_ in prints.items()
             if name not in pieces and is_shared(name) and name not in buffers
         }
-        elements = written = copies = 0
+        elements = held = 0
         for name, piece in pieces.items():
             print_, factor = prints[name], _hash(name)
             shared[name] = (piece.frame, str(piece.data.dtype))
             elements += factor * math.prod(piece.frame.shape)
             if piece.box.numel and piece.is_first:
-                written += factor * piece.box.numel
+                held += factor * piece.box.numel
             if piece.box.numel and piece.copies > 1:
-                copies += _hash((name, print_)) * (piece.copies * piece.is_first - 1)
+                held += _hash((name, print_)) * (piece.copies * piece.is_first - 1)
         return cls(
             token=uuid.uuid4().hex,
             number=number,
@@ -164,8 +162,7 @@ class Summary:
             shared=_digest(sorted(shared.items())),
             own=_digest(sorted(own.items())),
             elements=elements % _MODULUS,
-            written=written % _MODULUS,
-            copies=copies % _MODULUS,
+            held=held % _MODULUS,
         )
 
 
@@ -176,8 +173,7 @@ def are_as_usual(told: Sequence[Summary]) -> bool:
     """Whether all ranks have the same tensors, all pieces are there, and their copies equal."""
     return (
         len({one.shared for one in told}) == 1
-        and sum(one.written for one in told) % _MODULUS == told[0].elements
-        and sum(one.copies for one in told) % _MODULUS == 0
+        and sum(one.held for one in told) % _MODULUS == told[0].elements
     )
 
 
@@ -310,14 +306,6 @@ def _not_one_tensor(name: str, reason: str) -> PreampStateError:
         "Give different parts of a model different names, such as one attribute of the model "
         "for each stage of a pipeline",
     )
-
-
-def _one_of_several(
-    tree: Any, finish: Callable[[], dict[str, Stored]], tensors: Tensors, found: _Findings
-) -> Finish:
-    member = ShardFile(token=found.token, number=found.number, rank=rank(), ranks=world_size())
-    boxes = {name: cast("Shard", tensors[name]).box for name in found.pieces}
-    return lambda: Draft([tree], finish(), member, boxes)
 
 
 def _name(number: int, name: str) -> str:

@@ -7,64 +7,64 @@ what it is going to hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from preamp.checkpoint.shards import Box, Frame, SavedShards, cut, shape_of, shard_of
-from preamp.checkpoint.subjects import (
-    MasterShard,
-    MasterShards,
-    Subjects,
-    named_tensors,
-    numbers_of,
-    params_of,
-)
+from preamp.checkpoint.shards import Place, SavedShards, shape_of
+from preamp.checkpoint.subjects import MasterShards, Subjects, named_tensors, numbers_of, params_of
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
 from preamp.engine import Engine
 from preamp.kernels import fsdp
-from preamp.kernels.shards import has_whole_rows, sharded_as
-from preamp.kernels.stored import scales_shape
 from preamp.optim.fused.moments import is_in_codes, is_scales, without_codes
 
 
-def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
-    """Return a content whose tensors are ``DTensor`` values where those of ``subjects`` are.
+def placed(content: Mapping[str, Any], subjects: Subjects) -> dict[str, Any]:
+    """Return what ``subjects`` load of a content, as ``DTensor`` values where theirs are.
 
     Where forms differ otherwise, the tensors are left whole for ``check_fits`` to complain about.
-    Modules are resharded. Raises `ValueError` if an optimizer has sharded state that is not of its
-    parameter's shape, `PreampStateError` for a parameter sharded in a way that pieces cannot be cut
-    for.
+    Modules are resharded. Raises `ValueError` if there are not as many of a kind as were saved, or
+    an optimizer has sharded state that is not of its parameter's shape; `PreampStateError` for a
+    parameter sharded in a way that pieces cannot be cut for.
     """
+    for kind in ("models", "optimizers", "schedulers"):
+        asked, saved = len(getattr(subjects, kind)), len(content[kind])
+        if asked and asked != saved:
+            raise unfit(f"has {saved} {kind}, not {asked}", f"as many {kind}")
     fsdp.reshard(subjects.models)
-    shares, made = MasterShards(subjects), dict(content)
-    made["models"] = _with_own(
-        content["models"],
-        subjects.models,
-        lambda saved, model: {**saved, "state": _like(saved["state"], named_tensors(model))},
-    )
-    made["optimizers"] = _with_own(
-        content["optimizers"],
-        subjects.optimizers,
-        lambda saved, own: {**saved, "state": _optimizer_state(saved["state"], own, shares)},
-    )
-    likes: dict[str, torch.Tensor] = dict(subjects.named_params())
-    made["own_params"] = _like(content["own_params"], likes)
-    made["gradients"] = {
-        name: {side: _as(grad, likes.get(name)) for side, grad in sides.items()}
-        for name, sides in content["gradients"].items()
-    }
-    made["engines"] = _with_own(content["engines"], subjects.engines, _engine)
+    shares, likes = MasterShards(subjects), dict(subjects.named_params())
+    models = zip(content["models"], subjects.models, strict=False)
+    optimizers = zip(content["optimizers"], subjects.optimizers, strict=False)
+    engines = zip(content["engines"], subjects.engines, strict=False)
+    made: dict[str, Any] = {key: content[key] for key in ("rng", "extra")}
+    made["models"] = [
+        {**one, "state": _like(one["state"], named_tensors(own))} for one, own in models
+    ]
+    made["optimizers"] = [
+        {**one, "state": _optimizer_state(one["state"], own, shares)} for one, own in optimizers
+    ]
+    made["schedulers"] = content["schedulers"] if subjects.schedulers else []
+    made["engines"] = [_engine(one, own) for one, own in engines]
+    if subjects.optimizers:
+        made["own_params"] = _like(content["own_params"], likes)
+        made["gradients"] = {
+            name: {side: _as(grad, likes.get(name)) for side, grad in sides.items()}
+            for name, sides in content["gradients"].items()
+        }
     return whole(made)
 
 
-def _with_own(saved: Any, own: Iterable[Any], place: Callable[[Any, Any], Any]) -> list[Any]:
-    """Place each thing that was saved as its counterpart here; what has none stays as it is."""
-    made = [place(one, other) for one, other in zip(saved, own, strict=False)]
-    return [*made, *saved[len(made) :]]
+def unfit(got: str, allowed: str) -> ValueError:
+    """Say that a checkpoint does not fit what it is loaded into."""
+    return bad_value(
+        f"The checkpoint {got}",
+        f"It loads into {allowed}; nothing was loaded",
+        "Make the objects as the run that saved it did, or take parts of it by hand with "
+        "preamp.checkpoint.read_checkpoint",
+    )
 
 
 def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -73,13 +73,9 @@ def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[
 
 def _as(value: Any, like: torch.Tensor | None) -> Any:
     """Return ``value`` sharded as ``like`` is, if it is of that shape."""
-    if not isinstance(value, (torch.Tensor, SavedShards)) or like is None or not is_sharded(like):
+    if like is None or not is_sharded(like):
         return value
-    if shape_of(value) != tuple(like.shape):
-        return value
-    piece = shard_of(like, "A parameter", ranks=1)
-    # Where the file is: loading it copies it to its device
-    return sharded_as(cut(value, piece.frame, piece.box).reshape(piece.data.shape), like)
+    return Place.of_sharded(like).taken_from(value)
 
 
 def _optimizer_state(
@@ -90,72 +86,44 @@ def _optimizer_state(
     entries = {
         number: own
         if number not in params  # what an optimizer keeps for all of them, of any kind
-        else _state_of(own, params[number], shares)
+        else _state_of(own, shares.of(params[number]))
         for number, own in saved.items()
     }
     return {**state, "state": entries}
 
 
-def _state_of(
-    saved: Mapping[str, Any], param: torch.Tensor, shares: MasterShards
-) -> dict[str, Any]:
-    share, own = shares.of(param), dict(saved)
-    has_rows = share.span.has_whole_rows if share is not None else True
-    if is_sharded(param):
-        has_rows = has_whole_rows(param)
-    if not has_rows and any(is_in_codes(own, key) for key in own):
-        own = without_codes(whole(own))
-    return {
-        key: _scales(value, param, share)
-        if is_scales(own, key)
-        else _state_entry(key, value, param, share)
+def _state_of(saved: Mapping[str, Any], place: Place | None) -> Mapping[str, Any]:
+    """Return what is here of a parameter's state."""
+    if place is None:
+        return saved
+    own = saved
+    if place.rows is None and any(is_in_codes(own, key) for key in own):
+        own = without_codes(whole(dict(own)))
+    found = {
+        key: value
+        if key == "step"
+        else (place.of_scales() if is_scales(own, key) else place).taken_from(value)
         for key, value in own.items()
     }
-
-
-def _scales(value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
-    """Of the scales of a moment the rows that go with what is here of the moment."""
-    if share is not None:
-        frame, box = share.place_of_scales()
-    elif is_sharded(param):
-        frame, box = Frame(scales_shape(param.shape)), shard_of(param, "A parameter", ranks=1).box
-        box = Box((box.offsets[0], 0), (box.sizes[0], frame.shape[1]))
-    else:
-        return value
-    if shape_of(value) != frame.shape:
-        return value  # for the optimizer to complain about
-    own = cut(value, frame, box)
-    return sharded_as(own, param, frame.shape) if share is None else own
-
-
-def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
-    if not isinstance(value, (torch.Tensor, SavedShards)):
-        return value
-    if share is not None and key != "step" and shape_of(value) == share.frame.shape:
-        return cut(value, share.frame, share.box)
-    if (
-        isinstance(value, SavedShards)
-        and is_sharded(param)
-        and shape_of(value) != tuple(param.shape)
-    ):
-        raise bad_value(
-            f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
-            f"parameter of shape {tuple(param.shape)}",
-            "Into sharded parameters states load that are whole or have the parameter's shape; "
-            "nothing was loaded",
-            "Load it into a model that is not sharded, or use another optimizer",
-        )
-    return value if key == "step" else _as(value, param)
+    for key, value in found.items():
+        if isinstance(value, SavedShards) and place.like is not None and not is_scales(own, key):
+            raise bad_value(
+                f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
+                f"parameter of shape {place.frame.shape}",
+                "Into sharded parameters states load that are whole or have the parameter's shape; "
+                "nothing was loaded",
+                "Load it into a model that is not sharded, or use another optimizer",
+            )
+    return found
 
 
 def _engine(saved: Any, engine: Engine) -> Any:
     """Gradients that a block has set aside are sharded as what they are of."""
     pending = {**saved["pending"]}  # unlike dict() refuses a list of pairs
-    pending["sessions"] = _with_own(
-        pending["sessions"],
-        engine.sessions.values(),
-        lambda one, session: {**one, "aside": _aside(one["aside"], list(session.params()))},
-    )
+    pairs = zip(pending["sessions"], engine.sessions.values(), strict=False)
+    pending["sessions"] = [
+        {**one, "aside": _aside(one["aside"], list(session.params()))} for one, session in pairs
+    ]
     return {**saved, "pending": pending}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.capture import describe_params
+from preamp.checkpoint.placing import unfit
 from preamp.checkpoint.random_states import prepare_random_states
 from preamp.checkpoint.ranks import together
 from preamp.checkpoint.staging import StagedUploads, download, has_form_of
@@ -45,25 +46,21 @@ _SHOWN = 3
 def check_fits(
     content: Mapping[str, Any], subjects: Subjects, forms: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise `ValueError` unless all kinds that ``subjects`` has are there and of the same form.
+    """Raise `ValueError` unless what is there for ``subjects`` is of the same form.
 
     ``forms`` are state dicts of the models, in which the values do not matter.
     """
-    for kind in ("models", "optimizers", "schedulers"):
-        asked, saved = getattr(subjects, kind), content[kind]
-        if asked and len(asked) != len(saved):
-            raise _unfit(f"has {len(saved)} {kind}, not {len(asked)}", f"as many {kind}")
-    for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
+    for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=True)):
         _check_model(index, forms[index], saved["state"])
         _check_tied(index, model, saved["state"])
         _check_mappings(saved["metadata"], *saved["metadata"].values())
         _check_versions(model, saved["metadata"])
     names = {id(param): name for name, param in subjects.named_params()}
-    pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
+    pairs = zip(subjects.optimizers, content["optimizers"], strict=True)
     for index, (optimizer, saved) in enumerate(pairs):
         _check_class(f"optimizers[{index}]", optimizer, saved["class"])
         _check_optimizer(index, optimizer, names, saved)
-    pairs = zip(subjects.schedulers, content["schedulers"], strict=False)
+    pairs = zip(subjects.schedulers, content["schedulers"], strict=True)
     for index, (scheduler, saved) in enumerate(pairs):
         _check_class(f"schedulers[{index}]", scheduler, saved["class"])
         if isinstance(scheduler.state_dict(), Mapping):  # as torch's are
@@ -89,13 +86,13 @@ def _check_mappings(*values: object) -> None:
 def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     missing, extra = _beyond(own, saved), _beyond(saved, own)
     if missing or extra:
-        raise _unfit(
+        raise unfit(
             f"of models[{index}] lacks {_shown(missing)} and has {_shown(extra)} beyond it",
             "exactly the entries of model.state_dict()",
         )
     wrong = [name for name, value in own.items() if not _same_form(value, saved[name])]
     if wrong:
-        raise _unfit(
+        raise unfit(
             f"of models[{index}] has {_shown(wrong)} in another form, such as "
             f"{_form(saved[wrong[0]])} for {_form(own[wrong[0]])}",
             "entries of the same shape",
@@ -110,7 +107,7 @@ def _check_tied(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
         if known == name or is_sharded(tensor) or not {name, known} <= saved.keys():
             continue
         if not _same_bits(saved[known], saved[name]):
-            raise _unfit(
+            raise unfit(
                 f"of models[{index}] has different values for {known!r} and {name!r}, which are "
                 "one tensor here",
                 "models that share the same tensors",
@@ -139,7 +136,7 @@ def _form(value: Any) -> str:
 
 def _check_class(place: str, own: object, saved: str) -> None:
     if class_name(own) != saved:
-        raise _unfit(
+        raise unfit(
             f"has {with_article(saved)} as {place}, which is {with_article(class_name(own))}",
             "the same class",
         )
@@ -157,7 +154,7 @@ def _check_optimizer(
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in groups]
     if sizes != theirs:
-        raise _unfit(
+        raise unfit(
             f"of optimizers[{index}] has parameter groups of {theirs} parameters, not {sizes}",
             "the same groups",
         )
@@ -167,7 +164,7 @@ def _check_optimizer(
     for own, given in zip(described, saved["params"], strict=True):
         other = {key: given[key] for key in own}
         if (own["name"], own["shape"]) != (other["name"], other["shape"]):
-            raise _unfit(
+            raise unfit(
                 f"of optimizers[{index}] has {other['name']!r} {other['shape']} where it has "
                 f"{own['name']!r} {own['shape']}",
                 "the same parameters in the same order, with the models passed in the same order",
@@ -181,7 +178,7 @@ def _check_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> No
     ]
     theirs = [list(entry["optimizers"]) for entry in saved]
     if theirs and own != theirs:
-        raise _unfit(
+        raise unfit(
             f"is of preamp.initialize calls with the optimizers {theirs}, not {own}",
             "optimizers that were initialized in the same way",
         )
@@ -191,7 +188,7 @@ def check_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> N
     """Raise `ValueError` unless what only optimizers have is what they had."""
     own = {n for n, _ in subjects.named_params() if n.startswith("optimizers/")}
     if own != set(saved):
-        raise _unfit(
+        raise unfit(
             f"lacks {_shown(sorted(own - set(saved)))} and has "
             f"{_shown(sorted(set(saved) - own))} beyond the optimizers' own parameters",
             "the same models beside the optimizers as when it was saved",
@@ -206,15 +203,6 @@ def _shown(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return (", ".join(map(repr, names[:_SHOWN])) or "nothing") + (
         f" and {more} more" if more > 0 else ""
-    )
-
-
-def _unfit(got: str, allowed: str) -> ValueError:
-    return bad_value(
-        f"The checkpoint {got}",
-        f"It loads into {allowed}; nothing was loaded",
-        "Make the objects as the run that saved it did, or take parts of it by hand with "
-        "preamp.checkpoint.read_checkpoint",
     )
 
 
@@ -266,29 +254,27 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
-    pairs = list(zip(subjects.optimizers, content["optimizers"], strict=False))
+    pairs = list(zip(subjects.optimizers, content["optimizers"], strict=True))
     homes = _homes([(optimizer, saved["state"]) for optimizer, saved in pairs])
     # Loading writes into tensors that are there, so that a device needs no room for others.
     _keep(subjects, homes.values(), undo)
-    with _uploads(subjects, homes):
-        for model, saved in zip(subjects.models, content["models"], strict=False):
+    with _uploads(subjects):
+        for model, saved in zip(subjects.models, content["models"], strict=True):
             _load_model(model, saved, undo)
         if subjects.optimizers:
             _load_own_params(content["own_params"], subjects)
         for optimizer, saved in pairs:
-            _load_optimizer(optimizer, saved, undo)
-        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
+            _load_optimizer(optimizer, saved, homes, undo)
+        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=True):
             _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-def _uploads(
-    subjects: Subjects, homes: Mapping[int, torch.Tensor] | None = None
-) -> AbstractContextManager[Any]:
+def _uploads(subjects: Subjects) -> AbstractContextManager[Any]:
     """What sends to CUDA devices; nothing where there are none."""
     tensors = [param for _, param in subjects.named_params()]
     tensors += [buffer for model in subjects.models for buffer in model.buffers()]
     is_away = any(tensor.is_cuda for tensor in tensors)
-    return StagedUploads(homes) if is_away else contextlib.nullcontext()
+    return StagedUploads() if is_away else contextlib.nullcontext()
 
 
 def _keep(subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack) -> None:
@@ -328,13 +314,12 @@ def _put_back(tensor: torch.Tensor, value: torch.Tensor, marks: object) -> None:
         local_of(tensor.detach()).copy_(value)
 
 
-def owned(tree: Any, moved: Iterable[torch.Tensor] = ()) -> Any:
+def owned(tree: Any, instead: Mapping[int, torch.Tensor] | None = None) -> Any:
     """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
 
-    Of a tensor that is there twice there is one copy. Those that will be ``moved`` stay as they
-    are.
+    Of a tensor that is there twice there is one copy. ``instead`` has by ``id`` what others become.
     """
-    copies: dict[int, Any] = {id(tensor): tensor for tensor in moved}
+    copies: dict[int, Any] = dict(instead or {})
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -420,10 +405,17 @@ def _load_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> N
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], undo: UndoStack
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    homes: Mapping[int, torch.Tensor],
+    undo: UndoStack,
 ) -> None:
-    moved = [value for _, value, _ in _state_of(optimizer, saved["state"])]
-    state = owned(saved["state"], moved)
+    sent: dict[int, torch.Tensor] = {}
+    for _, value, _ in _state_of(optimizer, saved["state"]):
+        home = homes.get(id(value))
+        # torch and the optimizer take over what is on its device; the rest they bring there.
+        sent[id(value)] = value if home is None else home.copy_(value)
+    state = owned(saved["state"], sent)
     old_state, old_groups = optimizer.state, optimizer.param_groups
 
     def restore_optimizer() -> None:
@@ -431,7 +423,7 @@ def _load_optimizer(
 
     undo.push(restore_optimizer)
     optimizer.load_state_dict(state)
-    left = set(map(id, moved))
+    left = {id(value) for value in sent.values() if not value.is_cuda}
     for entry in cast("Mapping[Any, Any]", optimizer.state).values():
         own = cast("dict[str, Any]", entry if isinstance(entry, dict) else {})
         for key in [key for key, value in own.items() if id(value) in left]:
@@ -471,22 +463,21 @@ def _load_scheduler(scheduler: Any, state: Any, undo: UndoStack) -> None:
 def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     """Bring the gradients to their devices; return what puts them in place of those there."""
     masters = subjects.masters()
-    places: list[tuple[Callable[[torch.Tensor | None], None], Any, torch.Tensor]] = []
+    places: list[tuple[torch.Tensor, Any]] = []
     known: set[str] = set()
     for name, param in subjects.named_params():
-        sides, master = saved.get(name, {}), masters.get(id(param))
+        sides = saved.get(name, {})
         known.add(name)
-        for side, tensor in (("model", param), ("master", master)):
+        for side, tensor in (("model", param), ("master", masters.get(id(param)))):
             grad: Any = sides.get(side)
+            if tensor is not None:
+                places.append((tensor, grad))
+            if grad is None:
+                continue
             if tensor is None:
-                if grad is not None:
-                    raise _other_gradients(f"{name!r} has no master")
-            elif grad is None:
-                places.append((_keeper(tensor), None, tensor))
-            elif (grad.dtype, grad.shape) != (tensor.dtype, param.shape):
+                raise _other_gradients(f"{name!r} has no master")
+            if (grad.dtype, grad.shape) != (tensor.dtype, param.shape):
                 raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")
-            else:
-                places.append((_keeper(tensor), grad, tensor))
     unknown = sorted(saved.keys() - known)
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")
@@ -494,12 +485,12 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     waiting = subjects.waiting_on_host()
     grads = [
         None if grad is None else _copied(grad, like.device, waits=id(like) in waiting)
-        for _, grad, like in places
+        for like, grad in places
     ]
 
     def apply() -> None:
-        for (keep, _, _), grad in zip(places, grads, strict=True):
-            keep(grad)
+        for (tensor, _), grad in zip(places, grads, strict=True):
+            _keep_gradient(tensor, grad)
 
     return apply
 
@@ -508,12 +499,13 @@ def _copied(grad: torch.Tensor, device: torch.device, *, waits: bool) -> torch.T
     return made_away(grad.clone(), device) if waits else grad.to(device, copy=True)
 
 
-def _keeper(tensor: torch.Tensor) -> Callable[[torch.Tensor | None], None]:
-    """Return what stores a whole gradient, also where the master has a part of the weight."""
+def _keep_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Store a whole gradient, also where the master has a part of the weight."""
     twin = pair_of(tensor)
-    if twin is not None:
-        return partial(twin.table.gradients.keep, twin.row)
-    return lambda grad: store_grad(tensor, grad)
+    if twin is None:
+        store_grad(tensor, grad)
+    else:
+        twin.table.gradients.keep(twin.row, grad)
 
 
 def _prepare_engines(

@@ -282,11 +282,10 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     That is a file, or the folder of a sharded one. Files are read in full to verify them, the one
     saved last first, until one is good. They say themselves when that was, later than the one that
-    the run went on from, so copies keep their order; of those that do not, written by earlier
-    versions, it is the time of the file. Anything else is passed over, as are drafts that a killed
-    process has left, and folders that lack the file of a rank. One that this process is writing in
-    the background is waited for; for the files of other ranks call its ``wait()``, else ranks may
-    find different ones.
+    the run went on from, so copies keep their order. Anything else is passed over, as are drafts
+    that a killed process has left, and folders that lack the file of a rank. One that this process
+    is writing in the background is waited for; for the files of other ranks call its ``wait()``,
+    else ranks may find different ones.
 
     Args:
         folder: Where to look, not deeper. It need not exist.

@@ -12,15 +12,24 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from preamp.checkpoint.staging import Value
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state
-from preamp.core.tensors import local_of
-from preamp.kernels.shards import box_of, copies_of, is_evenly_cut, is_on_every_rank_once
+from preamp.core.tensors import local_of, memory_order
+from preamp.kernels.shards import (
+    box_of,
+    copies_of,
+    has_whole_rows,
+    is_evenly_cut,
+    is_on_every_rank_once,
+    sharded_as,
+)
+from preamp.kernels.stored import scales_shape
+from preamp.optim.part import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +66,8 @@ class Box:
 
     @classmethod
     def from_json(cls, given: Any) -> Box:
-        """Read it again; raises `ValueError` if it is no box."""
-        try:
-            offsets, sizes = (tuple(map(int, numbers)) for numbers in given)
-        except TypeError as error:
-            raise ValueError(f"{given!r} is no block of elements") from error
-        if len(offsets) != len(sizes) or any(number < 0 for number in (*offsets, *sizes)):
-            raise ValueError(f"{given!r} is no block of elements")
+        """Read it again; `SavedShards.check` tells whether it is a block of elements."""
+        offsets, sizes = (tuple(map(int, numbers)) for numbers in given)
         return cls(offsets, sizes)
 
 
@@ -122,11 +126,52 @@ def shard_of(tensor: torch.Tensor, place: str, ranks: int) -> Shard:
             "Redistribute it first, or choose sizes that the mesh divides",
         )
     frame, local = Frame(tuple(tensor.shape)), local_of(tensor.detach())
-    offsets, sizes = box_of(tensor)
-    box = Box(offsets, sizes) if len(offsets) == len(sizes) == tensor.dim() else None
-    if box is None or box.numel == 0:  # in forms that differ between versions of torch
-        box = Box((0,) * tensor.dim(), (0,) * tensor.dim())
+    # That of no elements has forms that differ between versions of torch
+    box = Box(*box_of(tensor)) if local.numel() else Box((0,) * tensor.dim(), tuple(local.shape))
     return Shard(local, frame, box, is_on_every_rank_once(tensor, ranks), *copies_of(tensor))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Which elements this rank has of a parameter, and with it of its master and its moments."""
+
+    frame: Frame  # of the whole one
+    box: Box
+    rows: tuple[int, int] | None  # the first of its rows and how many, if they are whole ones
+    like: torch.Tensor | None = None  # the parameter, if that is a ``DTensor``
+
+    @classmethod
+    def of_part(cls, weight: torch.Tensor, start: int, stop: int) -> Place:
+        """Where ranks share out the elements of a weight's master, in the order of its memory."""
+        span = Span(tuple(weight.shape), memory_order(weight), start, stop)
+        box = Box((span.start,), (span.elements,))
+        rows = (span.first_row, span.rows) if span.order and span.has_whole_rows else None
+        return cls(Frame(span.shape, span.order), box, rows)
+
+    @classmethod
+    def of_sharded(cls, param: torch.Tensor) -> Place:
+        """That of a ``DTensor``."""
+        piece = shard_of(param, "A parameter", ranks=1)
+        rows = (piece.box.offsets[0], piece.box.sizes[0]) if has_whole_rows(param) else None
+        return cls(piece.frame, piece.box, rows, param)
+
+    def of_scales(self) -> Place:
+        """That of a moment's scales, which go with whole rows of the moment."""
+        frame, (first, count) = Frame(scales_shape(self.frame.shape)), self.rows or (0, 0)
+        return Place(frame, Box((first, 0), (count, frame.shape[1])), self.rows, self.like)
+
+    def piece(self, data: Value) -> Shard:
+        """Return ``data``, the elements, as what is saved."""
+        return Shard(data, self.frame, self.box, is_alone=False)
+
+    def taken_from(self, value: Any) -> Any:
+        """Return what is here of ``value``; or itself, if it is not of the whole one's shape."""
+        is_tensor = isinstance(value, (torch.Tensor, SavedShards))
+        if not is_tensor or shape_of(value) != self.frame.shape:
+            return value
+        own = cut(value, self.frame, self.box)
+        # Where the file is: loading it copies it to its device
+        return own if self.like is None else sharded_as(own, self.like, self.frame.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,9 +245,6 @@ def saved_shards(made: Any, dtype: torch.dtype, found: Mapping[str, Any]) -> Sav
     frame = Frame(tuple(map(int, shape)), dims)
     if dims is not None and sorted(dims) != list(range(len(frame.shape))):
         raise ValueError(f"{dims} is no order of the dimensions of {frame.shape}")
-    held: Any = found.get(name, [])
-    if not isinstance(held, list):
-        raise ValueError(f"{name!r} is a whole tensor")
-    pieces = SavedShards(frame, dtype, cast("list[tuple[Box, torch.Tensor]]", held))
+    pieces = SavedShards(frame, dtype, found.get(name, []))
     pieces.check()
     return pieces

@@ -14,7 +14,7 @@ Other devices than those of CUDA have no pinned memory here: their tensors are c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -161,15 +161,10 @@ class StagedUploads(TorchFunctionMode):
     go to where they stay, and need no further memory on the device. The host waits for none of the
     last `AT_ONCE` chunks, and has no more of pinned memory. Raises `PreampUnavailableError` where
     it has no such memory to give. A tensor that is moved twice is copied once.
-
-    Args:
-        homes: By ``id`` of a tensor that is going to be moved: what is there already, of the same
-            form, and is written to in place of a new one.
     """
 
-    def __init__(self, homes: Mapping[int, torch.Tensor] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._homes = homes or {}
         # What was moved, and the result; by the ``id`` of the first
         self._moved: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._full = deque[tuple[list[torch.cuda.Event], torch.Tensor]]()
@@ -194,15 +189,13 @@ class StagedUploads(TorchFunctionMode):
     def _moved_to(
         self, source: torch.Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool
     ) -> torch.Tensor:
-        known, home = self._moved.get((id(source), device, dtype)), self._homes.get(id(source))
+        known = self._moved.get((id(source), device, dtype))
         if known is not None and not copy:
             return known[1]
-        if home is None or copy or (home.device, home.dtype) != (device, dtype):
-            made = _like(local_of(source).to(dtype), device)
-            home = sharded_as(made, source)
-        self._fill(home.detach(), source)
-        self._moved[id(source), device, dtype] = source, home
-        return home
+        made = sharded_as(_like(local_of(source).to(dtype), device), source)
+        self._fill(made.detach(), source)
+        self._moved[id(source), device, dtype] = source, made
+        return made
 
     def _fill(self, into: torch.Tensor, source: torch.Tensor) -> None:
         target, value = local_of(into), local_of(source.detach()).to(into.dtype)

@@ -21,14 +21,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.codec import Found, ManifestEntry, Stored, decode, describe, verified
+from preamp.checkpoint.codec import Found, Stored, decode, describe, verified
 from preamp.checkpoint.formats import cause_of, read_format, suffix_of, write_format
 from preamp.checkpoint.shards import Box
 from preamp.core.errors import CheckpointError, PreampError, worded
@@ -162,23 +162,6 @@ def _newest_complete(sets: _Sets) -> tuple[int, int] | None:
 VERSION = 1
 """Of what is written. It changes when content would be misunderstood, not when some is added."""
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""For each older version, what makes its content that of the next one."""
-
-
-def migrated(content: Any, version: int) -> dict[str, Any]:
-    """Bring ``content`` to the current version; `ValueError` if its own is newer, or none."""
-    if not isinstance(content, dict):
-        raise ValueError("its content is of another kind")
-    migrated_content = cast("dict[str, Any]", content)
-    known = (*MIGRATIONS, VERSION)
-    if version not in known:
-        newer = ", which a newer preamp has written" if version > VERSION else ""
-        raise ValueError(f"it has version {version}{newer}; versions {known} are known")
-    for step in range(version, VERSION):
-        migrated_content = MIGRATIONS[step](migrated_content)
-    return migrated_content
-
 
 class Order:
     """When checkpoints are saved, in nanoseconds: later than the one that training goes on from.
@@ -194,10 +177,9 @@ class Order:
         self.go_on_from(max(time.time_ns(), self._latest + 1))
         return self._latest
 
-    def go_on_from(self, when: object) -> None:
+    def go_on_from(self, when: int) -> None:
         """A checkpoint of this time was loaded."""
-        if type(when) is int:
-            self._latest = max(self._latest, when)
+        self._latest = max(self._latest, when)
 
 
 _ORDER = Order()
@@ -231,7 +213,7 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
             "torch": str(torch.__version__),
             "saved_at": _ORDER.next(),
             "trees": draft.trees,
-            "parts": {name: asdict(part) for name, part in parts.items()},
+            "parts": parts,
             **_membership(draft),
         },
         allow_nan=False,
@@ -272,21 +254,23 @@ def contents_of(file: BinaryIO, *, checksums: bool = True) -> Contents:
     if digest != told:
         raise ValueError("the checksum of its manifest is wrong")
     manifest = cast("dict[str, Any]", json.loads(text))
-    if manifest["format"] != FORMAT or not isinstance(manifest["version"], int):
+    version = manifest["version"]
+    if manifest["format"] != FORMAT or {type(version), type(manifest["saved_at"])} != {int}:
         raise ValueError("its manifest is of another kind")
-    parts = {name: ManifestEntry.from_json(part) for name, part in manifest["parts"].items()}
-    return Contents(manifest, digest, verified(parts, data, checksums=checksums))
+    if version != VERSION:
+        newer = ", which a newer preamp has written" if version > VERSION else ""
+        raise ValueError(f"it has version {version}{newer}; version {VERSION} is known")
+    return Contents(manifest, digest, verified(manifest["parts"], data, checksums=checksums))
 
 
 def saved_at(path: Path) -> int | None:
     """When a file or a complete folder was saved, in nanoseconds; ``None`` if it is none of ours.
 
-    Files say so themselves, since copies have other times; of older ones it is the file's.
+    Files say so themselves, since copies have other times.
     """
     try:
         with open_regular(files_of(path)[0] if path.is_dir() else path) as file:
-            when = json.loads(read_format(file)[0][_MANIFEST]).get("saved_at")
-            return when if type(when) is int else os.fstat(file.fileno()).st_mtime_ns
+            return int(json.loads(read_format(file)[0][_MANIFEST])["saved_at"])
     except Exception:  # foreign files make readers raise nearly anything
         return None
 
@@ -303,13 +287,13 @@ class Loaded:
     content: dict[str, Any]  # of one rank; sharded tensors are `SavedShards`
     ranks: int  # how many there were
     is_shared: bool  # whether all had the same gradients, and knew the same about them
-    saved_at: object  # when, as the writer says; ``None`` in older files
+    saved_at: int  # when, as the writer says
     written_by: dict[str, Any]  # versions: of the content (``"version"``), of preamp and of torch
     identity: str  # the same wherever this checkpoint is read, and of no other one
 
 
 def read(path: Path, rank: int = 0, ranks: int = 1) -> Loaded:
-    """Read a file or sharded folder, verify every byte, and bring it to the current version.
+    """Read a file or sharded folder, and verify every byte.
 
     Its tensors are mapped from the files: copy what is to outlive them. The content is that of
     ``rank``, or of the first one if there were fewer. Where several ``ranks`` read together, each
@@ -392,13 +376,13 @@ def _of_several(file: Path, rank: int, before: list[Contents], *, checksums: boo
 def _loaded(found: list[Contents], rank: int) -> Loaded:
     trees = [tree for contents in found for tree in cast("list[Any]", contents.manifest["trees"])]
     tree = trees[rank if rank < len(trees) else 0]
-    content = migrated(decode(tree, _joined(found)), found[0].manifest["version"])
+    manifest = found[0].manifest
     return Loaded(
-        content=content,
+        content=decode(tree, _joined(found)),
         ranks=len(trees),
         is_shared=all(_pending(one) == _pending(trees[0]) for one in trees),
-        saved_at=found[0].manifest.get("saved_at"),
-        written_by={key: found[0].manifest.get(key) for key in ("version", "preamp", "torch")},
+        saved_at=manifest["saved_at"],
+        written_by={key: manifest.get(key) for key in ("version", "preamp", "torch")},
         identity=found[0].digest,  # it has the mark that all files of a save bear
     )
 

@@ -13,19 +13,17 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from preamp.casting.state_hooks import without_copies
-from preamp.checkpoint.shards import Box, Frame, Shard
+from preamp.checkpoint.shards import Place, Shard
 from preamp.checkpoint.staging import Value, value_of
 from preamp.core.away import values_of
 from preamp.core.errors import bad_state, bad_type, with_article
-from preamp.core.tensors import memory_order, stored_grad
+from preamp.core.tensors import is_sharded, stored_grad
 from preamp.engine import Engine, find_engine
 from preamp.engine.lookup import bare
 from preamp.kernels import fsdp
-from preamp.kernels.stored import scales_shape
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
 from preamp.optim.fused.moments import is_scales
 from preamp.optim.master_parameter import is_master
-from preamp.optim.part import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,65 +186,27 @@ def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MasterShard:
-    """What this rank has of a weight's master, or of its optimizer's state."""
-
-    frame: Frame  # of the whole one
-    box: Box  # its elements
-
-    def piece(self, data: Value) -> Shard:
-        """Return ``data``, the elements, as what is saved."""
-        return Shard(data, self.frame, self.box, is_alone=False)
-
-    def piece_of_scales(self, data: torch.Tensor) -> Shard:
-        """Return the scales of a moment, which has whole rows, as what is saved."""
-        return Shard(data, *self.place_of_scales(), is_alone=False)
-
-    def place_of_scales(self) -> tuple[Frame, Box]:
-        """The frame of a moment's scales, and this rank's rows of it."""
-        span = self.span
-        frame = Frame(scales_shape(span.shape))
-        return frame, Box((span.first_row, 0), (span.rows, frame.shape[1]))
-
-    @property
-    def span(self) -> Span:
-        """The same elements, in the words of the optimizer."""
-        (start,), (size,) = self.box.offsets, self.box.sizes
-        return Span(self.frame.shape, self.frame.order or (), start, start + size)
-
-    def is_of(self, key: str, value: object) -> bool:
-        """Whether an entry of the optimizer's state has these elements."""
-        return (
-            key != "step"
-            and isinstance(value, torch.Tensor)
-            and tuple(value.shape) == self.box.sizes
-        )
-
-
 class MasterShards:
     """Everything of which `shard_optimizer` has left a part on this rank."""
 
     def __init__(self, subjects: Subjects) -> None:
-        self._of: dict[int, MasterShard] = {}
+        self._of: dict[int, Place] = {}
         self._twins: dict[int, Twin] = {}
         for engine in subjects.engines:
             for session in engine.sessions.values():
-                for param, weight, span in session.sharing.shared() if session.sharing else ():
-                    frame = Frame(tuple(weight.shape), memory_order(weight))
-                    share = MasterShard(frame, Box((span.start,), (span.stop - span.start,)))
-                    self._of[id(param)] = share
+                for param, weight, part in session.sharing.shared() if session.sharing else ():
+                    self._of[id(param)] = Place.of_part(weight, part.start, part.stop)
                     twin = pair_of(param)
                     if twin is not None:
                         self._twins[id(weight)] = twin
 
-    def of(self, param: torch.Tensor) -> MasterShard | None:
-        """The share of what an optimizer updates."""
-        return self._of.get(id(param))
+    def of(self, param: torch.Tensor) -> Place | None:
+        """What this rank has of something that an optimizer updates; ``None`` if that is all."""
+        return Place.of_sharded(param) if is_sharded(param) else self._of.get(id(param))
 
     def saved_value(self, param: torch.Tensor) -> Value | Shard:
         """What is saved of what an optimizer updates: a piece if this rank has only that."""
-        share, value = self.of(param), value_of(param)
+        share, value = self._of.get(id(param)), value_of(param)
         return value if share is None else share.piece(value)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
@@ -287,7 +247,7 @@ class MasterShards:
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return ``optimizer.state_dict()``, with pieces where states are shared."""
         state = optimizer.state_dict()
-        shares = [self.of(param) for param in params_of(optimizer)]
+        shares = [self._of.get(id(param)) for param in params_of(optimizer)]
         if not any(shares):
             return state
         own: dict[int, Any] = dict(state["state"])
@@ -297,11 +257,12 @@ class MasterShards:
         return {**state, "state": own}
 
 
-def _piece(state: dict[str, Any], key: str, share: MasterShard) -> Any:
+def _piece(state: dict[str, Any], key: str, share: Place) -> Any:
     value = state[key]
     if is_scales(state, key):
-        return share.piece_of_scales(value)
-    return share.piece(value) if share.is_of(key, value) else value
+        return share.of_scales().piece(value)
+    is_part = isinstance(value, torch.Tensor) and tuple(value.shape) == share.box.sizes
+    return share.piece(value) if is_part and key != "step" else value
 
 
 def check_reduced(models: Sequence[nn.Module]) -> None:

@@ -117,8 +117,7 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
-    storage = saved.get("storage", {})  # which older files do not have
-    kinds = [_of(str, storage.get(name, "float32")) for name in ("masters", "moments")]
+    kinds = [_of(str, saved["storage"][name]) for name in ("masters", "moments")]
     return {
         "class": _of(str, saved["class"]),
         "parameters": len(saved["params"]),
