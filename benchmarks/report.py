@@ -272,13 +272,11 @@ def _paragraph(*sentences: str) -> list[str]:
 
 def _of(reached: int, things: int, name: str) -> str:
     """How many of some things, in words such as "none of the 14 cases"."""
-    if things == 1:
-        return f"the only {name}" if reached else f"no {name}, of one"
     count = {0: "none", things: "all"}.get(reached, str(reached))
     return f"{count} of the {things} {name}s"
 
 
-def _range(ratios: Iterable[float], unit: str = "") -> str:
+def _range(ratios: Sequence[float], unit: str = "") -> str:
     """The lowest and the highest, or the one that both are."""
     low, high = (f"{choose(ratios):.2f}" for choose in (min, max))
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
@@ -350,7 +348,7 @@ def _train_aims(rows: Sequence[Record]) -> list[str]:
 
 
 def _storage_aims(rows: Sequence[Record]) -> list[str]:
-    """What was aimed at with the third table: of preamp's own ways, on every score."""
+    """How far preamp's ways of the third table are from float32, beside what a seed changes."""
     base = {row["task"]: row["scores"] for row in rows if row["name"] == "float32"}
     ours = [row for row in rows if row["status"] == "measured" and row["name"].startswith("O5")]
     apart = [
@@ -364,9 +362,9 @@ def _storage_aims(rows: Sequence[Record]) -> list[str]:
         return []
     beyond = [(name, task, score) for name, task, score, by, own in apart if by > stdev(own)]
     return _paragraph(
-        "**Aim: with less memory no further from float32 than another seed is,** on average.",
-        f"Reached by {_of(len(apart) - len(beyond), len(apart), 'score')} with O5.",
-        f"Missed by {'; '.join(f'{name} ({task}: {score})' for name, task, score in beyond)}."
+        "**No number was aimed at.** The measure is how far another seed comes from float32:",
+        f"{_of(len(apart) - len(beyond), len(apart), 'score')} with O5 are no further.",
+        f"Beyond it are {'; '.join(f'{name} ({task}: {score})' for name, task, score in beyond)}."
         if beyond
         else "",
     )

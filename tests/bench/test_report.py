@@ -68,16 +68,18 @@ def test_what_was_reached_is_counted() -> None:
     steps = [scaler, step_row("preamp O2, FusedAdam", 2.0, 0.25, **fast), *STEPS[2:]]
     slow = train_row("preamp O4, torch AdamW", 9.0, 1.03, level="O4", to_autocast=0.5)
     page = " ".join(report.render(steps, [*TRAINS, slow]).split())
-    assert "Reached in the only case. The update was 1.60 times" in page  # of 100 tensors no aim
+    assert (
+        "Reached in all of the 1 cases. The update was 1.60 times" in page
+    )  # of 100 tensors no aim
     assert "90% of a copy's speed.** Reached in 1 of the 2 cases. In the others" in page
     assert "Reached by 1 of the 2 loops with preamp. Missed by O4, torch AdamW (gpt), at" in page
-    assert "Reached by the only loop. A step took 0.88 times as long as with autocast." in page
+    assert "Reached by all of the 1 loops. A step took 0.88 times as long as with autocast." in page
 
 
 def test_an_aim_that_is_missed_everywhere_is_said_so() -> None:
     scaler = step_row("GradScaler + fused AdamW", 3.1, 1.0, group="float32")
     page = " ".join(report.render([scaler, *STEPS], []).split())
-    assert "Reached in no case, of one. The update was 1.55 times as fast." in page
+    assert "Reached in none of the 1 cases. The update was 1.55 times as fast." in page
     assert "Reached in none of the 2 cases." in page
 
 
@@ -141,11 +143,11 @@ def test_scores_stand_beside_the_memory_they_take() -> None:
         "| peer | not measured |  |  |",
     ]
     page = " ".join(lines)
-    assert "Reached by all of the 2 scores with O5." in page
+    assert "float32: all of the 2 scores with O5 are no further." in page
     page = " ".join(
         report.render([], [], [*rows, storage_row("O5 split", [3.5, 5.5], 14.0)]).split()
     )
-    assert "Reached by 2 of the 3 scores with O5. Missed by O5 split (gpt: bits)." in page
+    assert "2 of the 3 scores with O5 are no further. Beyond it are O5 split (gpt: bits)." in page
 
 
 def test_the_page_in_the_repository_is_that_of_its_rows(
