@@ -157,7 +157,7 @@ class _StepCase:
         self.parameters, self.tensors, self.half = (first[field] for field in STEP_CASE)
         self.measured = {row["name"]: row for row in rows if row["status"] == "measured"}
         self.fused = self.measured.get(f"preamp {HALVES[self.half]}, {FUSED}")
-        self.share = self.fused and self.fused["share_of_copy"]
+        self.share = None if self.fused is None else self.fused["share_of_copy"]
 
     @property
     def faster(self) -> float | None:
