@@ -127,8 +127,6 @@ zero: pass
 after: optimizer.zero_grad()
 ## zeros by hand
 zero: for p in model.parameters(): p.grad = None
-## zeros through the model
-zero: model.zero_grad()
 ## clips unscaled
 between: scaler.unscale_(optimizer)
 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -189,9 +187,6 @@ between: if step == 3:
 ## a checkpoint with the scaler
 end: states = {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}
 torch.save({**states, 'scaler': scaler.state_dict()}, io.BytesIO())
-## a checkpoint in two files
-end: torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, io.BytesIO())
-torch.save(scaler.state_dict(), io.BytesIO())
 ## only weights are saved
 end: torch.save(model.state_dict(), io.BytesIO())
 ## a float32 average
@@ -365,8 +360,6 @@ after: optimizer.step()
 optimizer: torch.optim.Adam(model.parameters(), lr=0.001, eps=1e-08)
 ## a step before the scaler's: PA103+PA602+PA603
 between: optimizer.step()
-## clamped by hand: PA101
-between: for p in model.parameters(): p.grad.clamp_(-1, 1)
 ## clamped by hand through data: PA101
 between: for p in model.parameters(): p.grad.data.clamp_(-0.5, 0.5)
 ## clamped in hooks: PA101
@@ -376,21 +369,10 @@ between: total = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
 for p in model.parameters(): p.grad.mul_(1.0 / (total + 1e-6))
 ## never scaled: PA105
 backward: loss.backward()
-## scaled in vain: PA105
-backward: scaled = scaler.scale(loss)
-loss.backward()
 ## never scaled, clipped: PA105
 backward: loss.backward()
 between: scaler.unscale_(optimizer)
 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-## a second loss unscaled: PA106
-@other
-backward: scaler.scale(loss).backward(retain_graph=True)
-other.backward()
-## a first loss unscaled: PA106
-@other
-backward: other.backward(retain_graph=True)
-scaler.scale(loss).backward()
 ## an unscaled term: PA106
 @other
 backward: (scaler.scale(loss) + other).backward()
@@ -418,9 +400,6 @@ scaler.scale(F.cross_entropy(head(x), y)).backward()
 scaler.step(heads)
 if step % 2: scaler.step(optimizer)
 scaler.update()
-## a new scaler every step: PA108
-zero: optimizer.zero_grad()
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 ## a new scaler in a function: PA108
 setup: def make(): return torch.amp.GradScaler('cpu', init_scale=1024.0)
 zero: optimizer.zero_grad()
@@ -434,19 +413,12 @@ optimizer.zero_grad()
 between: optimizer.zero_grad()
 step: try: scaler.step(optimizer)
 except AssertionError: break
-## no zeros at all: PA404
-zero: pass
 ## no zeros at all, Adam: PA404
 zero: pass
 optimizer: torch.optim.Adam(model.parameters(), lr=0.001, eps=1e-08)
-## accumulation without division: PA406
-@accumulate
-step: if step % 2: scaler.step(optimizer); scaler.update()
 ## accumulation of losses in a list: PA406
 @every second, divided
 loss: loss = F.cross_entropy(output.float(), y) + 1e-4 * model[0].weight.square().mean()
-## a checkpoint without the scaler: PA110
-end: torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, io.BytesIO())
 ## a nested checkpoint without the scaler: PA110
 end: torch.save([1, {'state': {'opt': [optimizer.state_dict()]}}], io.BytesIO())
 ## an average in half: PA204
@@ -465,17 +437,9 @@ steps: 20
 setup: ema = [p.detach().half() for p in model.parameters()]
 after: torch._foreach_mul_(ema, 0.999)
 torch._foreach_add_(ema, [p.detach().half() for p in model.parameters()], alpha=0.001)
-## a scaler with bfloat16: PA111
-dtype: bfloat16
 ## a scaler with bfloat16, accumulating: PA111
 @every second, divided
 dtype: bfloat16
-## weighted, never scaled: PA105
-setup: scaler.scale(torch.ones(()))
-backward: (0.5 * loss).backward()
-## weighted by ten, never scaled: PA105
-setup: scaler.scale(torch.ones(()))
-backward: (loss * 10).backward()
 ## scaled by hand by another scale: PA105
 setup: scaler.scale(torch.ones(()))
 backward: (loss * 128.0).backward()
@@ -492,34 +456,21 @@ backward: scaler.scale(loss).backward(retain_graph=True)
 @other
 backward: (100 * other).backward(retain_graph=True)
 scaler.scale(loss).backward()
-## weighted, without a scaler: PA102
-backward: (0.5 * loss).backward()
-step: optimizer.step()
 ## a seed of one, without a scaler: PA102
 backward: loss.backward(torch.ones(()))
 step: optimizer.step()
 ## two steps after unscaling: PA103
 between: scaler.unscale_(optimizer)
 optimizer.step()
-## four steps of five skipped: PA601
-steps: 60
-loss: if (step + 1) % 5: loss = loss * 1e35
-## a rate of zero: PA202
-optimizer: torch.optim.SGD(model.parameters(), lr=0.0)
 ## a rate of zero, Adam: PA202
 optimizer: torch.optim.Adam(model.parameters(), lr=0.0, eps=1e-08)
 ## a rate below rounding: PA202
 optimizer: torch.optim.SGD(model.parameters(), lr=1e-14)
-## zeros of a part: PA404
-zero: model[0].zero_grad()
 ## a part's gradients deleted: PA404
 zero: for p in model[0].parameters(): p.grad = None
 ## zeros once in five steps: PA404
 steps: 40
 zero: if step % 5 == 0: optimizer.zero_grad()
-## zeros in every batch of two: PA403
-loss: loss = loss / 2
-step: if step % 2: scaler.step(optimizer); scaler.update()
 ## zeros in place in every batch of two: PA403
 @every second, divided
 zero: optimizer.zero_grad(set_to_none=False)
@@ -533,18 +484,12 @@ step: if step % 3 == 2: scaler.step(optimizer); scaler.update()
 @every second, divided
 setup: schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
 after: schedule.step()
-## a schedule in every batch of two, past its end: PA104
-@every second, divided
-setup: schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
-after: schedule.step()
 ## resumed without the scaler: PA113
 @resumed
 back: optimizer.load_state_dict(state['optimizer'])
 ## resumed without the optimizer: PA113
 @resumed
 back: scaler.load_state_dict(state['scaler'])
-## unscaled by hand, and by the scaler: PA105
-between: for p in model.parameters(): p.grad.div_(scaler.get_scale())
 ## unscaled by the scaler, and by hand: PA105
 between: scaler.unscale_(optimizer)
 for p in model.parameters(): p.grad.div_(scaler.get_scale())
@@ -552,9 +497,6 @@ for p in model.parameters(): p.grad.div_(scaler.get_scale())
 optimizer: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 zero: optimizer.zero_grad(set_to_none=False)
 loss: if step == 3: model[0].requires_grad_(False)
-## a part's gradients made zero: PA408
-optimizer: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-between: model[0].zero_grad(set_to_none=False)
 """
 )
 
@@ -570,9 +512,6 @@ dtype: float32
 after: with torch.no_grad(), torch.autocast('cpu', torch.bfloat16): model(x)
 ## bfloat16 weights at a large rate
 optimizer: torch.optim.SGD(model.parameters(), lr=2.0)
-## bfloat16 weights without a rate
-optimizer: torch.optim.SGD(model.parameters(), lr=2.0)
-setup: head = nn.Linear(2, 2)
 ## float16 scaled by hand
 @128
 between: for p in model.parameters(): p.grad.div_(128.0)
@@ -602,9 +541,6 @@ after: schedule.step()
 @128
 optimizer: torch.optim.SGD(model.parameters(), lr=1e-5)
 between: for p in model.parameters(): p.grad.div_(128.0)
-## an unscaled scale: PA109
-@128
-optimizer: torch.optim.SGD(model.parameters(), lr=0.01)
 ## an unscaled scale, in a seed: PA109
 dtype: float16
 backward: loss.backward(torch.tensor(256.0))
@@ -620,10 +556,6 @@ for p in model.parameters(): p.grad.div_(128.0)
 ## weighted, without a scale: PA102
 dtype: float16
 backward: (2 * loss).backward()
-## autocast around nothing: PA303
-dtype: float32
-zero: optimizer.zero_grad()
-with torch.autocast('cpu', torch.bfloat16): pass
 ## autocast around the loss: PA303
 dtype: float32
 loss: with torch.autocast('cpu', torch.bfloat16):
@@ -638,12 +570,6 @@ class Off(nn.Module):
 outer = Off()
 def model(x):
     with torch.autocast('cpu', torch.bfloat16): return outer(x)
-## no zeros at all: PA404
-dtype: float32
-zero: pass
-## zeros before the step: PA403
-dtype: float32
-between: optimizer.zero_grad()
 ## zeros before the step, model: PA403
 optimizer: torch.optim.SGD(model.parameters(), lr=2.0)
 between: model.zero_grad()
@@ -682,8 +608,6 @@ after: with torch.no_grad():
 ## the scale is undone twice: PA109
 between: for m, p in zip(masters, model.parameters()):
     m.grad = p.grad.float() / 128.0 / 128.0
-## never copied back: PA405
-after: pass
 ## never copied back, one tensor: PA405
 masters: [nn.utils.parameters_to_vector(model.parameters()).detach().float().requires_grad_()]
 between: grads = [p.grad.reshape(-1) for p in model.parameters()]
@@ -751,9 +675,6 @@ with torch.no_grad():
 ## a static scale far too large: PA602+PA603
 scale: 2.0**30
 level: O2
-## a static scale far too large, O1: PA602+PA603
-scale: 2.0**30
-level: O1
 ## a static scale far too large, O3: PA602+PA603
 scale: 2.0**30
 level: O3
@@ -761,9 +682,6 @@ level: O3
 level: O3
 scale: 1.0
 loss: loss = loss * 1e-8
-## all steps skipped: PA601
-steps: 24
-loss: loss = loss * 1e33
 ## a swallowed error: PA601|PA603+PA603+PA601
 steps: 60
 loss: loss = loss * float('nan')
@@ -771,16 +689,6 @@ step: optimizer.step()
 backward: try:
     with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()
 except Exception: continue
-## no zeros at all, O1: PA404
-level: O1
-zero: pass
-## no zeros at all, O2: PA404
-zero: pass
-## zeros before the step: PA403
-between: optimizer.zero_grad()
-## accumulation without division: PA406
-@accumulate
-step: if step % 2: optimizer.step()
 ## accumulation without division, O1: PA406
 @accumulate
 level: O1
@@ -795,9 +703,6 @@ backward: with amp.scale_loss(loss, optimizer) as scaled_loss:
     for p in model.parameters(): p.grad.clamp_(-1, 1)
 ## a plain backward at O4: PA112
 level: O4
-backward: loss.backward()
-## a plain backward at O5: PA112
-level: O5
 backward: loss.backward()
 ## a plain backward at O2: PA102|PA112
 backward: loss.backward()
@@ -870,8 +775,6 @@ gzero: og.zero_grad(); od.zero_grad()
 dstep: scaler.step(od); scaler.update()
 ## D every second
 dstep: if step % 2: scaler.step(od)
-## a part of D unscaled: PA106
-fake: loss_fake.backward()
 ## D unscaled and unscaled by hand: PA106
 fake: loss_fake.backward()
 dstep: scaler.unscale_(od); scaler.step(od)
@@ -941,8 +844,6 @@ end: torch.save(dict(opt=opt.state_dict(), scaler=scaler.state_dict()), io.Bytes
 end: scaler = torch.amp.GradScaler('cpu', init_scale=512.0)
 opt = torch.optim.SGD(net.parameters(), lr=1e-2)
 train(net, opt, scaler, 1)
-## a logged loss
-loss: total = loss.item() + float(loss)
 ## a heavy loss
 loss: loss = 128 * loss
 ## the norm of scaled gradients logged
@@ -954,15 +855,8 @@ loss: if not math.isfinite(loss.item()): raise SystemExit
 ## half copies
 epoch: sched.step()
 last = copy.deepcopy(net).half()
-## clipped before unscaling: PA101
-clip: nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-scaler.unscale_(opt)
-## clamped in a list: PA101
-clip: [p.grad.clamp_(min=-0.05, max=0.05) for p in net.parameters()]
 ## clamped into new tensors: PA101
 clip: for p in net.parameters(): p.grad = p.grad.clamp(-0.1, 0.1)
-## norms by hand: PA101
-clip: for p in net.parameters(): p.grad.div_(p.grad.norm())
 ## the norm by hand through data: PA101
 clip: n = math.sqrt(sum(float(p.grad.norm()) ** 2 for p in net.parameters()))
 if n > 0.1:
@@ -1003,10 +897,6 @@ setup: net[1].half()
 scale: 0.5
 ## bfloat16: PA111
 dtype: bfloat16
-## nan swallowed by an assertion: PA603
-loss: loss = (-loss).log()
-backward: try: assert not torch.isnan(loss)
-except AssertionError: continue
 ## nan swallowed by a number: PA603
 loss: loss = loss * float('nan')
 if math.isnan(loss.item()): continue
@@ -1107,9 +997,6 @@ setup: for p in s.model[:2].parameters(): p.requires_grad_(False)
 ## zeros through data
 zero: for p in s.model.parameters():
     if p.grad is not None: p.grad.data.zero_()
-## zeros after detaching
-zero: for p in s.model.parameters():
-    if p.grad is not None: p.grad.detach_(); p.grad.zero_()
 ## decayed gradients
 between: for p in s.model.parameters(): p.grad.mul_(0.5)
 ## masters
@@ -1122,9 +1009,6 @@ s.model.zero_grad()
 ## masters, a rate of almost nothing
 @copies
 optimizer: torch.optim.AdamW(s.M, lr=1e-9)
-## bfloat16 weights at a tiny rate: PA202
-@bf16
-optimizer: torch.optim.AdamW(s.groups, lr=1e-5)
 ## bfloat16 weights at a small rate: PA202
 @bf16
 optimizer: torch.optim.AdamW(s.groups, lr=1e-4)
@@ -1137,8 +1021,6 @@ zero: pass
 ## zeroed in the wrong place: PA403
 zero: pass
 between: s.opt.zero_grad()
-## accumulation without division: PA406
-@fourth
 ## accumulation of a written mean: PA406
 @fourth
 loss: loss = (s.model(x).float() - y).pow(2).mean()
@@ -1146,18 +1028,6 @@ loss: loss = (s.model(x).float() - y).pow(2).mean()
 casts: False
 zero: s.opt.zero_grad()
 with torch.autocast('cpu', torch.bfloat16): x = x + 0
-## a bfloat16 average: PA204
-@bf16
-setup: s.ema = copy.deepcopy(s.model)
-after: with torch.no_grad():
-    for e, p in zip(s.ema.parameters(), s.model.parameters()):
-        e.mul_(0.9995).add_(0.0005 * p)
-## a bfloat16 average by differences: PA204
-@bf16
-setup: s.ema = copy.deepcopy(s.model)
-after: with torch.no_grad():
-    for e, p in zip(s.ema.parameters(), s.model.parameters()):
-        e.sub_((1 - 0.9995) * (e - p))
 ## a bfloat16 average by copies: PA204
 @bf16
 setup: s.ema = copy.deepcopy(s.model)
