@@ -65,12 +65,15 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    # Not another dict in place of sys.modules: torch goes on importing into the one there was.
+    for name in ("helper", "preamp_planned_script"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "helper.py").write_text("OUT = 3\n", encoding="utf-8")
     path = tmp_path / "train.py"
     path.write_text(SCRIPT, encoding="utf-8")
     yield str(path)
     preamp.remove_apex_alias()
+    sys.modules.pop("helper", None)
 
 
 def invoke(*arguments: str) -> Result:
