@@ -21,7 +21,7 @@ from preamp.core.errors import PreampUnavailableError
 from preamp.demo import report, table
 from preamp.demo.records import COMPARED, DERIVED, SCHEMA_VERSION, DemoResult, LevelResult
 from preamp.demo.report import render
-from preamp.demo.table import columns_of, format_seconds, note_of
+from preamp.demo.table import columns_of, format_seconds, note_of, remarks_of
 from preamp.numerics import read_history
 
 RUN = result(
@@ -145,6 +145,26 @@ def test_notes_say_where_half_saves_no_time(
     level = replace(level, dtypes=replace(level.dtypes, compute=half))
     note = note_of(level, run)
     assert (f"{half} saves no time here" in note) is (lacks and device.startswith("cpu"))
+
+
+def test_a_run_says_what_its_storage_did_not_do() -> None:
+    run = result(row("O0"), row("O3"))
+    plain, split = (replace(run, config=replace(run.config, storage=s)) for s in ("full", "split"))
+    wide = "keeps float32 moments beside half weights, 8 bytes"
+    assert [wide in note_of(level, split) for level in split.levels] == [False, True]
+    assert wide not in note_of(plain.levels[1], plain)
+    compact = replace(run, config=replace(run.config, storage="compact"))
+    assert wide not in note_of(compact.levels[1], compact)
+    moved = 'place="host" moved nothing, all is on the CPU.'
+    on_host = replace(plain, config=replace(plain.config, place="host"))
+    assert moved in render(on_host).replace("&#34;", '"')
+    assert moved not in remarks_of(plain)
+    assert moved not in remarks_of(replace(on_host, device="cuda:0 (NVIDIA H200)"))
+    clipped = "at no level were they clipped"
+    released = replace(plain, config=replace(plain.config, release_gradients=True))
+    assert clipped in render(released)
+    assert clipped not in render(plain)
+    assert not any(clipped in remark for remark in remarks_of(on_host))
 
 
 def test_results_have_what_was_measured_and_its_ratios(tmp_path: Path) -> None:

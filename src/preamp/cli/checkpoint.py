@@ -23,6 +23,7 @@ from preamp.cli.console import (
     refused,
     refusing,
 )
+from preamp.cli.options import AsJson
 from preamp.core.errors import PreampError
 from preamp.planning.report import bytes_text
 
@@ -39,7 +40,7 @@ def _commands() -> None:  # pyright: ignore[reportUnusedFunction]
 @checkpoint.command("show")
 def show(
     path: Annotated[Path, typer.Argument(help="File or folder of preamp.save_checkpoint.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Verify a checkpoint and tell what is in it. Nothing in it is executed.
 

@@ -46,13 +46,9 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
     """What `preamp.count_memory` counts on this rank, per parameter of the whole model."""
     held = preamp.count_memory(preamp.engine_of(optimizer))
     count = sum(p.numel() for p in model.parameters())
-    return Memory(
-        weights=held["weights"] / count,
-        masters=(held["masters"] + held.get("masters on the host", 0)) / count,
-        gradients=held["gradients"] / count,
-        optimizer_state=(held["optimizer state"] + held.get("optimizer state on the host", 0))
-        / count,
-    )
+    names = ("weights", "masters", "gradients", "optimizer state")
+    both = {n.replace(" ", "_"): held[n] + held.get(f"{n} on the host", 0) for n in names}
+    return Memory(**{name: size / count for name, size in both.items()})
 
 
 def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dtypes:

@@ -14,7 +14,7 @@ from preamp import report
 from preamp.core.errors import system_error, unavailable
 from preamp.core.files import replace_text
 from preamp.demo.records import DemoResult, LevelResult, to_json
-from preamp.demo.table import HELD_OUT, MEMORY, TIMING, Cell, columns_of, note_of
+from preamp.demo.table import Cell, columns_of, note_of, remarks_of
 from preamp.numerics import to_json as record_to_json
 from preamp.policy.storage import storage_name
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
@@ -94,7 +94,7 @@ def _results(result: DemoResult) -> Section:
     if picture is not None:
         text = "A line further to the left got there faster."
         blocks.append(Figure(title="Loss by time", body=picture, caption=text))
-    blocks += [Text(text=text) for text in (HELD_OUT, TIMING, MEMORY)]
+    blocks += [Text(text=text) for text in remarks_of(result)]
     return Section(name="results", title="Results", blocks=blocks)
 
 
@@ -139,11 +139,11 @@ def _settings(result: DemoResult) -> Section:
         ("ranks", f"{config.ranks}, parallel {config.parallel}"),
         ("steps", f"{config.steps} of {config.batch} × {model.context} bytes"),
         ("model", f"{model.layers} layers, width {model.width}, {model.heads} heads"),
-        ("optimizer", "AdamW" if storage == "full" else "FusedAdam"),
+        ("optimizer", "FusedAdam" if config.has_fused_optimizer else "AdamW"),
         ("storage", storage),
         ("learning rate", f"{optimizer.learning_rate}, decay {optimizer.weight_decay}"),
         ("betas and eps", f"{betas}; {optimizer.eps}"),
-        ("clipped to", str(optimizer.max_norm)),
+        ("clipped to", "nothing" if config.kept.applies_at_once else str(optimizer.max_norm)),
         ("seed", str(config.seed)),
         ("text", f"{result.train_bytes:,} bytes to learn from, {result.held_out_bytes:,} held out"),
     ]

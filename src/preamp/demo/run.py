@@ -21,7 +21,6 @@ from preamp.demo.records import DemoResult, LevelResult, Status
 from preamp.demo.train import DivergedError, Tape, Watcher, make_optimizer, train
 from preamp.distributed.groups import gather_to_all, own_rank
 from preamp.policy.resolve import level_hint
-from preamp.policy.storage import storage_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +114,17 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     reset_peak(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
     shard_before(model, config.parallel)
-    optimizer = make_optimizer(model, config.optimizer, storage_name(config.kept))
+    optimizer = make_optimizer(model, config.optimizer, is_fused=config.has_fused_optimizer)
+    storage = config.storage_at(level)
+    # Where peak memory is measured, the stall meter's copies must not be in it.
+    numerics = "full" if setting.device.type == "cpu" else "light"
     model, optimizer = preamp.initialize(
         model,
         optimizer,
         opt_level=level,
-        storage=config.storage_at(level),
+        storage=storage,
         verbosity=0,
-        # Where peak memory is measured, the stall meter's copies must not be in it.
-        numerics="full" if setting.device.type == "cpu" else "light",
+        numerics="off" if storage.release_gradients else numerics,
         numerics_every=max(config.steps // 12, 1),
     )
     engine = preamp.engine_of(optimizer)

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.demo.parallel import agreement_of
 from preamp.demo.records import DemoResult, LevelResult, ratio
+from preamp.engine.storage import MOVED_NOTHING
 from preamp.kernels import cpu_lacks_matmul
+from preamp.policy import level_defaults
 
 MISSING = "–"
 
@@ -140,22 +143,37 @@ _STATUS = {
     "interrupted": "Interrupted: ",
 }
 
-TIMING = (
+_TIMING = (
     "Times are of whole training steps, the first ones left out, one level after the other."
     " Other work on the machine disturbs the median more than the best."
 )
 
-MEMORY = (
+_MEMORY = (
     "Bytes per parameter are weights + masters + gradients + optimizer state, counted from the"
     " tensors that exist between a backward and its step. Kept MiB are what one forward keeps for"
     " its backward, O1's and O4's half copies of the weights included."
 )
 
-HELD_OUT = (
+_HELD_OUT = (
     "Held-out bits per byte are measured on source files that the training never saw: 8.0 knows"
     " nothing, lower is better."
 )
 
+_NOT_CLIPPED = "Gradients were applied as they were made, so at no level were they clipped."
+
+
+def remarks_of(result: DemoResult) -> list[str]:
+    """How the numbers of a run were found, and what its storage did not do."""
+    kept, on_cpu = result.config.kept, result.device.startswith("cpu")
+    remarks = [_HELD_OUT, _TIMING, _MEMORY]
+    remarks += [f"{MOVED_NOTHING}."] * (kept.place == "host" and on_cpu)
+    return remarks + [_NOT_CLIPPED] * kept.applies_at_once
+
+
+_WIDE_MOMENTS = (
+    "FusedAdam, which other storages than full need, keeps float32 moments beside half weights, 8"
+    " bytes; torch's AdamW keeps half ones, 4."
+)
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -172,6 +190,10 @@ def note_of(row: LevelResult, result: DemoResult) -> str:
         for half, dtype in _HALVES.items()
         if half in compute and result.device.startswith("cpu") and cpu_lacks_matmul(dtype)
     ]
+    policy = level_defaults(row.level)
+    if not policy.master_weights and policy.cast_model_type in HALF_DTYPES:
+        has_wide = result.config.storage_at(row.level).moments == "float32"
+        parts += [_WIDE_MOMENTS] * (has_wide and result.config.has_fused_optimizer)
     if row.ranks:
         parts.append(agreement_of(row.ranks, result.config.parallel))
     return " ".join(part for part in parts if part)
