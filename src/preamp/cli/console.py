@@ -9,15 +9,13 @@ import sys
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
 
-import typer
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from preamp.cli.run import refuse
 from preamp.core.errors import PreampError
-
-REFUSED = 2  # exit status where nothing was done, as of a shell's builtin
 
 
 def make_console() -> Console:
@@ -38,13 +36,7 @@ def refusing(*more: type[Exception]) -> Generator[None]:
     try:
         yield
     except (ValueError, OSError, PreampError, *more) as error:
-        raise refused(error) from None
-
-
-def refused(error: Exception) -> typer.Exit:
-    """Say why nothing was done; returns what ends the command."""
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(REFUSED)
+        refuse(error)
 
 
 def print_plainly(console: Console, text: str) -> None:

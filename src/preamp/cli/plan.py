@@ -24,11 +24,10 @@ from preamp.cli.console import (
     only_answer_on_stdout,
     print_table,
     print_wrapped,
-    refused,
     refusing,
 )
 from preamp.cli.options import AsJson, PlaceName, Releases, StorageName, storage_of
-from preamp.cli.run import read_script
+from preamp.cli.run import read_script, refuse
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
 from preamp.planning.planner import POLICIES, policies_of, why_not_called
@@ -74,7 +73,7 @@ def plan(
         if _is_of_script(error):  # its traceback tells more
             begin_tracebacks(is_foreign)
             raise
-        raise refused(error) from None
+        refuse(error)
     except Exception:
         begin_tracebacks(is_foreign)
         raise

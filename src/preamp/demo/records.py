@@ -128,14 +128,11 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _level_to_json(row: LevelResult, base: LevelResult | None) -> dict[str, Any]:
-    fields = asdict(replace(row, records=()))
-    del fields["records"]
-    return {
-        **fields,
-        "memory": row.memory and asdict(row.memory) | {"total": row.memory.total},
-        **{name: getattr(row, name) for name in DERIVED},
-        **{
-            name: ratio(getattr(row, of), base and getattr(base, of))
-            for name, of in COMPARED.items()
-        },
-    }
+    document = asdict(replace(row, records=()))
+    del document["records"]
+    if row.memory is not None:
+        document["memory"]["total"] = row.memory.total
+    document |= {name: getattr(row, name) for name in DERIVED}
+    for name, of in COMPARED.items():
+        document[name] = ratio(getattr(row, of), base and getattr(base, of))
+    return document

@@ -60,21 +60,19 @@ def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     return page, data
 
 
-_INTRO = (
-    "A byte-level GPT with {parameters:,} parameters, trained on the Python standard library's"
-    " source text once for each opt level, from the same initial weights and on the same batches."
-    " Losses are in bits per byte."
-)
-_INTERRUPTED = " Interrupted: this is what was measured until then."
-
-
 def render(result: DemoResult) -> str:
     """Write a run as one HTML page that refers to nothing outside itself."""
-    intro = _INTRO.format(parameters=result.parameters)
+    intro = (
+        f"A byte-level GPT with {result.parameters:,} parameters, trained on the Python standard "
+        "library's source text once for each opt level, from the same initial weights and on the "
+        "same batches. Losses are in bits per byte."
+    )
+    if result.interrupted:
+        intro += " Interrupted: this is what was measured until then."
     return report.render(
         {row.level: row.records for row in result.levels} or [],
         title="preamp demo",
-        intro=intro + _INTERRUPTED * result.interrupted,
+        intro=intro,
         before=[_results(result)],
         after=[_settings(result)],
     )

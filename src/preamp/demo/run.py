@@ -111,7 +111,10 @@ def run(setting: Setting, watcher: Watcher) -> DemoResult:
 def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     """Train and evaluate one opt level; there is a row also if that failed or was interrupted."""
     config = setting.config
-    reset_peak(setting.device)
+    on_gpu = setting.device.type == "cuda"  # where torch counts allocations
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
     shard_before(model, config.parallel)
     optimizer = make_optimizer(model, config.optimizer, is_fused=config.has_fused_optimizer)
@@ -152,7 +155,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
             dtypes=None,
             memory=tape.memory,
             activation_bytes=None,
-            peak_bytes=peak_of(setting.device),
+            peak_bytes=torch.cuda.max_memory_allocated(setting.device) if on_gpu else None,
             records=tape.records(engine),
         )
         if status != "interrupted":
@@ -208,18 +211,6 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)
-
-
-def reset_peak(device: torch.device) -> None:
-    """Forget the highest allocation so far, where torch counts allocations."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_of(device: torch.device) -> int | None:
-    """Bytes of the highest allocation since `reset_peak`; ``None`` where torch does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def with_ranks(row: LevelResult, model: GPT) -> LevelResult:

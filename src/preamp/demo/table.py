@@ -42,23 +42,11 @@ def columns_of(result: DemoResult) -> tuple[Column, ...]:
     return tuple(column for column in _COLUMNS if has_peak or column.title != "peak")
 
 
-def _text(value: Any, form: Callable[[Any], str]) -> str:
-    return MISSING if value is None else form(value)
-
-
 def format_seconds(seconds: float) -> str:
     """Milliseconds with three significant digits, such as ``"7.12"``, ``"71.2"`` or ``"712"``."""
     milliseconds = 1000 * seconds
     digits = max(0, 2 - math.floor(math.log10(milliseconds))) if milliseconds > 0 else 0
     return f"{milliseconds:.{digits}f}"
-
-
-def _mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.1f}"
-
-
-def _scale(scale: float) -> str:
-    return f"{scale:,.6g}"
 
 
 def _level(row: LevelResult, _base: LevelResult | None) -> Cell:
@@ -89,14 +77,15 @@ def _number(
     unit: str,
     name: str,
     form: Callable[[Any], str],
-    compared: Callable[[float], str] = "×{:.2f}".format,
+    compared: Callable[[float], str] | None = "×{:.2f}".format,
 ) -> Column:
     """A column of the measurement ``name``, and how it compares with that of O0."""
 
     def cell(row: LevelResult, base: LevelResult | None) -> Cell:
         value = getattr(row, name)
         relative = ratio(value, base and getattr(base, name))
-        return Cell(_text(value, form), "" if relative is None else compared(relative))
+        detail = "" if relative is None or compared is None else compared(relative)
+        return Cell(MISSING if value is None else form(value), detail)
 
     return Column(title, unit, cell)
 
@@ -105,8 +94,8 @@ def _percent(relative: float) -> str:
     return f"{100 * (relative - 1):+.2f} %"
 
 
-def _not_compared(_relative: float) -> str:
-    return ""
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.1f}"
 
 
 _COLUMNS = (
@@ -115,11 +104,11 @@ _COLUMNS = (
     _number("held-out", "bits/byte", "held_out_bits", "{:.3f}".format, _percent),
     _number("best", "ms", "best_seconds", format_seconds),
     _number("median", "ms", "median_seconds", format_seconds),
-    _number("speed", "tokens/s", "tokens_per_second", "{:,.0f}".format, _not_compared),
+    _number("speed", "tokens/s", "tokens_per_second", "{:,.0f}".format, None),
     Column("memory", "B/param", _memory),
     _number("kept", "MiB", "activation_bytes", _mebibytes),
     _number("peak", "MiB", "peak_bytes", _mebibytes),
-    _number("loss", "scale", "loss_scale", _scale, _not_compared),
+    _number("loss", "scale", "loss_scale", "{:,.6g}".format, None),
     Column("skipped", "steps", _skipped),
 )
 
