@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -110,12 +110,13 @@ def estimate(
             most = storages_text(max(with_masters, key=lambda one: len(one.smaller)))
             print_wrapped(console, [f"{fused} makes the update of {name_of(named)}. {most}"])
         return
-    _print_fits(found or [_NOTHING], console)
+    print_wrapped(console, [_NOTHING] * (not found))
+    _print_fits(found, console)
     known = {one.opt_level for one in found}
     others = [one for one in by_twin if one.opt_level not in known]
     if others:
-        heading = f"With {fused} in place of {name_of(named)} there is:"
-        _print_fits([heading, *others], console)
+        print_wrapped(console, [f"With {fused} in place of {name_of(named)} there is:"])
+        _print_fits(others, console)
     print_wrapped(console, [_ON_TOP])
 
 
@@ -142,12 +143,10 @@ def _twin_of(optimizer: str | None) -> str | None:
     return "".join([fused, *optimizer.partition("(")[1:]])
 
 
-def _print_fits(found: Sequence[str | MemoryEstimate], console: Console) -> None:
+def _print_fits(found: Iterable[MemoryEstimate], console: Console) -> None:
     """Print a sentence for each level and place, and a table of what takes less than these."""
-    print_wrapped(console, (line for line in found if isinstance(line, str)))
     less: list[MemoryEstimate] = []
-    sizes = (one for one in found if isinstance(one, MemoryEstimate))
-    for _, (first, *others) in groupby(sizes, lambda one: (one.opt_level, one.place)):
+    for _, (first, *others) in groupby(found, lambda one: (one.opt_level, one.place)):
         host = f", {bytes_text(first.on_host)} on the host" if first.place == "host" else ""
         kept = f"{bytes_text(first.on_device)} on the device{host}"
         code = storage_code(first.storage)
