@@ -151,10 +151,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
             step_seconds=tuple(tape.seconds),
             warmup_steps=warmup_steps(config.steps),
             tokens_per_step=config.batch * config.model.context,
-            held_out_bits=None,
-            dtypes=None,
             memory=tape.memory,
-            activation_bytes=None,
             peak_bytes=torch.cuda.max_memory_allocated(setting.device) if on_gpu else None,
             records=tape.records(engine),
         )
@@ -171,17 +168,13 @@ def look_closer(
     """Add formats, kept activations and, if finished, held-out bits; Ctrl-C may interrupt it."""
     try:
         batch = next(setting.training_batches())
-        row = replace(
-            row,
-            dtypes=dtypes_of(model, optimizer, batch),
-            activation_bytes=activation_bytes(model, batch),
-        )
-        if row.status == "finished":
-            bits = held_out_bits(model, setting.held_out_batches())
-            row = replace(row, held_out_bits=bits)
+        formats, kept = dtypes_of(model, optimizer, batch), activation_bytes(model, batch)
+        row = replace(row, dtypes=formats, activation_bytes=kept)
+        if row.status != "finished":
+            return row
+        return replace(row, held_out_bits=held_out_bits(model, setting.held_out_batches()))
     except KeyboardInterrupt:
-        row = replace(row, status="interrupted", reason="Ctrl-C during the evaluation")
-    return row
+        return replace(row, status="interrupted", reason="Ctrl-C during the evaluation")
 
 
 def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
