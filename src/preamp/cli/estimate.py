@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -94,16 +94,33 @@ def estimate(
             return [preamp.estimate(what, policy, optimizer, **ranks) for policy in policies]
 
         found = look(named)
-        fused = _twin_of(named)
-        try:
-            by_twin = look(fused) if fused and not as_json else []
-        except (ValueError, TypeError, PreampError):  # it does not take what this one was given
-            by_twin = []
+        by_twin = [] if as_json else _by_twin(named, look)
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
-        return
-    console = make_console()
-    if card is None:
+    else:
+        _tell(found, by_twin, named, is_searched=card is not None)
+
+
+def _by_twin(
+    optimizer: str | None, look: Callable[[str], list[MemoryEstimate]]
+) -> list[MemoryEstimate]:
+    """The same of the fused optimizer of the same update; empty where there is none."""
+    fused = _twin_of(optimizer)
+    try:
+        return look(fused) if fused else []
+    except (ValueError, TypeError, PreampError):  # it does not take what this one was given
+        return []
+
+
+def _tell(
+    found: list[MemoryEstimate],
+    by_twin: list[MemoryEstimate],
+    named: str | None,
+    *,
+    is_searched: bool,
+) -> None:
+    console, fused = make_console(), _twin_of(named)
+    if not is_searched:
         _print(found, console)
         with_masters = [one for one in by_twin if one.masters and one.smaller]
         if with_masters:

@@ -111,14 +111,13 @@ def run(setting: Setting, watcher: Watcher) -> DemoResult:
 def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     """Train and evaluate one opt level; there is a row also if that failed or was interrupted."""
     config = setting.config
-    on_gpu = setting.device.type == "cuda"  # where torch counts allocations
-    if on_gpu:
+    if setting.device.type == "cuda":  # where torch counts allocations
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
     shard_before(model, config.parallel)
     optimizer = make_optimizer(model, config.optimizer, is_fused=config.has_fused_optimizer)
-    storage = config.storage_at(level)
+    storage, on_gpu = config.storage_at(level), setting.device.type == "cuda"
     # Where peak memory is measured, the stall meter's copies must not be in it.
     numerics = "full" if setting.device.type == "cpu" else "light"
     model, optimizer = preamp.initialize(
