@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from torch import nn
@@ -204,7 +205,7 @@ def test_estimate_tells_what_the_fused_optimizer_would_keep() -> None:
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_the_options_of_storage_are_the_arguments(place: str, script: str) -> None:
+def test_the_options_of_storage_are_the_arguments(place: Any, script: str) -> None:
     storage = preamp.Storage(masters="split", moments="8bit", place=place, release_gradients=True)
     wanted = preamp.estimate(
         functools.partial(nn.Linear, 4, 3),
