@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from preamp.cli.demo import choose_device
+from preamp.cli.options import choose_device
 from preamp.core.dtypes import dtype_name
 from preamp_bench import records, step
 from preamp_bench.harness import Effort

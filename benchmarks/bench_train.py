@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import preamp
-from preamp.cli.demo import choose_device
+from preamp.cli.options import choose_device
 from preamp_bench import records, train
 from preamp_bench.harness import Effort
 from preamp_bench.options import RESULTS, asked, chosen, refusing, show

@@ -55,11 +55,13 @@ def test_demo_prints_and_writes_the_same_levels(out: Path) -> None:
 
 
 def test_every_option_reaches_the_run(out: Path) -> None:
-    options = ("--steps", "2", "--levels", "O0 O4", "--storage", "compact")
-    done = invoke("demo", "--small", *options, "--out", str(out))
+    options = ("--steps", "2", "--levels", "O0 O4", "--storage", "compact", "--place", "host")
+    done = invoke("demo", "--small", *options, "--release-gradients", "--out", str(out))
     assert done.exit_code == 0, done.output
     config = results(out)["config"]
     assert (config["steps"], config["levels"], config["storage"]) == (2, ["O0", "O4"], "compact")
+    assert (config["place"], config["release_gradients"]) == ("host", True)
+    assert 'place="host" moved nothing, all is on the CPU.' in done.output
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner, Result
 
 import preamp
 from preamp.cli.app import app
+from preamp.planning.report import bytes_text
 
 SCRIPT = """
 from __future__ import annotations
@@ -65,12 +70,15 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    # Not another dict in place of sys.modules: torch goes on importing into the one there was.
+    for name in ("helper", "preamp_planned_script"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "helper.py").write_text("OUT = 3\n", encoding="utf-8")
     path = tmp_path / "train.py"
     path.write_text(SCRIPT, encoding="utf-8")
     yield str(path)
     preamp.remove_apex_alias()
+    sys.modules.pop("helper", None)
 
 
 def invoke(*arguments: str) -> Result:
@@ -111,13 +119,23 @@ def test_estimate_of_a_storage_shows_the_levels_that_can_have_it() -> None:
     assert "which has no masters" in done.output
 
 
+def rows_of(output: str) -> list[list[str]]:
+    """Cells of the rows of tables, which begin with a level."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
+    return [line for line in lines if line[0] in preamp.OPT_LEVELS]
+
+
 def test_estimate_tells_the_device_from_the_host() -> None:
     options = ("estimate", "--params", "1e9", "--optimizer", "FusedAdam", "--levels", "O5")
-    done = invoke(*options, "--storage", "split", "--place", "host", "--json")
-    (found,) = json.loads(done.stdout)
+    placed = (*options, "--storage", "split", "--place", "host")
+    (found,) = json.loads(invoke(*placed, "--json").stdout)
     assert (found["on_device"], found["on_host"]) == (4 * 10**9 + 12, 10 * 10**9 + 3 * 2**25)
-    table = " ".join(invoke(*options, "--storage", "split", "--place", "host").stdout.split())
-    assert "13.04 GiB 3.73 GiB level staging ━━━━━━━━━━━━━━━━ O5 96.00 MiB" in table
+    assert found["total"] == 14 * 10**9 + 12
+    text = invoke(*placed).stdout
+    assert "total" not in text  # no number is of both
+    assert "state on the host card host" in " ".join(text.split())
+    assert "7.45 GiB 3.73 GiB 9.41 GiB" in " ".join(text.split())
+    assert ["O5", "96.00 MiB"] in rows_of(text)
     assert "3.73 GiB with storage=preamp.Storage(masters='split', place='host'), the rest" in (
         " ".join(invoke(*options).stdout.split())
     )
@@ -127,13 +145,20 @@ def test_estimate_says_what_fits() -> None:
     options = ("estimate", "--params", "3e9", "--optimizer", "FusedAdam", "--levels", "O5")
     done = invoke(*options, "--card-gib", "20", "--host-gib", "32")
     released = "preamp.Storage(masters='split', moments='8bit', release_gradients=True)"
-    assert " ".join(done.stdout.split()) == (
+    sentences, table = done.stdout.split("\n\n", 1)
+    assert " ".join(sentences.split()) == (
         f"O5 with storage={released}: 16.94 GiB on the device. "
         "O5 with storage=preamp.Storage(masters='split', place='host'): 11.18 GiB on the device, "
-        "28.03 GiB on the host. Activations, what is accumulated, saves and loads come on top."
+        "28.03 GiB on the host."
     )
+    assert table.startswith("Less is kept with these arguments of preamp.Storage:")
+    assert rows_of(table) == [
+        ["O5", "split", "8bit", "False", "host", "11.18 GiB", "11.44 GiB"],
+        ["O5", "split", "8bit", "True", "host", "5.59 GiB", "17.03 GiB"],
+    ]
+    assert table.rstrip().endswith("Activations, what is accumulated, saves and loads come on top.")
     done = invoke(*options, "--card-gib", "20", "--json")  # of the host there is enough
-    assert [row["place"] for row in json.loads(done.stdout)] == ["device", "host"]
+    assert [row["place"] for row in json.loads(done.stdout)] == ["device", *["host"] * 6]
     done = invoke(*options, "--card-gib", "1")
     assert done.exit_code == 0
     assert done.stdout.startswith("Nothing fits: no level with any storage keeps as little.")
@@ -145,9 +170,17 @@ def test_estimate_names_the_fused_optimizer_with_which_it_fits() -> None:
     done = invoke(*options, "--card-gib", "20", "--host-gib", "32")
     words = " ".join(done.stdout.split())
     assert words.startswith("Nothing fits: no level with any storage keeps as little. With Fused")
-    assert "With FusedAdam in place of AdamW there is: O5 with storage=preamp.Storage(" in words
-    assert "11.18 GiB on the device, 28.03 GiB on the host. Activations," in words
+    assert "With FusedAdam(lr=0.01) in place of AdamW there is: O5 with storage=preamp.Sto" in words
+    assert "11.18 GiB on the device, 28.03 GiB on the host. Less" in words
     assert json.loads(invoke(*options, "--card-gib", "20", "--json").stdout) == []
+
+
+def test_the_fused_optimizer_is_counted_with_the_same_arguments() -> None:
+    options = ("estimate", "--params", "3e9", "--levels", "O5", "--card-gib", "17", "--optimizer")
+    words = " ".join(invoke(*options, "SGD(momentum=0.9)").stdout.split())
+    assert "With FusedSGD(momentum=0.9) in place of SGD there is: O5 with" in words
+    assert "release_gradients=True): 14.06 GiB on the device." in words  # momentum included
+    assert "in place of" not in invoke(*options, "AdamW(amsgrad=True)").stdout
 
 
 def test_estimate_names_it_beside_a_level_that_fits_without() -> None:
@@ -158,6 +191,65 @@ def test_estimate_names_it_beside_a_level_that_fits_without() -> None:
     assert words.count("O3 with") == 1
     done = invoke(*options[:-1], "O5", "--optimizer", "RMSprop")  # has no fused twin
     assert "in place of" not in done.stdout
+
+
+def test_estimate_tells_what_the_fused_optimizer_would_keep() -> None:
+    options = ("estimate", "--params", "3e9", "--levels", "O2,O5")
+    words = " ".join(invoke(*options).stdout.split())
+    told = "FusedAdam makes the update of AdamW. At O5 44.70 GiB are kept; 39.12 GiB with"
+    assert words.count(told) == 1
+    assert '22.53 GiB with storage="compact"; 16.94 GiB' in words.partition(told)[2]
+    for other in ("FusedAdam", "RMSprop", "none"):
+        assert "makes the update" not in invoke(*options, "--optimizer", other).stdout
+    assert len(json.loads(invoke(*options, "--json").stdout)) == 2
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_options_of_storage_are_the_arguments(place: Any, script: str) -> None:
+    storage = preamp.Storage(masters="split", moments="8bit", place=place, release_gradients=True)
+    wanted = preamp.estimate(
+        functools.partial(nn.Linear, 4, 3),
+        preamp.OPT_LEVELS["O5"].replace(storage=storage),
+        "FusedAdam",
+    )
+    options = ("--storage", "compact", "--place", place, "--release-gradients", "--json")
+    asked = ("estimate", "torch.nn:Linear(4, 3)", "--optimizer", "FusedAdam")
+    found = {row["opt_level"]: row for row in json.loads(invoke(*asked, *options).stdout)}
+    # A dynamic loss scale needs the gradients, unless they wait on the host.
+    assert list(found) == (["O5"] if place == "device" else ["O2", "O5"])
+    assert found["O5"] == json.loads(json.dumps(wanted.to_json()))
+    with Path(script).open("a", encoding="utf-8") as file:
+        file.write(FUSED)
+    asked = ("plan", script, "--names", "fused", "--levels", "O5", "--verify", "0")
+    planned = json.loads(invoke(*asked, *options).stdout)["levels"]["O5"]["memory"]
+    assert (planned["storage"], planned["gradients"]) == (wanted.storage, wanted.gradients)
+    assert planned["optimizer_state"] == wanted.optimizer_state
+
+
+FUSED = """
+def fused():
+    from preamp.optimizers import FusedAdam
+    return model_of_three(), loss_fn, data, FusedAdam(only.parameters(), lr=0.1)
+
+def model_of_three():
+    global only
+    only = nn.Linear(4, 3)
+    return only
+"""
+
+
+def test_plan_says_of_which_place_a_number_is(script: str) -> None:
+    with Path(script).open("a", encoding="utf-8") as file:
+        file.write(FUSED)
+    options = ("--names", "fused", "--place", "host", "--levels", "O5", "--verify", "0")
+    memory = json.loads(invoke("plan", script, *options, "--json").stdout)["levels"]["O5"]["memory"]
+    done = invoke("plan", script, *options)
+    assert "kept on card  on host  peak on card" in done.stdout
+    kept, there, peak = rows_of(done.stdout)[-1][3:6]
+    assert kept == f"{4 * 15 + 12} B"
+    assert there == bytes_text(12 * 15 + memory["staging"])
+    assert peak == bytes_text(memory["peak"])
+    assert memory["peak"] >= 4 * 15 + 12
 
 
 def test_estimate_refuses_a_host_without_a_card() -> None:

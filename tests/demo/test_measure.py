@@ -14,7 +14,7 @@ import preamp
 from cases.demo import CORPUS, MODEL, config
 from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits, memory_of
 from preamp.demo.model import GPT
-from preamp.demo.records import Dtypes, Memory
+from preamp.demo.records import Dtypes
 from preamp.demo.run import Setting, prepare
 from preamp.demo.train import make_optimizer
 
@@ -122,7 +122,3 @@ def test_held_out_bits_are_the_mean_over_all_bytes() -> None:
         expected = F.cross_entropy(logits, targets).item() / math.log(2)
     assert held_out_bits(model, batches) == pytest.approx(expected, rel=1e-6)
     assert len(targets) == 8 * MODEL.context
-
-
-def test_memory_total_is_the_sum() -> None:
-    assert Memory(weights=1, masters=2, gradients=4, optimizer_state=8).total == 15

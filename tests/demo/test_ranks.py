@@ -69,20 +69,10 @@ def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     way = WAYS[-1]
-    options = "--small --steps 3 --levels O2"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "preamp",
-        "demo",
-        *options.split(),
-        "--device",
-        "cpu",
-    ]
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m preamp demo"
+    options = f"--small --steps 3 --levels O2 --device cpu --parallel {way} --out"
     done = subprocess.run(
-        [*command, "--parallel", way, "--out", str(tmp_path)],
+        [sys.executable, *launch.split(), *options.split(), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -16,7 +16,7 @@ import preamp
 from cases.demo import CORPUS, config
 from preamp.demo import run as run_module
 from preamp.demo import train as train_module
-from preamp.demo.config import DEFAULT_LEVELS, OptimizerConfig
+from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, OptimizerConfig
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.run import prepare, run, warmup_steps
@@ -59,9 +59,9 @@ def test_every_level_gets_the_same_weights_and_batches(monkeypatch: pytest.Monke
     texts: list[torch.Tensor] = []
     make_optimizer, train = run_module.make_optimizer, run_module.train
 
-    def note_weights(model: GPT, settings: OptimizerConfig, storage: str) -> torch.optim.Optimizer:
+    def note_weights(model: GPT, settings: OptimizerConfig, **rest: bool) -> torch.optim.Optimizer:
         weights.append(copy.deepcopy(model.state_dict()))
-        return make_optimizer(model, settings, storage)
+        return make_optimizer(model, settings, **rest)
 
     def note_batches(model, optimizer, batches, config, **rest) -> None:
         noted: list[Batch] = list(batches)
@@ -257,3 +257,36 @@ def test_a_place_on_the_host_changes_no_loss() -> None:
 def test_an_unknown_place_is_refused() -> None:
     with pytest.raises(ValueError, match="place"):
         dataclasses.replace(config("O5"), place="moon")
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_released_gradients_change_no_loss_but_for_the_clip(place: str) -> None:
+    optimizer = dataclasses.replace(config("O5").optimizer, max_norm=math.inf)
+    asked = dataclasses.replace(
+        config("O5", "O2"), storage="split", place=place, optimizer=optimizer
+    )
+    kept, gone = (
+        run(prepare(dataclasses.replace(asked, release_gradients=releases), CORPUS), Watcher())
+        for releases in (False, True)
+    )
+    assert [row.losses for row in kept.levels] == [row.losses for row in gone.levels]
+    assert [row.status for row in gone.levels] == ["finished", "finished"]
+    found = preamp.estimate(
+        asked_model(asked), preamp.OPT_LEVELS["O5"].replace(storage=gone.config.kept), "FusedAdam"
+    )
+    memory = gone.levels[0].memory
+    assert memory is not None
+    if place == "device":  # on a CPU nothing goes to a host
+        assert memory.gradients == found.gradients == 0
+        assert memory.masters == found.masters / found.parameters
+        assert gone.levels[1].memory == kept.levels[1].memory  # a dynamic scale needs them
+
+
+def asked_model(asked: DemoConfig) -> Callable[[], GPT]:
+    return lambda: prepare(asked, CORPUS).start
+
+
+def test_several_ranks_release_no_gradients() -> None:
+    text = "Got released gradients and 2 ranks. Gradients are released in one process only. Leave"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        dataclasses.replace(config("O5"), ranks=2, release_gradients=True)

@@ -637,7 +637,7 @@ def test_apex_names_take_a_storage() -> None:
 
 def test_engines_say_their_storage() -> None:
     model, optimizer = start("O5", "split")
-    assert "storage = Storage(masters='split'" in preamp.engine_of(model).explain()
+    assert "  storage = split (default of O5: full)\n" in preamp.engine_of(model).explain()
     train_step(model, optimizer, 0)
     assert "6 of 6 masters are split now" in preamp.engine_of(model).explain()
     assert optimizer.storage == preamp.Storage(masters="split")

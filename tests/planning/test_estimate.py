@@ -530,18 +530,33 @@ def test_what_fits_changes_as_little_as_possible() -> None:
 
     released = "Storage(masters='split', moments='8bit', release_gradients=True)"
     split = "Storage(masters='split', place='host')"
-    assert fits(48) == [("device", "full")]
-    assert fits(40) == [("device", "split")]
-    assert fits(24) == [("device", "compact")]
-    assert fits(20, 32) == [("device", released), ("host", split)]
-    assert fits(12, 32) == [("host", split)]
-    assert fits(12, 34) == [("host", "Storage(place='host')")]
-    assert fits(20, 32, world_size=2) == [("host", split)]  # ranks release no gradients
-    assert fits(40, 64, optimizer="AdamW") == [("device", "split")]
+    eight = split.replace("'split'", "'split', moments='8bit'")
     both = "Storage(masters='split', release_gradients=True, place='host')"
     compact = both.replace("'split'", "'split', moments='8bit'")
-    assert fits(11, 64) == [("host", both.replace("masters='split', ", ""))]
-    assert fits(11, 34) == [("host", both)]
-    assert fits(11, 18) == [("host", compact)]
+    wide = both.replace("masters='split', ", "")
+    on_device = [("device", name) for name in ("full", "split", "compact", released)]
+    on_host = [("host", n) for n in ("Storage(place='host')", split, eight, wide, both, compact)]
+    assert fits(48) == on_device
+    assert fits(40) == on_device[1:]
+    assert fits(24) == on_device[2:]
+    assert fits(48, 64) == on_device + on_host
+    assert fits(20, 32) == [("device", released), ("host", split), ("host", eight), on_host[-1]]
+    assert fits(12, 12) == [("host", eight)]
+    assert fits(12, 64) == on_host
+    # Ranks release no gradients.
+    assert fits(20, 32, world_size=2) == [("host", split), ("host", eight)]
+    assert fits(40, 64, optimizer="AdamW") == [("device", "split")]
+    assert fits(11, 64) == on_host[3:]
+    assert fits(11, 34) == on_host[4:]
+    assert fits(11, 18) == on_host[5:]
     assert fits(11, 16) == []
     assert fits(5, 64) == []
+
+
+def test_what_fits_leaves_out_what_takes_no_less() -> None:
+    vectors = nn.LayerNorm(64)  # moments of vectors stay float32
+    found = fitting(vectors, "FusedAdam", ["O0"], card=2**30)
+    full, released, *on_host = [memory.storage for memory in found]
+    assert full == "full"
+    assert released == "Storage(moments='8bit', release_gradients=True)"
+    assert on_host == ["Storage(place='host')", "Storage(release_gradients=True, place='host')"]

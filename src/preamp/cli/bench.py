@@ -19,8 +19,8 @@ from torch import nn
 
 import preamp
 from preamp.cli.console import make_console, print_table, print_wrapped, refusing
-from preamp.cli.demo import choose_device
 from preamp.cli.main import versions
+from preamp.cli.options import DeviceName, choose_device
 from preamp.core.errors import bad_value
 from preamp.kernels import explain
 from preamp.optimizers import FusedAdam
@@ -48,7 +48,7 @@ _CAPTION = (
 
 def bench(
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure on CUDA, or refuse.")] = False,
-    device: Annotated[str, typer.Option(help="auto (cuda where there is one), cpu, …")] = "auto",
+    device: DeviceName = "auto",
     params: Annotated[float, typer.Option(help="Elements of all tensors together.")] = 1e8,
     tensors: Annotated[str, typer.Option(help="Numbers of tensors.")] = "148,10000",
     seconds: Annotated[float, typer.Option(help="For each line of the table.")] = 3.0,

@@ -14,15 +14,9 @@ from rich.console import Console
 from preamp.checkpoint import convert_apex_checkpoint
 from preamp.checkpoint.apex.findings import RECORD
 from preamp.checkpoint.summary import Summary, summarize_checkpoint
-from preamp.cli.console import (
-    REFUSED,
-    make_console,
-    print_plainly,
-    print_table,
-    print_wrapped,
-    refused,
-    refusing,
-)
+from preamp.cli.console import make_console, print_plainly, print_table, print_wrapped, refusing
+from preamp.cli.options import AsJson
+from preamp.cli.run import REFUSED, refuse
 from preamp.core.errors import PreampError
 from preamp.planning.report import bytes_text
 
@@ -39,7 +33,7 @@ def _commands() -> None:  # pyright: ignore[reportUnusedFunction]
 @checkpoint.command("show")
 def show(
     path: Annotated[Path, typer.Argument(help="File or folder of preamp.save_checkpoint.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Verify a checkpoint and tell what is in it. Nothing in it is executed.
 
@@ -49,7 +43,7 @@ def show(
         summary = summarize_checkpoint(path)
     except (OSError, PreampError) as error:
         if not as_json:
-            raise refused(error) from None
+            refuse(error)
         answer = {"path": str(path), "status": "refused", "reason": str(error)}
         typer.echo(json.dumps(answer, indent=2))
         raise typer.Exit(REFUSED) from None
@@ -74,11 +68,10 @@ def _print(summary: Summary, console: Console) -> None:
                 f"  optimizer {number}: {steps['applied']} steps applied, "
                 f"{steps['skipped']} skipped"
             )
-    for optimizer in summary.optimizers:
-        lines.append(
-            f"{optimizer['class']} over {optimizer['parameters']} parameters, storage "
-            f"{optimizer['storage']}"
-        )
+    lines += (
+        f"{one['class']} over {one['parameters']} parameters, storage {one['storage']}"
+        for one in summary.optimizers
+    )
     lines += summary.schedulers
     extra = summary.extra
     lines.append(f"extra: {extra if isinstance(extra, str) else ', '.join(extra) or 'empty'}")

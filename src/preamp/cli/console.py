@@ -8,34 +8,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import replace
-from typing import Annotated, cast, get_args
 
-import typer
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from preamp.cli.run import refuse
 from preamp.core.errors import PreampError
-from preamp.policy.storage import STORAGES, Place, Storage, parse_storage
-
-StorageName = Annotated[
-    str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
-]
-"""The option of every command that trains, or tells of training."""
-
-PlaceName = Annotated[
-    str, typer.Option(help=f"Where masters and moments lie: {', '.join(get_args(Place))}.")
-]
-"""Likewise."""
-
-REFUSED = 2  # exit status where nothing was done, as of a shell's builtin
-
-
-def storage_of(storage: str, place: str) -> Storage:
-    """What these two options ask for; raises ``ValueError`` where one is not known."""
-    return replace(parse_storage(storage), place=cast("Place", place))
 
 
 def make_console() -> Console:
@@ -56,13 +36,7 @@ def refusing(*more: type[Exception]) -> Generator[None]:
     try:
         yield
     except (ValueError, OSError, PreampError, *more) as error:
-        raise refused(error) from None
-
-
-def refused(error: Exception) -> typer.Exit:
-    """Say why nothing was done; returns what ends the command."""
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(REFUSED)
+        refuse(error)
 
 
 def print_plainly(console: Console, text: str) -> None:

@@ -3,27 +3,32 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from textwrap import wrap
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn
 from rich.text import Text
 
-from preamp.cli.console import PlaceName, StorageName, make_console, print_table, refusing
-from preamp.core.errors import bad_value, unavailable
+from preamp.cli.console import make_console, print_table, refusing
+from preamp.cli.options import (
+    DeviceName,
+    PlaceName,
+    Releases,
+    StorageName,
+    choose_device,
+    split_levels,
+)
 from preamp.demo.config import DEFAULT_LEVELS, SMALL, DemoConfig
 from preamp.demo.data import read_corpus
 from preamp.demo.parallel import choose_parallel, require_sharding
 from preamp.demo.records import DemoResult, LevelResult
 from preamp.demo.report import require_folder, require_packages, write
 from preamp.demo.run import Setting, prepare, run
-from preamp.demo.table import HELD_OUT, MEMORY, TIMING, Cell, columns_of, note_of
+from preamp.demo.table import Cell, columns_of, note_of, remarks_of
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
@@ -43,9 +48,8 @@ def demo(
     small: Annotated[bool, typer.Option("--small", help="A tiny model, to try it out.")] = False,
     storage: StorageName = _CONFIG.storage,
     place: PlaceName = _CONFIG.place,
-    device: Annotated[
-        str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
-    ] = "auto",
+    releases: Releases = False,
+    device: DeviceName = "auto",
     parallel: Annotated[
         str, typer.Option(help="What ranks of torchrun share: auto (ddp), ddp, zero1, fsdp.")
     ] = "auto",
@@ -63,10 +67,11 @@ def demo(
     with refusing():
         require_packages()
         config = DemoConfig(
-            levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
+            levels=tuple(split_levels(levels)),
             steps=steps,
             storage=storage,
             place=place,
+            release_gradients=releases,
             device=str(own_device(choose_device(device))),
             parallel=choose_parallel(parallel),
             ranks=launched_ranks(),
@@ -88,29 +93,6 @@ def finish(result: DemoResult, console: Console, out: Path) -> None:
         console.print(f"Report: {page}\nData:   {data}", soft_wrap=True, highlight=False)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def choose_device(name: str) -> torch.device:
-    """Turn the option into a device that works."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise bad_value(
-            f"--device {name!r} is not known",
-            "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
-            "Pass for example --device cpu",
-        ) from None
-    try:
-        torch.empty(1, device=device).fill_(0.0)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise unavailable(
-            f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
-            "It has to be a device that this machine and this torch have",
-            "Pass --device auto or --device cpu",
-        ) from None
-    return device
 
 
 def run_watched(setting: Setting, console: Console) -> DemoResult:
@@ -138,7 +120,7 @@ def show(result: DemoResult, console: Console) -> None:
     print_table(console, [heading.strip() for heading in headings], rows, left=left)
     for row in result.levels:
         console.print(f"[bold]{row.level}[/]  {escape(note_of(row, result))}", highlight=False)
-    for remark in (HELD_OUT, TIMING, MEMORY):
+    for remark in remarks_of(result):
         console.print(remark, style="dim", highlight=False)
 
 

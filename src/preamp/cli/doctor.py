@@ -14,9 +14,9 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import TextIO
 
-from preamp.cli.run import CANNOT_START, execute, prepare
+from preamp.cli.run import execute, prepare, refuse
 from preamp.core.errors import bad_value, message
 from preamp.doctor import (
     RULES,
@@ -56,7 +56,7 @@ def run_doctor(arguments: list[str]) -> None:
     try:
         rules = select_rules(_ids("--select", options.select), _ids("--ignore", options.ignore))
     except ValueError as error:
-        _refuse(str(error))
+        refuse(error)
     given = options.program[1:] if options.program[:1] == ["--"] else options.program
     program = prepare(["-m", *options.module] if options.module else given, "doctor")
     out = _open(options.json)
@@ -126,13 +126,8 @@ def _explain(rule: str) -> None:
     rule = rule.strip().upper()
     if rule not in RULES:
         known = ", ".join(RULES)
-        _refuse(message(f"There is no rule {rule!r}", f"Rules are {known}", "Name one of them"))
+        refuse(message(f"There is no rule {rule!r}", f"Rules are {known}", "Name one of them"))
     print(explain_text(RULES[rule]), end="")
-
-
-def _refuse(text: str) -> NoReturn:
-    print(f"Error: {text}", file=sys.stderr)
-    raise SystemExit(CANNOT_START)
 
 
 def _wait_for_threads() -> None:
@@ -160,7 +155,7 @@ def _open(file: str | None) -> TextIO | None:
         return open(file, "w", encoding="utf-8")
     except OSError as error:
         got = f"{file} cannot be written: {error.strerror}"
-        _refuse(message(got, "--json takes a file, or - for standard output", "Pass another"))
+        refuse(message(got, "--json takes a file, or - for standard output", "Pass another"))
 
 
 def _speaks() -> bool:

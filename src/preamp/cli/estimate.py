@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -17,23 +17,22 @@ from rich.console import Console
 
 import preamp
 from preamp.cli.console import (
-    PlaceName,
-    StorageName,
     make_console,
     only_answer_on_stdout,
     print_table,
     print_wrapped,
     refusing,
-    storage_of,
 )
-from preamp.core.errors import bad_value
+from preamp.cli.options import AsJson, PlaceName, Releases, StorageName, split_levels, storage_of
+from preamp.core.errors import PreampError, bad_value
 from preamp.optim.fused.kinds import twin_of
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, fitting
 from preamp.planning.optimizers import name_of, parse_call
 from preamp.planning.report import bytes_text, storages_text
 from preamp.policy import resolve
-from preamp.policy.storage import FULL, Storage, storage_code, storage_name
+from preamp.policy.resolve import at_level
+from preamp.policy.storage import FULL, STORAGES, Storage, storage_code, storage_name
 
 _CAPTION = (
     "More in step: float32 gradients of masters while the optimizer steps, and masters that are "
@@ -41,6 +40,7 @@ _CAPTION = (
     "out. Activations are not counted."
 )
 
+_FIT = ("level", "masters", "moments", "release_\ngradients", "place", "card", "host")
 _NOTHING = "Nothing fits: no level with any storage keeps as little."
 _ON_TOP = "Activations, what is accumulated, saves and loads come on top."
 
@@ -63,6 +63,7 @@ def estimate(
     ] = None,
     storage: StorageName = "full",
     place: PlaceName = "device",
+    releases: Releases = False,
     card: Annotated[
         float | None, typer.Option("--card-gib", help="GiB of the device: tell what fits.")
     ] = None,
@@ -71,7 +72,7 @@ def estimate(
     ] = math.inf,
     world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
     sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell how much memory training takes on each rank, by opt level and category.
 
@@ -79,26 +80,61 @@ def estimate(
     if it is given a batch.
     """
     with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
-        what, kept = _model(model, params), storage_of(storage, place)
+        what, kept = _model(model, params), storage_of(storage, place, releases)
         _check_card(card, host, kept)
         named = None if optimizer.lower() == "none" else optimizer
-        names = _levels(levels, needs_masters=kept.masters == "split")
+        names = _levels(levels, kept)
         ranks: Any = {"world_size": world_size, "sharding": sharding}
-        if card is None:
+
+        def look(optimizer: str | None) -> list[MemoryEstimate]:
+            if card is not None:
+                room = {"card": card * 2**30, "host": host * 2**30}
+                return [*fitting(what, optimizer, names, **room, **ranks)]
             policies = [resolve(name, {"storage": kept}) for name in names]
-            found = [preamp.estimate(what, policy, named, **ranks) for policy in policies]
-        else:
-            room = {"card": card * 2**30, "host": host * 2**30}
-            look = functools.partial(fitting, what, levels=names, **room, **ranks)
-            found = [*look(optimizer=named)]
-            if not as_json:
-                lines = [*map(_fit, found)] or [_NOTHING]
-                lines += _with_fused(look, named, {one.opt_level for one in found})
-                print_wrapped(make_console(), [*lines, _ON_TOP])
+            return [preamp.estimate(what, policy, optimizer, **ranks) for policy in policies]
+
+        found = look(named)
+        by_twin = [] if as_json else _by_twin(named, look)
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
-    elif card is None:
-        _print(found, make_console())
+    else:
+        _tell(found, by_twin, named, is_searched=card is not None)
+
+
+def _by_twin(
+    optimizer: str | None, look: Callable[[str], list[MemoryEstimate]]
+) -> list[MemoryEstimate]:
+    """The same of the fused optimizer of the same update; empty where there is none."""
+    fused = _twin_of(optimizer)
+    try:
+        return look(fused) if fused else []
+    except (ValueError, TypeError, PreampError):  # it does not take what this one was given
+        return []
+
+
+def _tell(
+    found: list[MemoryEstimate],
+    by_twin: list[MemoryEstimate],
+    named: str | None,
+    *,
+    is_searched: bool,
+) -> None:
+    console, fused = make_console(), _twin_of(named)
+    if not is_searched:
+        _print(found, console)
+        with_masters = [one for one in by_twin if one.masters and one.smaller]
+        if with_masters:
+            most = storages_text(max(with_masters, key=lambda one: len(one.smaller)))
+            print_wrapped(console, [f"{fused} makes the update of {name_of(named)}. {most}"])
+        return
+    print_wrapped(console, [_NOTHING] * (not found))
+    _print_fits(found, console)
+    known = {one.opt_level for one in found}
+    others = [one for one in by_twin if one.opt_level not in known]
+    if others:
+        print_wrapped(console, [f"With {fused} in place of {name_of(named)} there is:"])
+        _print_fits(others, console)
+    print_wrapped(console, [_ON_TOP])
 
 
 def _check_card(card: float | None, host: float, storage: Storage) -> None:
@@ -116,32 +152,41 @@ def _check_card(card: float | None, host: float, storage: Storage) -> None:
         )
 
 
-def _with_fused(
-    look: Callable[..., Iterator[MemoryEstimate]], optimizer: str | None, levels: set[str]
-) -> list[str]:
-    """Say which levels beside these would fit with the fused optimizer of the same update."""
-    name = name_of(optimizer)
-    fused = twin_of(name)
-    if fused is None:
-        return []
-    found = [_fit(one) for one in look(optimizer=fused) if one.opt_level not in levels]
-    return [f"With {fused} in place of {name} there is:", *found] if found else []
+def _twin_of(optimizer: str | None) -> str | None:
+    """The fused optimizer of the same update, with the same arguments."""
+    fused = twin_of(name_of(optimizer))
+    if fused is None or optimizer is None:
+        return None
+    return "".join([fused, *optimizer.partition("(")[1:]])
 
 
-def _fit(memory: MemoryEstimate) -> str:
-    code = storage_code(memory.storage)
-    host = f", {bytes_text(memory.on_host)} on the host" if memory.place == "host" else ""
-    kept = f"{bytes_text(memory.on_device)} on the device{host}"
-    return f"{memory.opt_level} with storage={code}: {kept}."
+def _print_fits(found: Iterable[MemoryEstimate], console: Console) -> None:
+    """Print a sentence for each level and place, and a table of what takes less than these."""
+    less: list[MemoryEstimate] = []
+    for _, (first, *others) in groupby(found, lambda one: (one.opt_level, one.place)):
+        host = f", {bytes_text(first.on_host)} on the host" if first.place == "host" else ""
+        kept = f"{bytes_text(first.on_device)} on the device{host}"
+        code = storage_code(first.storage)
+        print_wrapped(console, [f"{first.opt_level} with storage={code}: {kept}."])
+        less += others
+    if less:
+        console.print("\nLess is kept with these arguments of preamp.Storage:", highlight=False)
+        print_table(console, _FIT, map(_fit_cells, less), left=len(_FIT) - 2)
 
 
-def _levels(levels: str | None, *, needs_masters: bool) -> list[str]:
+def _fit_cells(memory: MemoryEstimate) -> list[str]:
+    kept = STORAGES.get(memory.storage) or Storage(**parse_call(memory.storage).kwargs)
+    masters = kept.masters if memory.masters else "–"
+    arguments = masters, kept.moments, str(kept.release_gradients), kept.place
+    host = bytes_text(memory.on_host) if kept.place == "host" else "–"
+    return [memory.opt_level, *arguments, bytes_text(memory.on_device), host]
+
+
+def _levels(levels: str | None, storage: Storage) -> list[str]:
     if levels is not None:
-        return re.split(r"[,\s]+", levels.strip(", "))
+        return split_levels(levels)
     return [
-        name
-        for name, policy in preamp.OPT_LEVELS.items()
-        if policy.master_weights or not needs_masters
+        name for name, policy in preamp.OPT_LEVELS.items() if at_level(policy, storage) == storage
     ]
 
 
@@ -172,8 +217,11 @@ def _print(rows: list[MemoryEstimate], console: Console) -> None:
     console.print(f"{title}\n", style="italic", highlight=False, markup=False)
     every = dict.fromkeys(name for row in rows for name in row.categories)
     columns = {name: [row.categories.get(name, 0) for row in rows] for name in every}
-    columns["total"] = [row.total for row in rows]
-    columns["on device"] = [row.on_device * (row.place == "host") for row in rows]
+    if first.place == "host":
+        columns["card"] = [row.on_device for row in rows]
+        columns["host"] = [row.on_host for row in rows]
+    else:
+        columns["total"] = [row.total for row in rows]
     columns["staging"] = [row.staging for row in rows]
     columns["more in step"] = [row.master_gradients for row in rows]
     filled = {name: sizes for name, sizes in columns.items() if any(sizes) or name == "total"}

@@ -20,21 +20,18 @@ from torch import nn
 
 import preamp
 from preamp.cli.console import (
-    PlaceName,
-    StorageName,
     make_console,
     only_answer_on_stdout,
     print_table,
     print_wrapped,
-    refused,
     refusing,
-    storage_of,
 )
-from preamp.cli.run import read_script
+from preamp.cli.options import AsJson, PlaceName, Releases, StorageName, storage_of
+from preamp.cli.run import read_script, refuse
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
 from preamp.planning.planner import POLICIES, policies_of, why_not_called
-from preamp.planning.report import COLUMNS, advice_lines, cells_of, misfit_lines, write
+from preamp.planning.report import advice_lines, misfit_lines, table_of, write
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -48,6 +45,7 @@ def plan(
     levels: Annotated[str | None, typer.Option(help="Opt levels to look at.")] = None,
     storage: StorageName = "full",
     place: PlaceName = "device",
+    releases: Releases = False,
     steps: Annotated[int, typer.Option(help="Float32 steps to watch.")] = 4,
     verify: Annotated[
         int,
@@ -58,7 +56,7 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="HTML page with the losses.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Recommend an opt level and a loss scale, by watching float32 steps and trying.
 
@@ -67,7 +65,7 @@ def plan(
     """
     try:
         with only_answer_on_stdout(is_wanted=as_json):
-            kept = storage_of(storage, place)
+            kept = storage_of(storage, place, releases)
             wanted = policies_of(None if levels is None else _levels(levels), kept)
             parts = _parts(script, names)  # last, since a script may take its time
             report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
@@ -75,7 +73,7 @@ def plan(
         if _is_of_script(error):  # its traceback tells more
             begin_tracebacks(is_foreign)
             raise
-        raise refused(error) from None
+        refuse(error)
     except Exception:
         begin_tracebacks(is_foreign)
         raise
@@ -84,8 +82,8 @@ def plan(
     else:
         console = make_console()
         print_wrapped(console, [*advice_lines(report), ""])
-        rows = [cells_of(level) for level in report.levels.values()]
-        print_table(console, COLUMNS, rows, left=len(COLUMNS))
+        headings, *rows = table_of(report)
+        print_table(console, headings, rows, left=len(headings))
         print_wrapped(console, misfit_lines(report)[1:])
     if output is not None:  # last, so that the answer is there whatever happens to the page
         with refusing():

@@ -34,7 +34,7 @@ _HELP = (
 )
 _RANKS = "  torchrun --nproc-per-node 2 -m preamp run script.py"
 
-CANNOT_START = 2  # exit status, as Python's own for a script that it cannot open
+REFUSED = 2  # exit status where nothing was done, as Python's own for what it cannot open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,12 @@ class Program:
 
     code: CodeType
     attributes: dict[str, Any]
+
+
+def refuse(why: object) -> NoReturn:
+    """End the command, and say why nothing was done."""
+    print(f"Error: {why}", file=sys.stderr)
+    raise SystemExit(REFUSED) from None
 
 
 def run(arguments: list[str]) -> None:
@@ -108,8 +114,7 @@ def _start(name: str, folder: str, arguments: list[str]) -> None:
     try:
         preamp.install_apex_alias()
     except PreampStateError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise SystemExit(CANNOT_START) from None
+        refuse(error)
 
 
 def read_script(path: str) -> Program:
@@ -172,5 +177,4 @@ def _stop(got: str, command: str) -> NoReturn:
     allowed = "It runs one Python file, or one module named by -m"
     call = f"preamp {command}"
     do = f"Call {call} script.py, or {call} -m module; {call} --help says more"
-    print(f"Error: {message(got, allowed, do)}", file=sys.stderr)
-    raise SystemExit(CANNOT_START)
+    refuse(message(got, allowed, do))

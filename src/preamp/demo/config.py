@@ -8,7 +8,8 @@ from typing import cast
 
 from preamp.core.errors import bad_value
 from preamp.policy import level_defaults
-from preamp.policy.storage import Place, Storage, parse_storage, storage_name
+from preamp.policy.resolve import at_level
+from preamp.policy.storage import FULL, Place, Storage, parse_storage
 
 DEFAULT_LEVELS = ("O0", "O4", "O5", "O1", "O2", "O3")
 """The baseline, then bf16, then fp16, and last what happens without fp32 weights."""
@@ -56,6 +57,7 @@ class DemoConfig:
     held_out_windows: int = 512  # windows of held-out text that are evaluated
     storage: str = "full"  # how masters and moments are kept between steps, by name
     place: str = "device"  # where they are, as `preamp.Storage` has it
+    release_gradients: bool = False  # likewise; nothing is clipped where they are applied at once
     parallel: str = "none"  # what ranks share; see :mod:`preamp.demo.parallel`
     ranks: int = 1  # how many there are; each takes its part of every batch
     model: ModelConfig = field(default_factory=ModelConfig)  # size of the model
@@ -63,10 +65,16 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured or shared out, and levels asked for twice."""
-        storage_name(self.kept)  # raises where storage or place is not known
+        kept = self.kept  # raises where storage or place is not known
         if self.steps < 2:
             raise bad_value(
                 f"Got steps={self.steps}", "The smallest possible is 2", "Pass 2 or more"
+            )
+        if kept.release_gradients and self.ranks > 1:
+            raise bad_value(
+                f"Got released gradients and {self.ranks} ranks",
+                "Gradients are released in one process only",
+                "Leave --release-gradients out, or start one process",
             )
         if self.batch % self.ranks:
             raise bad_value(
@@ -83,10 +91,18 @@ class DemoConfig:
 
     @property
     def kept(self) -> Storage:
-        """How and where masters and moments are kept."""
-        return replace(parse_storage(self.storage), place=cast("Place", self.place))
+        """How and where masters and moments are kept, and whether gradients are."""
+        return replace(
+            parse_storage(self.storage),
+            place=cast("Place", self.place),
+            release_gradients=self.release_gradients,
+        )
+
+    @property
+    def has_fused_optimizer(self) -> bool:
+        """Whether it is FusedAdam, which other storages than full need, or torch's AdamW."""
+        return self.kept != FULL
 
     def storage_at(self, level: str) -> Storage:
-        """The storage at an opt level: where there are no masters, that of moments alone."""
-        has_masters = level_defaults(level).master_weights
-        return self.kept if has_masters else replace(self.kept, masters="float32")
+        """What an opt level can have of the storage: without masters, that of moments alone."""
+        return at_level(level_defaults(level), self.kept)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +47,9 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
     """What `preamp.count_memory` counts on this rank, per parameter of the whole model."""
     held = preamp.count_memory(preamp.engine_of(optimizer))
     count = sum(p.numel() for p in model.parameters())
-    return Memory(
-        weights=held["weights"] / count,
-        masters=(held["masters"] + held.get("masters on the host", 0)) / count,
-        gradients=held["gradients"] / count,
-        optimizer_state=(held["optimizer state"] + held.get("optimizer state on the host", 0))
-        / count,
-    )
+    names = ("weights", "masters", "gradients", "optimizer state")
+    both = {n.replace(" ", "_"): held[n] + held.get(f"{n} on the host", 0) for n in names}
+    return Memory(**{name: size / count for name, size in both.items()})
 
 
 def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dtypes:
@@ -64,14 +61,11 @@ def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dty
 
     # Before the forward, after which ``fully_shard`` may leave weights gathered.
     weights, masters = _formats(model.parameters()), _formats(_masters(model, optimizer))
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    handles = [module.register_forward_hook(note) for module in linears]
-    try:
-        with torch.no_grad():
-            model(batch.inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                hooks.enter_context(module.register_forward_hook(note))
+        model(batch.inputs)
     return Dtypes(weights=weights, compute=_formats(seen), masters=masters or "none")
 
 
@@ -90,13 +84,11 @@ def activation_bytes(model: GPT, batch: Batch) -> int:
         kept[storage_key(storage)] = storage.nbytes()
         return tensor
 
-    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(note))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = loss_of(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     # The graph holds the storages until here, so no key was used twice.
     del loss
     return sum(size for key, size in kept.items() if key not in known)

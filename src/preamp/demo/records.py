@@ -66,10 +66,10 @@ class LevelResult:
     step_seconds: tuple[float, ...]  # duration of each step, warm-up included
     warmup_steps: int  # how many of the first ones the statistics leave out
     tokens_per_step: int  # bytes of text in a step
-    held_out_bits: float | None  # held-out bits per byte; None when the training did not finish
-    dtypes: Dtypes | None  # number formats; None when no step was done
+    held_out_bits: float | None = None  # held-out bits per byte; None unless it finished
+    dtypes: Dtypes | None = None  # number formats; None when no step was done
     memory: Memory | None  # bytes per parameter; None when the optimizer never stepped
-    activation_bytes: int | None  # what autograd kept for one backward besides the parameters
+    activation_bytes: int | None = None  # what autograd kept for one backward besides parameters
     peak_bytes: int | None  # highest allocation on the device; None where torch does not count it
     ranks: tuple[RankResult, ...] = ()  # what each rank says, where there are several
     # What happened to the numbers, as the report reads it; not in ``results.json``.
@@ -128,14 +128,11 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _level_to_json(row: LevelResult, base: LevelResult | None) -> dict[str, Any]:
-    fields = asdict(replace(row, records=()))
-    del fields["records"]
-    return {
-        **fields,
-        "memory": row.memory and asdict(row.memory) | {"total": row.memory.total},
-        **{name: getattr(row, name) for name in DERIVED},
-        **{
-            name: ratio(getattr(row, of), base and getattr(base, of))
-            for name, of in COMPARED.items()
-        },
-    }
+    document = asdict(replace(row, records=()))
+    del document["records"]
+    if row.memory is not None:
+        document["memory"]["total"] = row.memory.total
+    document |= {name: getattr(row, name) for name in DERIVED}
+    for name, of in COMPARED.items():
+        document[name] = ratio(getattr(row, of), base and getattr(base, of))
+    return document

@@ -14,7 +14,7 @@ from preamp import report
 from preamp.core.errors import system_error, unavailable
 from preamp.core.files import replace_text
 from preamp.demo.records import DemoResult, LevelResult, to_json
-from preamp.demo.table import HELD_OUT, MEMORY, TIMING, Cell, columns_of, note_of
+from preamp.demo.table import Cell, columns_of, note_of, remarks_of
 from preamp.numerics import to_json as record_to_json
 from preamp.policy.storage import storage_name
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
@@ -60,21 +60,19 @@ def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     return page, data
 
 
-_INTRO = (
-    "A byte-level GPT with {parameters:,} parameters, trained on the Python standard library's"
-    " source text once for each opt level, from the same initial weights and on the same batches."
-    " Losses are in bits per byte."
-)
-_INTERRUPTED = " Interrupted: this is what was measured until then."
-
-
 def render(result: DemoResult) -> str:
     """Write a run as one HTML page that refers to nothing outside itself."""
-    intro = _INTRO.format(parameters=result.parameters)
+    intro = (
+        f"A byte-level GPT with {result.parameters:,} parameters, trained on the Python standard "
+        "library's source text once for each opt level, from the same initial weights and on the "
+        "same batches. Losses are in bits per byte."
+    )
+    if result.interrupted:
+        intro += " Interrupted: this is what was measured until then."
     return report.render(
         {row.level: row.records for row in result.levels} or [],
         title="preamp demo",
-        intro=intro + _INTERRUPTED * result.interrupted,
+        intro=intro,
         before=[_results(result)],
         after=[_settings(result)],
     )
@@ -94,7 +92,7 @@ def _results(result: DemoResult) -> Section:
     if picture is not None:
         text = "A line further to the left got there faster."
         blocks.append(Figure(title="Loss by time", body=picture, caption=text))
-    blocks += [Text(text=text) for text in (HELD_OUT, TIMING, MEMORY)]
+    blocks += [Text(text=text) for text in remarks_of(result)]
     return Section(name="results", title="Results", blocks=blocks)
 
 
@@ -139,11 +137,11 @@ def _settings(result: DemoResult) -> Section:
         ("ranks", f"{config.ranks}, parallel {config.parallel}"),
         ("steps", f"{config.steps} of {config.batch} × {model.context} bytes"),
         ("model", f"{model.layers} layers, width {model.width}, {model.heads} heads"),
-        ("optimizer", "AdamW" if storage == "full" else "FusedAdam"),
+        ("optimizer", "FusedAdam" if config.has_fused_optimizer else "AdamW"),
         ("storage", storage),
         ("learning rate", f"{optimizer.learning_rate}, decay {optimizer.weight_decay}"),
         ("betas and eps", f"{betas}; {optimizer.eps}"),
-        ("clipped to", str(optimizer.max_norm)),
+        ("clipped to", "nothing" if config.kept.applies_at_once else str(optimizer.max_norm)),
         ("seed", str(config.seed)),
         ("text", f"{result.train_bytes:,} bytes to learn from, {result.held_out_bytes:,} held out"),
     ]

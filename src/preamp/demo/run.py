@@ -21,7 +21,6 @@ from preamp.demo.records import DemoResult, LevelResult, Status
 from preamp.demo.train import DivergedError, Tape, Watcher, make_optimizer, train
 from preamp.distributed.groups import gather_to_all, own_rank
 from preamp.policy.resolve import level_hint
-from preamp.policy.storage import storage_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +111,22 @@ def run(setting: Setting, watcher: Watcher) -> DemoResult:
 def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     """Train and evaluate one opt level; there is a row also if that failed or was interrupted."""
     config = setting.config
-    reset_peak(setting.device)
+    if setting.device.type == "cuda":  # where torch counts allocations
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
     shard_before(model, config.parallel)
-    optimizer = make_optimizer(model, config.optimizer, storage_name(config.kept))
+    optimizer = make_optimizer(model, config.optimizer, is_fused=config.has_fused_optimizer)
+    storage, on_gpu = config.storage_at(level), setting.device.type == "cuda"
+    # Where peak memory is measured, the stall meter's copies must not be in it.
+    numerics = "full" if setting.device.type == "cpu" else "light"
     model, optimizer = preamp.initialize(
         model,
         optimizer,
         opt_level=level,
-        storage=config.storage_at(level),
+        storage=storage,
         verbosity=0,
-        # Where peak memory is measured, the stall meter's copies must not be in it.
-        numerics="full" if setting.device.type == "cpu" else "light",
+        numerics="off" if storage.release_gradients else numerics,
         numerics_every=max(config.steps // 12, 1),
     )
     engine = preamp.engine_of(optimizer)
@@ -147,11 +150,8 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
             step_seconds=tuple(tape.seconds),
             warmup_steps=warmup_steps(config.steps),
             tokens_per_step=config.batch * config.model.context,
-            held_out_bits=None,
-            dtypes=None,
             memory=tape.memory,
-            activation_bytes=None,
-            peak_bytes=peak_of(setting.device),
+            peak_bytes=torch.cuda.max_memory_allocated(setting.device) if on_gpu else None,
             records=tape.records(engine),
         )
         if status != "interrupted":
@@ -167,17 +167,13 @@ def look_closer(
     """Add formats, kept activations and, if finished, held-out bits; Ctrl-C may interrupt it."""
     try:
         batch = next(setting.training_batches())
-        row = replace(
-            row,
-            dtypes=dtypes_of(model, optimizer, batch),
-            activation_bytes=activation_bytes(model, batch),
-        )
-        if row.status == "finished":
-            bits = held_out_bits(model, setting.held_out_batches())
-            row = replace(row, held_out_bits=bits)
+        formats, kept = dtypes_of(model, optimizer, batch), activation_bytes(model, batch)
+        row = replace(row, dtypes=formats, activation_bytes=kept)
+        if row.status != "finished":
+            return row
+        return replace(row, held_out_bits=held_out_bits(model, setting.held_out_batches()))
     except KeyboardInterrupt:
-        row = replace(row, status="interrupted", reason="Ctrl-C during the evaluation")
-    return row
+        return replace(row, status="interrupted", reason="Ctrl-C during the evaluation")
 
 
 def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
@@ -207,18 +203,6 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)
-
-
-def reset_peak(device: torch.device) -> None:
-    """Forget the highest allocation so far, where torch counts allocations."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_of(device: torch.device) -> int | None:
-    """Bytes of the highest allocation since `reset_peak`; ``None`` where torch does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def with_ranks(row: LevelResult, model: GPT) -> LevelResult:

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.demo.parallel import agreement_of
 from preamp.demo.records import DemoResult, LevelResult, ratio
+from preamp.engine.storage import MOVED_NOTHING
 from preamp.kernels import cpu_lacks_matmul
+from preamp.policy import level_defaults
 
 MISSING = "–"
 
@@ -39,23 +42,11 @@ def columns_of(result: DemoResult) -> tuple[Column, ...]:
     return tuple(column for column in _COLUMNS if has_peak or column.title != "peak")
 
 
-def _text(value: Any, form: Callable[[Any], str]) -> str:
-    return MISSING if value is None else form(value)
-
-
 def format_seconds(seconds: float) -> str:
     """Milliseconds with three significant digits, such as ``"7.12"``, ``"71.2"`` or ``"712"``."""
     milliseconds = 1000 * seconds
     digits = max(0, 2 - math.floor(math.log10(milliseconds))) if milliseconds > 0 else 0
     return f"{milliseconds:.{digits}f}"
-
-
-def _mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.1f}"
-
-
-def _scale(scale: float) -> str:
-    return f"{scale:,.6g}"
 
 
 def _level(row: LevelResult, _base: LevelResult | None) -> Cell:
@@ -86,14 +77,15 @@ def _number(
     unit: str,
     name: str,
     form: Callable[[Any], str],
-    compared: Callable[[float], str] = "×{:.2f}".format,
+    compared: Callable[[float], str] | None = "×{:.2f}".format,
 ) -> Column:
     """A column of the measurement ``name``, and how it compares with that of O0."""
 
     def cell(row: LevelResult, base: LevelResult | None) -> Cell:
         value = getattr(row, name)
         relative = ratio(value, base and getattr(base, name))
-        return Cell(_text(value, form), "" if relative is None else compared(relative))
+        detail = "" if relative is None or compared is None else compared(relative)
+        return Cell(MISSING if value is None else form(value), detail)
 
     return Column(title, unit, cell)
 
@@ -102,8 +94,8 @@ def _percent(relative: float) -> str:
     return f"{100 * (relative - 1):+.2f} %"
 
 
-def _not_compared(_relative: float) -> str:
-    return ""
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.1f}"
 
 
 _COLUMNS = (
@@ -112,11 +104,11 @@ _COLUMNS = (
     _number("held-out", "bits/byte", "held_out_bits", "{:.3f}".format, _percent),
     _number("best", "ms", "best_seconds", format_seconds),
     _number("median", "ms", "median_seconds", format_seconds),
-    _number("speed", "tokens/s", "tokens_per_second", "{:,.0f}".format, _not_compared),
+    _number("speed", "tokens/s", "tokens_per_second", "{:,.0f}".format, None),
     Column("memory", "B/param", _memory),
     _number("kept", "MiB", "activation_bytes", _mebibytes),
     _number("peak", "MiB", "peak_bytes", _mebibytes),
-    _number("loss", "scale", "loss_scale", _scale, _not_compared),
+    _number("loss", "scale", "loss_scale", "{:,.6g}".format, None),
     Column("skipped", "steps", _skipped),
 )
 
@@ -140,22 +132,37 @@ _STATUS = {
     "interrupted": "Interrupted: ",
 }
 
-TIMING = (
+_TIMING = (
     "Times are of whole training steps, the first ones left out, one level after the other."
     " Other work on the machine disturbs the median more than the best."
 )
 
-MEMORY = (
+_MEMORY = (
     "Bytes per parameter are weights + masters + gradients + optimizer state, counted from the"
     " tensors that exist between a backward and its step. Kept MiB are what one forward keeps for"
     " its backward, O1's and O4's half copies of the weights included."
 )
 
-HELD_OUT = (
+_HELD_OUT = (
     "Held-out bits per byte are measured on source files that the training never saw: 8.0 knows"
     " nothing, lower is better."
 )
 
+_NOT_CLIPPED = "Gradients were applied as they were made, so at no level were they clipped."
+
+
+def remarks_of(result: DemoResult) -> list[str]:
+    """How the numbers of a run were found, and what its storage did not do."""
+    kept, on_cpu = result.config.kept, result.device.startswith("cpu")
+    remarks = [_HELD_OUT, _TIMING, _MEMORY]
+    remarks += [f"{MOVED_NOTHING}."] * (kept.place == "host" and on_cpu)
+    return remarks + [_NOT_CLIPPED] * kept.applies_at_once
+
+
+_WIDE_MOMENTS = (
+    "FusedAdam, which other storages than full need, keeps float32 moments beside half weights, 8"
+    " bytes; torch's AdamW keeps half ones, 4."
+)
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -172,6 +179,10 @@ def note_of(row: LevelResult, result: DemoResult) -> str:
         for half, dtype in _HALVES.items()
         if half in compute and result.device.startswith("cpu") and cpu_lacks_matmul(dtype)
     ]
+    policy = level_defaults(row.level)
+    if not policy.master_weights and policy.cast_model_type in HALF_DTYPES:
+        has_wide = result.config.storage_at(row.level).moments == "float32"
+        parts += [_WIDE_MOMENTS] * (has_wide and result.config.has_fused_optimizer)
     if row.ranks:
         parts.append(agreement_of(row.ranks, result.config.parallel))
     return " ".join(part for part in parts if part)

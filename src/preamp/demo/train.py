@@ -79,8 +79,9 @@ class Tape:
             self.history.add(replace(record, device=device))
 
     def count_bytes_once(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Count memory at the first backward that finds the optimizer's state in place."""
-        if self.memory is None and optimizer.state:
+        """Count memory at the first backward after a step that made the optimizer's state."""
+        # Released gradients are applied, and make state, within the first backward already.
+        if self.memory is None and self.losses and optimizer.state:
             self.memory = memory_of(model, optimizer)
             count = sum(p.numel() for p in model.parameters())
             held = {
@@ -121,7 +122,7 @@ class Tape:
 
 
 def make_optimizer(
-    model: GPT, config: OptimizerConfig, storage: str = "full"
+    model: GPT, config: OptimizerConfig, *, is_fused: bool = False
 ) -> torch.optim.Optimizer:
     """Create the optimizer as if there were no mixed precision; moments in fewer bits are ours."""
     options: dict[str, Any] = {
@@ -130,7 +131,7 @@ def make_optimizer(
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    if storage != "full":
+    if is_fused:
         return FusedAdam(model.parameters(), **options)
     return torch.optim.AdamW(model.parameters(), fused=True, **options)
 
@@ -158,7 +159,8 @@ def train(
         loss = loss_of(model, batch)
         with preamp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()  # pyright: ignore[reportUnknownMemberType]
-        preamp.clip_grad_norm_(optimizer, config.optimizer.max_norm)
+        if not config.kept.applies_at_once:
+            preamp.clip_grad_norm_(optimizer, config.optimizer.max_norm)
         tape.count_bytes_once(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()

@@ -11,7 +11,8 @@ import torch
 from preamp.core.dtypes import dtype_name
 from preamp.engine.storage import describe_place, describe_storage, uses_host
 from preamp.kernels import explain
-from preamp.policy import describe_overrides
+from preamp.policy import Storage, describe_overrides
+from preamp.policy.storage import storage_name
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -86,4 +87,7 @@ def _casts(engine: EngineCore) -> str:
 
 
 def _show(value: object) -> str:
+    if isinstance(value, Storage):
+        seed = f" with seed {value.seed}" if value.seed else ""
+        return storage_name(value) + seed
     return str(value).removeprefix("torch.")

@@ -253,11 +253,14 @@ def uses_host(engine: EngineCore) -> bool:
     return engine.policy.storage.place == "host" and is_away
 
 
+MOVED_NOTHING = 'place="host" moved nothing, all is on the CPU'
+
+
 def describe_place(engine: EngineCore) -> str:
     """Where masters and moments lie, of an engine whose storage has ``place="host"``."""
     if uses_host(engine):
         return "masters and moments lie on the host, which makes the update"
-    return 'place="host" moved nothing, all is on the CPU'
+    return MOVED_NOTHING
 
 
 def _moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

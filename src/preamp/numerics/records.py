@@ -404,7 +404,8 @@ class NumericsRecord:
 
     Attributes:
         step: Number of the call of ``optimizer.step`` that used the gradients.
-        loss_id: Whose backward made the gradients; of several, the last one.
+        loss_id: Whose backward made the gradients; of several, the last one. 0 where it was seen
+            in no ``scale_loss`` block, as of gradients that the script has set to zero since.
         tensors: Gradients first, then weights, each in the order of the optimizer's groups; then
             what was watched of modules, in the order in which it was seen.
         optimizer: Index of the optimizer.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ from preamp.planning.optimizers import (
 )
 from preamp.planning.peak import trace_pass
 from preamp.policy import Policy, resolve
-from preamp.policy.resolve import check_storage
+from preamp.policy.resolve import at_level, check_storage
 from preamp.policy.storage import STORAGES, Storage, storage_code, storage_name
 from preamp.watch.inventory import CATEGORIES, ON_HOST
 
@@ -283,16 +282,6 @@ _ON_HOST = tuple(
 """With gradients on the device, and without; each takes less than those before with as many."""
 
 
-def at_level(policy: Policy, storage: Storage) -> Storage:
-    """What of ``storage`` a policy can have."""
-    return replace(
-        storage,
-        masters=storage.masters if policy.master_weights else "float32",
-        release_gradients=storage.release_gradients
-        and not (policy.is_dynamic and storage.applies_at_once),
-    )
-
-
 Count = Callable[[Policy], MemoryEstimate]
 
 
@@ -320,17 +309,22 @@ def fitting(
 ) -> Iterator[MemoryEstimate]:
     """Yield what of a training fits ``card`` bytes of a device and ``host`` bytes of the host.
 
-    Of each level there is the storage that changes least of those on the device, and of those on
-    the host. Activations are not counted. Raises as `estimate` does.
+    Of each level there are the storages on the device, and those on the host. Each group begins
+    with the one that changes least; those after it take less. Activations are not counted. Raises
+    as `estimate` does.
     """
     for level in levels:
         policy = resolve(level, {})
         count = partial(_count, model, optimizer, world_size, sharding)
         count(policy)  # what cannot be counted at all is refused, not left out
         for storages in (_ON_DEVICE, _ON_HOST):
-            found = _possible(count, policy, storages)
-            fits = (one for one in found if one.on_device <= card and one.on_host <= host)
-            yield from itertools.islice(fits, 1)
+            least = (math.inf, math.inf)
+            for one in _possible(count, policy, storages):
+                sizes = one.on_device, one.on_host
+                takes_less = any(size < known for size, known in zip(sizes, least, strict=True))
+                if takes_less and one.on_device <= card and one.on_host <= host:
+                    least = sizes
+                    yield one
 
 
 def _smaller(count: Count, policy: Policy, most: int) -> Iterator[tuple[str, int]]:

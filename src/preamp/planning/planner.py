@@ -30,7 +30,7 @@ from preamp.planning import recommend
 from preamp.planning.forecast import Range
 from preamp.planning.isolation import LossFn, Task, is_out_of_memory
 from preamp.planning.layout import slots_of
-from preamp.planning.memory import MemoryEstimate, at_level, estimate
+from preamp.planning.memory import MemoryEstimate, estimate
 from preamp.planning.peak import first_line, trace_pass
 from preamp.planning.ranges import (
     NOWHERE,
@@ -44,7 +44,7 @@ from preamp.planning.recommend import candidates, is_slow_in_bfloat16, reasons_f
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport, storages_text
 from preamp.planning.verify import Expected, compare, train_at, train_expected
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
-from preamp.policy.resolve import check_storage
+from preamp.policy.resolve import at_level, check_storage
 from preamp.policy.storage import FULL, Storage, parse_storage
 
 

@@ -142,7 +142,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         """Several lines of text."""
-        return "\n".join([*advice_lines(self), "", *_table(self.levels), *misfit_lines(self)])
+        return "\n".join([*advice_lines(self), "", *_table(table_of(self)), *misfit_lines(self)])
 
 
 def advice_lines(report: PlanReport) -> list[str]:
@@ -211,6 +211,9 @@ def bytes_text(count: int | None) -> str:
 
 def storages_text(memory: MemoryEstimate) -> str:
     """What is kept from step to step, and with which storages it is less."""
+    if memory.place == "host":
+        here, there = bytes_text(memory.on_device), bytes_text(memory.on_host)
+        return f"At {memory.opt_level} {here} are kept on the card, and {there} on the host."
     sizes = [f"{bytes_text(memory.total)} are kept"]
     for code, size in memory.smaller.items():
         rest = ", the rest on the host" if "place='host'" in code else ""
@@ -218,25 +221,31 @@ def storages_text(memory: MemoryEstimate) -> str:
     return f"At {memory.opt_level} {'; '.join(sizes)}."
 
 
-COLUMNS = ("level", "fits", "rests on", "kept", "peak", "loss / fp32's")
-"""Of the table of levels."""
+def table_of(report: PlanReport) -> list[tuple[str, ...]]:
+    """The table of levels: its headings, and a row for each."""
+    on_host = any(plan.memory.place == "host" for plan in report.levels.values())
+    sizes = ("kept on card", "on host", "peak on card") if on_host else ("kept", "peak")
+    return [
+        ("level", "fits", "rests on", *sizes, "loss / fp32's"),
+        *map(_cells, report.levels.values()),
+    ]
 
 
-def cells_of(plan: LevelPlan) -> tuple[str, ...]:
-    """One level's row of the table."""
+def _cells(plan: LevelPlan) -> tuple[str, ...]:
     fits = "no" if plan.problems else "tight" if plan.is_tight else "yes"
     verified = plan.verification
     losses = "not run"
     if verified is not None:
         is_number = math.isfinite(verified.reached)
         losses = f"{verified.reached:.4g} / {verified.expected:.4g}" if is_number else "not finite"
-    sizes = bytes_text(plan.memory.total), bytes_text(plan.memory.peak)
+    memory = plan.memory
+    kept = (memory.on_device, memory.on_host) if memory.place == "host" else (memory.total,)
+    sizes = map(bytes_text, (*kept, memory.peak))
     return plan.level, fits, plan.rests_on, *sizes, losses
 
 
-def _table(levels: Mapping[str, LevelPlan]) -> list[str]:
-    rows = [COLUMNS, *map(cells_of, levels.values())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
@@ -259,11 +268,12 @@ def render(report: PlanReport) -> str:
     misfits = [
         Text(text=f"{heading} {line}") for heading, lines in misfits_of(report) for line in lines
     ]
+    headings, *rows = table_of(report)
     levels = Table(
         name="levels-table",
         caption="What each level takes, and what its verdict rests on",
-        columns=columns(*COLUMNS, wide=COLUMNS[:1]),
-        rows=[cells_of(plan) for plan in report.levels.values()],
+        columns=columns(*headings, wide=headings[:1]),
+        rows=rows,
     )
     verdict = Verdict(
         kind="warning" if report.recommended == "O0" else "good",

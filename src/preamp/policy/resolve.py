@@ -19,7 +19,7 @@ from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message, 
 from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
 from preamp.policy.policy import Policy
-from preamp.policy.storage import parse_storage, storage_code, storage_name
+from preamp.policy.storage import Storage, parse_storage, storage_code, storage_name
 
 _LEVEL_NAMES = ", ".join(repr(name) for name in OPT_LEVELS)
 
@@ -90,6 +90,16 @@ def check_storage(policy: Policy) -> None:
             "Choose opt_level='O5' (bfloat16, which needs no loss scale), or pass a number such as "
             "loss_scale=128.0",
         )
+
+
+def at_level(policy: Policy, storage: Storage) -> Storage:
+    """What of ``storage`` a policy can have."""
+    return dataclasses.replace(
+        storage,
+        masters=storage.masters if policy.master_weights else "float32",
+        release_gradients=storage.release_gradients
+        and not (policy.is_dynamic and storage.applies_at_once),
+    )
 
 
 def level_defaults(opt_level: object) -> Policy:

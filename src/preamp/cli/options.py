@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Options that several commands have, each said once, and what they are turned into."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, cast, get_args
+
+import torch
+import typer
+
+from preamp.core.errors import bad_value, unavailable
+from preamp.policy.storage import STORAGES, Place, Storage, parse_storage
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+DeviceName = Annotated[
+    str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
+]
+
+StorageName = Annotated[
+    str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
+]
+
+PlaceName = Annotated[
+    str, typer.Option(help=f"Where masters and moments lie: {', '.join(get_args(Place))}.")
+]
+
+Releases = Annotated[
+    bool,
+    typer.Option("--release-gradients", help="Apply gradients, or send them to the host, at once."),
+]
+
+
+def storage_of(storage: str, place: str, releases: bool) -> Storage:
+    """The `preamp.Storage` of these three; raises ``ValueError`` where one is not known."""
+    place = cast("Place", place)
+    return replace(parse_storage(storage), place=place, release_gradients=releases)
+
+
+def split_levels(text: str) -> list[str]:
+    """Opt levels, separated by commas or spaces."""
+    return re.split(r"[,\s]+", text.strip(", "))
+
+
+def choose_device(name: str) -> torch.device:
+    """Turn the option into a device that works."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise bad_value(
+            f"--device {name!r} is not known",
+            "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
+            "Pass for example --device cpu",
+        ) from None
+    try:
+        torch.empty(1, device=device).fill_(0.0)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise unavailable(
+            f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
+            "It has to be a device that this machine and this torch have",
+            "Pass --device auto or --device cpu",
+        ) from None
+    return device
