@@ -333,7 +333,6 @@ def test_thousands_of_tiny_tensors(ops: Any) -> None:
     assert_same(torch.cat(halves), torch.cat(ours[0]).half())
 
 
-@here
 @pytest.mark.parametrize("shape", [(2,), (1, 40), (40,)], ids=str)
 @one_each
 def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -> None:

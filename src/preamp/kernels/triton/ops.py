@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from preamp.kernels.ops import Tensors
-from preamp.kernels.places import check_stored, pick
+from preamp.kernels.places import check_shapes, check_stored, pick
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.triton.elementwise import Elementwise
 from preamp.kernels.triton.launch import REFERENCE
@@ -30,6 +30,9 @@ class Triton(Elementwise, Reductions):
         taken, others = places(
             params, grads, *state[:shaped], update=update, numbers=state[shaped:]
         )
+        if others:  # what does not fit is among them, and nothing was changed yet
+            beside = [] if update.halves is None else [update.halves]
+            check_shapes(params, grads, *state[:shaped], *beside)
         for part in taken:
             start(part, rule)
         if others:
