@@ -111,7 +111,7 @@ def test_under_casts_a_function_without_a_row_can_be_registered() -> None:
     error = _refused(Net(zeta), "O4")
     way_out = "Call register_float_function(torch.special, 'zeta'), so that it runs in float32"
     assert way_out in str(error)
-    assert isinstance(error.__cause__, NotImplementedError)
+    assert isinstance(error.__cause__, RuntimeError)  # of torch; since 2.7 a class below it
 
 
 class _Failing(nn.Module):
