@@ -122,3 +122,27 @@ def test_two_weights_do_not_load_into_one(level: str, tmp_path: Path) -> None:
         other: Any = make(is_tied=is_tied)
         preamp.load_checkpoint(tmp_path / "one.pt", other)
         assert other.last.weight.isnan().all()
+
+
+@pytest.mark.parametrize("initialized", [(), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_that_were_not_initialized_do_not_load(
+    initialized: tuple[int, ...], level: str, tmp_path: Path
+) -> None:
+    """As where a script loads before it calls initialize; scales and gradients would be lost."""
+
+    def made(places: tuple[int, ...]) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        models: list[nn.Module] = [nn.Linear(3, 2), nn.Linear(3, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for place in places:
+            preamp.initialize(models[place], optimizers[place], opt_level=level, verbosity=0)
+        return models, list(optimizers)
+
+    path = tmp_path / "a.pt"
+    preamp.save_checkpoint(path, *made((0, 1)))
+    models, optimizers = made(initialized)
+    before = [weight.detach().clone() for model in models for weight in model.parameters()]
+    with pytest.raises(ValueError, match="initialized in the same way"):
+        preamp.load_checkpoint(path, models, optimizers)
+    after = [weight for model in models for weight in model.parameters()]
+    assert all(map(torch.equal, before, after))

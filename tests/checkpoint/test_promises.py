@@ -336,6 +336,10 @@ CRAFTED = {
     "parameters of one number": set_at(
         "optimizers", 0, "state", "param_groups", 0, "params"
     )([0, 0, 0, 0, 0, 0]),
+    "a state that is no dict": set_at("optimizers", 0, "state", "state", "$dict", 0, 1)(4),
+    "an optimizer more in an engine": lambda tree: tree["engines"][0]["pending"]["sessions"].append(
+        tree["engines"][0]["pending"]["sessions"][0]
+    ),
     "a parameter without a dtype": lambda tree: tree["optimizers"][0]["params"][0].pop("dtype"),
     "fewer parameters": lambda tree: tree["optimizers"][0]["params"].pop(),
     "no content": lambda tree: tree.clear(),

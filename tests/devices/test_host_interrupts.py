@@ -107,3 +107,22 @@ def test_every_line_of_a_step(kept: tuple[str, str]) -> None:
 @pytest.mark.parametrize("kept", CASES, ids="-".join)
 def test_some_lines_of_a_step(kept: tuple[str, str]) -> None:
     check(kept, lambda number: number % 25 == 6)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_some_lines_where_a_scaler_unscales_what_waits(level: str) -> None:
+    """No script can read these gradients, so none is copied to be shown."""
+
+    def prepared() -> tuple[Run, Callable[[], None]]:
+        run = Run("host", (level, "split"), releases=True)
+        scaler = preamp.GradScaler(run.optimizer)
+        scaler.scale(run.loss(1.0)).backward()
+        return run, lambda: scaler.unscale_(run.optimizer)
+
+    every = [line for line in lines_of(prepared()[1]) if line.code.co_name == "show"]
+    assert every
+    for line in every:
+        run, unscale = prepared()
+        assert interrupt(unscale, line)
+        run.optimizer.zero_grad()
+        run.steps(1)

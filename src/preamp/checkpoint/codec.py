@@ -149,6 +149,9 @@ def verified(
 
 def _verified(name: str, part: Entry, data: Any, checksums: bool) -> torch.Tensor:
     dtype, shape, order = dtype_named(part["dtype"]), tuple(part["shape"]), part["order"]
+    dims = list(range(len(shape)))
+    if min(shape, default=0) < 0 or (order is not None and sorted(order) != dims):
+        raise ValueError(f"the entry {part!r} of its part {name!r} contradicts itself")
     if order is not None:
         shape = tuple(shape[dim] for dim in order)
     is_bytes = dtype not in DTYPES
@@ -157,6 +160,8 @@ def _verified(name: str, part: Entry, data: Any, checksums: bool) -> torch.Tenso
         raise ValueError(f"its part {name!r} is no tensor")
     if (data.dtype, tuple(data.shape)) != expected or not data.is_contiguous():
         raise ValueError(f"its part {name!r} is {data.dtype} {tuple(data.shape)}, not {expected}")
+    if data.nbytes != part["bytes"]:
+        raise ValueError(f"its part {name!r} has {data.nbytes} bytes, not {part['bytes']}")
     if checksums and _checksum(data) != part["sha256"]:
         raise ValueError(f"the checksum of its part {name!r} is wrong")
     value = data.detach()

@@ -7,7 +7,7 @@ what it is going to hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from preamp.kernels import fsdp
 from preamp.optim.fused.moments import is_in_codes, is_scales, without_codes
 
 
-def placed(content: Mapping[str, Any], subjects: Subjects) -> dict[str, Any]:
+def placed(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool) -> dict[str, Any]:
     """Return what ``subjects`` load of a content, as ``DTensor`` values where theirs are.
 
     Where forms differ otherwise, the tensors are left whole for ``check_fits`` to complain about.
@@ -38,7 +38,6 @@ def placed(content: Mapping[str, Any], subjects: Subjects) -> dict[str, Any]:
     shares, likes = MasterShards(subjects), dict(subjects.named_params())
     models = zip(content["models"], subjects.models, strict=False)
     optimizers = zip(content["optimizers"], subjects.optimizers, strict=False)
-    engines = zip(content["engines"], subjects.engines, strict=False)
     made: dict[str, Any] = {key: content[key] for key in ("rng", "extra")}
     made["models"] = [
         {**one, "state": _like(one["state"], named_tensors(own))} for one, own in models
@@ -47,14 +46,21 @@ def placed(content: Mapping[str, Any], subjects: Subjects) -> dict[str, Any]:
         {**one, "state": _optimizer_state(one["state"], own, shares)} for one, own in optimizers
     ]
     made["schedulers"] = content["schedulers"] if subjects.schedulers else []
-    made["engines"] = [_engine(one, own) for one, own in engines]
+    made["engines"] = _with_own(content["engines"], subjects.engines, _engine)
     if subjects.optimizers:
         made["own_params"] = _like(content["own_params"], likes)
         made["gradients"] = {
             name: {side: _as(grad, likes.get(name)) for side, grad in sides.items()}
             for name, sides in content["gradients"].items()
+            if gradients
         }
     return whole(made)
+
+
+def _with_own(saved: Any, own: Iterable[Any], place: Callable[[Any, Any], Any]) -> list[Any]:
+    """Place each thing that was saved as its counterpart here; what has none is checked later."""
+    made = [place(one, other) for one, other in zip(saved, own, strict=False)]
+    return [*made, *saved[len(made) :]]
 
 
 def unfit(got: str, allowed: str) -> ValueError:
@@ -94,11 +100,11 @@ def _optimizer_state(
 
 def _state_of(saved: Mapping[str, Any], place: Place | None) -> Mapping[str, Any]:
     """Return what is here of a parameter's state."""
+    own = {**saved}  # refuses what is no dict
     if place is None:
-        return saved
-    own = saved
+        return own
     if place.rows is None and any(is_in_codes(own, key) for key in own):
-        own = without_codes(whole(dict(own)))
+        own = without_codes(whole(own))
     found = {
         key: value
         if key == "step"
@@ -120,10 +126,11 @@ def _state_of(saved: Mapping[str, Any], place: Place | None) -> Mapping[str, Any
 def _engine(saved: Any, engine: Engine) -> Any:
     """Gradients that a block has set aside are sharded as what they are of."""
     pending = {**saved["pending"]}  # unlike dict() refuses a list of pairs
-    pairs = zip(pending["sessions"], engine.sessions.values(), strict=False)
-    pending["sessions"] = [
-        {**one, "aside": _aside(one["aside"], list(session.params()))} for one, session in pairs
-    ]
+    pending["sessions"] = _with_own(
+        pending["sessions"],
+        engine.sessions.values(),
+        lambda one, session: {**one, "aside": _aside(one["aside"], list(session.params()))},
+    )
     return {**saved, "pending": pending}
 
 

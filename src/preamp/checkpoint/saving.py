@@ -212,7 +212,7 @@ def load_checkpoint(
     with together(), taken_apart():
         if gradients and subjects.optimizers and not loaded.is_shared:
             _check_ranks(loaded)
-        content = placed(loaded.content, subjects)
+        content = placed(loaded.content, subjects, gradients=gradients)
         extra = owned(content["extra"])
         sets_random = bool(subjects.optimizers) if rng is None else rng
         states = content["rng"] if sets_random else None

@@ -126,7 +126,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
         opt_level=level,
         storage=storage,
         verbosity=0,
-        numerics="off" if storage.release_gradients else numerics,
+        numerics="off" if storage.applies_at_once else numerics,
         numerics_every=max(config.steps // 12, 1),
     )
     engine = preamp.engine_of(optimizer)

@@ -194,7 +194,7 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
     stage = Stage(state["stage"])
     found_inf, heard = (
         None if flag is None else _flag(flag, engine.device)
-        for flag in (state["found_inf"], state.get("heard"))  # earlier files lack the second
+        for flag in (state["found_inf"], state["heard"])
     )
     aside = cast("list[tuple[int, torch.Tensor, bool]]", state["aside"])
     waits = engine.policy.storage.waits_on_host
@@ -266,9 +266,9 @@ def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> RowMemo:
     where = [bool(state[name]) for name in _ROW[1:]]
     if given is None:
         return RowMemo(None, is_raw, *where)
-    both = (given["factor"], given.get("unclipped"))
+    both = (given["factor"], given["unclipped"])
     factor, unclipped = (None if i is None else factors.on(i, twin.half.device) for i in both)
-    flags = [bool(given.get(name, False)) for name in _RECORD]
+    flags = [bool(given[name]) for name in _RECORD]
     record = Record(factor, *flags, unclipped=unclipped)
     return RowMemo(record, is_raw, *where)
 

@@ -110,6 +110,7 @@ class Waiting:
         return values
 
     def _remove(self) -> None:
+        self._end_roads()
         for leaf, handles in self._hooked.values():
             for handle in handles:
                 handle.remove()

@@ -324,7 +324,9 @@ class HalfGradients:
         bases = self.bases()
         if not self.is_showing:
             self.grads = [
-                grad.clone() if grad is not None and _has_scale(record) else grad
+                grad.clone()
+                if _has_scale(record) and grad is not None and not is_away(grad)
+                else grad
                 for grad, record in zip(self.seen, self.records, strict=True)
             ]
         targets: dict[int, Any] = {}

@@ -61,7 +61,7 @@ class MemoryEstimate:
         buffers: The model's buffers.
         masters: float32 masters of half weights, or of split ones what lies beside the weights.
         gradients: What a backward leaves on every trainable parameter; nothing where they are
-            released.
+            applied at once.
         optimizer_state: Tensors in the optimizer's state and in its groups.
         scaler: Scale, growth counter and overflow flag of one loss scaler.
         master_gradients: For the time of ``optimizer.step`` only: float32 gradients of the
@@ -72,7 +72,7 @@ class MemoryEstimate:
             those new gradients that exist at that moment. ``None`` without ``loss_fn``.
         peak: The worst moment of a training step; ``None`` without ``loss_fn``.
         gradients_on_host: Of ``gradients`` those that wait there: all, where they are released with
-            ``place="host"``.
+            ``place="host"``, else none.
         staging: Pinned memory of the host for weights and gradients on their way to it and back;
             no category has it.
         smaller: With ``storage="full"``, what is kept on the device with each storage that takes
@@ -310,8 +310,8 @@ def fitting(
     """Yield what of a training fits ``card`` bytes of a device and ``host`` bytes of the host.
 
     Of each level there are the storages on the device, and those on the host. Each group begins
-    with the one that changes least; those after it take less. Activations are not counted. Raises
-    as `estimate` does.
+    with the one that changes least; each after it takes less of one place than all before.
+    Activations are not counted. Raises as `estimate` does.
     """
     for level in levels:
         policy = resolve(level, {})

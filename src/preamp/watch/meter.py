@@ -51,7 +51,10 @@ class Reading:
 
 
 class Meter:
-    """Reads tensors, of sharded ones its rank's part, for statistics; does not synchronise."""
+    """Reads tensors, of sharded ones its rank's part, for statistics; does not synchronise.
+
+    It waits for gradients on their way to the host, and copies of those what it needs back.
+    """
 
     def __init__(self, names: ParameterNames, half: torch.dtype | None) -> None:
         """Measure nothing yet; ``half`` is the half dtype of the policy, if it has one."""
