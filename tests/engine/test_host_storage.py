@@ -117,12 +117,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
         TypeError,
         "is a FusedAdam with master_weights=True",
     ),
-    "released, read": (
-        adam,
-        {"numerics": "light", "storage": preamp.Storage(place="host", release_gradients=True)},
-        PreampStateError,
-        "storage has release_gradients=True beside numerics",
-    ),
     "triton": (
         adam,
         {"backend": "triton"},

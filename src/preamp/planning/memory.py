@@ -269,6 +269,7 @@ def _staging_bytes(trained: Sequence[Slot], policy: Policy, part: ShardSize) -> 
     waiting = (max(grads), AT_ONCE if policy.storage.waits_on_host else 0)
     if not trained[0].name:  # a number of parameters: nothing is known of its tensors
         pieces, rest = divmod(grads[0], RUN // 2)
+        pieces = min(pieces, 8)  # more runs than have buffers
         grads, waiting = [RUN // 2] * pieces + [rest], (0, 0)
     return bytes_reserved(buffers_for([2 * size for size in grads]), waiting)
 
