@@ -26,7 +26,15 @@ from preamp.cli.console import (
     print_wrapped,
     refusing,
 )
-from preamp.cli.options import AsJson, PlaceName, Releases, StorageName, storage_of
+from preamp.cli.options import (
+    NEEDS_ALL_GRADIENTS,
+    AsJson,
+    PlaceName,
+    Releases,
+    StorageName,
+    keeping_gradients,
+    storage_of,
+)
 from preamp.cli.run import read_script, refuse
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
@@ -81,7 +89,12 @@ def plan(
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
         console = make_console()
-        print_wrapped(console, [*advice_lines(report), ""])
+        print_wrapped(console, advice_lines(report))
+        keeping = keeping_gradients(wanted, kept)
+        if keeping:
+            where = f"At {' and '.join(keeping)} gradients are not released."
+            print_wrapped(console, [f"- {where} {NEEDS_ALL_GRADIENTS}"])
+        print_wrapped(console, [""])
         headings, *rows = table_of(report)
         print_table(console, headings, rows, left=len(headings))
         print_wrapped(console, misfit_lines(report)[1:])
