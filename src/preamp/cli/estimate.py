@@ -92,10 +92,9 @@ def estimate(
     with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
         what, kept = _model(model, params), storage_of(storage, place, releases)
         _check_card(card, host, kept)
-        _check_sharding(sharding, world_size)
         named = None if optimizer.lower() == "none" else optimizer
         names = _levels(levels, kept)
-        ranks: Any = {"world_size": 1 if world_size is None else world_size, "sharding": sharding}
+        ranks = _ranks(sharding, world_size)
 
         def look(optimizer: str | None) -> list[MemoryEstimate]:
             if card is not None:
@@ -110,10 +109,7 @@ def estimate(
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     else:
         _tell(found, by_twin, named, is_searched=card is not None)
-        keeping = keeping_gradients(preamp.OPT_LEVELS, kept)
-        if levels is None and keeping:
-            lines = [f"Left out: {', '.join(keeping)}. {NEEDS_ALL_GRADIENTS}"]
-            print_wrapped(make_console(), lines)
+        _tell_what_is_left_out(levels, kept)
 
 
 def _by_twin(
@@ -152,13 +148,21 @@ def _tell(
     print_wrapped(console, [_ON_TOP])
 
 
-def _check_sharding(sharding: str, world_size: int | None) -> None:
+def _tell_what_is_left_out(levels: str | None, storage: Storage) -> None:
+    keeping = keeping_gradients(preamp.OPT_LEVELS, storage)
+    if levels is None and keeping:
+        text = f"Left out: {', '.join(keeping)}. {NEEDS_ALL_GRADIENTS}"
+        print_wrapped(make_console(), [text])
+
+
+def _ranks(sharding: str, world_size: int | None) -> dict[str, Any]:
     if sharding in ("zero1", "fsdp") and world_size is None:
         raise bad_value(
             f"Got --sharding {sharding} without --world-size",
             "Shared out is between ranks, and one rank has everything",
             "Pass for example --world-size 8",
         )
+    return {"world_size": 1 if world_size is None else world_size, "sharding": sharding}
 
 
 def _check_card(card: float | None, host: float, storage: Storage) -> None:

@@ -227,12 +227,7 @@ def _count(
     if isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.param_groups
         groups = {id(p): index for index, group in enumerate(given) for p in group["params"]}
-        if groups.keys().isdisjoint(slot.key for slot in slots):
-            raise bad_value(
-                "The optimizer has none of the model's parameters",
-                "An optimizer is given with the model that it was made for",
-                "Pass that model, or the optimizer's name or class",
-            )
+        _check_own(groups, slots)
         # Copies: an update counts in tensors of its group, which are the caller's.
         options = [copy.deepcopy({k: group[k] for k in optimizer.defaults}) for group in given]
     trained = [slot for slot in slots if slot.is_parameter and slot.key in groups]
@@ -261,6 +256,15 @@ def _count(
         * state.reads_master_gradients,
         staging=_staging_bytes(trained, policy, part) if storage.place == "host" else 0,
     )
+
+
+def _check_own(groups: Mapping[int, int], slots: Sequence[Slot]) -> None:
+    if groups.keys().isdisjoint(slot.key for slot in slots):
+        raise bad_value(
+            "The optimizer has none of the model's parameters",
+            "An optimizer is given with the model that it was made for",
+            "Pass that model, or the optimizer's name or class",
+        )
 
 
 def _updated(slot: Slot, policy: Policy, group: int) -> Updated:
