@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 import plots
 from preamp_bench.records import Record, read
@@ -42,29 +43,36 @@ OVERHEAD = 1.02
 READABLE = ("O0", "O4", "O5")
 """Levels whose loops by hand run at the speed of the machine on CPUs with units for bfloat16."""
 
-HEADER = """\
-# Benchmarks
+METHOD = """\
+## How it was measured
 
-`python benchmarks/report.py` writes this page from the rows in `benchmarks/results`. Measure your
-own machine in a clone by `make bench`, which appends rows and writes the page anew.
+Other programs use these machines too, so variants are never timed one after the other. A round
+runs each variant once, in an order that rotates, and there are many rounds. Every time is the
+**best** of all rounds, on one thread. Rows in `benchmarks/results` also have the median, and the
+20th and 80th percentile of times and of ratios within a round. Each table shows the machine of its
+newest row; earlier rows are in the repository's history. “–” is not measured.
 
-**Method.** Other programs use these machines too, so variants are never timed one after the other.
-A round runs each variant once, in an order that rotates, and there are many rounds. Every time is
-the **best** of all rounds, on one thread. Rows in `benchmarks/results` also have the median, and
-the 20th and 80th percentile of times and of ratios within a round. Each table shows the machine of
-its newest row. Earlier rows, and those of other machines, are in the repository's history.
+`python benchmarks/report.py` writes this page from these rows. Measure your own machine in a clone
+by `make bench`, which appends rows and writes the page anew.
 """
 
 STEP = """\
 ## The update
 
 Everything between `backward` and the next forward: check for overflow, unscale, clip, AdamW, round
-the half weights. The model is only its parameters, and gradients are put in place. Times are in
-milliseconds. The first column of times trains float32 weights with `torch.amp.GradScaler`; the next
-three keep half weights and float32 masters in plain torch; the last four are preamp, with torch's
-optimizer, with `FusedAdam`, and with [less memory](storage.md). **Faster** is GradScaler's time
-over that of `FusedAdam`. **Of a copy** is the least number of bytes that the step could move over
-its time, as a share of the speed of a plain copy.
+the half weights. The model is only its parameters, and gradients are put in place. Columns of
+times, in milliseconds:
+
+- **GradScaler, fp32**: float32 weights, `torch.amp.GradScaler` and torch's fused AdamW.
+- Plain torch with half weights and float32 masters. **By hand**: each gradient is widened into a
+  new tensor. **Kept buffers**: the masters' gradients keep their memory from step to step, and
+  their norm tells of an overflow. **Compiled**: one function of `torch.compile` updates a tensor in
+  one pass.
+- preamp at O2 (float16) or O5 (bfloat16). **torch AdamW**, **FusedAdam**: the optimizer. **Split**,
+  **compact**: FusedAdam with [less memory](storage.md).
+
+**Faster** is GradScaler's time over that of FusedAdam. **Of a copy**, for FusedAdam too, is the
+bytes that a step has to move, divided by its time, as a share of a plain copy's speed.
 """
 
 TRAIN = """\
@@ -120,11 +128,41 @@ def render(
     steps, trains = steps_shown(step_rows), newest(train_rows, TRAIN_CASE)
     ways = newest(storage_rows, ("task", "name"))
     cases = [_StepCase(chosen) for chosen in _grouped(steps, STEP_CASE)]
-    lines = [HEADER, STEP, *(_step_table(steps, cases) if steps else ["Not measured.", ""])]
+    lines = ["# Benchmarks", "", *_found(cases, trains, ways), METHOD]
+    lines += [STEP, *(_step_table(steps, cases) if steps else ["Not measured.", ""])]
     lines += [TRAIN, *(_train_table(trains) if trains else ["Not measured.", ""])]
     lines += [STORAGE, *(_storage_table(ways) if ways else ["Not measured.", ""])]
     lines += _not_measured([*_in_table(steps), *trains, *ways])
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _found(
+    cases: Sequence[_StepCase], trains: Sequence[Record], ways: Sequence[Record]
+) -> list[str]:
+    """What the tables come to, in a paragraph, and of how many machines they are."""
+    faster = [case.faster for case in cases if case.faster is not None]
+    against = [row["to_autocast"] for row in _preamp_at_o5(trains)]
+    stored = [one for one in _scores_apart(ways) if one.name != "O5"]
+    beyond = dict.fromkeys(one.name for one in stored if one.is_beyond)
+    rows = [*_in_table(r for case in cases for r in case.measured.values()), *trains, *ways]
+    machines = len({row["device"] for row in rows})
+    count = _COUNTS[machines] if machines < len(_COUNTS) else str(machines)
+    first = _paragraph(
+        f"The update is {_range(faster)} times as fast as GradScaler's." if faster else "",
+        f"A step at O5 takes {_range(against)} times as long as with autocast." if against else "",
+        "Split and compact storage score as float32 does, within what another seed changes."
+        if stored and not beyond
+        else "",
+        f"Beyond what another seed changes, {', '.join(beyond)} score unlike float32."
+        if beyond
+        else "",
+        "No GPU was measured." if rows and _is_without_gpu(rows) else "",
+    )
+    tables = f"The tables are of {count} machine{'s' * (machines != 1)}, named above each."
+    return [*first, *_paragraph(tables)] if rows else []
+
+
+_COUNTS = ("no", "one", "two", "three")
 
 
 def _grouped(rows: Iterable[Record], fields: Sequence[str]) -> list[list[Record]]:
@@ -315,6 +353,16 @@ def _step_aims(cases: Sequence[_StepCase]) -> list[str]:
     return lines
 
 
+def _preamp_at_o5(rows: Iterable[Record]) -> list[Record]:
+    """Loops with preamp at O5 that have a time beside autocast's."""
+    return [
+        row
+        for row in rows
+        if row["status"] == "measured" and row["name"].startswith("preamp")
+        if row["level"] == "O5" and "to_autocast" in row
+    ]
+
+
 def _train_aims(rows: Sequence[Record]) -> list[str]:
     """What was aimed at with the second table."""
     ours = [
@@ -323,7 +371,7 @@ def _train_aims(rows: Sequence[Record]) -> list[str]:
         if row["status"] == "measured" and row["name"].startswith("preamp")
         if row["level"] in READABLE
     ]
-    against = [row["to_autocast"] for row in ours if row["level"] == "O5" and "to_autocast" in row]
+    against = [row["to_autocast"] for row in _preamp_at_o5(rows)]
     lines: list[str] = []
     if ours:
         late = [row for row in ours if row["best_ratio"] > OVERHEAD]
@@ -347,20 +395,35 @@ def _train_aims(rows: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _storage_aims(rows: Sequence[Record]) -> list[str]:
-    """How far preamp's ways of the third table are from float32, beside what a seed changes."""
+class _Score(NamedTuple):
+    """A score of one of preamp's ways to train."""
+
+    name: str
+    task: str
+    score: str
+    is_beyond: bool  # whether it is further from float32's than another seed of float32
+
+
+def _scores_apart(rows: Sequence[Record]) -> list[_Score]:
+    """The scores of preamp's ways of the third table."""
     base = {row["task"]: row["scores"] for row in rows if row["name"] == "float32"}
     ours = [row for row in rows if row["status"] == "measured" and row["name"].startswith("O5")]
-    apart = [
-        (row["name"], task, score, abs(mean(own) - mean(base[task][score])), base[task][score])
-        for row in ours
-        for task in [row["task"]]
-        for score, own in row["scores"].items()
-        if score != "bytes per parameter" and task in base
-    ]
+    found: list[_Score] = []
+    for row in ours:
+        wanted = base.get(row["task"], {})
+        for score, own in row["scores"].items():
+            if score != "bytes per parameter" and score in wanted:
+                by = abs(mean(own) - mean(wanted[score]))
+                found.append(_Score(row["name"], row["task"], score, by > stdev(wanted[score])))
+    return found
+
+
+def _storage_aims(rows: Sequence[Record]) -> list[str]:
+    """How far preamp's ways of the third table are from float32, beside what a seed changes."""
+    apart = _scores_apart(rows)
     if not apart:
         return []
-    beyond = [(name, task, score) for name, task, score, by, own in apart if by > stdev(own)]
+    beyond = [(one.name, one.task, one.score) for one in apart if one.is_beyond]
     return _paragraph(
         "**No number was aimed at.** The measure is how far another seed comes from float32:",
         f"{_of(len(apart) - len(beyond), len(apart), 'score')} with O5 are no further.",
@@ -370,6 +433,10 @@ def _storage_aims(rows: Sequence[Record]) -> list[str]:
     )
 
 
+def _is_without_gpu(rows: Iterable[Record]) -> bool:
+    return all(row["device"] == row["cpu"] for row in rows)
+
+
 def _not_measured(rows: Sequence[Record]) -> list[str]:
     """Every reason once, and the kind of machine that no row comes from."""
     missing = dict.fromkeys(
@@ -377,7 +444,7 @@ def _not_measured(rows: Sequence[Record]) -> list[str]:
         for row in rows
         if row["status"] != "measured"
     )
-    names = [*missing, *(["any GPU"] if all(r["device"] == r["cpu"] for r in rows) else [])]
+    names = [*missing, *(["any GPU"] if _is_without_gpu(rows) else [])]
     return textwrap.wrap(f"Not measured: {'; '.join(names)}.", 100) if names else []
 
 

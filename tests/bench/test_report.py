@@ -62,6 +62,27 @@ def test_page_says_what_the_rows_say() -> None:
     assert "Not measured: any GPU." in page
 
 
+def test_page_begins_with_what_was_found() -> None:
+    scaler = step_row("GradScaler + fused AdamW", 3.2, 1.0, group="float32")
+    ways = [storage_row("float32", [2.0, 4.0], 16.0), storage_row("O5 split", [2.5, 4.5], 14.0)]
+    ways = [{**row, "device": "CPU 1", "cpu": "CPU 1"} for row in ways]
+    page = " ".join(report.render([scaler, *STEPS], TRAINS, ways).split())
+    assert page.startswith(
+        "# Benchmarks The update is 1.60 times as fast as GradScaler's. A step at O5 takes 0.88 "
+        "times as long as with autocast. Split and compact storage score as float32 does, within "
+        "what another seed changes. No GPU was measured. The tables are of two machines, named "
+        "above each. ## How it was measured"
+    )
+    far = storage_row("O5 compact", [9.0, 9.0], 8.0, device="CPU 1", cpu="CPU 1")
+    page = " ".join(report.render([], [], [*ways, far]).split())
+    assert "Beyond what another seed changes, O5 compact score unlike float32. No GPU" in page
+    assert "The tables are of one machine, named" in page
+    assert "as fast as" not in page.partition("## How")[0]
+    on_gpu = {**STEPS[1], "device": "GPU"}
+    assert "No GPU was measured" not in report.render([on_gpu], [])
+    assert report.render([], []).startswith("# Benchmarks\n\n## How it was measured\n")
+
+
 def test_what_was_reached_is_counted() -> None:
     scaler = step_row("GradScaler + fused AdamW", 3.2, 1.0, group="float32")
     fast = {"share_of_copy": 0.9}

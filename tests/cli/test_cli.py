@@ -72,7 +72,7 @@ def test_every_option_reaches_the_run(out: Path) -> None:
         (("--levels", ""), ("Opt level ''", "Choose from", "--levels O0,O2")),
         (("--levels", "O0,O0"), ("Got levels O0,O0", "each once", "--levels O0,O2")),
         (("--steps", "1"), ("Got steps=1", "smallest possible is 2", "Pass 2 or more")),
-        (("--storage", "tiny"), ("storage='tiny'", "'full', 'split', 'compact'", "Check the sp")),
+        (("--storage", "tiny"), ("--storage 'tiny'", "full, split, compact", "--storage split")),
         (("--device", "gpu"), ("'gpu' is not known", "Choose auto, cpu", "--device cpu")),
         (("--device", "cuda:99"), ("does not work here", "has to be a device", "--device auto")),
     ],

@@ -252,6 +252,34 @@ def test_plan_says_of_which_place_a_number_is(script: str) -> None:
     assert memory["peak"] >= 4 * 15 + 12
 
 
+def test_levels_that_keep_their_gradients_are_named(script: str) -> None:
+    with Path(script).open("a", encoding="utf-8") as file:
+        file.write(FUSED)
+    why = "A dynamic loss scale needs all gradients of a step."
+    asked = ("estimate", "--params", "5", "--optimizer", "FusedAdam", "--release-gradients")
+    done = invoke(*asked)
+    assert done.stdout.rstrip().endswith(f"Left out: O1, O2. {why}")
+    for options in (("--levels", "O5"), ("--place", "host")):
+        assert "Left out" not in invoke(*asked, *options).stdout
+    planned = ("plan", script, "--names", "fused", "--verify", "0", "--release-gradients")
+    words = " ".join(invoke(*planned, "--levels", "O2,O5").stdout.split())
+    assert f"- At O2 gradients are not released. {why}" in words
+    assert why not in invoke(*planned, "--levels", "O5").stdout
+    assert why not in invoke(*planned[:-1], "--levels", "O2").stdout
+
+
+def test_a_caption_is_there_with_its_column() -> None:
+    asked = ("estimate", "--params", "5", "--levels", "O5", "--optimizer")
+    fused, torchs = (
+        " ".join(invoke(*asked, optimizer).stdout.split()) for optimizer in ("FusedAdam", "AdamW")
+    )
+    on_host = " ".join(invoke(*asked, "FusedAdam", "--place", "host").stdout.split())
+    in_step, staging = "More in step: while the optimizer steps", "Staging is memory of the host"
+    assert [in_step in text for text in (fused, torchs, on_host)] == [False, True, False]
+    assert [staging in text for text in (fused, torchs, on_host)] == [False, False, True]
+    assert "Activations are not counted." in fused
+
+
 def test_estimate_refuses_a_host_without_a_card() -> None:
     done = invoke("estimate", "--params", "3e9", "--host-gib", "64")
     assert done.exit_code != 0
@@ -278,7 +306,26 @@ def test_estimate_without_an_optimizer() -> None:
         (("--params", "5", "--levels", "O9"), "'O9' is not known"),
         (("--params", "5", "--sharding", "zero9"), "'zero9' is not known"),
         (("--params", "5", "--optimizer", "Adm"), "'Adm' is not known"),
+        (
+            ("--params", "5", "--sharding", "fsdp"),
+            "Got --sharding fsdp without --world-size. Shared out is between ranks, and one rank "
+            "has everything. Pass for example --world-size 8.",
+        ),
+        (
+            ("--params", "5", "--storage", "foo"),
+            "--storage 'foo' is not known. Choose full, split, compact. Pass for example",
+        ),
         (("--params", "5", "--place", "hots"), "place='hots'. It takes 'device', 'host'"),
+        (
+            ("--params", "5", "--card-gib", "-1"),
+            "Got --card-gib -1. A card has more than 0 GiB. Pass for example --card-gib 80.",
+        ),
+        (("--params", "5", "--card-gib", "nan"), "Got --card-gib nan. A card has more than 0 GiB"),
+        (
+            ("--params", "5", "--card-gib", "1", "--host-gib", "-1"),
+            "Got --host-gib -1. A host has 0 GiB for training, or more. Pass for example",
+        ),
+        (("--params", "5", "--card-gib", "1", "--host-gib", "nan"), "Got --host-gib nan. A host"),
         (
             ("--params", "5", "--place", "host", "--card-gib", "1"),
             "Got --card-gib and preamp.Storage(place='host'). With --card-gib the storages that",
@@ -471,5 +518,5 @@ def test_plan_refuses_a_storage_before_the_script_runs(tmp_path: Path) -> None:
     script.write_text("print('it ran')", encoding="utf-8")
     done = invoke("plan", str(script), "--storage", "compakt")
     assert done.exit_code == 2
-    assert "The storages with a name are 'full', 'split', 'compact'" in done.output
+    assert "'compakt' is not known. Choose full, split, compact." in done.output
     assert "it ran" not in done.output

@@ -106,7 +106,7 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert choose_parallel("auto") == choose_parallel("none") == "none"
     text = (
-        "--parallel ddp with 1 process(es). Choose none for one process, and ddp, zero1 or fsdp "
+        "--parallel ddp with 1 process. Choose none for one process, and ddp, zero1 or fsdp "
         "for several. Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -116,7 +116,7 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert choose_parallel("auto") == "ddp"
     assert [choose_parallel(name) for name in ("ddp", "zero1", "fsdp")] == ["ddp", "zero1", "fsdp"]
-    with pytest.raises(ValueError, match=re.escape("--parallel none with 2 process(es).")):
+    with pytest.raises(ValueError, match=re.escape("--parallel none with 2 processes.")):
         choose_parallel("none")
 
 

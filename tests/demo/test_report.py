@@ -128,11 +128,16 @@ def test_a_run_says_what_its_storage_did_not_do() -> None:
     assert moved in render(on_host).replace("&#34;", '"')
     assert moved not in remarks_of(plain)
     assert moved not in remarks_of(replace(on_host, device="cuda:0 (NVIDIA H200)"))
-    clipped = "at no level were they clipped"
+    clipped = "Nothing was clipped at any level"
     released = replace(plain, config=replace(plain.config, release_gradients=True))
     assert clipped in render(released)
     assert clipped not in render(plain)
     assert not any(clipped in remark for remark in remarks_of(on_host))
+    kept = "needs all gradients of a step, so they were kept."
+    levels = [row(level) for level in ("O1", "O2", "O5")]
+    assert [kept in note_of(level, released) for level in levels] == [True, True, False]
+    released_on_host = replace(on_host, config=replace(on_host.config, release_gradients=True))
+    assert not any(kept in note_of(level, released_on_host) for level in levels)
 
 
 def test_results_have_what_was_measured_and_its_ratios(tmp_path: Path) -> None:

@@ -370,6 +370,17 @@ def test_refusals_say_what_is_allowed(
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("model", [nn.Linear(4, 3), lambda: nn.Linear(4, 3), 15], ids=repr)
+def test_an_optimizer_of_another_model_is_refused(model: Any) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(4, 3).parameters())
+    text = (
+        "The optimizer has none of the model's parameters. An optimizer is given with the model "
+        "that it was made for. Pass that model, or the optimizer's name or class."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        preamp.estimate(model, "O5", optimizer)
+
+
 def test_state_of_other_sizes_is_refused() -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
@@ -398,9 +409,15 @@ def test_counting_makes_nothing() -> None:
     first = preamp.count_memory(engine)
     assert first["gradients"] == 2 * 128
     assert preamp.count_memory(engine) == first
+    assert preamp.count_memory(model) == preamp.count_memory(optimizer) == first
     (master,) = preamp.master_params(optimizer)
     assert master.grad is not None  # now it exists, and is counted
     assert preamp.count_memory(engine)["gradients"] == 6 * 128
+
+
+def test_only_what_has_an_engine_is_counted() -> None:
+    with pytest.raises(preamp.PreampStateError, match="This Linear has no engine"):
+        preamp.count_memory(nn.Linear(8, 16))
 
 
 def test_storages_that_take_less_are_named() -> None:

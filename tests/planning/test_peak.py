@@ -112,6 +112,11 @@ def test_a_loss_that_looks_at_values_is_refused() -> None:
     assert "Leave loss_fn and batch out" in str(caught.value)
 
 
+def test_a_loss_without_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs a batch, and got None\. Pass batch="):
+        preamp.estimate(nn.Linear(8, 16), "O5", loss_fn=_mean)
+
+
 def test_no_peak_of_a_shared_out_model() -> None:
     with pytest.raises(ValueError, match="loss_fn together with sharding='fsdp'"):
         preamp.estimate(

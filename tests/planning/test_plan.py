@@ -281,7 +281,8 @@ def test_nothing_fits() -> None:
     assert "No level fits" in str(report)
 
 
-def test_losses_that_leave_float32s_are_a_problem() -> None:
+@pytest.mark.parametrize(("steps", "part"), [(2, "at one of"), (8, "averaged over a quarter of")])
+def test_losses_that_leave_float32s_are_a_problem(steps: int, part: str) -> None:
     # Sums to something only while every digit of 1 + 2**-12 is there.
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1 + 2.0**-12)
@@ -290,10 +291,12 @@ def test_losses_that_leave_float32s_are_a_problem() -> None:
         return (model(batch).float() - 1).square().mean() * 2.0**24
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    report = preamp.plan(model, loss_fn, torch.ones(4, 1), optimizer, levels=["O2", "O5"])
+    given = model, loss_fn, torch.ones(4, 1), optimizer
+    report = preamp.plan(*given, levels=["O2", "O5"], verify_steps=steps)
     assert report.recommended == "O0"
     for plan in report.levels.values():
         assert [problem.kind for problem in plan.problems] == ["losses"]
+        assert f"In {steps} steps the loss, {part} them, came to" in plan.problems[0].text
 
 
 def test_a_level_that_refuses_the_model_does_not_end_the_plan() -> None:

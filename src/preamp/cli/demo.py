@@ -21,6 +21,7 @@ from preamp.cli.options import (
     StorageName,
     choose_device,
     split_levels,
+    storage_of,
 )
 from preamp.demo.config import DEFAULT_LEVELS, SMALL, DemoConfig
 from preamp.demo.data import read_corpus
@@ -66,6 +67,7 @@ def demo(
     console = make_console()
     with refusing():
         require_packages()
+        storage_of(storage, place, releases)  # refused in the words of the command line
         config = DemoConfig(
             levels=tuple(split_levels(levels)),
             steps=steps,

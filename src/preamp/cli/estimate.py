@@ -23,7 +23,16 @@ from preamp.cli.console import (
     print_wrapped,
     refusing,
 )
-from preamp.cli.options import AsJson, PlaceName, Releases, StorageName, split_levels, storage_of
+from preamp.cli.options import (
+    NEEDS_ALL_GRADIENTS,
+    AsJson,
+    PlaceName,
+    Releases,
+    StorageName,
+    keeping_gradients,
+    split_levels,
+    storage_of,
+)
 from preamp.core.errors import PreampError, bad_value
 from preamp.optim.fused.kinds import twin_of
 from preamp.planning.layout import Factory
@@ -34,11 +43,12 @@ from preamp.policy import resolve
 from preamp.policy.resolve import at_level
 from preamp.policy.storage import FULL, STORAGES, Storage, storage_code, storage_name
 
-_CAPTION = (
-    "More in step: float32 gradients of masters while the optimizer steps, and masters that are "
-    "split. Staging is memory of the host for what is on its way. What is 0 at every level is left "
-    "out. Activations are not counted."
-)
+_OF_A_COLUMN = {
+    "more in step": "More in step: while the optimizer steps, gradients of masters are made in "
+    "float32, and split masters are put together.",
+    "staging": "Staging is memory of the host for what is on its way.",
+}
+_CAPTION = "What is 0 at every level is left out. Activations are not counted."
 
 _FIT = ("level", "masters", "moments", "release_\ngradients", "place", "card", "host")
 _NOTHING = "Nothing fits: no level with any storage keeps as little."
@@ -70,7 +80,7 @@ def estimate(
     host: Annotated[
         float, typer.Option("--host-gib", help="GiB of the host, for what fits.")
     ] = math.inf,
-    world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
+    world_size: Annotated[int | None, typer.Option(help="Ranks; 1 if left out.")] = None,
     sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
     as_json: AsJson = False,
 ) -> None:
@@ -84,7 +94,7 @@ def estimate(
         _check_card(card, host, kept)
         named = None if optimizer.lower() == "none" else optimizer
         names = _levels(levels, kept)
-        ranks: Any = {"world_size": world_size, "sharding": sharding}
+        ranks = _ranks(sharding, world_size)
 
         def look(optimizer: str | None) -> list[MemoryEstimate]:
             if card is not None:
@@ -99,6 +109,7 @@ def estimate(
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     else:
         _tell(found, by_twin, named, is_searched=card is not None)
+        _tell_what_is_left_out(levels, kept)
 
 
 def _by_twin(
@@ -137,7 +148,36 @@ def _tell(
     print_wrapped(console, [_ON_TOP])
 
 
+def _tell_what_is_left_out(levels: str | None, storage: Storage) -> None:
+    keeping = keeping_gradients(preamp.OPT_LEVELS, storage)
+    if levels is None and keeping:
+        text = f"Left out: {', '.join(keeping)}. {NEEDS_ALL_GRADIENTS}"
+        print_wrapped(make_console(), [text])
+
+
+def _ranks(sharding: str, world_size: int | None) -> dict[str, Any]:
+    if sharding in ("zero1", "fsdp") and world_size is None:
+        raise bad_value(
+            f"Got --sharding {sharding} without --world-size",
+            "Shared out is between ranks, and one rank has everything",
+            "Pass for example --world-size 8",
+        )
+    return {"world_size": 1 if world_size is None else world_size, "sharding": sharding}
+
+
 def _check_card(card: float | None, host: float, storage: Storage) -> None:
+    if card is not None and not card > 0:  # nan is refused, too
+        raise bad_value(
+            f"Got --card-gib {card:g}",
+            "A card has more than 0 GiB",
+            "Pass for example --card-gib 80",
+        )
+    if not host >= 0:
+        raise bad_value(
+            f"Got --host-gib {host:g}",
+            "A host has 0 GiB for training, or more",
+            "Pass for example --host-gib 64",
+        )
     if card is None and host < math.inf:
         raise bad_value(
             "Got --host-gib without --card-gib",
@@ -229,6 +269,6 @@ def _print(rows: list[MemoryEstimate], console: Console) -> None:
     names = [row.opt_level for row in rows]
     cells = zip(names, *(map(bytes_text, sizes) for sizes in filled.values()), strict=True)
     print_table(console, ["level", *headings], cells)
-    print_wrapped(
-        console, [_CAPTION, *(storages_text(row) for row in rows if row.masters and row.smaller)]
-    )
+    of_columns = [text for name, text in _OF_A_COLUMN.items() if name in filled]
+    print_wrapped(console, [" ".join([*of_columns, _CAPTION])])
+    print_wrapped(console, (storages_text(row) for row in rows if row.masters and row.smaller))

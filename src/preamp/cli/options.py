@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, cast, get_args
 
@@ -11,6 +12,7 @@ import torch
 import typer
 
 from preamp.core.errors import bad_value, unavailable
+from preamp.policy import Policy
 from preamp.policy.storage import STORAGES, Place, Storage, parse_storage
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -35,8 +37,24 @@ Releases = Annotated[
 
 def storage_of(storage: str, place: str, releases: bool) -> Storage:
     """The `preamp.Storage` of these three; raises ``ValueError`` where one is not known."""
+    if storage not in STORAGES:
+        raise bad_value(
+            f"--storage {storage!r} is not known",
+            f"Choose {', '.join(STORAGES)}",
+            "Pass for example --storage split; --place and --release-gradients go with each",
+        )
     place = cast("Place", place)
     return replace(parse_storage(storage), place=place, release_gradients=releases)
+
+
+NEEDS_ALL_GRADIENTS = "A dynamic loss scale needs all gradients of a step."
+
+
+def keeping_gradients(policies: Mapping[str, Policy], storage: Storage) -> list[str]:
+    """Names of those that cannot release gradients, though ``storage`` does."""
+    if not storage.applies_at_once:
+        return []
+    return [name for name, policy in policies.items() if policy.is_dynamic]
 
 
 def split_levels(text: str) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -26,12 +26,22 @@ from preamp.cli.console import (
     print_wrapped,
     refusing,
 )
-from preamp.cli.options import AsJson, PlaceName, Releases, StorageName, storage_of
+from preamp.cli.options import (
+    NEEDS_ALL_GRADIENTS,
+    AsJson,
+    PlaceName,
+    Releases,
+    StorageName,
+    keeping_gradients,
+    storage_of,
+)
 from preamp.cli.run import read_script, refuse
 from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
 from preamp.planning.planner import POLICIES, policies_of, why_not_called
 from preamp.planning.report import advice_lines, misfit_lines, table_of, write
+from preamp.policy import Policy
+from preamp.policy.storage import Storage
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -81,13 +91,20 @@ def plan(
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
         console = make_console()
-        print_wrapped(console, [*advice_lines(report), ""])
+        print_wrapped(console, [*advice_lines(report), *_kept_lines(wanted, kept), ""])
         headings, *rows = table_of(report)
         print_table(console, headings, rows, left=len(headings))
         print_wrapped(console, misfit_lines(report)[1:])
     if output is not None:  # last, so that the answer is there whatever happens to the page
         with refusing():
             write(report, output)
+
+
+def _kept_lines(policies: Mapping[str, Policy], storage: Storage) -> list[str]:
+    """Where gradients are kept that were to be released; empty where that is nowhere."""
+    keeping = keeping_gradients(policies, storage)
+    text = f"- At {' and '.join(keeping)} gradients are not released. {NEEDS_ALL_GRADIENTS}"
+    return [text] if keeping else []
 
 
 def _is_of_script(error: BaseException) -> bool:

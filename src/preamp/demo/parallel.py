@@ -39,8 +39,9 @@ def choose_parallel(name: str) -> Parallel:
         if name == known and (name == "none") == (ranks == 1):
             return known
     is_known = name in get_args(Parallel)
+    having = f" with {ranks} process{'es' * (ranks != 1)}"
     raise bad_value(
-        f"--parallel {name} with {ranks} process(es)" if is_known else f"--parallel {name!r}",
+        f"--parallel {name}{having}" if is_known else f"--parallel {name!r}",
         "Choose none for one process, and ddp, zero1 or fsdp for several",
         "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
     )

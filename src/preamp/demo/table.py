@@ -148,7 +148,12 @@ _HELD_OUT = (
     " nothing, lower is better."
 )
 
-_NOT_CLIPPED = "Gradients were applied as they were made, so at no level were they clipped."
+_NOT_CLIPPED = (
+    "Nothing was clipped at any level, so that their losses can be compared. Gradients were"
+    " applied as they were made where the loss scale is static."
+)
+
+_KEPT = "A dynamic loss scale needs all gradients of a step, so they were kept."
 
 
 def remarks_of(result: DemoResult) -> list[str]:
@@ -183,6 +188,9 @@ def note_of(row: LevelResult, result: DemoResult) -> str:
     if not policy.master_weights and policy.cast_model_type in HALF_DTYPES:
         has_wide = result.config.storage_at(row.level).moments == "float32"
         parts += [_WIDE_MOMENTS] * (has_wide and result.config.has_fused_optimizer)
+    keeps = result.config.kept.release_gradients
+    keeps = keeps and not result.config.storage_at(row.level).release_gradients
+    parts += [_KEPT] * keeps
     if row.ranks:
         parts.append(agreement_of(row.ranks, result.config.parallel))
     return " ".join(part for part in parts if part)

@@ -19,6 +19,7 @@ from preamp.core.pytree import plain
 from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
 from preamp.engine.lookup import bare
 from preamp.engine.waiting import AT_ONCE
+from preamp.kernels.staged import AT_ONCE as BUFFERS
 from preamp.kernels.staged import RUN, buffers_for
 from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
@@ -167,8 +168,9 @@ def estimate(
             ``OPT_LEVELS["O2"].replace(storage="compact")``; with ``Storage(place="host")`` what
             lies on the device and on the host is told apart.
         optimizer: A name (``"FusedAdam"``, ``"SGD(momentum=0.9)"``), a class, a function of the
-            parameters, an optimizer, or ``None``. An optimizer has its own parameters, anything
-            else all of the model's. Its state is found by one step on tensors of a few elements.
+            parameters, an optimizer of this very model, or ``None``. An optimizer has its own
+            parameters, anything else all of the model's. Its state is found by one step on tensors
+            of a few elements.
         world_size: Ranks.
         sharding: ``"none"``: every rank has everything. ``"zero1"``: each tensor's master and
             optimizer state are shared out, as by ``preamp.parallel.shard_optimizer``.
@@ -184,9 +186,9 @@ def estimate(
     Raises:
         PreampPolicyError: The level is not known, or has no masters that could be split.
         TypeError: Wrong kind of model or optimizer.
-        ValueError: A half model, an optimizer whose state follows from more than the parameters'
-            shapes, or whose moments are float32 only; a wrong number of ranks; or a ``loss_fn``
-            that cannot be traced.
+        ValueError: A half model, an optimizer of another one, one whose state follows from more
+            than the parameters' shapes, or whose moments are float32 only; a wrong number of
+            ranks; or a ``loss_fn`` that cannot be traced.
     """
     policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
     optimizer = bare(optimizer)
@@ -225,6 +227,7 @@ def _count(
     if isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.param_groups
         groups = {id(p): index for index, group in enumerate(given) for p in group["params"]}
+        _check_own(groups, slots)
         # Copies: an update counts in tensors of its group, which are the caller's.
         options = [copy.deepcopy({k: group[k] for k in optimizer.defaults}) for group in given]
     trained = [slot for slot in slots if slot.is_parameter and slot.key in groups]
@@ -255,6 +258,15 @@ def _count(
     )
 
 
+def _check_own(groups: Mapping[int, int], slots: Sequence[Slot]) -> None:
+    if groups.keys().isdisjoint(slot.key for slot in slots):
+        raise bad_value(
+            "The optimizer has none of the model's parameters",
+            "An optimizer is given with the model that it was made for",
+            "Pass that model, or the optimizer's name or class",
+        )
+
+
 def _updated(slot: Slot, policy: Policy, group: int) -> Updated:
     dtype = torch.float32 if slot.has_master_at(policy) else slot.dtype_at(policy)
     return Updated(slot.shape, dtype, has_gradient=slot.is_trainable, group=group)
@@ -269,7 +281,7 @@ def _staging_bytes(trained: Sequence[Slot], policy: Policy, part: ShardSize) -> 
     waiting = (max(grads), AT_ONCE if policy.storage.waits_on_host else 0)
     if not trained[0].name:  # a number of parameters: nothing is known of its tensors
         pieces, rest = divmod(grads[0], RUN // 2)
-        pieces = min(pieces, 8)  # more runs than have buffers
+        pieces = min(pieces, BUFFERS)  # more of them need no more buffers
         grads, waiting = [RUN // 2] * pieces + [rest], (0, 0)
     return bytes_reserved(buffers_for([2 * size for size in grads]), waiting)
 

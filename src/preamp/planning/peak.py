@@ -94,8 +94,15 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
             with Held() as held:
                 copies["loss_fn"](twin, copies["batch"]).float().backward()
         except Exception as error:
+            failed = f"A step cannot be traced without running it: {first_line(error)}"
+            if batch is None:
+                raise bad_value(
+                    failed,
+                    "loss_fn(model, batch) needs a batch, and got None",
+                    "Pass batch=, a tensor or containers of tensors",
+                ) from error
             raise bad_value(
-                f"A step cannot be traced without running it: {first_line(error)}",
+                failed,
                 "loss_fn(model, batch) returns a scalar loss, and its computation does not "
                 "look at values of tensors, as .item() and if do",
                 "Leave loss_fn and batch out; what stays from step to step is known without",

@@ -193,10 +193,12 @@ def _measured(kind: ProblemKind, text: str, name: str = "") -> PlanProblem:
 
 
 def _distance(result: Verification) -> str:
+    steps = len(result.losses)
+    is_mean = (steps - result.skipped or steps) > 4  # a quarter has more than one step
+    part = "averaged over a quarter of them" if is_mean else "at one of them"
     return (
-        f"In {len(result.losses)} steps the loss, averaged over a quarter of them, came to "
-        f"{result.reached:.4g} where float32's came to {result.expected:.4g}; up to "
-        f"{result.allowed:.2g} away is near."
+        f"In {steps} steps the loss, {part}, came to {result.reached:.4g} where float32's came to "
+        f"{result.expected:.4g}; up to {result.allowed:.2g} away is near."
     )
 
 

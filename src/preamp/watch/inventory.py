@@ -14,13 +14,14 @@ from preamp.casting import CastAudit
 from preamp.core.away import values_of
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
+from preamp.engine.core import EngineCore
+from preamp.engine.lookup import engine_of
 from preamp.engine.storage import uses_host
 from preamp.kernels.sparse import stored_parts
 from preamp.optim import is_master, kept_of
 from preamp.watch.casts import cast_records
 
 if TYPE_CHECKING:
-    from preamp.engine.core import EngineCore
     from preamp.numerics import CastsRecord, MemoryRecord
 
 CATEGORIES = ("weights", "buffers", "masters", "gradients", "optimizer state", "loss scaler")
@@ -53,7 +54,7 @@ class _Seen:
         return total
 
 
-def count_memory(engine: EngineCore) -> dict[str, int]:
+def count_memory(engine: EngineCore | torch.nn.Module | torch.optim.Optimizer) -> dict[str, int]:
     """Count the bytes that an engine's models and optimizers hold now, by category.
 
     Storages are counted, each once, in the order of the categories: tied weights do not count
@@ -62,8 +63,8 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
     with what ``fully_shard`` pads it with. Does not synchronise.
 
     Args:
-        engine: Best between a backward and its step, and not before the second step: optimizers
-            make their state in the first one.
+        engine: One, or a model or optimizer that has one. Best between a backward and its step,
+            and not before the second step: optimizers make their state in the first one.
 
     Returns:
         Bytes by the names in `CATEGORIES`. ``"optimizer state"`` has the tensors in the
@@ -71,7 +72,12 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
         overflow flag. With ``Storage(place="host")`` and weights on another device, what lies on
         the host is apart: ``"masters on the host"``, ``"optimizer state on the host"``, and with
         gradients released ``"gradients on the host"``, whose memory stays between steps.
+
+    Raises:
+        PreampStateError: What was given has no engine.
     """
+    if not isinstance(engine, EngineCore):
+        engine = engine_of(engine)
     weights: list[Any] = [param for model in engine.models for param in model.parameters()]
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
     updated = [
