@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -55,13 +55,19 @@ as_they_are = pytest.mark.parametrize("ops", AS_THEY_ARE, indirect=True)
 
 
 class Elsewhere:
-    """A back end of another device, which takes tensors of the CPU there and what it wrote back."""
+    """A back end of another device, which takes tensors of the CPU there and what it wrote back.
+
+    Two tensors of one call may not lie in one storage: there each would have its own.
+    """
 
     def __init__(self, ops: Any, device: torch.device) -> None:
         self._ops = ops
         self._device = device
 
     def __getattr__(self, name: str) -> Any:
+        if not callable(getattr(self._ops, name)):
+            return getattr(self._ops, name)
+
         def call(*given: Any, **named: Any) -> Any:
             taken: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             given, named = self._take(given, taken), self._take(named, taken)
@@ -91,9 +97,17 @@ class Elsewhere:
                 # Writes to the values of a sparse tensor are not counted.
                 version = own._version if tensor.layout is torch.strided else -1
                 taken[id(tensor)] = tensor, own, version
+                _refuse_views([given for given, _, _ in taken.values()])
             return taken[id(tensor)][1]
 
         return _each(thing, there, self._device)
+
+
+def _refuse_views(tensors: Iterable[torch.Tensor]) -> None:
+    found = [one.untyped_storage().data_ptr() for one in tensors if one.layout is torch.strided]
+    found = [place for place in found if place != 0]  # where nothing is stored
+    if len(set(found)) != len(found):
+        raise ValueError("Two tensors of one call lie in one storage. Pass tensors of their own.")
 
 
 def _each(thing: Any, change: Any, device: torch.device | None = None) -> Any:
