@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ as_they_are = pytest.mark.parametrize("ops", AS_THEY_ARE, indirect=True)
 class Elsewhere:
     """A back end of another device, which takes tensors of the CPU there and what it wrote back.
 
-    Two tensors of one call may not lie in one storage: there each would have its own.
+    Tensors of one call may not overlap: there each would have memory of its own.
     """
 
     def __init__(self, ops: Any, device: torch.device) -> None:
@@ -71,6 +72,7 @@ class Elsewhere:
         def call(*given: Any, **named: Any) -> Any:
             taken: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             given, named = self._take(given, taken), self._take(named, taken)
+            _refuse_overlaps([tensor for tensor, _, _ in taken.values()])
             try:
                 result = getattr(self._ops, name)(*given, **named)
             finally:
@@ -97,17 +99,24 @@ class Elsewhere:
                 # Writes to the values of a sparse tensor are not counted.
                 version = own._version if tensor.layout is torch.strided else -1
                 taken[id(tensor)] = tensor, own, version
-                _refuse_views([given for given, _, _ in taken.values()])
             return taken[id(tensor)][1]
 
         return _each(thing, there, self._device)
 
 
-def _refuse_views(tensors: Iterable[torch.Tensor]) -> None:
-    found = [one.untyped_storage().data_ptr() for one in tensors if one.layout is torch.strided]
-    found = [place for place in found if place != 0]  # where nothing is stored
-    if len(set(found)) != len(found):
-        raise ValueError("Two tensors of one call lie in one storage. Pass tensors of their own.")
+def _refuse_overlaps(tensors: Iterable[torch.Tensor]) -> None:
+    spans = sorted(
+        (one.data_ptr(), one.data_ptr() + _bytes_spanned(one))
+        for one in tensors
+        if one.layout is torch.strided and one.device.type == "cpu" and one.numel() > 0
+    )
+    if any(start < end for (_, end), (start, _) in pairwise(spans)):
+        raise ValueError("Two tensors of one call overlap. Pass a copy of one of them.")
+
+
+def _bytes_spanned(tensor: torch.Tensor) -> int:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in sizes)) * tensor.element_size()
 
 
 def _each(thing: Any, change: Any, device: torch.device | None = None) -> Any:

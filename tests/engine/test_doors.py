@@ -504,7 +504,8 @@ schedule_free = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.threes  # a load is told apart by what it loads
+# What a load does depends on what is loaded; the build and what follows act after it, one by one.
+@pytest.mark.threes
 @with_masters
 @schedule_free
 @pytest.mark.parametrize("then", ["forward", "state", "train"])

@@ -70,7 +70,8 @@ SHAPES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.pairs  # what comes back is told from what was given alone
+# The form of what comes back depends on the form of what is given; the level does not change it.
+@pytest.mark.pairs
 @pytest.mark.apex(
     "1.2 Module, none → module",
     "1.2 Module, Optimizer → pair",

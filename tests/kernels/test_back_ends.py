@@ -516,6 +516,6 @@ def test_a_back_end_of_another_device_writes_back() -> None:
         assert_same(ours, wanted)
     assert found[1][1].tolist() == [0.5] * 4
     values = torch.ones(4)
-    with pytest.raises(ValueError, match="lie in one storage"):
+    with pytest.raises(ValueError, match="tensors of one call overlap"):
         elsewhere.scale_add_([values, values[1:]], 0.5, [None, None])
     assert values.tolist() == [1.0] * 4
