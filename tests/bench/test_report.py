@@ -89,9 +89,8 @@ def test_what_was_reached_is_counted() -> None:
     steps = [scaler, step_row("preamp O2, FusedAdam", 2.0, 0.25, **fast), *STEPS[2:]]
     slow = train_row("preamp O4, torch AdamW", 9.0, 1.03, level="O4", to_autocast=0.5)
     page = " ".join(report.render(steps, [*TRAINS, slow]).split())
-    assert (
-        "Reached in all of the 1 cases. The update was 1.60 times" in page
-    )  # of 100 tensors no aim
+    # Of 100 tensors there is no aim.
+    assert "Reached in all of the 1 cases. The update was 1.60 times" in page
     assert "90% of a copy's speed.** Reached in 1 of the 2 cases. In the others" in page
     assert "Reached by 1 of the 2 loops with preamp. Missed by O4, torch AdamW (gpt), at" in page
     assert "Reached by all of the 1 loops. A step took 0.88 times as long as with autocast." in page

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,16 +56,23 @@ as_they_are = pytest.mark.parametrize("ops", AS_THEY_ARE, indirect=True)
 
 
 class Elsewhere:
-    """A back end of another device, which takes tensors of the CPU there and what it wrote back."""
+    """A back end of another device, which takes tensors of the CPU there and what it wrote back.
+
+    Tensors of one call may not overlap: there each would have memory of its own.
+    """
 
     def __init__(self, ops: Any, device: torch.device) -> None:
         self._ops = ops
         self._device = device
 
     def __getattr__(self, name: str) -> Any:
+        if not callable(getattr(self._ops, name)):
+            return getattr(self._ops, name)
+
         def call(*given: Any, **named: Any) -> Any:
             taken: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
             given, named = self._take(given, taken), self._take(named, taken)
+            _refuse_overlaps([tensor for tensor, _, _ in taken.values()])
             try:
                 result = getattr(self._ops, name)(*given, **named)
             finally:
@@ -94,6 +102,21 @@ class Elsewhere:
             return taken[id(tensor)][1]
 
         return _each(thing, there, self._device)
+
+
+def _refuse_overlaps(tensors: Iterable[torch.Tensor]) -> None:
+    spans = sorted(
+        (one.data_ptr(), one.data_ptr() + _bytes_spanned(one))
+        for one in tensors
+        if one.layout is torch.strided and one.device.type == "cpu" and one.numel() > 0
+    )
+    if any(start < end for (_, end), (start, _) in pairwise(spans)):
+        raise ValueError("Two tensors of one call overlap. Pass a copy of one of them.")
+
+
+def _bytes_spanned(tensor: torch.Tensor) -> int:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in sizes)) * tensor.element_size()
 
 
 def _each(thing: Any, change: Any, device: torch.device | None = None) -> Any:

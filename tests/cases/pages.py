@@ -42,6 +42,8 @@ class Outline(HTMLParser):
 
 def check_accessible(text: str) -> Outline:
     page = Outline(text)
+    assert page.all("html") == [{"lang": "en"}]
+    assert any(meta.get("name") == "viewport" for meta in page.all("meta"))
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))

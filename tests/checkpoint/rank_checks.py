@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -110,21 +111,23 @@ def check_failures_are_everybodys() -> None:
 
 def check_different_files_are_refused() -> None:
     """Each good by itself, as ranks may find that look for the newest at different times."""
-    folder, run = shared_folder(), Ranks("O2")
-    run.save(folder / "step_1.pt")
-    run.step()
-    run.save(folder / "step_2.pt")
-    before, mine = run.numbers(), folder / f"step_{dist.get_rank() + 1}.pt"
-    with pytest.raises(
-        preamp.PreampStateError, match=r"Rank 1 would load .*step_2\.pt, and rank 0"
-    ):
-        run.load(mine)
-    assert same(run.numbers(), before)
-    if dist.get_rank() == 0:
-        (folder / "copy.pt").write_bytes((folder / "step_2.pt").read_bytes())
-    dist.barrier()
-    there = folder / ("step_2.pt", "copy.pt")[dist.get_rank()]  # the same file in another place
-    run.load(there)
+    folder = shared_folder()
+    for run, end in ((Ranks("O2"), ".pt"), (Run("O2", "zero1"), "")):  # a file, then a folder
+        run.save(folder / f"step_1{end}")
+        run.step()
+        run.save(folder / f"step_2{end}")
+        before, mine = run.numbers(), folder / f"step_{dist.get_rank() + 1}{end}"
+        text = rf"Rank 1 would load .*step_2{re.escape(end)}, and rank 0"
+        with pytest.raises(preamp.PreampStateError, match=text):
+            run.load(mine)
+        assert same(run.numbers(), before)
+        if end == ".pt":
+            if dist.get_rank() == 0:
+                (folder / "copy.pt").write_bytes((folder / "step_2.pt").read_bytes())
+            dist.barrier()
+            # The same file may be read in two places.
+            run.load(folder / ("step_2.pt", "copy.pt")[dist.get_rank()])
+        run.close()
 
 
 def check_different_weights_are_refused() -> None:

@@ -229,12 +229,8 @@ def test_the_options_of_storage_are_the_arguments(place: Any, script: str) -> No
 FUSED = """
 def fused():
     from preamp.optimizers import FusedAdam
-    return model_of_three(), loss_fn, data, FusedAdam(only.parameters(), lr=0.1)
-
-def model_of_three():
-    global only
-    only = nn.Linear(4, 3)
-    return only
+    model = nn.Linear(4, 3)
+    return model, loss_fn, data, FusedAdam(model.parameters(), lr=0.1)
 """
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -26,8 +27,30 @@ def skip_where_it_needs_gpus(example: Path) -> None:
         pytest.skip("fully_shard of this torch needs GPUs")
 
 
+def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    """Return what it prints in a new interpreter, to which warnings at imports are errors too."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *launcher, str(example), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_in_a_fork(example: Path, *arguments: str, folder: Path) -> str:
+    """Return what it prints, without the seconds that importing torch takes."""
+    file = folder / "printed.txt"
+    ranks = start_ranks(begin, (str(example), arguments, str(file)), 1)
+    while not ranks.join():
+        pass
+    return file.read_text("utf-8")
+
+
 def begin(_: int, example: str, arguments: tuple[str, ...], printed: str) -> None:
-    """Be the interpreter that a user starts, in a fork that has imported torch already."""
     torch.set_num_threads(1)
     sys.argv = [example, *arguments]
     with open(printed, "w", encoding="utf-8") as file, redirect_stdout(file):
@@ -40,11 +63,10 @@ def begin(_: int, example: str, arguments: tuple[str, ...], printed: str) -> Non
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_learns(example: Path, arguments: tuple[str, ...], tmp_path: Path) -> None:
     skip_where_it_needs_gpus(example)
-    file = tmp_path / "printed.txt"
-    run = start_ranks(begin, (str(example), arguments, str(file)), 1)
-    while not run.join():
-        pass
-    printed = file.read_text("utf-8")
+    if example == EXAMPLES[0]:
+        printed = run(example, *arguments)
+    else:
+        printed = run_in_a_fork(example, *arguments, folder=tmp_path)
     match = re.search(r"(\d+\.\d+) -> (\d+\.\d+) in \d+ steps at O\d", printed)
     assert match, printed
     first, last = map(float, match.groups())
@@ -60,15 +82,8 @@ def test_the_sharded_example_goes_on_bitwise_on_two_ranks(level: str) -> None:
     (example,) = [path for path in EXAMPLES if path.stem == "06_fully_sharded"]
     skip_where_it_needs_gpus(example)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *launcher, example, "--steps", "12", "--opt-level", level],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "started anew after 6 steps, went on bitwise as without: True" in done.stdout
+    printed = run(example, "--steps", "12", "--opt-level", level, launcher=launcher)
+    assert "started anew after 6 steps, went on bitwise as without: True" in printed
 
 
 @pytest.mark.full

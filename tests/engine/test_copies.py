@@ -115,7 +115,8 @@ def check_goes_on_as(made: Any, plain: Any) -> None:
 # -- both ------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs  # holders and calls differ in what is pickled first, levels in what is a copy
+# Holders and calls decide in which order objects are copied, levels and storages which ones are.
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("level", "build", "storage"),
     [

@@ -390,7 +390,8 @@ def test_detect_overflow_with_something_else(overflow: Any, given: Any, kind: st
         preamp.detect_overflow(*given)
 
 
-@pytest.mark.pairs  # the loss is refused before the level is asked for
+# The loss is refused before the engine looks at its level, so that these two do not interact.
+@pytest.mark.pairs
 @pytest.mark.apex("2.1 a loss that is no floating tensor")
 @DOORS
 @ALL_LEVELS

@@ -380,7 +380,8 @@ WATCHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.threes  # each watcher reads a step's tensors, whoever made them
+# Watchers only read the tensors of a step, and do not know which optimizer made them.
+@pytest.mark.threes
 @every_level
 @pytest.mark.parametrize("watcher", WATCHERS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "fused"])

@@ -70,7 +70,8 @@ SHAPES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.pairs  # what comes back is told from what was given alone
+# The form of what comes back depends on the form of what is given; the level does not change it.
+@pytest.mark.pairs
 @pytest.mark.apex(
     "1.2 Module, none → module",
     "1.2 Module, Optimizer → pair",
@@ -736,28 +737,46 @@ def test_outputs(level: str, scope: Any) -> None:
         assert got is one
 
 
-FORWARDS: list[tuple[list[str], dict[str, Any], Any, torch.dtype, torch.dtype]] = [
-    # levels, options, what it gets of a float64 argument, what it answers, what comes out
-    (["O0"], {}, F32, F16, F32),
-    (CASTING_FUNCTIONS, {}, F64, F64, F64),
-    (CASTING_FUNCTIONS, {}, F64, BF16, F32),
-    (["O2"], {"cast_model_type": False}, F64, F16, F16),
-    (["O2"], {"cast_model_type": False, "cast_model_outputs": F16}, F64, F32, F16),
-    (LEVEL_NAMES, {"cast_model_outputs": F16}, None, F32, F16),
-    (LEVEL_NAMES, {"cast_model_outputs": F64}, None, F32, F64),
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A call with a float64 argument.
+
+    Attributes:
+        options: Of ``initialize``.
+        seen: What the model gets of its argument; None where that is no matter here.
+        answer: What the model returns.
+        out: What comes out of the call.
+    """
+
+    level: str
+    options: dict[str, Any]
+    seen: torch.dtype | None
+    answer: torch.dtype
+    out: torch.dtype
+
+
+UNCAST = {"cast_model_type": False}
+FORWARDS = [
+    Forward("O0", {}, seen=F32, answer=F16, out=F32),
+    *(Forward(level, {}, seen=F64, answer=F64, out=F64) for level in CASTING_FUNCTIONS),
+    *(Forward(level, {}, seen=F64, answer=BF16, out=F32) for level in CASTING_FUNCTIONS),
+    Forward("O2", UNCAST, seen=F64, answer=F16, out=F16),
+    Forward("O2", {**UNCAST, "cast_model_outputs": F16}, seen=F64, answer=F32, out=F16),
+    *(
+        Forward(level, {"cast_model_outputs": out}, seen=None, answer=F32, out=out)
+        for level in LEVEL_NAMES
+        for out in (F16, F64)
+    ),
 ]
 
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-@pytest.mark.parametrize(("levels", "options", "seen", "answer", "out"), FORWARDS)
-def test_forwards(
-    levels: list[str], options: Any, seen: Any, answer: torch.dtype, out: torch.dtype
-) -> None:
-    for level in levels:
-        model = echo(level, **options)
-        model.answer = torch.ones(1, dtype=answer)
-        assert model(torch.ones(1, dtype=F64)).dtype is out
-        assert seen in (None, model.seen[0][0].dtype)
+@pytest.mark.parametrize("call", FORWARDS, ids=lambda call: call.level)
+def test_forwards(call: Forward) -> None:
+    model = echo(call.level, **call.options)
+    model.answer = torch.ones(1, dtype=call.answer)
+    assert model(torch.ones(1, dtype=F64)).dtype is call.out
+    assert call.seen in (None, model.seen[0][0].dtype)
 
 
 # -- float32 made inside a half model --------------------------------------------------------

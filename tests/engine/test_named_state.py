@@ -71,7 +71,8 @@ def exact(model: nn.Module, optimizer: Any) -> Any:
     return copy.deepcopy([dict(model.state_dict()), halves, optimizer.state_dict()])
 
 
-@pytest.mark.threes  # the options of torch say how a state is laid out, not what is in it
+# Torch's options decide how a state is laid out; level, optimizer and storage what is in it.
+@pytest.mark.threes
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("storage", ["full", "split"])

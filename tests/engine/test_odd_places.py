@@ -156,6 +156,8 @@ def test_a_step_that_fails_half_way_leaves_no_stale_half_weight(level: str) -> N
         scaled.backward()
     with pytest.raises(ArithmeticError):
         optimizer.step()
+    engine = preamp.engine_of(model)
+    assert all(engine.master_of(param) is not None for param in model.parameters())
     assert halves_match(model)
 
 

@@ -149,7 +149,8 @@ SCHEDULERS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-@pytest.mark.threes  # a scheduler hears of the step, not of what it does
+# A scheduler counts calls of the step, and does not see the numbers that the level changes.
+@pytest.mark.threes
 @pytest.mark.apex("10 A-17", "B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("make", SCHEDULERS, ids=["step", "lambda", "one_cycle", "cosine"])

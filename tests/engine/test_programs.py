@@ -472,7 +472,8 @@ def test_an_overflow_beneath_rescaled_zeros_skips_the_step(level: str) -> None:
     assert torch.equal(world.ours.q, before)
 
 
-@pytest.mark.pairs  # random programs combine levels and storages; these are what they have found
+# Random programs combine levels and storages freely; here each program needs each of them once.
+@pytest.mark.pairs
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", FOUND)

@@ -267,24 +267,43 @@ ACTS: dict[str, Callable[[Run], object]] = {
 }
 
 
+PAIRED_AT = ("O0", "O2", "O5")
+
+
+def seconds_of(level: str, first: str) -> list[tuple[str, str]]:
+    """Which acts follow ``first`` at ``level``, each with a storage: each act at one level."""
+    turn = list(ACTS).index(first) + PAIRED_AT.index(level)
+    storages = [storage for possible, storage in PLACES if possible == level]
+    acts = list(ACTS)[-turn % len(PAIRED_AT) :: len(PAIRED_AT)]
+    return [(storages[(turn + number) % len(storages)], act) for number, act in enumerate(acts)]
+
+
 @pytest.mark.each
 @pytest.mark.filterwarnings("ignore:The .* weight '0.first.weight' was written to")
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", PAIRED_AT)
 @pytest.mark.parametrize("first", ACTS)
 def test_each_thing_may_follow_each_other(level: str, first: str) -> None:
     """Between steps, each pair at one of the levels; storages take turns."""
-    turn = list(ACTS).index(first) + ["O0", "O2", "O5"].index(level)
-    storages = [storage for possible, storage in PLACES if possible == level]
-    for number, (second, then) in enumerate(ACTS.items()):
-        if (number + turn) % 3 == 0:
-            storage = storages[(number // 3 + turn) % len(storages)]
-            runs = [Run(level, storage, releases=releases) for releases in (False, True)]
-            for run in runs:
-                for act in (ACTS["both"], ACTS[first], ACTS["both"], then, ACTS["both"]):
-                    act(run)
-            for index in range(2):
-                made = [exact(run.models[index], run.optimizers[index]) for run in runs]
-                assert same(*made), f"{first}, {second}, {storage}"
+    for storage, second in seconds_of(level, first):
+        runs = [Run(level, storage, releases=releases) for releases in (False, True)]
+        for run in runs:
+            for name in ("both", first, "both", second, "both"):
+                ACTS[name](run)
+        for index in range(2):
+            made = [exact(run.models[index], run.optimizers[index]) for run in runs]
+            assert same(*made), f"{first}, {second}, {storage}"
+
+
+def test_a_parameter_thawed_within_a_block_is_updated_by_the_step() -> None:
+    """It has no hook yet, so its gradient is an ordinary one."""
+    runs = both(opt_level="O0")
+    for model, optimizer in runs:
+        with preamp.scale_loss(loss_of(model, 1), optimizer):
+            model.frozen.bias.requires_grad_(True)
+            loss_of(model, 1).backward()
+        assert model.frozen.bias.grad is not None
+        optimizer.step()
+    assert same(*[exact(*run) for run in runs])
 
 
 def test_zero_grad_is_harmless() -> None:

@@ -211,7 +211,8 @@ BEFORE: dict[str, Callable[[Sharing], object]] = {
 }
 
 
-@pytest.mark.threes  # masters are joined in one way at all levels
+# Masters are joined by the same code at all levels, so that the level does not act on the rest.
+@pytest.mark.threes
 @levels
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("as_masters", [False, True])

@@ -319,7 +319,8 @@ def test_close_gives_exact_weights_back(level: str, floats: bool) -> None:
     assert optimizer.storage.masters == "float32"
 
 
-@pytest.mark.pairs  # random programs combine levels and moments; this is of each optimizer
+# Random programs combine levels and moments freely; here each optimizer needs each of them once.
+@pytest.mark.pairs
 @pytest.mark.usefixtures("small_blocks")
 @levels
 @pytest.mark.parametrize("name", PACKED)

@@ -68,7 +68,8 @@ def alone(
 @pytest.mark.apex(
     "1.1 another call with new objects", "4.1 how far casts reach", "B 14: casts of the model only"
 )
-@pytest.mark.threes  # what one engine does to the other, it does to all optimizers and clips
+# One engine can disturb the other through casts, which optimizers and clips do not act on.
+@pytest.mark.threes
 @pytest.mark.parametrize(
     ("first", "second"), [*PAIRS, *HALF_PAIRS, *((b, a) for a, b in (*PAIRS[:2], *HALF_PAIRS))]
 )

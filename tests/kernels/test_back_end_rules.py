@@ -40,8 +40,9 @@ EDGES_OF_CHUNKS = (1024, 8191, 8192, 8193)
 
 BITS = {F16: torch.int16, BF16: torch.int16, F32: torch.int32, F64: torch.int64}
 
-READ_ON_DEVICE = (*ONE_EACH, ROWS[0], ROWS[13])
-"""Each op, and each way to use a bias correction."""
+UNCORRECTED = ("adam_-none", "lamb_-grad_averaging-uses_trust_ratio", "novograd_-grad_averaging")
+READ_ON_DEVICE = (*ONE_EACH, *(row for row in ROWS if row.name in UNCORRECTED))
+"""Each op, and each way to use a bias correction, or none."""
 
 Lists = list[list[torch.Tensor]]
 

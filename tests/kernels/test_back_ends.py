@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import REFERENCE, as_they_are, defaults, here
+from cases.back_ends import REFERENCE, Elsewhere, as_they_are, defaults, here
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rules import BF16, F16, F32, F64
@@ -255,8 +255,9 @@ def test_widening_and_adding(ops: Any, columns: list[list[Any]], choice: list[fl
 
 def test_widening_keeps_the_layout(ops: Any) -> None:
     image = torch.ones(2, 3, 4, 5, dtype=F16).to(memory_format=torch.channels_last)
-    results = ops.widen_add([image, image.mT], [torch.tensor(2.0)] * 2, [None, None])
-    assert [wide.stride() for wide in results] == [image.stride(), image.mT.stride()]
+    given = [image, image.clone().mT]
+    results = ops.widen_add(given, [torch.tensor(2.0)] * 2, [None, None])
+    assert [wide.stride() for wide in results] == [one.stride() for one in given]
 
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
@@ -498,3 +499,24 @@ def test_ten_thousand_tiny_tensors(ops: Any) -> None:
     assert_same(torch.cat(copies), joined.half())
     joined[-1] = math.inf
     assert ops.census(grads, CPU).max_abs.isinf().nonzero().tolist() == [[9_999]]
+
+
+# -- tests of another device -------------------------------------------------------------------
+
+
+def test_a_back_end_of_another_device_writes_back() -> None:
+    """What GPUs are tested through, between the reference and copies that lie elsewhere."""
+    elsewhere: Any = Elsewhere(REFERENCE, CPU)
+    found: list[Tensors] = []
+    for ops in (REFERENCE, elsewhere):
+        grads, addend = [torch.arange(6.0).view(2, 3).t(), torch.ones(4)], torch.ones(3, 2)
+        ops.scale_add_(grads, 0.5, [addend, None])
+        ops.axpby_([addend], 2.0, [addend], 1.0, [grads[0]])  # one tensor, read and written
+        found.append([*grads, addend, ops.l2norms(grads, None, CPU)])
+    for ours, wanted in zip(found[1], found[0], strict=True):
+        assert_same(ours, wanted)
+    assert found[1][1].tolist() == [0.5] * 4
+    values = torch.ones(4)
+    with pytest.raises(ValueError, match="tensors of one call overlap"):
+        elsewhere.scale_add_([values, values[1:]], 0.5, [None, None])
+    assert values.tolist() == [1.0] * 4
