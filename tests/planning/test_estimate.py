@@ -370,7 +370,9 @@ def test_refusals_say_what_is_allowed(
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(4, 3), lambda: nn.Linear(4, 3), 15], ids=repr)
+@pytest.mark.parametrize(
+    "model", [nn.Linear(4, 3), lambda: nn.Linear(4, 3), 15], ids=["model", "function", "number"]
+)
 def test_an_optimizer_of_another_model_is_refused(model: Any) -> None:
     optimizer = torch.optim.AdamW(nn.Linear(4, 3).parameters())
     text = (
