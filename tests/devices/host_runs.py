@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +114,13 @@ class Run:
 def assert_same(some: Run, other: Run) -> None:
     pairs = zip(some.everything(), other.everything(), strict=True)
     assert [torch.equal(a, b) for a, b in pairs] == [True] * len(some.everything())
+
+
+def carry_over(first: Run, second: Run, folder: Path) -> None:
+    """Go on with ``second`` where ``first`` is, by a checkpoint."""
+    preamp.save_checkpoint(folder / "run", first.net, first.optimizer)
+    preamp.load_checkpoint(folder / "run", second.net, second.optimizer, rng=False)
+    second.number = first.number
 
 
 def count_on_device(run: Run) -> None:

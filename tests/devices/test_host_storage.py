@@ -22,7 +22,16 @@ from torch.utils._pytree import tree_map
 import preamp
 import preamp.kernels
 from cases.waits import waits_refused
-from devices.host_runs import KINDS, STORAGES, WITH_MASTERS, Run, assert_same, count_on_device, ids
+from devices.host_runs import (
+    KINDS,
+    STORAGES,
+    WITH_MASTERS,
+    Run,
+    assert_same,
+    carry_over,
+    count_on_device,
+    ids,
+)
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import Update, staged
 from preamp.kernels.rules import LambRule
@@ -159,10 +168,8 @@ def test_a_checkpoint_goes_on_at_either_place(
 ) -> None:
     first, second = Run(way[0], kept), Run(way[1], kept)
     first.steps()
-    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
     second.steps(1)
-    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
-    second.number = first.number
+    carry_over(first, second, tmp_path)
     for run in (first, second):
         run.steps()
     assert_same(first, second)
@@ -210,9 +217,7 @@ def test_a_checkpoint_within_an_accumulation_goes_on(way: tuple[str, str], tmp_p
     first.steps()
     first.backward()
     first.backward()
-    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
-    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
-    second.number = first.number
+    carry_over(first, second, tmp_path)
     for run in (first, second):
         run.backward()
         run.end()

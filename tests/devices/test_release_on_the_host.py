@@ -22,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 import preamp
 from cases.levels import LEVELS
-from devices.host_runs import KINDS, WITH_MASTERS, Kept, assert_same, count_on_device, ids
+from devices.host_runs import (
+    KINDS,
+    WITH_MASTERS,
+    Kept,
+    assert_same,
+    carry_over,
+    count_on_device,
+    ids,
+)
 from devices.host_runs import Run as HostRun
 from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
@@ -315,10 +323,8 @@ def test_a_checkpoint_goes_on_at_either_place(
     first, second = Run(way[0], kept), Run(way[1], kept)
     first.steps()
     first.backward()
-    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
     second.steps(1)
-    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
-    second.number = first.number
+    carry_over(first, second, tmp_path)
     for run in (first, second):
         run.backward()  # joins what was saved
         preamp.clip_grad_norm_(run.optimizer, 0.5)
@@ -355,9 +361,7 @@ def test_a_checkpoint_has_gradients_left_scaled(
     first.backward()
     with preamp.scale_loss(first.loss(), first.optimizer, delay_unscale=True) as scaled:
         scaled.backward()
-    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer)
-    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizer, rng=False)
-    second.number = first.number
+    carry_over(first, second, tmp_path)
     for run in (first, second):
         run.backward()
         run.end()

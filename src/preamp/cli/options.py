@@ -13,6 +13,7 @@ import typer
 
 from preamp.core.errors import bad_value, unavailable
 from preamp.policy import Policy
+from preamp.policy.resolve import at_level
 from preamp.policy.storage import STORAGES, Place, Storage, parse_storage
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -52,9 +53,12 @@ NEEDS_ALL_GRADIENTS = "A dynamic loss scale needs all gradients of a step."
 
 def keeping_gradients(policies: Mapping[str, Policy], storage: Storage) -> list[str]:
     """Names of those that cannot release gradients, though ``storage`` does."""
-    if not storage.applies_at_once:
-        return []
-    return [name for name, policy in policies.items() if policy.is_dynamic]
+    releases = storage.release_gradients
+    return [
+        name
+        for name, policy in policies.items()
+        if at_level(policy, storage).release_gradients is not releases
+    ]
 
 
 def split_levels(text: str) -> list[str]:
