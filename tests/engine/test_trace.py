@@ -123,11 +123,9 @@ def hooks_of(model: nn.Module) -> list[int]:
 # -- what is named -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lacks", "given"), [(False, 30000.0), (True, 240000.0)])
-def test_a_float16_overflow_in_the_forward(
-    lacks: bool, given: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On CPUs without units for float16 it is the float32 product that does not fit."""
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_float16_overflow_in_the_forward(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told alike on CPUs without units for float16, where a float32 product is rounded."""
     monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
     run = Run("O2")
     run.engine.trace_overflow()
@@ -144,15 +142,52 @@ def test_a_float16_overflow_in_the_forward(
         output_found="inf",
         dtype="float16",
         operation="linear",
-        operation_max_abs=given,
-        operation_min=given if lacks else 0.0,  # of the product, or of weights and biases
+        operation_max_abs=30000.0,
+        operation_min=0.0,  # of weights and biases
         float32=Float32Record(found="finite", max_abs=240000.0),
     )
     assert re.search(r"test_trace\.py:\d+$", run.trace.where)
 
 
-def test_a_float16_overflow_in_the_backward() -> None:
+class Product(nn.Module):
+    """A function of a tensor that is full of one number."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], value: float) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.function = function
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.last(x).mul(0.0).add(self.value))
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "matmul": lambda x: x @ x.T,
+    "einsum": lambda x: torch.einsum("ij,kj", x, x),
+    "addmm": lambda x: torch.addmm(input=x[:, :1], mat1=x, mat2=x.T),
+    "conv1d": lambda x: F.conv1d(x.T[None], x.T[None]),
+}
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("lacks", [False, True])
+def test_what_the_program_has_given_a_product(
+    operation: str, level: str, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what was made of it before the result was rounded."""
+    monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
+    run = Run(level, nn.Sequential(Product(PRODUCTS[operation], 300.0)), overflow="trace")
+    run.step()
+    assert (run.where, run.trace.operation) == (("0", "forward"), operation)
+    assert run.trace.operation_max_abs == 300.0
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_float16_overflow_in_the_backward(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' gradient is the sum over the batch: 3 · 2 · 16384."""
+    monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
     run = Run("O2", nn.Linear(4, 2, bias=False))
     run.engine.scaler(0).set_scale(2.0**14)
     run.engine.trace_overflow()
@@ -166,6 +201,8 @@ def test_a_float16_overflow_in_the_backward() -> None:
         "inf",
     )
     assert run.trace.dtype == "float16"
+    assert (run.trace.operation, run.trace.operation_max_abs) == ("linear", 2.0)
+    assert run.trace.input_max_abs == 2.0**14  # and not the weights' gradient before rounding
     (cause,) = run.engine.overflow_causes
     assert cause.parameters == ("weight",)
 

@@ -52,20 +52,23 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
         return None
 
 
-def asked_for(name: str) -> str:
-    """The function that the program has called, where one put over it has called ``name``."""
+def asked_for(name: str, args: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    """What the program has called, and with what, where one put over it has called ``name``."""
     # Not this frame: a frame that holds itself keeps the tensors of all its callers alive.
     frame: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
     while frame is not None:
         library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if library == "preamp":
-            fn = frame.f_locals.get("fn")
-            if _library_of(fn) != "preamp":  # helpers have a `fn` as well, which is preamp's own
+            own: Mapping[str, Any] = frame.f_locals
+            fn = own.get("fn")
+            # Helpers have a `fn` as well, which is preamp's own.
+            if callable(fn) and _library_of(fn) != "preamp":
                 name = getattr(fn, "__name__", name)
+                args = (*own.get("args", args), *own.get("kwargs", {}).values())
         elif library != "torch":
             break
         frame = frame.f_back
-    return name.strip("_")
+    return name.strip("_"), args
 
 
 def _library_of(function: object) -> str:

@@ -213,8 +213,7 @@ class TraceRecord:
         where: Its line of the program, such as ``"model.py:12"``; empty where that is not known.
         frames: What was seen before, the latest last; at most 8.
         operation_max_abs: Largest finite magnitude of the tensors that the operation was given in
-            its forward; ``None`` where that is not known, or nothing floating and finite was. Of a
-            product that runs in float32 on the CPU, what it made before that was rounded.
+            its forward; ``None`` where that is not known, or nothing floating and finite was.
         operation_min: The smallest of the same values, with its sign; ``None`` as above.
         float32: Of a forward: what the same module makes of the same input in float32; ``None``
             where that was not tried.

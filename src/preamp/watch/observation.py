@@ -126,6 +126,8 @@ class Operation:
     lines: Sequence[Call]
     inputs: Sequence[Reading]
     call: Pass | None  # the module's forward that has called it
+    # What the program gave it; ``inputs`` may be casts of that, or what was rounded in the end
+    given: Sequence[Reading] = ()
     # Whether a number that is not finite was among the arguments, or no tensor was
     has_constant: bool = False
     backward: Pass | None = None  # whose it is, if it computes a derivative

@@ -51,8 +51,8 @@ class _Origin:
             where=shown(calls[0][:2]) if calls else "",
             stack=stack_of(calls),
             frames=frames,
-            operation_max_abs=None if by is None else _largest(by.inputs),
-            operation_min=None if by is None else _smallest(by.inputs),
+            operation_max_abs=None if by is None else _largest(by.given),
+            operation_min=None if by is None else _smallest(by.given),
             float32=self.seen.float32 if self.phase == "forward" else None,
         )
 
@@ -136,8 +136,17 @@ class Search:
         """The first backward to go wrong, or what was wrong with what its forward was given."""
         for seen in wrong:
             if self._taint(seen) is None:
-                return _cast(seen) or _backward(seen)
+                return _cast(seen) or self._backward(seen)
         return self._taint(wrong[0]) if wrong else None
+
+    def _backward(self, seen: Pass) -> _Origin:
+        """That it is a backward's; one that runs wide was given what its first pass was."""
+        bad, by = next(one for one in seen.outputs if not one.is_finite), seen.operation
+        first = seen
+        if by is not None and by.given is not by.inputs:
+            own = (one for one in self._step.backwards if one.backward == seen.backward)
+            first = next((one for one in own if _is_same_call(one.operation, by)), seen)
+        return _Origin(seen, "backward", bad, seen.ended, first.inputs, by)
 
     def _taint(self, seen: Pass) -> _Origin | None:
         """What was wrong already when the forward ran that a backward belongs to."""
@@ -161,7 +170,7 @@ class Search:
         """Where ``reading``, which is not finite, comes from."""
         first = self._first(reading)
         if first.by is not None and first.by.backward is not None:
-            return _backward(first.by.backward)
+            return self._backward(first.by.backward)
         call = first.inside if first.by is None else first.by.call
         if call is None:
             if first.by is None and first not in self._losses:
@@ -298,9 +307,8 @@ def _without_masks(bad: Sequence[Reading]) -> Sequence[Reading]:
     return other or bad
 
 
-def _backward(seen: Pass) -> _Origin:
-    bad = next(one for one in seen.outputs if not one.is_finite)
-    return _Origin(seen, "backward", bad, seen.ended, seen.inputs, seen.operation)
+def _is_same_call(one: Operation | None, other: Operation) -> bool:
+    return one is not None and (one.given, one.lines) == (other.given, other.lines)
 
 
 def _cast(seen: Pass) -> _Origin | None:

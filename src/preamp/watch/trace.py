@@ -231,7 +231,7 @@ class Tracer:
         if operation is not None:
             name, inputs = operation.name, (*inputs, *operation.inputs)
         lines = () if operation is None else operation.lines
-        by = Operation(name, lines, inputs, seen.call, backward=seen)
+        by = Operation(name, lines, inputs, seen.call, inputs, backward=seen)
         for reading in seen.outputs:
             if reading not in inputs and not reading.is_made:
                 reading.by, reading.is_made = by, True
@@ -389,7 +389,11 @@ class Tracer:
             floats = (one for one in args if isinstance(one, Real) and not isinstance(one, int))
             # A function of no tensors, such as `torch.tensor`, has its values from the program.
             has_constant = not arguments or not all(map(math.isfinite, floats))
-            return Operation(asked_for(name), lines, inputs, call, has_constant)
+            # Of a product that runs wide, its casts are heard one by one.
+            asked, given = asked_for(name, args)
+            others = (one for one in leaves(given) if id(one) not in set(map(id, results)))
+            readings = inputs if given is args else self.values.read(others, call)
+            return Operation(asked, lines, inputs, call, readings, has_constant)
 
         with unheard():  # by another engine as well
             operation = self.values.hear(
