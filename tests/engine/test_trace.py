@@ -638,19 +638,29 @@ def test_a_compiled_part_is_seen_from_outside() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("way", ["in place", "function"])
+@pytest.mark.parametrize("good_steps", [0, 1])
+@pytest.mark.parametrize(
+    "way", ["in place", "function", "without a graph of its own", "with the loss", "scripted"]
+)
 def test_a_model_that_is_compiled_as_a_whole_says_so(
-    way: str, capsys: pytest.CaptureFixture[str]
+    way: str, good_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And is watched no longer: its hooks would have it compiled anew."""
-    run = Run("O1", nn.Sequential(nn.Linear(4, 4), Spoil(), nn.Linear(4, 2)), verbosity=1)
+    """In its first step too; then it is watched no longer: hooks would have it compiled anew."""
+    run = Run("O1", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), verbosity=1)
     before = hooks_of(run.model)
     if way == "in place":
         run.model.compile(backend="aot_eager")
+    elif way == "scripted":
+        run.forward = torch.jit.trace(run.model, torch.ones(3, 4))
+    elif way == "with the loss":
+        run.forward = torch.compile(lambda x: run.model(x).square().sum(), backend="eager")
     else:
-        run.forward = torch.compile(run.model, backend="aot_eager")
+        run.forward = torch.compile(
+            run.model, backend="aot_eager" if way == "function" else "eager"
+        )
     run.engine.trace_overflow()
-    run.step()
+    for _ in range(good_steps):
+        run.step()
     capsys.readouterr()
     with torch.no_grad():
         run.model[2].bias.fill_(math.inf)

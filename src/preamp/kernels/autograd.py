@@ -60,6 +60,18 @@ _MANY = 512
 Gradients = tuple[torch.Tensor | None, ...]
 
 
+def nodes_made() -> int:
+    """How many nodes this thread has made so far; see `is_made_since`."""
+    return cast("Any", torch.autograd)._get_sequence_nr()
+
+
+def is_made_since(root: torch.Tensor, count: int) -> bool:
+    """Whether all of the graph above ``root`` was made when `nodes_made` was ``count`` or more."""
+    nodes = [] if root.grad_fn is None else _nodes_above(root.grad_fn)
+    numbers = [cast("Any", node)._sequence_nr() for node in nodes]
+    return bool(numbers) and min(numbers) >= count
+
+
 def terms_of(root: torch.Tensor, stop: Container[Node]) -> list[Node]:
     """What ``root`` is added up from: nodes of ``stop``, or those that are no plain arithmetic.
 

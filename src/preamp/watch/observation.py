@@ -368,14 +368,12 @@ class Observation:
 
     def __init__(self, *, follows: bool = False, is_whole: bool = False) -> None:
         """Start without passes."""
-        # Whether it began with the step, so that no forward can have come before it
+        # Whether it began before the graph of the loss, so that no forward was missed
         self.is_whole = is_whole
         # Whether there was no step before that was not watched
         self.follows = follows
         # Whether all functions between forwards were heard as well
         self.hears = True
-        # Whether the loss comes from code that ``torch.compile`` has made
-        self.has_compiled = False
         self.calls: deque[Pass] = deque(maxlen=_KEPT)
         self.backwards: deque[Pass] = deque(maxlen=_KEPT)
         self.losses: list[tuple[int, Reading]] = []  # and the number of the backward of each

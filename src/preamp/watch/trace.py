@@ -35,6 +35,7 @@ from preamp.engine.events import Backward, Events
 from preamp.engine.overflow import Finding, GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
 from preamp.engine.weights import master_of
+from preamp.kernels.autograd import is_made_since, nodes_made
 from preamp.kernels.modules import add_hook
 from preamp.kernels.operations import (
     OperationMode,
@@ -124,6 +125,7 @@ class Tracer:
         self._is_between = False  # whether a forward with gradients has ended, and no loss is there
         self._has_seen = False  # a forward with gradients
         self._thread = 0  # of the first forward
+        self._nodes_before = 0  # that were made when the watching began
         self._started: Reading | None = None  # the latest tensor that ``backward`` was called on
         self.values, self.observation = Values(), Observation()
         self.stack = _Stack()  # forwards under way
@@ -148,7 +150,7 @@ class Tracer:
             return
         self.values, self.observation = Values(), Observation(follows=is_first)
         self._is_over = self._has_seen = self._is_between = False
-        self._thread = 0
+        self._thread, self._nodes_before = 0, nodes_made()
         self._hooks = {id(model): UndoStack() for model in self._models}
         for listeners, listener in self._subscriptions if self._models else ():
             listeners.append(listener)
@@ -203,6 +205,7 @@ class Tracer:
 
     def _watch_loss(self, loss: torch.Tensor) -> None:
         """Watch the backward of what lies between the modules and ``loss``."""
+        self.observation.is_whole |= is_made_since(loss, self._nodes_before)
         self._resume()
         with unheard():
             _watch_nodes([loss], _Call(self, self.observation, Pass(OUTSIDE, "forward")))
@@ -433,7 +436,7 @@ class Tracer:
         step, backward = self.observation, self._backward
 
         def found(loss_was_finite: bool) -> Finding:
-            is_blind = not self._has_seen and (step.is_whole or step.has_compiled)
+            is_blind = not self._has_seen and step.is_whole
             trace = None
             with unheard():
                 self.values.collect()
@@ -672,9 +675,7 @@ def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:
         is_cast = is_cast and node not in call.before_casts
         following = [after for after, _ in node.next_functions if after is not None]
         pending += [(after, operation, is_cast) for after in following]
-        is_compiled = node.name() == _COMPILED
-        call.step.has_compiled |= is_compiled
-        if is_compiled and is_outside:
+        if is_outside and node.name() == _COMPILED:
             continue  # nobody knows which modules are in it
         # Nodes without successors collect the gradients of parameters.
         if following:
