@@ -136,6 +136,45 @@ def test_masters_and_not_rounded_weights() -> None:
     assert found.float32.max_abs == 160004.0
 
 
+class Scaled(nn.Module):
+    """Multiplies by a number of its own, which float16 cannot hold."""
+
+    def __init__(self, kind: str, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        number = torch.tensor([1.0, value])
+        if kind == "buffer":
+            self.register_buffer("number", number)
+        else:
+            self.number = nn.Parameter(number, requires_grad=kind == "weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.number.to(x.dtype)[1]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "weight"])
+@pytest.mark.parametrize("value", [1e6, -1e6])
+@pytest.mark.filterwarnings("ignore:The cast to float16 changes buffers")
+def test_what_the_models_own_cast_has_lost(level: str, kind: str, value: float) -> None:
+    """Nobody has its float32 value but a master, so float32 is not told to fail as well."""
+    found = traced(nn.Sequential(nn.Identity(), Scaled(kind, value)), level)
+    assert (found.module, found.phase) == ("1", "forward")
+    assert found.float32 is not None
+    if kind == "weight" and level == "O2":
+        assert (found.float32.found, found.held) == ("finite", "1.number")
+        return
+    assert found.told().endswith(
+        " It could not be computed in float32: its 'number' is infinite in float16 already, as a "
+        "cast makes what is too large for it; keep_fp32 leaves it as it is."
+    )
+    if value > 0:  # minus infinity may be a mask, so there the product is named
+        assert found.told().startswith(
+            "'1.number' was inf in float16 already when the forward of '1' (Scaled) used it: "
+            "nothing in this step was seen to make it so. "
+        )
+
+
 # -- nothing changes -------------------------------------------------------------------------------
 
 

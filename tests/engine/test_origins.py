@@ -476,16 +476,15 @@ def test_nothing_is_said_of_a_range_where_nothing_floating_went_in() -> None:
             self.words = nn.Embedding(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.words(x)
+            return self.words(x) * torch.full((4, 4), math.nan)
 
     runs = Runs(Words())
-    with torch.no_grad():
-        runs.models[0].words.weight.fill_(math.nan)  # type: ignore[union-attr, operator]
     runs.step(runs.models[0](torch.arange(4)).square().sum())
     assert runs.trace is not None
     assert runs.trace.input_max_abs is None
     assert runs.trace.told() == (
-        "The first to go wrong was the forward of 'words' (Embedding): nan in its float32 output."
+        "The first to go wrong was the forward of the Words itself, in full at "
+        f"{runs.trace.where}: nan in its float32 output."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import inspect
 import io
@@ -252,6 +253,58 @@ def test_recurrent_and_embedding_layers(sparse: bool) -> None:
         run.model.words.weight[4, 1] = math.nan
     run.step()
     assert run.where == ("words", "forward")
+
+
+class Keeping(nn.Module):
+    """Uses all that a module can keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4).eval()
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("sizes", torch.ones(4))
+        self.attribute = torch.ones(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        for own in (self.frozen, self.sizes, self.attribute):
+            x = x * own.to(x.dtype).reshape(1, 4)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "name", ["first.weight", "last.bias", "norm.running_mean", "frozen", "sizes", "attribute"]
+)
+def test_what_a_module_keeps_is_told_by_name(name: str, value: float, level: str) -> None:
+    run = Run(level, nn.Sequential(Keeping()), overflow="trace")
+    run.step()
+    with torch.no_grad():
+        functools.reduce(getattr, name.split("."), run.model[0])[1] = value
+    run.step()
+    module = f"0.{name}".rpartition(".")[0]
+    kind = "Keeping" if module == "0" else type(run.model.get_submodule(module)).__name__
+    assert (run.trace.held, run.where) == (f"0.{name}", (module, "forward"))
+    assert run.trace.told().startswith(
+        f"'0.{name}' was {value} in {run.trace.dtype} already when the forward of {module!r} "
+        f"({kind}) used it: nothing in this step was seen to make it so."
+    )
+
+
+def test_what_a_loss_function_uses_of_a_model_is_told_by_name() -> None:
+    model = nn.Linear(4, 2)
+    model.register_buffer("classes", torch.tensor([1.0, math.nan]))
+    run = Run("O1", model, overflow="trace")
+    run.forward = lambda x: F.cross_entropy(
+        model(x).float(), torch.tensor([0, 1, 1]), weight=model.classes
+    )
+    run.step()
+    assert run.trace.held == "classes"
+    assert re.match(
+        r"'classes' was nan in float32 already when cross_entropy at \S+ used it:", run.trace.told()
+    )
 
 
 # -- tensors that a program names ------------------------------------------------------------------

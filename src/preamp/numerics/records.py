@@ -219,6 +219,8 @@ class TraceRecord:
             where that was not tried.
         stack: The lines of the program that led to the operation in its forward, the innermost
             first, such as ``"model.py:12, in forward"``.
+        held: Name of the parameter, the buffer or what else a module keeps that was infinite or nan
+            already; empty where it was another value.
     """
 
     kind: ClassVar[str] = "trace"
@@ -235,6 +237,7 @@ class TraceRecord:
     float32: Float32Record | None = None
     stack: list[str] = field(default_factory=list[str])
     operation_min: float | None = None
+    held: str = ""
 
     @property
     def given_max_abs(self) -> float | None:
@@ -257,6 +260,12 @@ class TraceRecord:
         taker = by.removeprefix(", in ") if self.operation and not self.type else where
         given = f"{taker} was given {self.output_found} in a {self.dtype}"
         most = "" if self.given_max_abs is None else f"up to {self.given_max_abs:.4g}"
+        if self.held:
+            user = f"the forward of {where}" if self.type else taker
+            return (
+                f"{self.held!r} was {self.output_found} in {self.dtype} already when {user} used "
+                "it: nothing in this step was seen to make it so."
+            )
         return {
             "forward": f"The first to go wrong was the forward of {where.rstrip(',')}{by}: {made} "
             f"output{self._inputs()}.",

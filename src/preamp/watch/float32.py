@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ def note_random(device: torch.device) -> Callable[[], None]:
 
 def uses_halves(module: nn.Module, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether ``tensors``, or those that ``module`` keeps, are halves."""
-    owned = (tensor for inner in module.modules() for tensor in _own_tensors(inner))
+    owned = (tensor for _, tensor in own_tensors(module))
     return any(tensor.dtype in _HALVES for tensor in (*tensors, *owned))
 
 
@@ -76,6 +76,8 @@ def compute(
     halves = [dtype_name(one.dtype) for one in wrong if one.dtype in _HALVES]
     if halves:
         return Float32Record(found="failed", why=f"it casts to {halves[0]} itself")
+    if lost := _lost_in_cast(module, master_of):
+        return Float32Record(found="failed", why=lost)
     is_nan = any(math.isnan(one.values()[0]) for one in wrong)
     return Float32Record(found="nan" if is_nan else "inf")
 
@@ -88,10 +90,26 @@ def _is_torch_layer(module: nn.Module) -> bool:
     )
 
 
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Its parameters, its buffers, and what else it keeps."""
-    owned = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return [*owned, *(one for one in vars(module).values() if isinstance(one, torch.Tensor))]
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of it and what is inside, and what else they keep, by name."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for inside, inner in module.named_modules():
+        for name, value in vars(inner).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{inside}.{name}".strip("."), value
+
+
+def _lost_in_cast(module: nn.Module, master_of: MasterOf) -> str:
+    """Say which half tensor is infinite, perhaps since it was cast; what it was nobody knows."""
+    for name, tensor in own_tensors(module):
+        has_no_other = tensor.dtype in _HALVES and master_of(tensor) is None
+        if has_no_other and any(math.isinf(one.max_abs) for one in Values().read([tensor])):
+            return (
+                f"its {name!r} is infinite in {dtype_name(tensor.dtype)} already, as a cast makes "
+                "what is too large for it; keep_fp32 leaves it as it is"
+            )
+    return ""
 
 
 def _widened(leaf: Any) -> Any:
@@ -104,14 +122,13 @@ def _widened(leaf: Any) -> Any:
 def _copy_of(module: nn.Module, master_of: MasterOf) -> nn.Module:
     """Copy ``module`` with weights and buffers in float32, without hooks and gradients."""
     memo: dict[int, Any] = {}
-    for inner in module.modules():
-        for tensor in _own_tensors(inner):
-            wide = _widened(tensor)
-            master = master_of(tensor) if tensor.dtype in _HALVES else None
-            if master is not None:  # where the program has written to the half, it does not know
-                wide = torch.where(master.to(tensor.dtype) == tensor, master, wide)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+    for _, tensor in own_tensors(module):
+        wide = _widened(tensor)
+        master = master_of(tensor) if tensor.dtype in _HALVES else None
+        if master is not None:  # where the program has written to the half, it does not know
+            wide = torch.where(master.to(tensor.dtype) == tensor, master, wide)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
     twin = copy.deepcopy(module, memo)
     for inner in twin.modules():
         remove_hooks(inner, lambda hook: True)

@@ -53,12 +53,14 @@ class Reading:
         "moment",
         "numel",
         "parts",
+        "tensor",
     )
 
     def __init__(
         self, tensor: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], moment: int
     ) -> None:
-        """Keep ``parts`` of ``tensor``, not the tensor."""
+        """Keep ``parts`` of ``tensor``, which it does not keep alive."""
+        self.tensor = weakref.ref(tensor)
         self.dtype = tensor.dtype
         self.numel = tensor.numel()
         self.is_leaf = tensor.requires_grad and node_of(tensor) is None  # such as a parameter
@@ -282,7 +284,7 @@ class Values:
         that it has written to as well; ``describe`` gets what went in.
         """
         old = [self._before(tensor) for tensor in arguments]
-        written = set(map(id, results))
+        written = set() if moves else set(map(id, results))  # what moves may return what it got
         for tensor, one in zip(arguments, old, strict=True):
             is_written = id(tensor) in written and self._current(tensor) is None
             if one is not None and is_written:

@@ -19,6 +19,7 @@ _SOFTMAX = ("softmax", "log_softmax", "scaled_dot_product_attention")
 _FRAMES = 8  # passes that are told before the one that went wrong
 
 WeightsOf = Callable[[Place], list[Reading]]
+NameOf = Callable[[torch.Tensor | None], str]
 
 
 class _NotKnownError(Exception):
@@ -36,7 +37,7 @@ class _Origin:
     inputs: Sequence[Reading]
     by: Operation | None = None  # the function, if it is not the one that made `bad`
 
-    def record(self, frames: list[FrameRecord]) -> TraceRecord:
+    def record(self, frames: list[FrameRecord], name_of: NameOf) -> TraceRecord:
         """Return it in words."""
         by = self.by or self.bad.by
         calls = [] if by is None else by.stack
@@ -54,6 +55,7 @@ class _Origin:
             operation_max_abs=None if by is None else _largest(by.given),
             operation_min=None if by is None else _smallest(by.given),
             float32=self.seen.float32 if self.phase == "forward" else None,
+            held=name_of(self.bad.tensor()) if self.bad.by is None else "",
         )
 
 
@@ -68,7 +70,7 @@ def _smallest(readings: Iterable[Reading]) -> float | None:
 
 
 def find(
-    step: Observation, backward: int, loss_was_finite: bool, weights_of: WeightsOf
+    step: Observation, backward: int, loss_was_finite: bool, weights_of: WeightsOf, name_of: NameOf
 ) -> TraceRecord | None:
     """Look for what first turned finite values into infinite ones or nan. Synchronises.
 
@@ -89,7 +91,9 @@ def find(
             origin = search.of(losses[0])
     except _NotKnownError:
         pass
-    return None if origin is None else origin.record(_frames(step, origin.moment, weights_of))
+    if origin is None:
+        return None
+    return origin.record(_frames(step, origin.moment, weights_of), name_of)
 
 
 def _frames(step: Observation, moment: int, weights_of: WeightsOf) -> list[FrameRecord]:

@@ -46,7 +46,7 @@ from preamp.kernels.operations import (
 )
 from preamp.kernels.wide_half import leaves
 from preamp.numerics import Float32Record
-from preamp.watch.float32 import MasterOf, compute, note_random, uses_halves
+from preamp.watch.float32 import MasterOf, compute, note_random, own_tensors, uses_halves
 from preamp.watch.observation import (
     OUTSIDE,
     Observation,
@@ -66,7 +66,8 @@ _TAG = "preamp.operation"  # in the notes of a node: the function that has made 
 # Functions that leave values as they are, but for a change of dtype
 _MOVES = frozenset(
     "__get__ __getitem__ chunk clone contiguous cpu cuda detach expand flatten pin_memory "
-    "requires_grad_ reshape split squeeze stack t to transpose unbind unsqueeze view".split()
+    "requires_grad_ reshape split squeeze stack t to transpose unbind unsqueeze view "
+    "bfloat16 double float half type type_as".split()
 )
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
 
@@ -441,7 +442,7 @@ class Tracer:
             with unheard():
                 self.values.collect()
                 if not is_blind or loss_was_finite:  # a backward shows what a forward led to
-                    trace = find(step, backward, loss_was_finite, self._weights_of)
+                    trace = find(step, backward, loss_was_finite, self._weights_of, self._name_of)
             if trace is not None and trace.phase == "forward":
                 self._named.add(trace.module)
             trained = any(call.backward <= backward for call in step.trained)
@@ -459,6 +460,15 @@ class Tracer:
                     values.collect()
                     return found
         return []
+
+    def _name_of(self, tensor: torch.Tensor | None) -> str:
+        """What a parameter, a buffer or what else a module keeps is called; empty for others."""
+        for model in self._models:
+            place, _ = next(iter(places_of(self._models, model)))
+            for name, own in own_tensors(model):
+                if own is tensor:
+                    return f"{place.module}.{name}".strip(".")
+        return ""
 
     def _add(self, step: Observation, seen: Pass) -> None:
         seen.ended = self.values.tick()
