@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import preamp
+from cases.host_reads import far_from_the_host
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     Net,
@@ -30,6 +32,7 @@ from engine.harness import (
 )
 from preamp import amp
 from preamp.core.errors import LossScaleError, PreampPolicyError, PreampStateError
+from preamp.optimizers import FusedAdam
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
@@ -691,7 +694,8 @@ def test_too_many_skips_from_the_loss_itself() -> None:
     model, optimizer = started("O2", max_consecutive_skips=1)
     text = (
         "1 optimizer steps in a row skipped; the loss itself was infinite or nan before scaling "
-        "(loss 0), so no loss scale can help. The forward must yield a finite loss. Look for the "
+        "(loss 0), so no loss scale can help. The forward must yield a finite loss. To learn in "
+        "which module and line it begins, pass overflow='trace' to preamp.initialize. Look for the "
         "first non-finite activation in the forward: a log or division by zero, a float16 "
         "activation above 65504, a learning rate that is too high."
     )
@@ -699,11 +703,51 @@ def test_too_many_skips_from_the_loss_itself() -> None:
         damage(model, optimizer, in_loss=True)
 
 
+@pytest.mark.parametrize("in_loss", [False, True])
+@pytest.mark.parametrize("door", ["scale_loss", "GradScaler"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_stack_of_too_many_skips_ends_at_the_line_that_stepped(
+    fused: bool, door: str, in_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the host learns of the skip in the step after it."""
+    if fused:
+        far_from_the_host(monkeypatch)
+    model = nn.Linear(4, 2)
+    optimizer: Any = (FusedAdam if fused else torch.optim.SGD)(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"max_consecutive_skips": 1, "verbosity": 0}
+    preamp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", **options)
+    scaler = preamp.GradScaler(optimizer)
+
+    def train() -> None:
+        for _ in range(2):
+            loss = model(torch.ones(3, 4)).float().sum() * (float("inf") if in_loss else 1.0)
+            by = 1.0 if in_loss else float("inf")
+            if door == "GradScaler":
+                (scaler.scale(loss) * by).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                with preamp.scale_loss(loss, optimizer) as scaled:
+                    (scaled * by).backward()
+                optimizer.step()
+
+    with pytest.raises(LossScaleError) as caught:
+        train()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    inner = [frame for frame in frames if "/preamp/" in frame.filename]
+    assert frames[-1 - len(inner)].name == "train"
+    assert ".step(" in (frames[-1 - len(inner)].line or "")
+    assert [frame.name for frame in inner] == ["step"]  # the method that was called
+    assert "pass overflow='trace' to preamp.initialize" in str(caught.value)
+
+
 def test_too_many_skips_are_told_by_what_was_watched() -> None:
     model, optimizer = started("O2", max_consecutive_skips=1, overflow="trace")
     with torch.no_grad():
         model.last.weight.fill_(float("inf"))
-    told = r"no loss scale can help\. .*The first to go wrong was the forward of 'last' \(Linear"
+    told = (
+        r"no loss scale can help\. .*'last.weight' was inf in float16 already when the forward of"
+    )
     with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
         scaled.backward()
     with pytest.raises(LossScaleError, match=told):

@@ -209,8 +209,9 @@ def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
     text = (
         "3 optimizer steps in a row skipped; the loss is finite but gradients overflow in "
         "'b.weight' at loss scale 4096.0 (loss 0). Dynamic loss scaling needs a clean backward "
-        "now and then. Lower the learning rate or clip, run that layer in float32, or train in "
-        "bfloat16 (O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow."
+        "now and then. To learn in which module and line it begins, pass overflow='trace' to "
+        "preamp.initialize. Lower the learning rate or clip, run that layer in float32, or train "
+        "in bfloat16 (O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow."
     )
     with pytest.raises(preamp.LossScaleError, match=f"^{re.escape(text)}$"):
         _skip(pair)

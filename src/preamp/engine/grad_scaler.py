@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import Node
 
 from preamp.casting import settle_thread
-from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
+from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, message, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
 from preamp.core.undo import run_to_end
@@ -403,8 +403,11 @@ class GradScaler(torch.amp.GradScaler):
             args = whole[1:]
         # Not called at all where it would be skipped: frameworks see by that what became of it.
         result = None
-        if closure is not None or not skips_step(self._engine, session, optimizer.step):
-            result = cast("Any", optimizer.step)(*args, **kwargs)
+        try:
+            if closure is not None or not skips_step(self._engine, session, optimizer.step):
+                result = cast("Any", optimizer.step)(*args, **kwargs)
+        except LossScaleError as error:
+            raise error.with_traceback(None) from None  # it ends at the script's line
         state["stage"] = OptState.STEPPED
         session.accept_backwards()
         return result

@@ -22,6 +22,7 @@ import torch
 
 from preamp.casting import disable_casts, settle_thread, thread_casts_restored, thread_has_casts
 from preamp.casting.autocast_state import untraced
+from preamp.core.errors import LossScaleError
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
 from preamp.engine.core import EngineCore
@@ -76,12 +77,15 @@ class OptimizerHooks:
             settle_thread()
             self._begin()
             has_closure = find_closure(args, kwargs) is not None
-            self._engine.ledger.settle(wait=False)
-            if not has_closure:
-                self._session.check_unscaled()
-                if skips_step(self._engine, self._session, inner):
-                    return None
-                self._unread = self._session.unread_overflow()
+            try:
+                self._engine.ledger.settle(wait=False)
+                if not has_closure:
+                    self._session.check_unscaled()
+                    if skips_step(self._engine, self._session, inner):
+                        return None
+                    self._unread = self._session.unread_overflow()
+            except LossScaleError as error:
+                raise error.with_traceback(None) from None  # it ends at the script's line
             try:
                 self._is_called = True
                 sees_casts = self._engine.casts_functions or thread_has_casts()

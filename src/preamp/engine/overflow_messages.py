@@ -19,6 +19,9 @@ _BLIND = (
     "The modules were watched, but no forward of one was seen: code that torch.compile or "
     "torch.jit.script has made is not looked into. To find the module, run the model without."
 )
+_UNWATCHED = (
+    "To learn in which module and line it begins, pass overflow='trace' to preamp.initialize. "
+)
 
 
 def unnoticed_message(what: str) -> str:
@@ -117,21 +120,25 @@ def _stack(trace: TraceRecord) -> str:
 
 
 def _told_by(cause: OverflowCause) -> str:
-    """Where it began, if modules were watched; nothing otherwise."""
-    return "" if cause.trace is None else f"{cause.trace.told()} "
+    """Where it began, or how to learn that."""
+    if cause.trace is not None:
+        return f"{cause.trace.told()} "
+    return "" if cause.was_watched else _UNWATCHED
 
 
 def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
     """Return the error for a loss scale that cannot go on, told by its real cause."""
     if not cause.loss_was_finite:
+        usual = (
+            "Look for the first non-finite activation in the forward: a log or division by zero, a "
+            "float16 activation above 65504, a learning rate that is too high"
+        )
         return LossScaleError(
             message(
                 f"{why}; the loss itself was infinite or nan before scaling "
                 f"(loss {cause.loss_id}), so no loss scale can help",
                 "The forward must yield a finite loss",
-                _told_by(cause)
-                or "Look for the first non-finite activation in the forward: a log or division by "
-                "zero, a float16 activation above 65504, a learning rate that is too high",
+                _told_by(cause) + (usual if cause.trace is None else ""),
             )
         )
     return LossScaleError(

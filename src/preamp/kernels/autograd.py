@@ -67,9 +67,8 @@ def nodes_made() -> int:
 
 def is_made_since(root: torch.Tensor, count: int) -> bool:
     """Whether all of the graph above ``root`` was made when `nodes_made` was ``count`` or more."""
-    nodes = [] if root.grad_fn is None else _nodes_above(root.grad_fn)
-    numbers = [cast("Any", node)._sequence_nr() for node in nodes]
-    return bool(numbers) and min(numbers) >= count
+    nodes: Any = () if root.grad_fn is None else _nodes_above(root.grad_fn)
+    return min((node._sequence_nr() for node in nodes), default=-1) >= count
 
 
 def terms_of(root: torch.Tensor, stop: Container[Node]) -> list[Node]:

@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -94,7 +94,8 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers of it and what is inside, and what else they keep, by name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
-    for inside, inner in module.named_modules():
+    modules: Iterable[tuple[str, nn.Module]] = cast("Any", module).named_modules()
+    for inside, inner in modules:
         for name, value in vars(inner).items():
             if isinstance(value, torch.Tensor):
                 yield f"{inside}.{name}".strip("."), value

@@ -227,7 +227,7 @@ class Values:
                 reading.inside = inside
                 earlier = self._sharing(tensor)
                 if earlier is not None and earlier.is_made:  # or all batches of a data set are one
-                    reading.by = Operation("", (), [earlier], inside)
+                    reading.by = Operation("", (), [earlier], inside, [earlier])
                     reading.is_made = True
             if reading is not None:
                 reading.is_made |= is_made
@@ -284,7 +284,8 @@ class Values:
         that it has written to as well; ``describe`` gets what went in.
         """
         old = [self._before(tensor) for tensor in arguments]
-        written = set() if moves else set(map(id, results))  # what moves may return what it got
+        # What moves values may return what it got.
+        written: set[int] = set() if moves else set(map(id, results))
         for tensor, one in zip(arguments, old, strict=True):
             is_written = id(tensor) in written and self._current(tensor) is None
             if one is not None and is_written:

@@ -149,7 +149,8 @@ class Search:
         first = seen
         if by is not None and by.given is not by.inputs:
             own = (one for one in self._step.backwards if one.backward == seen.backward)
-            first = next((one for one in own if _is_same_call(one.operation, by)), seen)
+            of_call = (one for one in own if one.operation and one.operation.given == by.given)
+            first = next(of_call, seen)
         return _Origin(seen, "backward", bad, seen.ended, first.inputs, by)
 
     def _taint(self, seen: Pass) -> _Origin | None:
@@ -309,10 +310,6 @@ def _without_masks(bad: Sequence[Reading]) -> Sequence[Reading]:
     """Leave out minus infinity that was given, if there is more: it may be to mask the others."""
     other = [one for one in bad if one.by is not None or not one.is_minus_infinity]
     return other or bad
-
-
-def _is_same_call(one: Operation | None, other: Operation) -> bool:
-    return one is not None and (one.given, one.lines) == (other.given, other.lines)
 
 
 def _cast(seen: Pass) -> _Origin | None:

@@ -206,7 +206,8 @@ class Tracer:
 
     def _watch_loss(self, loss: torch.Tensor) -> None:
         """Watch the backward of what lies between the modules and ``loss``."""
-        self.observation.is_whole |= is_made_since(loss, self._nodes_before)
+        if not self.observation.is_whole:
+            self.observation.is_whole = is_made_since(loss, self._nodes_before)
         self._resume()
         with unheard():
             _watch_nodes([loss], _Call(self, self.observation, Pass(OUTSIDE, "forward")))
@@ -395,7 +396,7 @@ class Tracer:
             has_constant = not arguments or not all(map(math.isfinite, floats))
             # Of a product that runs wide, its casts are heard one by one.
             asked, given = asked_for(name, args)
-            others = (one for one in leaves(given) if id(one) not in set(map(id, results)))
+            others = (one for one in leaves(given) if not any(one is made for made in results))
             readings = inputs if given is args else self.values.read(others, call)
             return Operation(asked, lines, inputs, call, readings, has_constant)
 
@@ -463,11 +464,10 @@ class Tracer:
 
     def _name_of(self, tensor: torch.Tensor | None) -> str:
         """What a parameter, a buffer or what else a module keeps is called; empty for others."""
-        for model in self._models:
-            place, _ = next(iter(places_of(self._models, model)))
+        for index, model in enumerate(self._models):
             for name, own in own_tensors(model):
                 if own is tensor:
-                    return f"{place.module}.{name}".strip(".")
+                    return f"{index}.{name}" if len(self._models) > 1 else name
         return ""
 
     def _add(self, step: Observation, seen: Pass) -> None:
