@@ -269,7 +269,7 @@ def _is_scaler_key(key: Any) -> bool:
 
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with ``fn`` applied to every tensor in it, and to each object with ``to``.
+    """Return ``value`` with ``fn`` applied to every tensor in it.
 
     Containers keep their type; see `preamp.core.pytree.map_leaves`.
     """

@@ -94,10 +94,8 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*owned, *(one for one in vars(module).values() if isinstance(one, torch.Tensor))]
 
 
-def _widened(leaf: Any) -> Any:
+def _widened(leaf: torch.Tensor) -> torch.Tensor:
     """Copy it, since a forward may write to what it is given."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf.to(torch.float32) if hasattr(leaf, "to") else leaf
     return leaf.detach().to(torch.float32 if leaf.dtype in _HALVES else leaf.dtype, copy=True)
 
 
