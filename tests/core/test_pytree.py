@@ -145,6 +145,13 @@ class Slots(Mapping[str, Any]):
         return len(self._pairs)
 
 
+class Single(list[Any]):
+    """One whose copies are itself."""
+
+    def __copy__(self) -> Single:
+        return self
+
+
 class Sized(list[Any]):
     """A list with an argument of its own, as lists of images have."""
 
@@ -256,11 +263,15 @@ def test_nesting() -> None:
 
 
 @pytest.mark.apex("1.8 object with to")
-@pytest.mark.parametrize("make", [Batch, lambda: Slots(["x"], [t()]), lambda: Bag(t(), t())])
+@pytest.mark.parametrize(
+    "make", [Batch, lambda: Slots(["x"], [t()]), lambda: Bag(t(), t()), lambda: Single([t()])]
+)
 def test_what_is_no_container_or_cannot_be_rebuilt_is_left_alone(make: Any) -> None:
     given = make()
     for value in (given, [given], {"a": (given, 1)}):
         assert cast_floating(value, F16) is value
+    if isinstance(given, Single):
+        assert given[0].dtype is F32
 
 
 @pytest.mark.apex("1.8 object with to")

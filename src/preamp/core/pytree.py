@@ -31,6 +31,8 @@ def map_leaves(fn: LeafFn, value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
+    if isinstance(value, _ATOMS):
+        return value
     parts = _parts(value)
     mapped = {key: map_leaves(fn, part) for key, part in parts.items()}
     if all(mapped[key] is part for key, part in parts.items()):
@@ -48,13 +50,14 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
 
 
+_is_a: Callable[[Any, Any], bool] = isinstance  # which would narrow to items of unknown type
+
+
 def _parts(value: Any) -> dict[Any, Any]:
     """What is in a container, by key, place or field; nothing for other values."""
-    if isinstance(value, _ATOMS):
-        return {}
-    if isinstance(value, Mapping):
-        return dict(cast("Mapping[Any, Any]", value).items())
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+    if _is_a(value, Mapping):
+        return dict(value.items())
+    if _is_a(value, (list, tuple, set, frozenset, collections.deque)):
         return dict(enumerate(cast("Iterable[Any]", value)))
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
@@ -64,47 +67,57 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     """A container like ``value`` with other `_parts`; where its class refuses that, ``value``."""
-    if type(value) is dict:
-        return parts
+    kind = cast("Any", type(value))
     items = list(parts.values())
-    if type(value) in (list, tuple):
-        return type(value)(items)
+    if kind is dict:
+        return parts
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
     try:
-        if isinstance(value, Mapping):
-            return _rebuilt_mapping(cast("Mapping[Any, Any]", value), parts)
-        if isinstance(value, tuple) and not hasattr(value, "n_fields"):  # torch's own have that
-            twin = tuple.__new__(type(value), items)  # classes may have a ``__new__`` of their own
+        if _is_a(value, collections.deque):
+            return kind(items, value.maxlen)
+        if _is_a(value, tuple) and not hasattr(value, "n_fields"):  # torch's own have that
+            twin = cast("Any", tuple).__new__(kind, items)  # the class's may take other arguments
             getattr(twin, "__dict__", {}).update(getattr(value, "__dict__", {}))
             return twin
-        if isinstance(value, collections.deque):
-            return type(cast("Any", value))(items, cast("collections.deque[Any]", value).maxlen)
-        if isinstance(value, (tuple, set, frozenset)):
-            return type(cast("Any", value))(items)
-        twin = copy.copy(value)  # has attributes that a constructor would not know
-        if isinstance(value, list):
-            twin[:] = items
-        else:
-            for name, part in parts.items():
-                object.__setattr__(twin, name, part)  # also reaches frozen dataclasses
+        if _is_a(value, (tuple, set, frozenset)):
+            return kind(items)
+        return _rebuilt_copy(value, parts)
     except Exception:  # of a class of anyone's
         return value
+
+
+def _rebuilt_copy(value: Any, parts: dict[Any, Any]) -> Any:
+    """The same by a copy, which has attributes that a constructor would not know."""
+    if _is_a(value, Mapping) and not _is_a(value, dict):
+        return _rebuilt_mapping(value, parts)
+    twin = copy.copy(value)
+    if twin is value:
+        return value
+    if _is_a(value, list):
+        twin[:] = list(parts.values())
+    elif _is_a(value, dict):
+        for key, item in parts.items():
+            twin[key] = item
+    else:
+        for name, part in parts.items():
+            object.__setattr__(twin, name, part)  # also reaches frozen dataclasses
     return twin
 
 
-def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Copies have the attributes; those of no ``dict`` may share their store, so it is replaced."""
-    if isinstance(value, dict):
-        twin = copy.copy(cast("dict[Any, Any]", value))
-        for key, item in items.items():
-            twin[key] = item
-        return twin
-    if not hasattr(value, "__dict__"):
-        return cast("Any", type(value))(items)
-    for name, store in vars(value).items():
-        if isinstance(store, dict) and store.keys() == items.keys():
-            other = copy.copy(value)
-            vars(other)[name] = _rebuilt(store, items)
-            return other
+def _rebuilt_mapping(value: Any, items: dict[Any, Any]) -> Any:
+    """One that is no ``dict``: copies may share the store of its items, so that is replaced."""
+    own: dict[str, Any] | None = getattr(value, "__dict__", None)
+    if own is None:
+        return type(value)(items)
+    for name, store in own.items():
+        if _is_a(store, dict) and store.keys() == items.keys():
+            twin = copy.copy(value)
+            if twin is not value:
+                vars(twin)[name] = _rebuilt(store, items)
+            return twin
     return value
 
 
@@ -124,11 +137,10 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply ``fn`` to floating tensors in nested lists and tuples; what is unchanged is kept."""
     if isinstance(value, torch.Tensor):
         return fn(value) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        items = cast("Sequence[Any]", value)
-        mapped = [map_tensors(fn, item) for item in items]
-        if any(new is not old for new, old in zip(mapped, items, strict=True)):
-            return _rebuilt(items, dict(enumerate(mapped)))
+    if _is_a(value, (list, tuple)):
+        mapped = [map_tensors(fn, item) for item in value]
+        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+            return _rebuilt(value, dict(enumerate(mapped)))
     return value
 
 
