@@ -137,16 +137,16 @@ def pair(level: str = "O2", *, losses: int = 1) -> tuple[Any, Any]:
     "3 amp.state_dict(destination=None)",
 )
 @ALL_LEVELS
-def test_all_in_training_are_meant_in_order(level: str) -> None:
+def test_all_in_training_are_meant_the_latest_first(level: str) -> None:
     generator, discriminator = pair(level, losses=2)
     skip(generator, 2)
     skip(discriminator, 3)
-    expected = [entry(2.0**14), entry(2.0**13), entry(2.0**16)]
+    expected = [entry(2.0**13), entry(2.0**16), entry(2.0**14)]
     assert amp.state_dict() == {f"loss_scaler{i}": state for i, state in enumerate(expected)}
-    assert scales() == [2.0**14, 2.0**13, 2.0**16]
-    amp._amp_state.loss_scalers[2]._loss_scale = 64.0
+    assert scales() == [2.0**13, 2.0**16, 2.0**14]
+    amp._amp_state.loss_scalers[1]._loss_scale = 64.0
     assert preamp.engine_of(discriminator[1]).loss_scale(1) == 64.0
-    both = [*amp.master_params(generator[1]), *amp.master_params(discriminator[1])]
+    both = [*amp.master_params(discriminator[1]), *amp.master_params(generator[1])]
     assert list(amp.master_params()) == both
     assert amp._amp_state.engine is preamp.engine_of(discriminator[0])
 
@@ -195,9 +195,9 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
 def test_one_calls_file_goes_to_the_latest_call(capsys: pytest.CaptureFixture[str]) -> None:
     """As one that Apex wrote, which had the latest call's alone; or a model of before is kept."""
     pair()
-    amp._amp_state.loss_scalers[0]._loss_scale = 16.0
+    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
     amp.load_state_dict({"loss_scaler0": entry(8.0)})
-    assert scales() == [16.0, 8.0]
+    assert scales() == [8.0, 16.0]
     assert capsys.readouterr().out == ""
 
 
@@ -256,6 +256,75 @@ def test_a_backward_by_hand_of_the_second(level: str, index: int) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=1e-3)
 
 
+# -- what an earlier run has left alive ---------------------------------------------------------
+
+
+@pytest.mark.apex("1.1 another call with new objects", "A writing loss_scalers[0]._loss_scale")
+@ALL_LEVELS
+@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("collects", [True, False])
+def test_scales_are_written_while_an_earlier_run_is_alive(
+    level: str, losses: int, collects: bool
+) -> None:
+    """As a script that tries settings in turn, and keeps the variables of the one before."""
+    gc.disable()
+    try:
+        for turn in range(3):
+            run = started(level, turn, num_losses=losses)
+            if collects:
+                gc.collect()
+            for number in range(losses):
+                amp._amp_state.loss_scalers[number]._loss_scale = 4.0 + turn
+            engine = preamp.engine_of(run[1])
+            assert [engine.loss_scale(i) for i in range(losses)] == [4.0 + turn] * losses
+            skip(run, 1)
+            assert amp.state_dict()["loss_scaler0"] == entry((4.0 + turn) / 2)
+    finally:
+        gc.enable()
+    mine = [*amp.master_params(run[1])]
+    assert [*amp.master_params()][: len(mine)] == mine
+    assert preamp.engine_of(_alive[0][1]).loss_scale() == 2.0  # as it was left
+
+
+@pytest.mark.apex("1.1 another call with new objects", "A writing loss_scalers[0]._loss_scale")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_two_models_and_losses_tried_in_turn(level: str) -> None:
+    """Each try poisons one loss's backward, and expects its scale alone to fall from 4."""
+    for loss_id in (0, 1):
+        first, second = make(0)[0], make(1)[0]
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.125)
+        options: dict[str, Any] = {"loss_scale": "dynamic", "num_losses": 2, "verbosity": 0}
+        (first, second), optimizer = amp.initialize(
+            [first, second], optimizer, opt_level=level, **options
+        )
+        _alive.append((first, second, optimizer))
+        for scaler in amp._amp_state.loss_scalers[:2]:
+            scaler._loss_scale = 4.0
+        for number, model in enumerate((first, second)):
+            with amp.scale_loss(loss_of(model, 0), optimizer, loss_id=number) as scaled:
+                (scaled * float("inf") if number == loss_id else scaled).backward()
+        optimizer.step()
+        assert scales()[:2] == [2.0 if number == loss_id else 4.0 for number in range(2)]
+        assert amp._amp_state.engine is preamp.engine_of(optimizer)
+
+
+@pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")
+def test_a_file_written_beside_an_earlier_run_is_of_the_latest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = [started(), started(num_losses=2)]
+    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
+    state = amp.state_dict()
+    for run in runs:
+        preamp.engine_of(run[1]).close()
+    started(num_losses=2)
+    amp.load_state_dict(state)
+    assert scales() == [2.0**16, 16.0]
+    assert capsys.readouterr().out.endswith(
+        "Skipping loss_scaler[2], since num_losses was set to 2\n"
+    )
+
+
 # -- engines that end ---------------------------------------------------------------------------
 
 
@@ -282,7 +351,7 @@ def test_two_optimizers_of_one_model_by_two_calls(level: str) -> None:
     amp.initialize(model, head, opt_level=level, loss_scale="dynamic", verbosity=0)
     skip((model, body), 1)
     skip((model, head), 2)
-    assert amp.state_dict() == {"loss_scaler0": entry(2.0**15), "loss_scaler1": entry(2.0**14)}
+    assert amp.state_dict() == {"loss_scaler0": entry(2.0**14), "loss_scaler1": entry(2.0**15)}
     assert len(list(amp.master_params())) == len(list(model.parameters()))  # each of them once
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -60,13 +60,118 @@ class Output(collections.OrderedDict[str, Any]):
 
 
 class Batch:
-    """A user's batch class: the documented extension point is its ``to``."""
+    """A user's batch class, which moves and casts itself."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
+    def __init__(self) -> None:
+        self.ids = torch.tensor([257, 513, 999])
+        self.target = torch.tensor([1001.3])
 
-    def to(self, dtype: torch.dtype) -> Batch:
-        return Batch(self.x.to(dtype))
+    def to(self, device: str) -> Batch:
+        self.ids, self.target = self.ids.to(device), self.target.to(device)
+        return self
+
+
+class Moved(NamedTuple):
+    """A named tuple with a field of that name."""
+
+    x: Any
+    to: Any
+
+
+@dataclasses.dataclass
+class Graph:
+    """A dataclass with both a method and fields."""
+
+    x: Any
+    ids: Any
+
+    def to(self, dtype: torch.dtype) -> Graph:
+        self.x, self.ids = self.x.to(dtype), self.ids.to(dtype)
+        return self
+
+
+@dataclasses.dataclass
+class Edge:
+    """A dataclass with a field of that name."""
+
+    x: Any
+    to: Any
+
+
+class Fields(collections.UserDict[str, Any]):
+    """A mapping that is no dict and has attributes."""
+
+    note = "of the class"
+
+
+class Table(MutableMapping[str, Any]):
+    """One whose copies share its items, and whose class takes other arguments."""
+
+    def __init__(self, size: int, **items: Any) -> None:
+        self.size = size
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Slots(Mapping[str, Any]):
+    """One that cannot be rebuilt."""
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, names: list[str], values: list[Any]) -> None:
+        self._pairs = list(zip(names, values, strict=True))
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self._pairs)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self._pairs))
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+
+class Single(list[Any]):
+    """One whose copies are itself."""
+
+    def __copy__(self) -> Single:
+        return self
+
+
+class Sized(list[Any]):
+    """A list with an argument of its own, as lists of images have."""
+
+    def __init__(self, items: list[Any], size: int) -> None:
+        super().__init__(items)
+        self.size = size
+
+
+class Bag(frozenset[Any]):
+    """A set that cannot be made of its items."""
+
+    def __new__(cls, first: Any, last: Any) -> Bag:
+        return super().__new__(cls, (first, last))
+
+
+class Span(tuple[Any, ...]):
+    """A tuple that takes its items one by one, and has attributes."""
+
+    def __new__(cls, first: Any, last: Any) -> Span:
+        return super().__new__(cls, (first, last))
 
 
 class MyList(list[Any]):
@@ -158,8 +263,66 @@ def test_nesting() -> None:
 
 
 @pytest.mark.apex("1.8 object with to")
-def test_object_with_to() -> None:
-    assert cast_floating(Batch(t()), F16).x.dtype is F16
+@pytest.mark.parametrize(
+    "make", [Batch, lambda: Slots(["x"], [t()]), lambda: Bag(t(), t()), lambda: Single([t()])]
+)
+def test_what_is_no_container_or_cannot_be_rebuilt_is_left_alone(make: Any) -> None:
+    given = make()
+    for value in (given, [given], {"a": (given, 1)}):
+        assert cast_floating(value, F16) is value
+    if isinstance(given, Single):
+        assert given[0].dtype is F32
+
+
+@pytest.mark.apex("1.8 object with to")
+@pytest.mark.parametrize("kind", [Moved, Edge])
+def test_a_field_named_to(kind: Any) -> None:
+    ids = torch.tensor([257, 999])
+    given = kind(t(), t())
+    got = cast_floating(given, F16)
+    assert type(got) is kind
+    assert (got.x.dtype, got.to.dtype, given.to.dtype) == (F16, F16, F32)
+    assert cast_floating(kind(t(), ids), F16).to is ids
+
+
+def test_a_dataclass_with_a_method_to_is_cast_by_its_fields() -> None:
+    given = Graph(torch.tensor([1001.3]), torch.tensor([257, 513, 999]))
+    got = cast_floating(given, torch.bfloat16)
+    assert (got.x.dtype, got.ids) == (torch.bfloat16, given.ids)
+    assert given.x.tolist() == torch.tensor([1001.3]).tolist()
+
+
+@pytest.mark.apex("1.8 Mapping")
+@pytest.mark.parametrize("make", [lambda **items: Fields(items), lambda **items: Table(3, **items)])
+def test_a_mapping_that_is_no_dict(make: Any) -> None:
+    given = make(x=t(), ids=torch.tensor([999]))
+    given.note = "kept"
+    got = cast_floating(given, F16)
+    assert type(got) is type(given)
+    assert (got["x"].dtype, got["ids"], got.note) == (F16, given["ids"], "kept")
+    assert given["x"].dtype is F32
+    got["new"] = 1
+    assert "new" not in given
+
+
+def test_a_list_with_an_argument_of_its_own() -> None:
+    given = Sized([t(), "a"], size=7)
+    got = cast_floating(given, F16)
+    assert (type(got), got[0].dtype, got[1], got.size) == (Sized, F16, "a", 7)
+    assert given[0].dtype is F32
+
+
+def test_a_tuple_that_takes_items_one_by_one() -> None:
+    given = Span(t(), 1)
+    given.note = "kept"
+    got = cast_floating(given, F16)
+    assert (type(got), got[0].dtype, got[1], got.note) == (Span, F16, 1, "kept")
+
+
+def test_what_torch_returns_in_fields() -> None:
+    got = cast_floating(torch.ones(2, 3).max(0), F16)
+    assert type(got) is torch.return_types.max
+    assert (got.values.dtype, got.indices.dtype) == (F16, torch.int64)
 
 
 def test_packed_sequence() -> None:
@@ -182,27 +345,10 @@ class Stream:
         raise StopIteration
 
 
-def test_other_iterators_come_back_as_they_are() -> None:
-    stream, tensors = Stream(), iter([torch.ones(1)])
-
-    assert map_leaves(torch.Tensor.half, stream) is stream
-    assert map_leaves(torch.Tensor.half, tensors) is tensors
-
-
 @pytest.mark.apex("1.8 other Iterable")
-def test_generator_is_mapped_on_the_way() -> None:
-    started: list[int] = []
-
-    def items() -> Iterator[Any]:
-        started.append(1)
-        yield t()
-        yield "s"
-
-    got = cast_floating(items(), F16)
-    assert started == []
-    first, second = got
-    assert first.dtype is F16
-    assert second == "s"
+def test_iterators_come_back_as_they_are() -> None:
+    for stream in (Stream(), iter([torch.ones(1)]), (torch.ones(1) for _ in range(2))):
+        assert map_leaves(torch.Tensor.half, stream) is stream
 
 
 @pytest.mark.apex("1.8 anything else")
@@ -258,9 +404,9 @@ def test_read_only_mapping_without_floats() -> None:
     assert cast_floating(value, F16) is value
 
 
-def test_read_only_mapping_with_floats_becomes_a_dict() -> None:
+def test_read_only_mapping_with_floats() -> None:
     got = cast_floating(MappingProxyType({"a": t(), "b": 1}), F16)
-    assert type(got) is dict
+    assert type(got) is MappingProxyType
     assert got["a"].dtype is F16
     assert got["b"] == 1
 

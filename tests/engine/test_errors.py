@@ -19,6 +19,7 @@ from cases.host_reads import far_from_the_host
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     Net,
+    batch,
     differences,
     halves_match,
     loss_of,
@@ -802,6 +803,28 @@ def test_lazy_modules(door: Any, level: str, lazy: Any, name: str) -> None:
     model(torch.randn(5, 3))
     door.initialize(model, optimizer, opt_level=level, verbosity=0)
     model(torch.randn(5, 3))
+
+
+# -- what torch.jit has compiled -------------------------------------------------------------
+
+
+@DOORS
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+@pytest.mark.parametrize("by", [torch.jit.script, lambda net: torch.jit.trace(net, batch(0)[0])])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_scripted_models_are_not_cast(door: Any, level: str, by: Any, is_part: bool) -> None:
+    model = by(nn.Linear(4, 3))
+    if is_part:
+        model = nn.Sequential(nn.Linear(4, 4), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    what = "'1' of Sequential" if is_part else "The model"
+    text = (
+        f"{what} is a ScriptModule of Linear, at opt_level={level!r}. Where weights are cast to "
+        "half, so is what each layer gets, and compiled code has no layers that could be told "
+        'apart. Pass the model from before torch.jit, or opt_level="O1", or "O4" for bfloat16.'
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        door.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 # -- devices without autocast ----------------------------------------------------------------

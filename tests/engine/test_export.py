@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Programs that torch makes of a model: exported, traced, scripted, with its engine or of a copy.
+"""Programs that torch makes of a model: exported, traced, scripted, before or with its engine.
 
 What is made with the engine computes what the model computes, anywhere and after `close`; what is
 made of a deep copy is float32. torch's own autocast is what casts are recorded as, so all of it is
@@ -9,8 +9,10 @@ tried once where half products run as torch has them, and once where they run wi
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND, BY_NAME
 from cases.tolerances import assert_same
+from preamp import amp
 
 levels = pytest.mark.parametrize("level", BY_KIND)
 casting = pytest.mark.parametrize("level", ["O1", pytest.param("O4", marks=pytest.mark.full)])
@@ -201,3 +204,53 @@ def test_programs_of_deep_copies_are_float32(level: str) -> None:
     with torch.no_grad():
         for program in programs:
             torch.testing.assert_close(program(X), plain(X), rtol=1e-6, atol=1e-6)
+
+
+# -- models that torch.jit has compiled before ---------------------------------------------------
+
+
+def check_training(compiled: Callable[[nn.Module], Any], level: str) -> None:
+    """A compiled model, and one that it is a part of, train as the model itself, by both doors."""
+    for door in (preamp, amp):
+        plain = trained(Block, level, door)
+        for make in (lambda: compiled(Block()), lambda: nn.Sequential(compiled(Block()))):
+            for ours, wanted in zip(trained(make, level, door), plain, strict=True):
+                tolerance = 0.0 if level == "O0" else 0.02
+                torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+
+
+def trained(make: Callable[[], nn.Module], level: str, door: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    options: dict[str, Any] = {"loss_scale": "dynamic", "max_loss_scale": 64.0, "verbosity": 0}
+    door.initialize(model, optimizer, opt_level=level, **options)
+    for number in range(4):  # torch compiles anew what has run
+        with door.scale_loss(model(X).sum(), optimizer) as scaled:
+            (scaled * float("inf") if number == 2 else scaled).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = preamp.engine_of(model)
+    assert engine.loss_scale() == 32.0
+    result = [model(X).detach(), *model.state_dict().values()]
+    engine.close()
+    assert model(X).dtype is torch.float32
+    return result
+
+
+@pytest.mark.parametrize(
+    ("compiled", "level"), [(traced, "O0"), (traced, "O1"), (traced, "O4"), (scripted, "O0")]
+)
+def test_compiled_models_train(compiled: Any, level: str) -> None:
+    check_training(compiled, level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_scripted_models_train_where_functions_are_cast(level: str) -> None:
+    """In a process each: torch keeps the first half dtype that a scripted backward met in one."""
+    script = "import sys; from engine import test_export as own; "
+    script += "own.check_training(own.scripted, sys.argv[1])"
+    command = [sys.executable, "-W", "ignore", "-c", script, level]
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -227,6 +227,16 @@ def test_a_failure_halfway_leaves_all_as_it_was(
     assert torch.equal(pair.engine.master_of(head.weight), before)
 
 
+@halves
+def test_a_scripted_layer_is_refused(level: str) -> None:
+    pair = Pair(level, loss_scale=128.0)
+    pair.model.b = torch.jit.script(nn.Linear(3, 2))
+    with pytest.raises(preamp.PreampStateError, match=r"^'b' of .* is a ScriptModule of Linear"):
+        pair.optimizer.add_param_group({"params": pair.model.b.parameters()})
+    assert len(pair.optimizer.param_groups) == 1
+    assert pair.model.b.weight.dtype is torch.float32
+
+
 def test_values_beyond_float16_are_refused_where_masters_are_split() -> None:
     model = Parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

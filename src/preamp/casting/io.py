@@ -53,9 +53,8 @@ class WidenOutputs(EngineHook):
         return map_leaves(_widened, output)
 
 
-def _widened(leaf: Any) -> Any:
-    is_wide = isinstance(leaf, torch.Tensor) and not is_half(leaf)
-    return leaf if is_wide else leaf.to(torch.float32)
+def _widened(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.to(torch.float32) if is_half(leaf) else leaf
 
 
 class MatchWeightDtype(EngineHook):

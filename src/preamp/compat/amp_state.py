@@ -41,8 +41,9 @@ class Properties:
 class AmpState:
     """What scripts read and write as ``amp._amp_state``.
 
-    Apex had one list of loss scalers. Here it is those of all engines in training that were made
-    through ``amp.initialize``, in the order of the calls.
+    Apex had one list of loss scalers, which each call replaced. Here it is those of all engines in
+    training that were made through ``amp.initialize``, the latest call's first, so that a number
+    that Apex had means the same whatever an earlier call has left alive.
     """
 
     handle: Any  # of the latest ``amp.initialize`` at O1 or O4, or ``amp.init``; not there before
@@ -50,8 +51,8 @@ class AmpState:
     def __init__(self) -> None:
         self.hard_override = False  # warn instead of refusing contradictory overrides
         self.allow_incoming_model_not_fp32 = False  # accept models that are half already
-        # Every open engine with Apex's faces of its scalers. Held weakly: models and optimizers
-        # keep an engine alive, not the other way round.
+        # Every open engine with Apex's faces of its scalers, the latest first. Held weakly: models
+        # and optimizers keep an engine alive, not the other way round.
         self._made: list[tuple[weakref.ref[Engine], list[LossScaler]]] = []
         self._has_looked = True  # for engines that were dropped, since the latest call
         self._latest_is_off = False  # whether that call said ``enabled=False``
@@ -64,17 +65,17 @@ class AmpState:
         living = [(engine, faces) for ref, faces in self._made if (engine := ref()) is not None]
         trained = [made for made in living if made[0].policy.enabled and made[0].optimizers]
         as_asked = [made for made in living if made[0].policy.enabled is not self._latest_is_off]
-        return trained or as_asked[-1:]
+        return trained or as_asked[:1]
 
     @property
     def engines(self) -> list[Engine]:
-        """All open engines that have optimizers; where none has, the latest one."""
+        """All open engines that have optimizers, the latest first; where none has, the latest."""
         return [engine for engine, _ in self._current()]
 
     @property
     def engine(self) -> Engine | None:
         """The latest of `engines`, or ``None``."""
-        return next(reversed(self.engines), None)
+        return next(iter(self.engines), None)
 
     @property
     def is_off(self) -> bool:
@@ -117,8 +118,8 @@ class AmpState:
     def made(self, engine: Engine, verbosity: int) -> None:
         """Take note of the engine of an ``amp.initialize`` that was called with ``verbosity``."""
         faces = [LossScaler.of(scaler) for scaler in engine.scalers]
-        self._made = [pair for pair in self._made if pair[0]() is not None]
-        self._made.append((weakref.ref(engine), faces))
+        alive = [pair for pair in self._made if pair[0]() is not None]
+        self._made = [(weakref.ref(engine), faces), *alive]
         self._has_looked = False
         self._latest_is_off = not engine.policy.enabled
         self._verbosity = verbosity

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import torch
@@ -51,7 +52,7 @@ def initialize(
 
     Arguments, result and errors are described there. On top of that ``amp.state_dict()``,
     ``amp.load_state_dict()``, ``amp.master_params()`` and ``amp._amp_state`` cover the new engine,
-    behind those of earlier calls; one without optimizers only where no other has any.
+    before those of earlier calls; one without optimizers only where no other has any.
     ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured,
     and so is what a script has made of ``amp.lists``. With ``verbosity`` above 0 the options are
     printed line by line. Function casts hold in the whole calling thread unless ``scope="model"``
@@ -176,8 +177,8 @@ def master_params(optimizer: torch.optim.Optimizer | None = None) -> Iterator[to
     """Yield what ``optimizer`` updates; see `preamp.master_params`.
 
     Args:
-        optimizer: Any. ``None`` means all optimizers that ``amp.initialize`` was given, and
-            yields what several of them update once.
+        optimizer: Any. ``None`` means all optimizers that ``amp.initialize`` was given, the latest
+            call's first, and yields what several of them update once.
 
     Raises:
         PreampStateError: ``None``, and there is no such optimizer.
@@ -198,7 +199,8 @@ def master_params(optimizer: torch.optim.Optimizer | None = None) -> Iterator[to
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return all loss scalers in Apex's format, in ``destination`` if given.
 
-    They are numbered in the order of the calls of ``amp.initialize``, each with its ``num_losses``.
+    Those of the latest call of ``amp.initialize`` come first, as many as its ``num_losses``, and
+    have the numbers that Apex gave them; those of earlier calls follow.
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``, empty where amp is off.
@@ -214,9 +216,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Set all loss scalers from Apex's format.
 
     Entries are matched by the number in their key. As in Apex, entries without a scaler and
-    scalers without an entry are told of and left; static scales keep their value. A file that has
-    as many as the latest call of ``amp.initialize``, and not as all, is that call's, as where the
-    model of an earlier training is still there.
+    scalers without an entry are told of and left; static scales keep their value. Nothing is told
+    where those of earlier calls have no entry, as where the model of an earlier training is still
+    there.
 
     Raises:
         PreampStateError: amp was never initialized and there is something to load, or a key is
@@ -241,11 +243,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         )
     entries = {int(key.removeprefix(_PREFIX)): entry for key, entry in state_dict.items()}
     scalers = [scaler for engine in engines for scaler in engine.scalers]
-    if len(entries) != len(scalers) and len(entries) == len(engines[-1].scalers):
-        engines, scalers = engines[-1:], [*engines[-1].scalers]
     for index in entries.keys() & set(range(len(scalers))):
         scalers[index].read_state(entries[index])
-    if len(state_dict) != len(scalers):
+    if len(state_dict) not in accumulate(len(engine.scalers) for engine in engines):
         say(
             f"Warning: state_dict contains {len(state_dict)} entries, while "
             f"{len(scalers)} loss_scalers are used"
@@ -269,7 +269,7 @@ def _is_scaler_key(key: Any) -> bool:
 
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with ``fn`` applied to every tensor in it, and to each object with ``to``.
+    """Return ``value`` with ``fn`` applied to every tensor in it.
 
     Containers keep their type; see `preamp.core.pytree.map_leaves`.
     """

@@ -12,8 +12,7 @@ import collections
 import copy
 import dataclasses
 import math
-import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,90 +23,102 @@ _ATOMS = (str, bytes, int, float, complex, type(None), type, torch.Size, torch.n
 
 
 def map_leaves(fn: LeafFn, value: Any) -> Any:
-    """Return ``value`` with ``fn`` applied to every leaf in it; nothing is modified in place.
+    """Return ``value`` with ``fn`` applied to every tensor in it; nothing is modified in place.
 
-    Leaves are tensors, and objects that have a ``to`` method and are no mapping (a user's batch
-    class, a packed sequence). Strings, numbers, ``None``, modules, ranges, numpy arrays and other
-    unknown objects come back as they are. A generator comes back as a generator that maps on the
-    way; other iterators may have methods of their own and come back as they are. A container in
-    which nothing changed is returned itself, so identity survives where it can.
+    Looked into are mappings, sequences and sets of Python, named tuples (packed sequences are such)
+    and dataclasses. Any other object comes back as it is, whatever methods it has, and so does a
+    container in which nothing changed, or whose class cannot be rebuilt around other items.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, _ATOMS):
         return value
-    if isinstance(value, Mapping):
-        return _map_mapping(fn, cast("Mapping[Any, Any]", value))
-    if hasattr(value, "to"):
-        return fn(value)
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        return _map_sequence(fn, cast("list[Any]", value))
-    if dataclasses.is_dataclass(value):
-        return _map_dataclass(fn, value)
-    if isinstance(value, types.GeneratorType):
-        return (map_leaves(fn, item) for item in cast("Generator[Any]", value))
-    return value
+    parts = _parts(value)
+    mapped = {key: map_leaves(fn, part) for key, part in parts.items()}
+    if all(mapped[key] is part for key, part in parts.items()):
+        return value
+    return _rebuilt(value, mapped)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value``, see `map_leaves`, with every floating-point tensor in it cast to ``dtype``.
 
-    Differentiable like ``Tensor.to``. Integer, bool and complex tensors stay as they are. An object
-    with a ``to`` method is cast by ``value.to(dtype)``, the extension point for batch classes.
+    Differentiable like ``Tensor.to``. Integer, bool and complex tensors stay as they are.
     """
     if type(value) is torch.Tensor:  # as nearly always: every layer's forward comes here
         return value.to(dtype) if value.is_floating_point() else value
-
-    def cast_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():
-            return leaf
-        return leaf.to(dtype)
-
-    return map_leaves(cast_leaf, value)
+    return map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
 
 
-def _unchanged(old: list[Any], new: list[Any]) -> bool:
-    return all(a is b for a, b in zip(old, new, strict=True))
+_is_a: Callable[[Any, Any], bool] = isinstance  # which would narrow to items of unknown type
 
 
-def _map_sequence(fn: LeafFn, value: Any) -> Any:
-    items: list[Any] = list(value)
-    mapped = [map_leaves(fn, item) for item in items]
-    if _unchanged(items, mapped):
-        return value
-    if isinstance(value, collections.deque):
-        return collections.deque(mapped, maxlen=cast("collections.deque[Any]", value).maxlen)
-    if hasattr(value, "_fields"):  # a named tuple takes its items one by one
-        return type(value)(*mapped)
-    return type(value)(mapped)
+def _parts(value: Any) -> dict[Any, Any]:
+    """What is in a container, by key, place or field; nothing for other values."""
+    if _is_a(value, Mapping):
+        return dict(value.items())
+    if _is_a(value, (list, tuple, set, frozenset, collections.deque)):
+        return dict(enumerate(cast("Iterable[Any]", value)))
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {}
 
 
-def _map_mapping(fn: LeafFn, value: Mapping[Any, Any]) -> Any:
-    mapped = {key: map_leaves(fn, item) for key, item in value.items()}
-    if _unchanged(list(value.values()), list(mapped.values())):
-        return value
-    if type(value) is dict:
-        return mapped
-    # A subclass may have attributes and a constructor of its own: copy it, then replace items.
+def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+    """A container like ``value`` with other `_parts`; where its class refuses that, ``value``."""
+    kind = cast("Any", type(value))
+    items = list(parts.values())
+    if kind is dict:
+        return parts
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
     try:
-        twin = cast("dict[Any, Any]", copy.copy(value))
-        for key, item in mapped.items():
-            twin[key] = item
-    except TypeError:  # read-only: a plain dict has the same items
-        return mapped
-    return twin
-
-
-def _map_dataclass(fn: LeafFn, value: Any) -> Any:
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    old = [getattr(value, name) for name in names]
-    mapped = [map_leaves(fn, item) for item in old]
-    if _unchanged(old, mapped):
+        if _is_a(value, collections.deque):
+            return kind(items, value.maxlen)
+        if _is_a(value, tuple) and not hasattr(value, "n_fields"):  # torch's own have that
+            twin = cast("Any", tuple).__new__(kind, items)  # the class's may take other arguments
+            getattr(twin, "__dict__", {}).update(getattr(value, "__dict__", {}))
+            return twin
+        if _is_a(value, (tuple, set, frozenset)):
+            return kind(items)
+        return _rebuilt_copy(value, parts)
+    except Exception:  # of a class of anyone's
         return value
+
+
+def _rebuilt_copy(value: Any, parts: dict[Any, Any]) -> Any:
+    """The same by a copy, which has attributes that a constructor would not know."""
+    if _is_a(value, Mapping) and not _is_a(value, dict):
+        return _rebuilt_mapping(value, parts)
     twin = copy.copy(value)
-    for name, item in zip(names, mapped, strict=True):
-        object.__setattr__(twin, name, item)  # also reaches frozen dataclasses
+    if twin is value:
+        return value
+    if _is_a(value, list):
+        twin[:] = list(parts.values())
+    elif _is_a(value, dict):
+        for key, item in parts.items():
+            twin[key] = item
+    else:
+        for name, part in parts.items():
+            object.__setattr__(twin, name, part)  # also reaches frozen dataclasses
     return twin
+
+
+def _rebuilt_mapping(value: Any, items: dict[Any, Any]) -> Any:
+    """One that is no ``dict``: copies may share the store of its items, so that is replaced."""
+    own: dict[str, Any] | None = getattr(value, "__dict__", None)
+    if own is None:
+        return type(value)(items)
+    for name, store in own.items():
+        if _is_a(store, dict) and store.keys() == items.keys():
+            twin = copy.copy(value)
+            if twin is not value:
+                vars(twin)[name] = _rebuilt(store, items)
+            return twin
+    return value
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -126,13 +137,10 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply ``fn`` to floating tensors in nested lists and tuples; what is unchanged is kept."""
     if isinstance(value, torch.Tensor):
         return fn(value) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        items = cast("Sequence[Any]", value)
-        mapped = [map_tensors(fn, item) for item in items]
-        if all(new is old for new, old in zip(mapped, items, strict=True)):
-            return items
-        kind = type(items)
-        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)  # pyright: ignore[reportCallIssue]
+    if _is_a(value, (list, tuple)):
+        mapped = [map_tensors(fn, item) for item in value]
+        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+            return _rebuilt(value, dict(enumerate(mapped)))
     return value
 
 

@@ -116,9 +116,9 @@ def set_attribute(owner: Any, name: str, value: Any, undo: UndoStack) -> None:
         if own.get(name, _MISSING) is not value:
             return
         if before is _MISSING:
-            delattr(owner, name)
+            object.__delattr__(owner, name)
         else:
-            setattr(owner, name, before)
+            object.__setattr__(owner, name, before)
 
     undo.push(restore)
-    setattr(owner, name, value)
+    object.__setattr__(owner, name, value)  # a class of its own may forward it to another object

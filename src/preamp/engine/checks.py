@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -171,6 +171,20 @@ def _is_hooked(part: nn.Module) -> bool:
     return isinstance(part, nn.parallel.DistributedDataParallel) and uses_reducer(part)
 
 
+def check_not_scripted(models: Sequence[nn.Module], opt_level: str) -> None:
+    """Refuse compiled parts, in which no layer is known by its class, nor casts what it gets."""
+    for model in models:
+        for name, part in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+            if isinstance(part, torch.jit.ScriptModule):
+                what = f"{name!r} of {type(model).__name__}" if name else "The model"
+                raise bad_state(
+                    f"{what} is a ScriptModule of {part.original_name}, at opt_level={opt_level!r}",
+                    "Where weights are cast to half, so is what each layer gets, and compiled code "
+                    "has no layers that could be told apart",
+                    'Pass the model from before torch.jit, or opt_level="O1", or "O4" for bfloat16',
+                )
+
+
 def check_not_lazy(models: Sequence[nn.Module]) -> None:
     """Refuse models with parameters or buffers whose shapes the first forward will tell."""
     for model in models:
@@ -203,10 +217,14 @@ def check_has_autocast(models: Sequence[nn.Module], opt_level: str) -> None:
 
 
 def planned_conversion(models: Sequence[nn.Module], policy: Policy) -> Conversion:
-    """Find what the cast keeps in float32, and what it would change too much. Changes nothing."""
+    """Find what the cast keeps in float32, and what it would change too much. Changes nothing.
+
+    Refuses what cannot be cast.
+    """
     dtype = policy.cast_model_type
     if dtype not in HALF_DTYPES:
         return Conversion(Kept(norms=find_norms(models)))
+    check_not_scripted(models, policy.opt_level)
     kept = find_kept(models, policy.keep_fp32)
     found = changed_by_cast(
         models, kept, dtype, keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32)

@@ -105,9 +105,7 @@ class Copies:
             own[_TOGETHER] = self.together
         return own
 
-    def _exact(self, tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
+    def _exact(self, tensor: torch.Tensor) -> torch.Tensor:
         master = self._master_of(tensor)
         if master is not None:
             return master

@@ -159,7 +159,8 @@ def initialize(
     Raises:
         PreampPolicyError: Unknown level or contradictory override, or ``keep_fp32`` names
             something that the models do not have.
-        PreampStateError: A model is half, wrapped already or lazy, or an optimizer is taken.
+        PreampStateError: A model is half, wrapped already, lazy, or to be cast and scripted, or an
+            optimizer is taken.
         PreampUnavailableError: The back end does not exist or does not run here.
         TypeError: Wrong kind of argument.
         ValueError: Right kind, wrong value.

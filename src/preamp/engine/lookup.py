@@ -51,9 +51,9 @@ def find_engine(thing: Any) -> Engine | None:
         target = cast("Link[object]", own[ATTRIBUTE]).target
         if isinstance(target, Engine):
             return target
-    modules: dict[str, Any] = own.get("_modules", {})
+    modules: Any = own.get("_modules", {})  # of a ScriptModule no dict
     for name in _WRAPPED_IN:
-        if modules.get(name) is not None:
+        if name in modules and modules[name] is not None:
             return find_engine(modules[name])
     return None
 

@@ -55,7 +55,10 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
             remove_hooks(alive, lambda other: other is hook)
 
     undo.push(remove)
-    getattr(owner, register)(hook, **options)
+    if isinstance(owner, torch.jit.ScriptModule):  # whose own method refuses what its calls heed
+        getattr(nn.Module, register)(owner, hook, **options)
+    else:
+        getattr(owner, register)(hook, **options)
     if options.get("prepend"):
         for table in _hook_tables(owner).values():
             entries = list(table.items())

@@ -113,10 +113,8 @@ def _lost_in_cast(module: nn.Module, master_of: MasterOf) -> str:
     return ""
 
 
-def _widened(leaf: Any) -> Any:
+def _widened(leaf: torch.Tensor) -> torch.Tensor:
     """Copy it, since a forward may write to what it is given."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf.to(torch.float32) if hasattr(leaf, "to") else leaf
     return leaf.detach().to(torch.float32 if leaf.dtype in _HALVES else leaf.dtype, copy=True)
 
 

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from preamp.core.program import Call
 from preamp.core.pytree import map_leaves
@@ -403,14 +402,11 @@ class Observation:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """What a module may be handed; `tensors_in` knows no dataclass, set or packed sequence."""
+    """What a module may be handed; `tensors_in` knows no dataclass."""
     found: list[torch.Tensor] = []
 
-    def collect(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, PackedSequence):
-            found.append(leaf.data)
+    def collect(leaf: torch.Tensor) -> torch.Tensor:
+        found.append(leaf)
         return leaf
 
     map_leaves(collect, value)

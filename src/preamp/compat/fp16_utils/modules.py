@@ -23,9 +23,9 @@ CONVERTED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 class tofp16(nn.Module):
     """A module that casts its input to float16, for use in ``nn.Sequential``."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input.half()``, whatever its dtype was."""
-        return input.half()
+    def forward(self, input: Any) -> Any:
+        """Return ``input`` with every floating tensor in it cast; Apex made integers half too."""
+        return cast_floating(input, torch.float16)
 
 
 def BN_convert_float(module: ModuleT) -> ModuleT:
