@@ -15,22 +15,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import preamp
-from cases.demo import result, row
 from preamp.cli import run
 from preamp.cli.app import app
 from preamp.cli.console import make_console, print_table
-from preamp.cli.demo import show
 from preamp.doctor import RULES, explain_text
 
 COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
 COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
     "levels": ("levels",),
-    "bench": ("bench", "--device", "cpu", "--params", "2e3", "--tensors", "2", "--seconds", "0"),
     "plan": ("plan", "train.py", "--steps", "1", "--verify-steps", "1"),
     "checkpoint": ("checkpoint", "show", "run.pt"),
     "help": ("--help",),
-    "help of demo": ("demo", "--help"),
+    "help of estimate": ("estimate", "--help"),
     "help of run": ("run", "--help"),
 }
 NUMBER = re.compile(r"\d[\d.,]*")
@@ -90,20 +87,6 @@ def test_a_pipe_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", io.StringIO())
     monkeypatch.setattr("sys.__stdout__", None)
     assert make_console().width == 80
-
-
-@COLUMNS
-def test_the_table_of_the_demo(columns: int) -> None:
-    levels = [row(name, held_out_bits=4.0 + i / 8) for i, name in enumerate(preamp.OPT_LEVELS)]
-    console = Console(width=columns, record=True, file=io.StringIO())
-    show(result(*levels), console)
-    text = console.export_text()
-    assert widest(text) <= columns
-    for level in levels:
-        assert f"{level.held_out_bits:.3f}" in text
-    tables = sum(line.startswith("━") for line in text.splitlines())
-    assert tables == (2 if columns < 80 else 1)
-    assert len(re.findall(r"^O5 ", text, re.MULTILINE)) == tables + 1  # and the note
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, cast, get_args
 
-import torch
 import typer
 
-from preamp.core.errors import bad_value, unavailable
+from preamp.core.errors import bad_value
 from preamp.policy import Policy
 from preamp.policy.resolve import at_level
 from preamp.policy.storage import STORAGES, Place, Storage, parse_storage
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-DeviceName = Annotated[
-    str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
-]
 
 StorageName = Annotated[
     str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
@@ -64,26 +59,3 @@ def keeping_gradients(policies: Mapping[str, Policy], storage: Storage) -> list[
 def split_levels(text: str) -> list[str]:
     """Opt levels, separated by commas or spaces."""
     return re.split(r"[,\s]+", text.strip(", "))
-
-
-def choose_device(name: str) -> torch.device:
-    """Turn the option into a device that works."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise bad_value(
-            f"--device {name!r} is not known",
-            "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
-            "Pass for example --device cpu",
-        ) from None
-    try:
-        torch.empty(1, device=device).fill_(0.0)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise unavailable(
-            f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
-            "It has to be a device that this machine and this torch have",
-            "Pass --device auto or --device cpu",
-        ) from None
-    return device

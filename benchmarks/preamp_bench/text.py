@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,45 +21,31 @@ EXCLUDED_FOLDERS = frozenset(
 """Installed packages, tests and generated tables: not the standard library's code proper."""
 
 HELD_OUT_EVERY = 10  # one file in ten, by the hash of its path, is kept out of training
-_SMALLEST_CORPUS = 1_000_000  # bytes; the smallest stdlib that we met has 9 million
+_SMALLEST_TEXT = 100_000  # bytes; the smallest stdlib that we met has 9 million
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corpus:
-    """The two texts, as bytes."""
-
-    train: Tensor  # concatenated training files, shape (bytes,), uint8
-    held_out: Tensor  # concatenated held-out files, shape (bytes,), uint8
+Batch = tuple[Tensor, Tensor]
+"""Windows of text and the byte after each position, both (batch, context), int64."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Windows of text and the byte that follows each position."""
+@cache
+def read_text() -> tuple[Tensor, Tensor]:
+    """Read the standard library's Python files: what is learnt, and what is held out, as bytes.
 
-    inputs: Tensor  # shape (batch, context), int64
-    targets: Tensor  # shape (batch, context), int64
-
-
-def read_corpus(folder: Path | None = None) -> Corpus:
-    """Read the Python files below ``folder``, sorted by path, and split them by file.
-
-    By default the folder is the running interpreter's standard library. The split depends on
-    nothing but the relative paths.
+    Both are uint8, of files sorted by path. Which are held out follows from their paths alone.
     """
-    folder = folder or Path(sysconfig.get_path("stdlib"))
-    train, held_out = bytearray(), bytearray()
+    folder = Path(sysconfig.get_path("stdlib"))
+    training, held_out = bytearray(), bytearray()
     for name in source_files(folder):
-        (held_out if is_held_out(name) else train).extend((folder / name).read_bytes())
-    if min(len(train), len(held_out) * HELD_OUT_EVERY // 2) < _SMALLEST_CORPUS:
+        (held_out if is_held_out(name) else training).extend((folder / name).read_bytes())
+    if min(len(training), len(held_out)) < _SMALLEST_TEXT:
         raise unavailable(
-            f"Found {len(train):,} + {len(held_out):,} bytes of Python source in {folder}",
-            f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
-            "Run the demo with a Python that ships its standard library as .py files",
+            f"Found {len(training):,} + {len(held_out):,} bytes of Python source in {folder}",
+            f"Needed are at least {_SMALLEST_TEXT:,} bytes of each",
+            "Use a Python that ships its standard library as .py files",
         )
-    return Corpus(
-        train=torch.frombuffer(train, dtype=torch.uint8),
-        held_out=torch.frombuffer(held_out, dtype=torch.uint8),
-    )
+    first, second = (torch.frombuffer(text, dtype=torch.uint8) for text in (training, held_out))
+    return first, second
 
 
 def source_files(folder: Path) -> list[str]:
@@ -84,11 +70,6 @@ def training_batches(
         yield windows(text, starts, context)
 
 
-def part_of_batch(batch: Batch, rank: int, ranks: int) -> Batch:
-    """One rank's windows of a batch, as views: ``rank``, ``rank + ranks``, and so on."""
-    return Batch(inputs=batch.inputs[rank::ranks], targets=batch.targets[rank::ranks])
-
-
 def held_out_batches(text: Tensor, *, count: int, batch: int, context: int) -> Iterator[Batch]:
     """Cut ``count`` windows at equal distances from ``text``, shape (bytes,), uint8; on the CPU."""
     starts = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
@@ -99,4 +80,4 @@ def held_out_batches(text: Tensor, *, count: int, batch: int, context: int) -> I
 def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
     """Cut one window at each of ``starts``, shape (batch,), int64; targets are one byte further."""
     cut = text[starts[:, None] + torch.arange(context + 1)].long()
-    return Batch(inputs=cut[:, :-1], targets=cut[:, 1:])
+    return cut[:, :-1], cut[:, 1:]

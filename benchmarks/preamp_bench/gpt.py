@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A byte-level GPT: the plain, float32 model that the demo hands to ``preamp.initialize``.
-
-Nothing in this file knows about mixed precision; that is the point of it.
-"""
+"""A byte-level GPT in float32, as ``examples/00_demo.py`` trains it, of any size."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preamp.demo.config import ModelConfig
-
 VOCABULARY = 256  # every byte is a token, so there is no tokenizer and loss / ln 2 is bits per byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Size of the GPT."""
+
+    layers: int = 4  # transformer blocks
+    width: int = 256  # size of the residual stream, a multiple of ``heads``
+    heads: int = 4  # attention heads
+    context: int = 64  # bytes that the model sees at once
 
 
 class Attention(nn.Module):
@@ -104,3 +111,10 @@ class GPT(nn.Module):
                 parameter.normal_(std=added, generator=random)
             elif "norm" not in name:
                 parameter.normal_(std=std, generator=random)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean cross-entropy of the next byte, in nats; of tokens and those after them."""
+    tokens, targets = batch
+    logits: Tensor = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
