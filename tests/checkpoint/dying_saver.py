@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import preamp
 from cases.ranks import join_ranks
 from preamp.checkpoint import latest_checkpoint, saving
-from preamp.parallel import shard_optimizer
 
 GROUP_SECONDS = 4
 
@@ -24,11 +24,10 @@ def run_rank(rank: int, folder: Path, how: str) -> None:
     """Save twice; in the second save the second of two ranks ``dies`` or ``hangs``."""
     join_ranks(rank, 2, folder, GROUP_SECONDS)
     torch.manual_seed(0)
-    model = nn.Linear(40, 40)
+    wrapped = model = nn.Linear(40, 40)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.Adam(model.parameters())
     model, optimizer = preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    wrapped = DistributedDataParallel(model)
-    shard_optimizer(optimizer)
     with preamp.scale_loss(wrapped(torch.ones(2, 40)).sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()

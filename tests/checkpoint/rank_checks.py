@@ -112,7 +112,7 @@ def check_failures_are_everybodys() -> None:
 def check_different_files_are_refused() -> None:
     """Each good by itself, as ranks may find that look for the newest at different times."""
     folder = shared_folder()
-    for run, end in ((Ranks("O2"), ".pt"), (Run("O2", "zero1"), "")):  # a file, then a folder
+    for run, end in ((Ranks("O2"), ".pt"), (Run("O2", "fsdp"), "")):  # a file, then a folder
         run.save(folder / f"step_1{end}")
         run.step()
         run.save(folder / f"step_2{end}")

@@ -24,13 +24,13 @@ from preamp.checkpoint import gathering, latest_checkpoint, read_checkpoint
 from preamp.core.tensors import local_of
 
 LEVELS = ("O1", "O2", "O5")
-WAYS: tuple[Parallel, ...] = ("fsdp", "zero1", "ddp")
+WAYS: tuple[Parallel, ...] = ("fsdp", "ddp")
 
 
 def check_bitwise_resume() -> None:
     """Between steps, after a skipped one, and with gradients there; on as many ranks."""
     builds = (fused_adam, torch_adamw)
-    for level, parallel, build in combinations(LEVEL_NAMES, ("fsdp", "zero1"), builds):
+    for level, parallel, build in combinations(LEVEL_NAMES, ("fsdp",), builds):
         resume_once(level, parallel, build)
 
 
@@ -75,7 +75,7 @@ def check_other_ways_to_share() -> None:
 
 def check_every_part_is_written_once() -> None:
     """Ranks write what they have; nobody gathers, and nothing is twice on the disk."""
-    for parallel in ("fsdp", "zero1"):
+    for parallel in ("fsdp",):
         folder, run = shared_folder(), Run("O2", parallel)
         run.step()
         run.save(folder / "a")
@@ -124,7 +124,7 @@ def check_failures_are_everybodys() -> None:
 
 def check_a_save_in_the_background_waits_for_one_exchange() -> None:
     """Of the ranks' facts; errors travel with them."""
-    for parallel in ("fsdp", "zero1"):
+    for parallel in ("fsdp",):
         folder, run, calls = shared_folder(), Run("O2", parallel), list[str]()
         run.step()
         with pytest.MonkeyPatch.context() as patch:

@@ -16,9 +16,9 @@ import preamp
 from checkpoint.runs import params_of
 from preamp.core.tensors import local_of, stored_grad
 from preamp.optimizers import FusedAdam
-from preamp.parallel import DistributedDataParallel, full_state_dicts, shard_optimizer
+from preamp.parallel import DistributedDataParallel
 
-Parallel = Literal["none", "ddp", "zero1", "fsdp"]
+Parallel = Literal["none", "ddp", "fsdp"]
 
 
 def net(seed: int) -> nn.Sequential:
@@ -60,10 +60,8 @@ class Run:
         )
         self.engine = preamp.engine_of(self.inner)
         self.model = self.inner
-        if parallel in ("ddp", "zero1"):
+        if parallel == "ddp":
             self.model = DistributedDataParallel(self.inner)
-        if parallel == "zero1":
-            shard_optimizer(self.optimizer)
         torch.manual_seed(100 * seed + (dist.get_rank() if dist.is_initialized() else 0))
 
     def backward(self, *, poison: bool = False) -> None:
@@ -114,12 +112,7 @@ class Run:
 
     def whole(self) -> dict[str, Any]:
         """Float32 values and optimizer state, whole, on every rank."""
-        if isinstance(self.model, DistributedDataParallel):
-            found: list[Any] = [full_state_dicts(self.model.module, self.optimizer)]
-            dist.broadcast_object_list(found)
-            weights, state = found[0]
-        else:
-            weights, state = self.inner.state_dict(), self.optimizer.state_dict()
+        weights, state = self.inner.state_dict(), self.optimizer.state_dict()
         return {
             "weights": [full(value) for value in weights.values()],
             "optimizer": [

@@ -24,9 +24,8 @@ from checkpoint.sharded_runs import Parallel, full
 from engine.harness import same
 from preamp import PreampStateError, Storage
 from preamp.optimizers import FusedAdam, FusedSGD
-from preamp.parallel import full_state_dicts, shard_optimizer
 
-WAYS: tuple[Parallel, ...] = ("ddp", "fsdp", "zero1")
+WAYS: tuple[Parallel, ...] = ("ddp", "fsdp")
 STORAGES = {
     "compact": Storage(masters="split", moments="8bit", seed=5),
     "8bit": Storage(moments="8bit", seed=5),
@@ -85,10 +84,8 @@ class Run:
             loss_scale=1.0,  # on gradients that are put in place nothing else can be
         )
         self.engine, self.model = preamp.engine_of(self.inner), self.inner
-        if parallel in ("ddp", "zero1"):
+        if parallel == "ddp":
             self.model = DistributedDataParallel(self.inner)
-        if parallel == "zero1":
-            shard_optimizer(self.optimizer)
 
     def step(self, number: int) -> None:
         """On gradients that do not depend on the weights, nor on the number of ranks."""
@@ -111,12 +108,7 @@ class Run:
 
     def whole(self) -> dict[str, Any]:
         """Float32 values and the optimizer's state, whole, on every rank."""
-        if dist.is_initialized() and isinstance(self.model, DistributedDataParallel):
-            found: list[Any] = [full_state_dicts(self.inner, self.optimizer)]
-            dist.broadcast_object_list(found)
-            weights, state = found[0]
-        else:
-            weights, state = self.inner.state_dict(), self.optimizer.state_dict()
+        weights, state = self.inner.state_dict(), self.optimizer.state_dict()
         whole = {
             "weights": [full(value) for value in weights.values()],
             "state": [
@@ -132,7 +124,7 @@ class Run:
 
 def check_all_ways_to_share_have_the_same_bits() -> None:
     for storage, kind, level in combinations(STORAGES, BUILDS, ("O5", "O4")):
-        for strided, ways in ((False, WAYS), (True, ("ddp", "zero1"))):
+        for strided, ways in ((False, WAYS), (True, ("ddp",))):
             if (storage == "compact" and level == "O4") or (strided and kind == "sgd"):
                 continue
             found: list[Any] = []
@@ -196,22 +188,16 @@ def check_columns_are_refused() -> None:
 
 
 def check_bytes_are_as_estimated() -> None:
-    for storage, sharding in combinations(STORAGES, ("zero1", "none")):
-        run = Run(storage, "zero1" if sharding == "zero1" else "ddp")
+    for storage in STORAGES:
+        run = Run(storage, "ddp")
         run.step(0)
         run.step(1)
         found = preamp.count_memory(run.engine)
         wanted = preamp.estimate(
-            Net(0),
-            preamp.OPT_LEVELS["O5"].replace(storage=STORAGES[storage]),
-            "FusedAdam",
-            sharding=sharding,
-            world_size=dist.get_world_size(),
+            Net(0), preamp.OPT_LEVELS["O5"].replace(storage=STORAGES[storage]), "FusedAdam"
         ).categories
         for category in ("masters", "optimizer state"):
-            is_largest = dist.get_rank() == 0 or sharding == "none"
-            assert found[category] <= wanted[category], (storage, sharding, category)
-            assert found[category] == wanted[category] or not is_largest, (storage, category)
+            assert found[category] == wanted[category], (storage, category)
         run.close()
 
 

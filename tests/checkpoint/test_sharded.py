@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import preamp
 from checkpoint import mesh_checks, sharded_checks, storage_checks
@@ -55,29 +53,6 @@ def copied(folder: Path, tmp_path: Path) -> Path:
     """A folder with one sharded checkpoint, ``step_1``."""
     shutil.copytree(folder / "saved" / "O2-fsdp", tmp_path / "step_1")
     return tmp_path
-
-
-def test_killed_at_any_moment(copied: Path, folder: Path) -> None:
-    """Files come one by one and older ones go one by one: the newest complete set counts."""
-    path = copied / "step_1"
-    old = sorted(file.name for file in path.iterdir())
-    assert old == ["1-rank0-of2.pt", "1-rank1-of2.pt"]
-    newer = sorted((folder / "saved" / "O2-zero1").iterdir())
-    expected = [read_checkpoint(where)["models"] for where in (path, folder / "saved" / "O2-zero1")]
-    for first in itertools.permutations(newer):
-        for count, file in enumerate(first, start=1):
-            shutil.copy(file, path / file.name.replace("1-", "2-", 1))
-            found = read_checkpoint(path)["models"][0]["state"]
-            wanted = expected[count == 2][0]["state"]
-            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-            assert latest_checkpoint(copied) == path
-        for name in old:
-            (path / name).rename(copied / f".{name}")
-            assert latest_checkpoint(copied) == path
-        for name in old:
-            (copied / f".{name}").rename(path / name)
-        for file in newer:
-            (path / file.name.replace("1-", "2-", 1)).unlink()
 
 
 def test_damage_is_refused(copied: Path, folder: Path) -> None:

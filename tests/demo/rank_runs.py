@@ -17,7 +17,7 @@ from preamp.demo.records import to_json
 from preamp.demo.run import prepare, run
 from preamp.demo.train import Watcher
 
-WAYS = ("ddp", "zero1", "fsdp") if hasattr(torch.cpu.Stream, "record_event") else ("ddp", "zero1")
+WAYS = ("ddp", "fsdp") if hasattr(torch.cpu.Stream, "record_event") else ("ddp",)
 """Without the last where torch's ``fully_shard`` does not run on CPUs, as in torch 2.6."""
 
 

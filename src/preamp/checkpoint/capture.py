@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.random_states import random_states
-from preamp.checkpoint.staging import SplitTensor
-from preamp.checkpoint.subjects import MasterShards, Subjects, check_reduced, class_name, params_of
+from preamp.checkpoint.staging import SplitTensor, value_of
+from preamp.checkpoint.subjects import Subjects, check_reduced, class_name, model_state, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
 from preamp.engine.pending import engine_state
@@ -31,20 +31,19 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
         engine.check_outside_blocks("save_checkpoint")
     check_reduced(subjects.models)
     fsdp.reshard(subjects.models)
-    shares = MasterShards(subjects)
     names = {id(param): name for name, param in subjects.named_params()}
     masters = subjects.masters()
     storages = {
         id(o): engine.policy.storage for engine in subjects.engines for o in engine.optimizers
     }
     return {
-        "models": [_model_state(model, shares) for model in subjects.models],
+        "models": [_model_state(model) for model in subjects.models],
         "optimizers": [
-            _optimizer_state(optimizer, names, shares, storages.get(id(optimizer)))
+            _optimizer_state(optimizer, names, storages.get(id(optimizer)))
             for optimizer in subjects.optimizers
         ],
         "own_params": {
-            name: shares.saved_value(masters.get(id(param), param))
+            name: value_of(masters.get(id(param), param))
             for name, param in subjects.named_params()
             if name.startswith("optimizers/")
         },
@@ -59,8 +58,8 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     }
 
 
-def _model_state(model: nn.Module, shares: MasterShards) -> dict[str, Any]:
-    state = shares.model_state(model)
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    state = model_state(model)
     metadata: Any = getattr(state, "_metadata", {})
     return {
         "class": class_name(model),
@@ -73,14 +72,11 @@ def _model_state(model: nn.Module, shares: MasterShards) -> dict[str, Any]:
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
-    shares: MasterShards,
-    storage: Storage | None,
+    optimizer: torch.optim.Optimizer, names: dict[int, str], storage: Storage | None
 ) -> dict[str, Any]:
     return {
         "class": class_name(optimizer),
-        "state": shares.optimizer_state(optimizer),
+        "state": optimizer.state_dict(),
         "params": describe_params(optimizer, names),
         # That gradients are released changes nothing of what is kept
         "storage": {key: getattr(storage or FULL, key) for key in ("masters", "moments", "seed")},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from preamp.checkpoint.shards import Place, SavedShards, shape_of
-from preamp.checkpoint.subjects import MasterShards, Subjects, named_tensors, numbers_of, params_of
+from preamp.checkpoint.subjects import Subjects, named_tensors, numbers_of, params_of
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
@@ -35,7 +35,7 @@ def placed(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool) -
         if asked and asked != saved:
             raise unfit(f"has {saved} {kind}, not {asked}", f"as many {kind}")
     fsdp.reshard(subjects.models)
-    shares, likes = MasterShards(subjects), dict(subjects.named_params())
+    likes = dict(subjects.named_params())
     models = zip(content["models"], subjects.models, strict=False)
     optimizers = zip(content["optimizers"], subjects.optimizers, strict=False)
     made: dict[str, Any] = {key: content[key] for key in ("rng", "extra")}
@@ -43,7 +43,7 @@ def placed(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool) -
         {**one, "state": _like(one["state"], named_tensors(own))} for one, own in models
     ]
     made["optimizers"] = [
-        {**one, "state": _optimizer_state(one["state"], own, shares)} for one, own in optimizers
+        {**one, "state": _optimizer_state(one["state"], own)} for one, own in optimizers
     ]
     made["schedulers"] = content["schedulers"] if subjects.schedulers else []
     made["engines"] = _with_own(content["engines"], subjects.engines, _engine)
@@ -84,25 +84,24 @@ def _as(value: Any, like: torch.Tensor | None) -> Any:
     return Place.of_sharded(like).taken_from(value)
 
 
-def _optimizer_state(
-    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, shares: MasterShards
-) -> Any:
+def _optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
     params = dict(zip(numbers_of(state), params_of(optimizer), strict=False))
     saved: Mapping[int, Mapping[str, Any]] = state["state"]
     entries = {
         number: own
         if number not in params  # what an optimizer keeps for all of them, of any kind
-        else _state_of(own, shares.of(params[number]))
+        else _state_of(own, params[number])
         for number, own in saved.items()
     }
     return {**state, "state": entries}
 
 
-def _state_of(saved: Mapping[str, Any], place: Place | None) -> Mapping[str, Any]:
+def _state_of(saved: Mapping[str, Any], param: torch.Tensor) -> Mapping[str, Any]:
     """Return what is here of a parameter's state."""
     own = {**saved}  # refuses what is no dict
-    if place is None:
+    if not is_sharded(param):
         return own
+    place = Place.of_sharded(param)
     if place.rows is None and any(is_in_codes(own, key) for key in own):
         own = without_codes(whole(own))
     found = {

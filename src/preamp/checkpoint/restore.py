@@ -21,9 +21,9 @@ from preamp.checkpoint.ranks import together
 from preamp.checkpoint.staging import StagedUploads, download, has_form_of
 from preamp.checkpoint.storage import taken_apart
 from preamp.checkpoint.subjects import (
-    MasterShards,
     Subjects,
     class_name,
+    model_forms,
     named_tensors,
     numbers_of,
     params_of,
@@ -227,8 +227,7 @@ def restore(
     undo = UndoStack()
     try:
         with together():
-            shares = MasterShards(subjects)
-            forms = [shares.model_forms(model) for model in subjects.models]
+            forms = list(map(model_forms, subjects.models))
             with taken_apart():
                 check_fits(content, subjects, forms)
                 if subjects.optimizers:

@@ -66,8 +66,8 @@ def save_checkpoint(
 
     The file is written beside its place, flushed to the disk and then put there in one move:
     whatever happens meanwhile, ``path`` is the old file or the new one. Where ranks hold parts of
-    parameters (``fully_shard``), or of masters and optimizer state (`shard_optimizer`), ``path`` is
-    a folder into which each rank writes a file with its parts; complete with the last of them.
+    parameters (``fully_shard``) ``path`` is a folder into which each rank writes a file with its
+    parts; complete with the last of them.
 
     Args:
         path: The file, or that folder; its folder is made. A name ending in ``.safetensors``

@@ -19,7 +19,7 @@ import torch
 from preamp.checkpoint.staging import Value
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state
-from preamp.core.tensors import local_of, memory_order
+from preamp.core.tensors import local_of
 from preamp.kernels.shards import (
     box_of,
     copies_of,
@@ -29,7 +29,6 @@ from preamp.kernels.shards import (
     sharded_as,
 )
 from preamp.kernels.stored import scales_shape
-from preamp.optim.part import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +140,6 @@ class Place:
     like: torch.Tensor | None = None  # the parameter, if that is a ``DTensor``
 
     @classmethod
-    def of_part(cls, weight: torch.Tensor, start: int, stop: int) -> Place:
-        """Where ranks share out the elements of a weight's master, in the order of its memory."""
-        span = Span(tuple(weight.shape), memory_order(weight), start, stop)
-        box = Box((span.start,), (span.elements,))
-        rows = (span.first_row, span.rows) if span.order and span.has_whole_rows else None
-        return cls(Frame(span.shape, span.order), box, rows)
-
-    @classmethod
     def of_sharded(cls, param: torch.Tensor) -> Place:
         """That of a ``DTensor``."""
         piece = shard_of(param, "A parameter", ranks=1)
@@ -159,10 +150,6 @@ class Place:
         """That of a moment's scales, which go with whole rows of the moment."""
         frame, (first, count) = Frame(scales_shape(self.frame.shape)), self.rows or (0, 0)
         return Place(frame, Box((first, 0), (count, frame.shape[1])), self.rows, self.like)
-
-    def piece(self, data: Value) -> Shard:
-        """Return ``data``, the elements, as what is saved."""
-        return Shard(data, self.frame, self.box, is_alone=False)
 
     def taken_from(self, value: Any) -> Any:
         """Return what is here of ``value``; or itself, if it is not of the whole one's shape."""

@@ -52,7 +52,7 @@ def demo(
     releases: Releases = False,
     device: DeviceName = "auto",
     parallel: Annotated[
-        str, typer.Option(help="What ranks of torchrun share: auto (ddp), ddp, zero1, fsdp.")
+        str, typer.Option(help="What ranks of torchrun share: auto (ddp), ddp, fsdp.")
     ] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for report.html and results.json.")] = Path(
         "preamp-demo"

@@ -14,9 +14,9 @@ from torch import nn
 from preamp.core.errors import bad_value, unavailable
 from preamp.demo.model import GPT
 from preamp.distributed.groups import launched_ranks, shard_fully
-from preamp.parallel import DistributedDataParallel, shard_optimizer
+from preamp.parallel import DistributedDataParallel
 
-Parallel = Literal["none", "ddp", "zero1", "fsdp"]
+Parallel = Literal["none", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def choose_parallel(name: str) -> Parallel:
     having = f" with {ranks} process{'es' * (ranks != 1)}"
     raise bad_value(
         f"--parallel {name}{having}" if is_known else f"--parallel {name!r}",
-        "Choose none for one process, and ddp, zero1 or fsdp for several",
+        "Choose none for one process, and ddp or fsdp for several",
         "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
     )
 
@@ -57,7 +57,7 @@ def require_sharding(parallel: str, device: torch.device) -> None:
         raise unavailable(
             f"--parallel fsdp on CPUs with torch {torch.__version__}",
             "Its fully_shard runs on accelerators only",
-            "Choose --parallel ddp or zero1, or install a newer torch",
+            "Choose --parallel ddp, or install a newer torch",
         )
 
 
@@ -67,12 +67,9 @@ def shard_before(model: GPT, parallel: str) -> None:
         shard_fully(model, model.blocks)
 
 
-def wrap_after(model: GPT, optimizer: torch.optim.Optimizer, parallel: str) -> nn.Module:
-    """Do what follows ``initialize``, such as sharing state in ZeRO-1; return what runs forward."""
-    wrapped = DistributedDataParallel(model) if parallel in ("ddp", "zero1") else model
-    if parallel == "zero1":
-        shard_optimizer(optimizer)
-    return wrapped
+def wrap_after(model: GPT, parallel: str) -> nn.Module:
+    """Do what follows ``initialize``; return what runs forward."""
+    return DistributedDataParallel(model) if parallel == "ddp" else model
 
 
 def digest(values: object) -> str:

@@ -130,7 +130,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
         numerics_every=max(config.steps // 12, 1),
     )
     engine = preamp.engine_of(optimizer)
-    wrapped = wrap_after(model, optimizer, config.parallel)
+    wrapped = wrap_after(model, config.parallel)
     tape = Tape(level=level)
     tape.begin(engine, describe_device(setting.device))
     try:

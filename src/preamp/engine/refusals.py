@@ -35,16 +35,6 @@ def shared_while_scaled() -> PreampStateError:
     )
 
 
-def shared_in_parts() -> PreampStateError:
-    """A weight comes to a second optimizer where ranks share the work of one."""
-    return bad_state(
-        "add_param_group was given parameters of another optimizer, and ranks share the work of "
-        "one of the two",
-        "A master whose parts lie on several ranks has one optimizer",
-        "Give each parameter to one optimizer",
-    )
-
-
 def nested(optimizer: object) -> PreampStateError:
     """An optimizer enters a ``scale_loss`` block inside another one."""
     return bad_state(

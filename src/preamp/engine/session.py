@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     are_same,
@@ -213,7 +212,6 @@ class OptimizerSession:
         self.steps_applied = 0  # steps that updated the weights
         self.steps_skipped = 0  # steps not taken because of overflow
         self.skips_in_row = 0  # skipped steps since the last applied one
-        self.sharing: StepSharing | None = None  # how ranks share the work of a step, if they do
         # Ends a backward that a `GradScaler` has left open; ``None`` if none is
         self.end_backward: Callable[[], None] | None = None
         self.ending = UndoStack()  # what an interrupt has left of the end of a block
@@ -270,8 +268,6 @@ class OptimizerSession:
         self.end_left_open()
         if self.is_open or self.stage is Stage.SCALED:
             raise refusals.shared_while_scaled()
-        if self.sharing is not None:
-            raise refusals.shared_in_parts()
         for halves in self.half_gradients:
             halves.reconcile()
 

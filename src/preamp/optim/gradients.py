@@ -143,7 +143,6 @@ class HalfGradients:
         """Add a row without a gradient on the model's side; ``base`` is the master's, if any."""
         self.may_have_bases |= base is not None
         self._names.append(name)
-        self._wholes.append(None)
         for column in self._columns():
             column.append(None)
         self.versions.append(-1)
@@ -153,7 +152,7 @@ class HalfGradients:
 
     def remove_row(self, gone: int) -> None:
         """Forget a row. Not while gradients are left scaled."""
-        own = self._names, self._wholes, self.versions, self.records
+        own = self._names, self.versions, self.records
         for column in (*own, *self._columns()):
             del column[gone]
         self._arrived = None
@@ -166,7 +165,6 @@ class HalfGradients:
     def clear(self) -> None:
         """Hold nothing any more, the weights' table neither."""
         self._weights = WeightPairs(self._ops)
-        self._wholes.clear()
         self._names.clear()
         self.grads.clear()
         self.seen.clear()
@@ -511,25 +509,18 @@ class HalfGradients:
     # -- the masters' side -----------------------------------------------------------------------
 
     def base(self, row: int) -> torch.Tensor | None:
-        """The whole float32 gradient of one master, as far as it is made."""
-        weights = self._weights
-        return (
-            stored_grad(weights.masters[row]) if weights.parts[row] is None else self._wholes[row]
-        )
+        """The float32 gradient of one master, as far as it is made."""
+        return stored_grad(self._weights.masters[row])
 
     def bases(self) -> list[torch.Tensor | None]:
         """All of these."""
         if not self.may_have_bases:
             return [None] * len(self._weights)
-        if self._weights.has_parts:
-            return [self.base(row) for row in range(len(self._weights))]
         return list(map(stored_grad, self._weights.masters))
 
     def keep(self, row: int, grad: torch.Tensor | None) -> None:
-        """Let ``grad`` be the whole float32 gradient of a master."""
+        """Let ``grad`` be the float32 gradient of a master."""
         self.may_have_bases |= grad is not None
-        if self._weights.parts[row] is not None:
-            self._wholes[row], grad = grad, None
         store_grad(self._weights.masters[row], grad)
 
     @property
@@ -622,9 +613,7 @@ class HalfGradients:
                 if key not in made:
                     made[key] = replace(old, factor=None, unclipped=None, is_alone=is_alone)
                 self.records[row] = made[key]
-                if is_alone and self._weights.has_parts:
-                    self.keep(row, wide)
-                elif is_alone:
+                if is_alone:
                     store_grad(self._weights.masters[row], wide)
 
         run_to_end(add, note_made)  # half of it would drop gradients, or count them twice
@@ -857,11 +846,7 @@ class HalfGradients:
     def _drop_bases(self) -> None:
         if not self.may_have_bases:
             return
-        self.may_have_bases = self._weights.has_parts  # there masters have gradients of parts
-        if self._weights.has_parts:
-            for row in range(len(self._weights)):
-                self.keep(row, None)
-            return
+        self.may_have_bases = False
         for master, base in zip(
             self._weights.masters, list(map(stored_grad, self._weights.masters)), strict=True
         ):
