@@ -24,13 +24,7 @@ import preamp
 from checkpoint.runs import Backward, Run, Step, Zero
 from engine.harness import same
 from preamp import report
-from preamp.checkpoint import (
-    convert_apex_checkpoint,
-    latest_checkpoint,
-    read_apex_checkpoint,
-    read_checkpoint,
-    storage,
-)
+from preamp.checkpoint import latest_checkpoint, read_checkpoint, storage
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.subjects import Subjects
 from preamp.checkpoint.summary import summarize_checkpoint
@@ -396,9 +390,8 @@ def squeezed(path: Path, of: Path) -> None:
 def test_compressed_files_are_refused(good: Path, tmp_path: Path) -> None:
     path = tmp_path / "squeezed.pt"
     squeezed(path, good)
-    for reader in (read_checkpoint, read_apex_checkpoint):
-        with pytest.raises((preamp.CheckpointError, ValueError), match="it is compressed"):
-            reader(path)
+    with pytest.raises(preamp.CheckpointError, match="it is compressed"):
+        read_checkpoint(path)
 
 
 def test_a_folder_that_claims_many_ranks(tmp_path: Path) -> None:
@@ -429,9 +422,7 @@ def test_what_has_no_end_is_not_read(kind: str, tmp_path: Path) -> None:
     readers: list[Callable[[Path], object]] = [
         read_checkpoint,
         preamp.load_checkpoint,
-        read_apex_checkpoint,
         read_history,
-        lambda path: convert_apex_checkpoint(path, tmp_path / "new.pt"),
     ]
     for reader in readers:
         with pytest.raises(OSError, match=f"{path} cannot be read: What is there is no regular"):
@@ -499,12 +490,10 @@ def test_a_full_disk_says_so_everywhere(tmp_path: Path, monkeypatch: pytest.Monk
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt")
     monkeypatch.setattr(os, "fsync", full)
     writers: dict[str, Callable[[Path], object]] = {
         "a.pt": lambda path: preamp.save_checkpoint(path, extra=1),
         "a.safetensors": lambda path: preamp.save_checkpoint(path, extra=1),
-        "new.pt": lambda path: convert_apex_checkpoint(tmp_path / "old.pt", path),
         "page.html": lambda path: report.write(path, []),
     }
     for name, write in writers.items():

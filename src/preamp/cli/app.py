@@ -12,7 +12,7 @@ import typer
 import preamp
 from preamp.cli import run as program
 from preamp.cli.bench import bench
-from preamp.cli.checkpoint import checkpoint, convert_checkpoint
+from preamp.cli.checkpoint import checkpoint
 from preamp.cli.console import make_console, print_table, print_wrapped
 from preamp.cli.demo import demo
 from preamp.cli.doctor import run_doctor
@@ -70,7 +70,7 @@ def _options(  # pyright: ignore[reportUnusedFunction]
     """Mixed-precision training for PyTorch in one call."""
 
 
-for _command in (demo, convert_checkpoint, levels, estimate, plan, report, bench):
+for _command in (demo, levels, estimate, plan, report, bench):
     app.command()(_command)
 app.add_typer(checkpoint)
 

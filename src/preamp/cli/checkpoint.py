@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``preamp checkpoint`` and ``convert-checkpoint``: what is in a file, and whether it is whole."""
+"""``preamp checkpoint``: what is in a file, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from preamp.checkpoint import convert_apex_checkpoint
-from preamp.checkpoint.apex.findings import RECORD
 from preamp.checkpoint.summary import Summary, summarize_checkpoint
-from preamp.cli.console import make_console, print_plainly, print_table, print_wrapped, refusing
+from preamp.cli.console import make_console, print_plainly, print_table, print_wrapped
 from preamp.cli.options import AsJson
 from preamp.cli.run import REFUSED, refuse
 from preamp.core.errors import PreampError
@@ -87,26 +85,3 @@ def _print(summary: Summary, console: Console) -> None:
 
 def _shape(sizes: list[int]) -> str:
     return " × ".join(map(str, sizes)) or "scalar"
-
-
-def convert_checkpoint(
-    src: Annotated[Path, typer.Argument(help="File that a script wrote with Apex.")],
-    dst: Annotated[Path, typer.Argument(help="Where the converted file goes.")],
-    explain: Annotated[
-        bool, typer.Option("--explain", help="List what was found and what becomes of it.")
-    ] = False,
-) -> None:
-    """Write a checkpoint made with Apex as plain data, which torch.load reads by default.
-
-    Nothing in the file is executed: what is neither a tensor, plain data nor one of Apex's loss
-    scalers is refused.
-    """
-    with refusing():
-        findings = convert_apex_checkpoint(src, dst)
-    console = make_console()
-    if explain:
-        told = (f"- {f.key or 'the file'}: {f.kind}; becomes: {f.becomes}" for f in findings)
-        print_wrapped(console, [src.name, *told])
-    converted = sum(finding.kind.startswith(RECORD) for finding in findings)
-    objects = "1 object" if converted == 1 else f"{converted} objects"
-    print_plainly(console, f"{objects} made plain data: {dst}")
