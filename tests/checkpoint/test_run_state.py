@@ -102,11 +102,15 @@ def test_what_is_no_run_is_refused() -> None:
 def test_a_state_within_a_step_is_refused() -> None:
     model, optimizer = initialized()
     state = preamp.RunState(model, optimizer)
-    with (
-        preamp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer),
-        pytest.raises(preamp.PreampStateError, match=r"preamp.RunState.state_dict"),
-    ):
+    with preamp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as scaled_loss:
+        with pytest.raises(preamp.PreampStateError, match=r"RunState.state_dict was called inside"):
+            state.state_dict()
+        scaled_loss.backward()
+    text = r"RunState.state_dict was called between a backward and optimizer.step"
+    with pytest.raises(preamp.PreampStateError, match=text):
         state.state_dict()
+    optimizer.step()
+    state.state_dict()
 
 
 def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ COMMANDS = {
     "levels": ("levels",),
     "bench": ("bench", "--device", "cpu", "--params", "2e3", "--tensors", "2", "--seconds", "0"),
     "plan": ("plan", "train.py", "--steps", "1", "--verify-steps", "1"),
-    "checkpoint": ("checkpoint", "show", "run.pt"),
     "help": ("--help",),
     "help of demo": ("demo", "--help"),
     "help of run": ("run", "--help"),

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.random_states import random_states
+from preamp.checkpoint.ranks import rank, world_size
 from preamp.checkpoint.staging import SplitTensor, value_of
-from preamp.checkpoint.subjects import Subjects, check_reduced, class_name, model_state, params_of
+from preamp.checkpoint.subjects import Subjects, class_name, model_state, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
-from preamp.engine.pending import engine_state
-from preamp.kernels import fsdp
+from preamp.engine.resume import engine_state
 from preamp.optim import leaf_of
 from preamp.policy.storage import FULL, Storage
 
@@ -22,15 +22,12 @@ from preamp.policy.storage import FULL, Storage
 def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     """Return the content, whose tensors are mostly the live ones. Synchronises.
 
-    Of what ranks hold parts there are `Shard` and ``DTensor`` values; ``extra`` is put in as it is.
-    Masters take over what was written to half weights. Raises `PreampStateError` inside a
-    ``scale_loss`` block, and where a gradient was changed while a loss scale was on it or lies
-    unreduced inside of ``fully_shard``.
+    ``extra`` is put in as it is. Masters take over what was written to half weights. Raises
+    `PreampStateError` within a step, and where a rank has parts of tensors.
     """
+    subjects.check_whole("save_checkpoint")
     for engine in subjects.engines:
-        engine.check_outside_blocks("save_checkpoint")
-    check_reduced(subjects.models)
-    fsdp.reshard(subjects.models)
+        engine.check_between_steps("save_checkpoint")
     names = {id(param): name for name, param in subjects.named_params()}
     masters = subjects.masters()
     storages = {
@@ -48,11 +45,11 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
             if name.startswith("optimizers/")
         },
         "engines": [_engine_state(engine, subjects) for engine in subjects.engines],
-        "gradients": subjects.gradients(),
         "schedulers": [
             {"class": class_name(scheduler), "state": scheduler.state_dict()}
             for scheduler in subjects.schedulers
         ],
+        "ranks": (rank(), world_size()),  # whose random states they are
         "rng": random_states(),
         "extra": extra,
     }

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from preamp.checkpoint.random_states import prepare_random_states, random_states
 from preamp.checkpoint.ranks import exchanged, rank, world_size
-from preamp.checkpoint.subjects import Subjects, check_reduced
+from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import bad_state, bad_type, bad_value, with_article
 from preamp.core.log import say
+from preamp.engine.resume import drop_gradients, engine_state, prepare_engine
 from preamp.kernels import fsdp
 
 
@@ -70,14 +71,14 @@ class RunState:
         the ranks' own data are gathered.
 
         Raises:
-            PreampStateError: Inside of a ``scale_loss`` block, or gradients lie unreduced inside of
-                ``fully_shard``.
+            PreampStateError: Inside of a ``scale_loss`` block, or before the step that uses its
+                gradients; or gradients lie unreduced inside of ``fully_shard``.
             TypeError: ``extra`` or a scheduler's state is no plain data.
         """
         own = self._subjects
         for engine in own.engines:
-            engine.check_outside_blocks("preamp.RunState.state_dict")
-        check_reduced(own.models)
+            engine.check_between_steps("preamp.RunState.state_dict")
+        _check_reduced(own.models)
         fsdp.reshard(own.models)
         weights, states = get_state_dict(own.models[0], own.optimizers)
         # One value on all ranks, since of what is no tensor ``dcp`` writes one rank's.
@@ -88,7 +89,7 @@ class RunState:
         own = self._subjects
         return _bytes_of(
             {
-                "engines": [engine.state_dict() for engine in own.engines],
+                "engines": [engine_state(engine) for engine in own.engines],
                 "schedulers": [scheduler.state_dict() for scheduler in own.schedulers],
                 "random": random_states(),
                 "extra": self.extra,
@@ -116,13 +117,16 @@ class RunState:
                 f"preamp: the checkpoint has the random states of {len(saved)} ranks; those of "
                 f"{count} stay as they are"
             )
+        pairs = zip(own.engines, mine["engines"], strict=True)
+        set_engines = [prepare_engine(engine, state) for engine, state in pairs]
         model, given = own.models[0], state_dict["optimizer"]
         set_model_state_dict(model, state_dict["model"])
         # Some optimizers have no state, as SGD without momentum; dcp has compared the names.
         options = StateDictOptions(strict=False)
         set_optimizer_state_dict(model, own.optimizers, given, options=options)
-        for engine, state in zip(own.engines, mine["engines"], strict=True):
-            engine.load_state_dict(state)
+        for engine, set_engine in zip(own.engines, set_engines, strict=True):
+            drop_gradients(engine)
+            set_engine()
         for scheduler, state in zip(own.schedulers, mine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         self.extra = mine["extra"]
@@ -153,6 +157,17 @@ def _subjects(model: Any, optimizer: Any, scheduler: Any) -> Subjects:
             "Use preamp.save_checkpoint with a path for each rank",
         )
     return subjects
+
+
+def _check_reduced(models: Sequence[nn.Module]) -> None:
+    """Raise `PreampStateError` if ``fully_shard`` keeps gradients that were not reduced yet."""
+    if any(map(fsdp.holds_unreduced, models)):
+        raise bad_state(
+            "preamp.RunState.state_dict was called while gradients lie unreduced inside of "
+            "fully_shard, after set_requires_gradient_sync(False)",
+            "Gradients are not saved, so the run would go on without them",
+            "Save after optimizer.step(), or before the accumulation",
+        )
 
 
 def _bytes_of(data: Mapping[str, Any]) -> bytes:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a checkpoint is of: models, optimizers, schedulers, their engines, and ranks' shares."""
+"""What a checkpoint is of: models, optimizers, schedulers, and their engines."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from preamp.casting.state_hooks import without_copies
 from preamp.checkpoint.staging import value_of
-from preamp.core.away import values_of
 from preamp.core.errors import bad_state, bad_type, with_article
-from preamp.core.tensors import stored_grad
+from preamp.core.tensors import is_sharded
 from preamp.engine import Engine, find_engine
 from preamp.engine.lookup import bare
-from preamp.kernels import fsdp
 from preamp.optim import MasterParameter, Twin, leaf_of
 from preamp.optim.master_parameter import is_master
 
@@ -83,33 +82,18 @@ class Subjects:
             if isinstance(param, MasterParameter) and param.twin is not None
         }
 
-    def buffer_names(self) -> frozenset[str]:
-        """The names that buffers of models have among the tensors of a content."""
-        return frozenset(
-            f"models/{index}/state/{name}"
-            for index, model in enumerate(self.models)
-            for name, _ in model.named_buffers()
-        )
-
-    def waiting_on_host(self) -> set[int]:
-        """The parameters whose gradients wait on the host for their step, by ``id``."""
-        waiting = (e for e in self.engines if e.policy.storage.waits_on_host)
-        sessions = (session for engine in waiting for session in engine.sessions.values())
-        return {id(p) for session in sessions for p in session.model_params() if p.is_cuda}
-
-    def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Every gradient, by the parameter's name: of the model's side, and the master's."""
-        masters = self.masters()
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for name, param in self.named_params():
-            master = masters.get(id(param))
-            sides = {"model": values_of(stored_grad(param))}
-            if master is not None and master.twin is not None:
-                sides["master"] = master.twin.table.gradients.base(master.twin.row)
-            held = {side: grad for side, grad in sides.items() if grad is not None}
-            if held:
-                found[name] = held
-        return found
+    def check_whole(self, what: str) -> None:
+        """Raise `PreampStateError` if a rank has only parts of some tensor."""
+        buffers = (pair for model in self.models for pair in model.named_buffers())
+        for name, tensor in itertools.chain(self.named_params(), buffers):
+            if is_sharded(tensor):
+                raise bad_state(
+                    f"{what} got {name!r}, of which each rank has a part",
+                    "One file has whole tensors; parts are saved and loaded by "
+                    "torch.distributed.checkpoint",
+                    "Give it a preamp.RunState(model, optimizer), as in "
+                    'dcp.save({"run": run}, checkpoint_id=folder)',
+                )
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -186,10 +170,11 @@ def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()``, where packed masters are a `SplitTensor` each."""
-    return {
-        name: value_of(value) if is_master(value) else value
-        for name, value in model_forms(model).items()
-    }
+    state = model_forms(model)
+    for name, value in state.items():
+        if is_master(value):
+            state[name] = value_of(value)
+    return state
 
 
 def model_forms(model: nn.Module) -> dict[str, Any]:
@@ -211,14 +196,3 @@ def _packed_given(model: nn.Module) -> Generator[None]:
     finally:
         for table in tables:
             table.gives_packed = False
-
-
-def check_reduced(models: Sequence[nn.Module]) -> None:
-    """Raise `PreampStateError` if ``fully_shard`` keeps gradients that were not reduced yet."""
-    if any(map(fsdp.holds_unreduced, models)):
-        raise bad_state(
-            "save_checkpoint was called while gradients lie unreduced inside of fully_shard, "
-            "after set_requires_gradient_sync(False)",
-            "Gradients are saved that were reduced, sharded as their parameters are",
-            "Save after the backward that reduces them, or before the accumulation",
-        )

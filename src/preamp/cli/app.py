@@ -12,7 +12,6 @@ import typer
 import preamp
 from preamp.cli import run as program
 from preamp.cli.bench import bench
-from preamp.cli.checkpoint import checkpoint
 from preamp.cli.console import make_console, print_table, print_wrapped
 from preamp.cli.demo import demo
 from preamp.cli.doctor import run_doctor
@@ -72,7 +71,6 @@ def _options(  # pyright: ignore[reportUnusedFunction]
 
 for _command in (demo, levels, estimate, plan, report, bench):
     app.command()(_command)
-app.add_typer(checkpoint)
 
 
 def _passed_on(name: str, brief: str, call: Callable[[list[str]], None]) -> None:

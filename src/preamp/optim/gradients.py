@@ -70,17 +70,6 @@ _GUESSED_BY = 32  # values of a gradient that suggest a factor
 _SPENT = {is_plain: Record(None, is_plain=is_plain, is_spent=True) for is_plain in (False, True)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowMemo:
-    """What the table knows of one row's gradients besides these, to resume in another process."""
-
-    record: Record | None  # of the half gradient as it is now, or ``None``
-    is_raw: bool | None  # whether it still is what a block left scaled; ``None`` if none did
-    is_open: bool  # whether a backward is under way
-    is_carried: bool  # whether the half gradient holds the earlier one too
-    zeros_aside: bool  # whether zeros are away meanwhile
-
-
 @dataclass(slots=True, eq=False)
 class Rewriting:
     """What comes of writing to scaled half gradients, for all tables of an engine.
@@ -110,9 +99,6 @@ class HalfGradients:
         self._weights = weights
         self._ops = weights.ops
         self._names: list[str] = []  # by row, as messages call the weights
-        # Whole float32 gradients of masters that have parts of their weights: what is clipped by is
-        # their norm, and under ``no_sync`` each rank has its own
-        self._wholes: list[torch.Tensor | None] = []
         self._owners = owners  # the optimizers that update them
         self._rewriting = rewriting
         self._steps = 0  # with them watched
@@ -895,33 +881,12 @@ class HalfGradients:
                 self.seen[row], self.records[row] = grad, made[grad.device]
         self.grads, self.versions = self.seen, self._versions_of(self.seen)
 
-    # -- resuming in another process --------------------------------------------------------------
-
-    def memo(self, row: int) -> RowMemo:
-        """What to keep beside the gradients of one row, to resume in another process."""
-        if not self.is_open:
-            self.reconcile()
-            if _is_shown(self.records[row]) and not _is_made(self.records[row]):
-                self.make([row])  # what the script sees is less than there is
-        raw = None if self.raw is None else self.raw[row]
-        now = self._weights.halves[row].grad
-        is_raw = None if raw is None else now is not None and version_of(now) == raw
-        is_carried, zeros_aside = row in self.carried, row in self.zeros_aside
-        return RowMemo(self.records[row], is_raw, self.is_open, is_carried, zeros_aside)
-
-    def recall(self, row: int, memo: RowMemo) -> None:
-        """Resume from there; the gradients are in place again."""
-        now = self._weights.halves[row].grad
-        self.note(row, now, None if now is None else memo.record)
-        self.is_open = memo.is_open
-        for is_one, rows in ((memo.is_carried, self.carried), (memo.zeros_aside, self.zeros_aside)):
-            rows.discard(row)
-            if is_one:
-                rows.add(row)
-        if memo.is_raw is not None:
-            if self.raw is None:
-                self.raw = [None for _ in range(len(self._weights))]
-            self.raw[row] = -1 if now is None or not memo.is_raw else version_of(now)
+    def settled_record(self, row: int) -> Record | None:
+        """What is known of a row's half gradient, for another table to `note` with it."""
+        self.reconcile()
+        if _is_shown(self.records[row]) and not _is_made(self.records[row]):
+            self.make([row])  # what the script sees is less than there is
+        return self.records[row]
 
 
 def _is_shown(record: Record | None) -> bool:

@@ -23,7 +23,7 @@ from preamp.core.tensors import find_again, local_of, runs_of, storage_key, stor
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.kernels.stored import are_beyond_float16
-from preamp.optim.gradients import HalfGradients, Rewriting, RowMemo
+from preamp.optim.gradients import HalfGradients, Rewriting
 from preamp.optim.master_parameter import (
     PACKED_KINDS,
     MasterParameter,
@@ -112,14 +112,6 @@ class Twin:
         """Take over what was written to the half weight; see `WeightTable.settle`."""
         self.table.settle(self.row)
 
-    def memo(self) -> RowMemo:
-        """What to keep beside the gradients, to resume in another process."""
-        return self.table.gradients.memo(self.row)
-
-    def recall(self, memo: RowMemo) -> None:
-        """Resume from there; the gradients are in place again."""
-        self.table.gradients.recall(self.row, memo)
-
 
 def _note_accumulated(master: Any) -> None:
     """A backward has reached the master itself, as of a penalty on masters."""
@@ -183,14 +175,15 @@ class WeightTable(WeightPairs):
         Not while a backward is under way, or gradients are left scaled, in either of them.
         """
         self.settle(twin.row)
-        memo = twin.memo()
+        record = self.gradients.settled_record(twin.row)
         is_set = not self.is_fresh or twin.row in self.loaded or twin in self._written
         self._remove(twin)
         other.add(twin)
         other._shares_versions |= self._shares_versions
         if is_set:
             other.loaded.add(twin.row)
-        twin.recall(memo)
+        grad = twin.half.grad
+        other.gradients.note(twin.row, grad, None if grad is None else record)
         if twin.is_shown:
             other.gradients.show()
 

@@ -1,38 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ranks check about moments in fewer bits: however they are shared, the bits are the same."""
+"""What ranks check of moments in fewer bits: however they are shared, the bits are the same."""
 
 from __future__ import annotations
 
 import copy
-import itertools
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 from cases.selection import combinations
-from checkpoint.rank_checks import shared_folder
-from checkpoint.sharded_checks import saved_folder
-from checkpoint.sharded_runs import Parallel, full
 from engine.harness import same
 from preamp import PreampStateError, Storage
 from preamp.optimizers import FusedAdam, FusedSGD
 
-WAYS: tuple[Parallel, ...] = ("ddp", "fsdp")
+Parallel = Literal["none", "ddp", "fsdp"]
+# fully_shard of torch 2.6 needs events of streams, which its CPUs lack
+WAYS: tuple[Parallel, ...] = ("ddp", "fsdp")[: 1 + hasattr(torch.cpu.Stream, "record_event")]
 STORAGES = {
     "compact": Storage(masters="split", moments="8bit", seed=5),
     "8bit": Storage(moments="8bit", seed=5),
     "bfloat16": Storage(moments="bfloat16", seed=5),
     "full": Storage(),
 }
-RESHARDED = ("compact", "O5"), ("bfloat16", "O5"), ("compact", "O2")
 BUILDS: dict[str, Any] = {
     "adam": lambda params: FusedAdam(params, lr=0.0625, eps=1e-4),
     "sgd": lambda params: FusedSGD(params, lr=0.0625, momentum=0.9),
@@ -100,12 +96,6 @@ class Run:
                 param.grad = torch.empty_like(param).copy_(grad)
         self.optimizer.step()
 
-    def save(self, path: Path) -> None:
-        preamp.save_checkpoint(path, self.model, self.optimizer)
-
-    def load(self, path: Path) -> None:
-        preamp.load_checkpoint(path, self.model, self.optimizer)
-
     def whole(self) -> dict[str, Any]:
         """Float32 values and the optimizer's state, whole, on every rank."""
         weights, state = self.inner.state_dict(), self.optimizer.state_dict()
@@ -137,44 +127,6 @@ def check_all_ways_to_share_have_the_same_bits() -> None:
                 assert same(found[-1], found[0]), (storage, kind, level, parallel, strided)
 
 
-def check_checkpoints_go_from_one_way_to_another() -> None:
-    """A run that goes on elsewhere is the uninterrupted one."""
-    pairs = [(a, b) for a, b in itertools.product(WAYS, repeat=2)]
-    for storage, (saved, loaded) in combinations(STORAGES, pairs):
-        folder, run = shared_folder(), Run(storage, saved)
-        run.step(0)
-        run.step(1)
-        run.save(folder / "a")
-        before = run.whole()
-        run.step(2)
-        after = run.whole()
-        run.close()
-        other = Run(storage, loaded, seed=1)
-        other.step(7)
-        other.load(folder / "a")
-        assert same(other.whole(), before), (storage, saved, loaded)
-        other.step(2)
-        assert same(other.whole(), after), (storage, saved, loaded)
-        other.close()
-
-
-def check_other_storages_load_alike_in_all_ways() -> None:
-    for saved, loaded in (("compact", "full"), ("full", "compact"), ("8bit", "bfloat16")):
-        folder, run = shared_folder(), Run(saved, "fsdp")
-        run.step(0)
-        run.save(folder / "a")
-        run.close()
-        expected: Any = None
-        for parallel in WAYS:
-            other = Run(loaded, parallel, seed=1)
-            other.load(folder / "a")
-            found = other.whole()
-            expected = found if expected is None else expected
-            assert same(found, expected), (saved, loaded, parallel)
-            other.step(1)
-            other.close()
-
-
 def check_columns_are_refused() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     param = nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)]))
@@ -187,51 +139,5 @@ def check_columns_are_refused() -> None:
     assert not optimizer.state
 
 
-def check_bytes_are_as_estimated() -> None:
-    for storage in STORAGES:
-        run = Run(storage, "ddp")
-        run.step(0)
-        run.step(1)
-        found = preamp.count_memory(run.engine)
-        wanted = preamp.estimate(
-            Net(0), preamp.OPT_LEVELS["O5"].replace(storage=STORAGES[storage]), "FusedAdam"
-        ).categories
-        for category in ("masters", "optimizer state"):
-            assert found[category] == wanted[category], (storage, category)
-        run.close()
-
-
-def save_for_others() -> None:
-    """What other numbers of ranks load."""
-    folder, ranks = saved_folder(), dist.get_world_size() if dist.is_initialized() else 1
-    folder.mkdir(exist_ok=True)
-    ways: tuple[Parallel, ...] = WAYS if ranks > 1 else ("none",)
-    for (storage, level), parallel in itertools.product(RESHARDED, ways):
-        run = Run(storage, parallel, level=level)
-        run.step(0)
-        run.save(folder / f"{storage}-{level}-{parallel}-{ranks}")
-        run.close()
-
-
-def load_from_others() -> None:
-    """A run that goes on on any number of ranks is the uninterrupted one of a single process.
-
-    Each way to share loads what each has saved, in one of the storages.
-    """
-    ways: tuple[Parallel, ...] = WAYS if dist.is_initialized() else ("none",)
-    assert len(RESHARDED) >= len(ways)
-    for turn, (storage, level) in enumerate(RESHARDED):
-        single = Run(storage, "none", level=level)
-        single.step(0)
-        single.step(1)
-        expected = single.whole()
-        single.close()
-        saved = sorted(saved_folder().glob(f"{storage}-{level}-*"))
-        assert len(saved) == 1 + 2 * len(WAYS)
-        for number, path in enumerate(saved, turn):
-            parallel = ways[number % len(ways)]
-            run = Run(storage, parallel, seed=1, level=level)
-            run.load(path)
-            run.step(1)
-            assert same(run.whole(), expected), (parallel, path.name)
-            run.close()
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
