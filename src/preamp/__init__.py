@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from preamp import parallel as parallel
     from preamp import planning as planning
     from preamp import report as report
+    from preamp.checkpoint.run_state import RunState as RunState
     from preamp.checkpoint.saving import load_checkpoint as load_checkpoint
     from preamp.checkpoint.saving import save_checkpoint as save_checkpoint
     from preamp.planning.memory import estimate as estimate
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__ = names(  # what not every program needs loads when it is first asked for
     "preamp",
+    RunState="checkpoint.run_state",
     amp="",
     checkpoint="",
     estimate="planning.memory",
@@ -93,6 +95,7 @@ __all__ = [
     "PreampPolicyError",
     "PreampStateError",
     "PreampUnavailableError",
+    "RunState",
     "Storage",
     "__version__",
     "audit_casts",

@@ -71,14 +71,14 @@ assert preamp.normalization.fused_layer_norm.FusedLayerNorm
 assert "__doc__" in dir(preamp) and "TYPE_CHECKING" not in dir(preamp.checkpoint)
 """
 
-READERS_OF_APEX_FILES = """
+LATE = """
 import preamp.checkpoint
-assert "preamp.checkpoint.apex.findings" not in sys.modules
+assert "preamp.checkpoint.saving" not in sys.modules
 assert not hasattr(preamp.checkpoint, "nothing")
-assert "describe" not in vars(preamp.checkpoint)
+assert "read_checkpoint" not in vars(preamp.checkpoint)
 from preamp.checkpoint import *
-assert describe is sys.modules["preamp.checkpoint.apex.findings"].describe
-assert vars(preamp.checkpoint)["describe"] is describe
+assert read_checkpoint is sys.modules["preamp.checkpoint.saving"].read_checkpoint
+assert vars(preamp.checkpoint)["read_checkpoint"] is read_checkpoint
 assert all(name in globals() for name in preamp.checkpoint.__all__)
 """
 
@@ -95,7 +95,7 @@ def run_each(*texts: str) -> list[dict[str, object]]:
 def test_import_is_light_and_the_rest_loads_when_it_is_asked_for() -> None:
     facades = ", ".join(f"preamp.{name}" for name in FACADES.split())
     looks = [LOOK % "preamp, preamp.amp", LOOK % facades]
-    programs = (APEX_NAMES, PUBLIC, READERS_OF_APEX_FILES)
+    programs = (APEX_NAMES, PUBLIC, LATE)
     assert run_each(*looks, *programs) == [LIGHT, LIGHT]
 
 

@@ -98,13 +98,13 @@ def test_estimate_prints_a_row_for_each_level() -> None:
 def test_estimate_prints_json() -> None:
     done = invoke(
         *("estimate", "torch.nn:Linear(10, 20, bias=False)", "--optimizer", "SGD(momentum=0.9)"),
-        *("--levels", "O0,O2", "--world-size", "2", "--sharding", "zero1", "--json"),
+        *("--levels", "O0,O2", "--world-size", "2", "--sharding", "fsdp", "--json"),
     )
     assert done.exit_code == 0, done.output
     o0, o2 = json.loads(done.output)
-    share = 128 * 4  # of 200 elements: parts are whole multiples of 64
+    share = 100 * 4  # of 200 elements
     assert (o0["opt_level"], o0["parameters"], o0["optimizer_state"]) == ("O0", 200, share)
-    assert (o2["weights"], o2["masters"], o2["sharding"]) == (400, share, "zero1")
+    assert (o2["weights"], o2["masters"], o2["sharding"]) == (200, share, "fsdp")
 
 
 def test_estimate_of_a_storage_shows_the_levels_that_can_have_it() -> None:

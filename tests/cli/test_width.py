@@ -25,7 +25,6 @@ COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
     "levels": ("levels",),
     "plan": ("plan", "train.py", "--steps", "1", "--verify-steps", "1"),
-    "checkpoint": ("checkpoint", "show", "run.pt"),
     "help": ("--help",),
     "help of estimate": ("estimate", "--help"),
     "help of run": ("run", "--help"),

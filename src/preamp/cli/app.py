@@ -11,7 +11,6 @@ import typer
 
 import preamp
 from preamp.cli import run as program
-from preamp.cli.checkpoint import checkpoint, convert_checkpoint
 from preamp.cli.console import make_console, print_table, print_wrapped
 from preamp.cli.doctor import run_doctor
 from preamp.cli.estimate import estimate
@@ -68,9 +67,8 @@ def _options(  # pyright: ignore[reportUnusedFunction]
     """Mixed-precision training for PyTorch in one call."""
 
 
-for _command in (convert_checkpoint, levels, estimate, plan, report):
+for _command in (levels, estimate, plan, report):
     app.command()(_command)
-app.add_typer(checkpoint)
 
 
 def _passed_on(name: str, brief: str, call: Callable[[list[str]], None]) -> None:

@@ -81,7 +81,7 @@ def estimate(
         float, typer.Option("--host-gib", help="GiB of the host, for what fits.")
     ] = math.inf,
     world_size: Annotated[int | None, typer.Option(help="Ranks; 1 if left out.")] = None,
-    sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
+    sharding: Annotated[str, typer.Option(help="none or fsdp.")] = "none",
     as_json: AsJson = False,
 ) -> None:
     """Tell how much memory training takes on each rank, by opt level and category.
@@ -156,9 +156,9 @@ def _tell_what_is_left_out(levels: str | None, storage: Storage) -> None:
 
 
 def _ranks(sharding: str, world_size: int | None) -> dict[str, Any]:
-    if sharding in ("zero1", "fsdp") and world_size is None:
+    if sharding == "fsdp" and world_size is None:
         raise bad_value(
-            f"Got --sharding {sharding} without --world-size",
+            "Got --sharding fsdp without --world-size",
             "Shared out is between ranks, and one rank has everything",
             "Pass for example --world-size 8",
         )

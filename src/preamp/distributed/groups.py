@@ -19,8 +19,7 @@ def require_group(what: str) -> None:
         raise bad_state(
             f"{what} was used without a process group",
             "It needs an initialized torch.distributed, with one process at least",
-            "Call torch.distributed.init_process_group first; torchrun and python -m "
-            "preamp.parallel.multiproc start the processes",
+            "Call torch.distributed.init_process_group first; torchrun starts the processes",
         )
 
 

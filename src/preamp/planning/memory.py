@@ -16,7 +16,6 @@ from torch import nn
 from preamp.core.errors import PreampPolicyError, bad_value
 from preamp.core.pinned import bytes_reserved
 from preamp.core.pytree import plain
-from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
 from preamp.engine.lookup import bare
 from preamp.engine.waiting import AT_ONCE
 from preamp.kernels.staged import AT_ONCE as BUFFERS
@@ -25,7 +24,6 @@ from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
     OptimizerLike,
-    Shape,
     ShardSize,
     StateBytes,
     Updated,
@@ -39,7 +37,7 @@ from preamp.policy.resolve import at_level, check_storage
 from preamp.policy.storage import STORAGES, Storage, storage_code, storage_name
 from preamp.watch.inventory import CATEGORIES, ON_HOST
 
-Sharding = Literal["none", "zero1", "fsdp"]
+Sharding = Literal["none", "fsdp"]
 _SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
 
 
@@ -172,10 +170,9 @@ def estimate(
             parameters, anything else all of the model's. Its state is found by one step on tensors
             of a few elements.
         world_size: Ranks.
-        sharding: ``"none"``: every rank has everything. ``"zero1"``: each tensor's master and
-            optimizer state are shared out, as by ``preamp.parallel.shard_optimizer``.
-            ``"fsdp"``: weights and gradients too. Tensors are split by elements; told is what
-            the rank with the largest shares has.
+        sharding: ``"none"``: every rank has everything. ``"fsdp"``: weights, gradients, masters
+            and optimizer state are shared out, as by ``fully_shard``. Tensors are split by
+            elements; told is what the rank with the largest shares has.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; adds ``activations`` and
             ``peak``, for one rank without sharding.
         batch: For ``loss_fn``: tensors, or containers of them.
@@ -221,7 +218,7 @@ def _count(
     check_storage(policy)
     _check_ranks(world_size, sharding, storage)
     slots = slots_of(model, policy.keep_fp32, in_rows=storage.moments == "8bit")
-    part = _part_of(sharding, world_size, storage)
+    part = _part_of(sharding, world_size)
     groups = dict.fromkeys((slot.key for slot in slots), 0)
     options: list[Mapping[str, Any]] = [{}]
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -357,8 +354,8 @@ def _check_ranks(world_size: int, sharding: str, storage: Storage) -> None:
     if sharding not in get_args(Sharding):
         raise bad_value(
             f"sharding={sharding!r} is not known",
-            "Allowed are 'none', 'zero1' (optimizer state and masters are shared out) and "
-            "'fsdp' (weights and gradients too)",
+            "Allowed are 'none' and 'fsdp' (weights, gradients, masters and optimizer state are "
+            "shared out)",
             "Choose one of them",
         )
     if storage.release_gradients and world_size > 1:
@@ -369,16 +366,8 @@ def _check_ranks(world_size: int, sharding: str, storage: Storage) -> None:
         )
 
 
-def _part_of(sharding: Sharding, world_size: int, storage: Storage) -> ShardSize:
+def _part_of(sharding: Sharding, world_size: int) -> ShardSize:
     """How many elements the rank with the most of a tensor has."""
-    by_rows = storage.moments != "float32"
-
-    def shared(shape: Shape) -> int:
-        unit = unit_of_rows(shape) if by_rows and len(shape) > 1 else TOGETHER
-        return share_of(math.prod(shape), world_size, unit)
-
-    if sharding == "zero1":
-        return shared
     return lambda shape: -(-math.prod(shape) // (world_size if sharding == "fsdp" else 1))
 
 

@@ -105,3 +105,20 @@ def write_run(path: Path, kind: str, *, zipped: bool) -> None:
             "history": [0.5, (1, "two")],
         }
         torch.save(content, path, _use_new_zipfile_serialization=zipped)
+
+
+def write_flat(path: Path, *, dynamic: bool) -> None:
+    """The state of the flat FP16_Optimizer of early 2019 around its FusedAdam, after 7 steps."""
+    options = {"lr": 0.125, "bias_correction": False, "betas": (0.5, 0.5), "eps": 0.0}
+    group = {**options, "weight_decay": 0.0, "max_grad_norm": 1.0, "params": [0]}
+    moments = {"exp_avg": torch.full((3,), 0.5), "exp_avg_sq": torch.full((3,), 0.25)}
+    content: dict[str, Any] = {
+        "dynamic_loss_scale": dynamic,
+        "cur_scale": 512.0,
+        "cur_iter": 7,
+        "optimizer_state_dict": {"state": {0: {"step": 7, **moments}}, "param_groups": [group]},
+        "fp32_groups_flat": [torch.tensor([1.0 + 2.0**-20, 2.0, 3.0], requires_grad=True)],
+    }
+    if dynamic:
+        content |= {"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
+    torch.save(content, path)
