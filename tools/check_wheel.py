@@ -19,17 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/from-torch-amp.md")  # their Python blocks are run
 DEMO = ("--small", "--steps", "4", "--levels", "O0,O2,O5", "--out", "demo")
-PLANNED = """
-import torch
-
-
-def loss_fn(model, batch):
-    return model(batch).float().square().mean()
-
-
-def make():
-    return torch.nn.Linear(8, 8), loss_fn, torch.randn(16, 8)
-"""  # a script for ``preamp plan``
 
 
 def main() -> int:
@@ -78,8 +67,6 @@ def use(python: Path, folder: Path) -> None:
     call([preamp, "--version"], folder)
     call([preamp, "estimate", "--params", "7e9"], folder)
     call([preamp, "demo", *DEMO], folder)
-    (folder / "train.py").write_text(PLANNED, encoding="utf-8")
-    call([preamp, "plan", "train.py", "--levels", "O5"], folder)
     for page in PAGES:
         copy = folder / Path(page).name
         shutil.copy(ROOT / page, copy)

@@ -16,7 +16,7 @@ from pathlib import Path
 LAYERS = (
     ("cli", "compat", "integrations"),
     ("demo",),
-    ("checkpoint", "distributed", "doctor", "planning"),
+    ("checkpoint", "distributed", "doctor", "memory"),
     ("watch",),
     ("engine",),
     ("report",),

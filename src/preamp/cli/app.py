@@ -18,7 +18,6 @@ from preamp.cli.demo import demo
 from preamp.cli.doctor import run_doctor
 from preamp.cli.estimate import estimate
 from preamp.cli.main import versions
-from preamp.cli.plan import plan
 from preamp.cli.report import report
 from preamp.core.dtypes import dtype_name
 
@@ -70,7 +69,7 @@ def _options(  # pyright: ignore[reportUnusedFunction]
     """Mixed-precision training for PyTorch in one call."""
 
 
-for _command in (demo, convert_checkpoint, levels, estimate, plan, report, bench):
+for _command in (demo, convert_checkpoint, levels, estimate, report, bench):
     app.command()(_command)
 app.add_typer(checkpoint)
 

@@ -18,7 +18,7 @@ from preamp.cli.console import make_console, print_plainly, print_table, print_w
 from preamp.cli.options import AsJson
 from preamp.cli.run import REFUSED, refuse
 from preamp.core.errors import PreampError
-from preamp.planning.report import bytes_text
+from preamp.memory.text import bytes_text
 
 checkpoint = typer.Typer(
     name="checkpoint", help="Look into files of preamp.save_checkpoint.", no_args_is_help=True

@@ -19,7 +19,7 @@ from preamp.demo.measure import loss_of
 from preamp.demo.model import GPT
 from preamp.demo.train import make_optimizer
 from preamp.kernels.wide_half import native_products
-from preamp.planning.peak import Held
+from preamp.memory.peak import Held
 
 DEMO = ModelConfig(layers=2, width=64, heads=4, context=32)
 
