@@ -127,7 +127,7 @@ def test_what_a_loss_knows_of_the_model_are_the_copys_weights() -> None:
     given = model()
     weights = [*given.parameters()]
     for loss_fn in (
-        lambda model, batch: sum(w.float().square().sum() for w in weights),
+        lambda model, batch: sum((w.float().square().sum() for w in weights), torch.zeros(())),
         functools.partial(lambda known, model, batch: square(known, batch), given),
     ):
         twin, of_twin, batch = copies_of(given, loss_fn, BATCH, {})
