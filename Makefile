@@ -51,9 +51,9 @@ check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the doc
 	$(PYTEST) --suite all tests/architecture tests/docs
 
 BENCHES ?= step train insight
-bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--clips both"
+bench: $(VENV)/.ready-dev  ## Measure, and print a table; options: make bench BENCHES=step ARGS="--clips both"
 	for bench in $(BENCHES); do $(BIN)/python benchmarks/bench_$$bench.py $(ARGS) || exit 1; done
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/table.py
 
 wheel-test: $(VENV)/.ready-dev  ## Build the wheel and use it in an empty environment
 	$(BIN)/python tools/check_wheel.py $(ARGS)

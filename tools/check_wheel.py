@@ -18,17 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/from-torch-amp.md")  # their Python blocks are run
-PLANNED = """
-import torch
-
-
-def loss_fn(model, batch):
-    return model(batch).float().square().mean()
-
-
-def make():
-    return torch.nn.Linear(8, 8), loss_fn, torch.randn(16, 8)
-"""  # a script for ``preamp plan``
 
 
 def main() -> int:
@@ -76,8 +65,6 @@ def use(python: Path, folder: Path) -> None:
     call([str(python), "-c", where], folder)
     call([preamp, "--version"], folder)
     call([preamp, "estimate", "--params", "7e9"], folder)
-    (folder / "train.py").write_text(PLANNED, encoding="utf-8")
-    call([preamp, "plan", "train.py", "--levels", "O5"], folder)
     for page in PAGES:
         copy = folder / Path(page).name
         shutil.copy(ROOT / page, copy)

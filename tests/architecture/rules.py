@@ -15,7 +15,7 @@ from pathlib import Path
 
 LAYERS = (
     ("cli", "compat", "integrations"),
-    ("checkpoint", "distributed", "doctor", "planning"),
+    ("checkpoint", "distributed", "doctor", "memory"),
     ("watch",),
     ("engine",),
     ("report",),

@@ -58,11 +58,11 @@ PUBLIC = """
 import preamp
 shown = {name for name in dir(preamp) if not name.startswith("__")}
 modules = {"amp", "checkpoint", "fp16_utils", "integrations", "multi_tensor_apply",
-           "normalization", "numerics", "optimizers", "parallel", "planning", "report"}
+           "memory", "normalization", "numerics", "optimizers", "parallel", "report"}
 assert shown == {*preamp.__all__, *modules} - {"__version__"}, shown
 assert not any("preamp." + name in sys.modules for name in modules)
 assert not any("preamp.watch." + name in sys.modules for name in ("trace", "recorder"))
-for package in (preamp, preamp.checkpoint, preamp.planning):
+for package in (preamp, preamp.checkpoint, preamp.memory):
     names = [name for name in dir(package) if not name.startswith("__")]
     assert {*package.__all__} - {"__version__"} <= {*names}
     assert all(getattr(package, name) is not None for name in names)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
 
-from preamp.cli.tracebacks import is_foreign, part_of
+from preamp.cli.tracebacks import part_of
 
 
 def function_in(module: str, code: str) -> Callable[..., None]:
@@ -18,6 +18,10 @@ def function_in(module: str, code: str) -> Callable[..., None]:
     names = vars(ModuleType(module))
     exec(compile(f"def f(*given):\n    {code}\n", module, "exec"), names)
     return names["f"]
+
+
+def is_script(frame: FrameType) -> bool:
+    return frame.f_globals["__name__"] == "train"
 
 
 def shown(error: type[BaseException], *modules: str) -> list[str] | None:
@@ -29,23 +33,23 @@ def shown(error: type[BaseException], *modules: str) -> list[str] | None:
     with pytest.raises(error) as caught:
         call()
     assert caught.value.__traceback__ is not None
-    part = part_of(caught.value.__traceback__.tb_next, is_foreign, caught.value)
+    part = part_of(caught.value.__traceback__.tb_next, is_script, caught.value)
     return None if part is None else [frame.filename for frame in traceback.extract_tb(part)]
 
 
-PLAN, RANGES, TORCH = "preamp.cli.plan", "preamp.planning.ranges", "torch.nn.modules"
+RUN, DOCTOR, TORCH = "preamp.cli.run", "preamp.doctor.probes", "torch.nn.modules"
 
 
 @pytest.mark.parametrize(
     ("modules", "wanted"),
     [
-        (("__main__", "typer.core", PLAN, "train"), ["train"]),
-        ((PLAN, "importlib._bootstrap", "train", "helper"), ["train", "helper"]),
-        ((RANGES, "train", TORCH, RANGES, "model"), ["train", TORCH, "model"]),
-        ((RANGES, "train", TORCH), ["train", TORCH]),
-        ((PLAN, "train", "preamp.engine.core"), ["train", "preamp.engine.core"]),
-        ((PLAN, "train", "preamp.doctor.probes"), ["train", "preamp.doctor.probes"]),
-        ((PLAN, RANGES, TORCH), [PLAN, RANGES, TORCH]),
+        (("__main__", RUN, "train"), ["train"]),
+        ((RUN, "train", "helper"), ["train", "helper"]),
+        ((RUN, "train", TORCH, DOCTOR, "model"), ["train", TORCH, "model"]),
+        ((RUN, "train", TORCH), ["train", TORCH]),
+        ((RUN, "train", "preamp.engine.core"), ["train", "preamp.engine.core"]),
+        ((RUN, "train", DOCTOR), ["train", DOCTOR]),
+        ((RUN, DOCTOR, TORCH), [RUN, DOCTOR, TORCH]),
     ],
     ids=[
         "the script",
@@ -64,8 +68,8 @@ def test_the_script_is_shown_without_the_command(
 
 
 def test_a_syntax_error_of_the_script_names_its_own_place() -> None:
-    assert shown(SyntaxError, PLAN, "importlib._bootstrap") is None
-    assert shown(SyntaxError, PLAN, "train", "importlib._bootstrap") == [
+    assert shown(SyntaxError, RUN, "importlib._bootstrap") is None
+    assert shown(SyntaxError, RUN, "train", "importlib._bootstrap") == [
         "train",
         "importlib._bootstrap",
     ]

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,26 +22,11 @@ COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
 COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
     "levels": ("levels",),
-    "plan": ("plan", "train.py", "--steps", "1", "--verify-steps", "1"),
     "help": ("--help",),
     "help of estimate": ("estimate", "--help"),
     "help of run": ("run", "--help"),
 }
 NUMBER = re.compile(r"\d[\d.,]*")
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start where a checkpoint lies, so that its path is short."""
-    monkeypatch.chdir(tmp_path)
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    preamp.save_checkpoint("run.pt", model, optimizer)
-    script = "from cases.trainings import CASES\nmake = CASES['attention-logits'].make\n"
-    Path("train.py").write_text(script, encoding="utf-8")
-    yield
-    preamp.remove_apex_alias()  # which plan installs for its script
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) -> str:
@@ -70,7 +53,7 @@ def test_commands_follow_columns(
 
 
 def test_a_wider_terminal_gets_wider_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("estimate", "plan", "help", "help of run"):
+    for command in ("estimate", "help", "help of run"):
         narrow, wide = (printed(monkeypatch, width, *COMMANDS[command]) for width in (60, 120))
         assert widest(narrow) < widest(wide), command
 

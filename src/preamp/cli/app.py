@@ -15,7 +15,6 @@ from preamp.cli.console import make_console, print_table, print_wrapped
 from preamp.cli.doctor import run_doctor
 from preamp.cli.estimate import estimate
 from preamp.cli.main import versions
-from preamp.cli.plan import plan
 from preamp.cli.report import report
 from preamp.core.dtypes import dtype_name
 
@@ -67,7 +66,7 @@ def _options(  # pyright: ignore[reportUnusedFunction]
     """Mixed-precision training for PyTorch in one call."""
 
 
-for _command in (levels, estimate, plan, report):
+for _command in (levels, estimate, report):
     app.command()(_command)
 
 

@@ -34,11 +34,11 @@ from preamp.cli.options import (
     storage_of,
 )
 from preamp.core.errors import PreampError, bad_value
+from preamp.memory.estimates import MemoryEstimate, fitting
+from preamp.memory.layout import Factory
+from preamp.memory.optimizers import name_of, parse_call
+from preamp.memory.text import bytes_text, storages_text
 from preamp.optim.fused.kinds import twin_of
-from preamp.planning.layout import Factory
-from preamp.planning.memory import MemoryEstimate, fitting
-from preamp.planning.optimizers import name_of, parse_call
-from preamp.planning.report import bytes_text, storages_text
 from preamp.policy import resolve
 from preamp.policy.resolve import at_level
 from preamp.policy.storage import FULL, STORAGES, Storage, storage_code, storage_name

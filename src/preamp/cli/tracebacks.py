@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-_COMMANDS = ("preamp.cli.", "preamp.doctor.", "preamp.planning.")
-_OTHERS = ("__main__.", "preamp.", "importlib.", "typer.", "click.", "rich.", "torch.")
+_COMMANDS = ("preamp.cli.", "preamp.doctor.")
 
 
 def begin_tracebacks(is_first: Callable[[FrameType], bool]) -> None:
@@ -46,12 +45,6 @@ def part_of(
         if shown is None or not _name(part.tb_frame).startswith(_COMMANDS):
             shown = TracebackType(shown, part.tb_frame, part.tb_lasti, part.tb_lineno)
     return shown
-
-
-def is_foreign(frame: FrameType) -> bool:
-    """Whether a frame is of a script that a command imports, or of what this imports, but torch."""
-    is_frozen = frame.f_code.co_filename.startswith("<frozen ")
-    return not is_frozen and not _name(frame).startswith(_OTHERS)
 
 
 def _name(frame: FrameType) -> str:

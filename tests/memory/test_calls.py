@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from preamp.planning.optimizers import Call, parse_call
+from preamp.memory.optimizers import Call, parse_call
 
 
 @pytest.mark.parametrize(

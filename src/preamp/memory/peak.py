@@ -16,7 +16,7 @@ from preamp.core.randomness import untouched_random
 from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps, fake_tensors
 from preamp.kernels.wide_half import native_products
-from preamp.planning.isolation import LossFn, copies_of
+from preamp.memory.copies import LossFn, copies_of
 from preamp.policy import Policy
 
 
@@ -83,18 +83,17 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
 
     with mode:
         map_leaves(note, [*model.parameters(), *model.buffers(), batch])
-    copies = copies_of(memo, model=model, loss_fn=loss_fn, batch=batch)
-    twin = copies["model"]
+    twin, loss_of, values = copies_of(model, loss_fn, batch, memo)
     with untouched_random(), native_products(), mode:
         engine = create_engine(twin, None, policy)
         for param in twin.parameters() if policy.storage.release_gradients else ():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_drop)
+                cast("Any", param).register_post_accumulate_grad_hook(_drop)
         try:
             with Held() as held:
-                copies["loss_fn"](twin, copies["batch"]).float().backward()
+                cast("Any", loss_of(twin, values).float()).backward()
         except Exception as error:
-            failed = f"A step cannot be traced without running it: {first_line(error)}"
+            failed = f"A step cannot be traced without running it: {_first_line(error)}"
             if batch is None:
                 raise bad_value(
                     failed,
@@ -116,7 +115,7 @@ def _drop(param: torch.Tensor) -> None:
     param.grad = None
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of an error's text, or its class where there is none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 

@@ -14,7 +14,7 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND
 from preamp.kernels.wide_half import native_products
-from preamp.planning.peak import Held
+from preamp.memory.peak import Held
 from preamp_bench.gpt import GPT, ModelConfig, loss_of
 
 SIZE = ModelConfig(layers=2, width=64, heads=4, context=32)

@@ -14,10 +14,10 @@ from torch import nn
 import preamp
 from cases.plain import TOKENS, Mixed, counted
 from preamp import optimizers
+from preamp.memory import MemoryEstimate
+from preamp.memory.estimates import fitting
+from preamp.memory.optimizers import NAMES, Updated, optimizer_factory, state_bytes
 from preamp.optim import LARC
-from preamp.planning.memory import fitting
-from preamp.planning.optimizers import NAMES, Updated, optimizer_factory, state_bytes
-from preamp.planning.records import MemoryEstimate
 
 LEVELS = tuple(preamp.OPT_LEVELS)
 SPECIAL = {

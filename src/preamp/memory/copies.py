@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trying things out without a trace: copies."""
+"""Copies of a training, so that a step can be traced without a trace in the caller's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -20,26 +19,10 @@ from preamp.core.errors import bad_value
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A training: the caller's, or a copy of it."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFn
-    batch: Any
-
-    def copy(self) -> Task:
-        """Copy all of it; see `copies_of`. Its parameters have no gradients."""
-        return Task(
-            **copies_of(
-                model=self.model, optimizer=self.optimizer, loss_fn=self.loss_fn, batch=self.batch
-            )
-        )
-
-
-def copies_of(memo: dict[int, Any] | None = None, /, **parts: Any) -> dict[str, Any]:
-    """Copy objects together, so that what they share their copies share, too.
+def copies_of(
+    model: nn.Module, loss_fn: LossFn, batch: Any, memo: dict[int, Any]
+) -> tuple[nn.Module, LossFn, Any]:
+    """Copy a training together, so that what its parts share their copies share, too.
 
     A function is copied with what it closes over and with the globals that it and the functions
     of its module read. ``memo`` is `copy.deepcopy`'s: what to take in place of copies, by id.
@@ -47,20 +30,12 @@ def copies_of(memo: dict[int, Any] | None = None, /, **parts: Any) -> dict[str, 
     Raises:
         ValueError: One of them cannot be copied.
     """
-    copier = _Copier({} if memo is None else memo)
+    copier = _Copier(memo)
+    parts = {"model": model, "loss_fn": loss_fn, "batch": batch}
     for part in parts.values():
         copier.include_module_of(part)
-    twins = {name: copier.copy(part, f"The argument {name}") for name, part in parts.items()}
-    model: nn.Module = twins["model"]
-    for param in model.parameters():
-        param.grad = None
-    return twins
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error tells of the machine's memory, the CPU's or an accelerator's."""
-    is_cpus = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return is_cpus or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    model, loss_fn, batch = (copier.copy(part, f"The argument {n}") for n, part in parts.items())
+    return model, loss_fn, batch
 
 
 class _Copier:
@@ -96,14 +71,12 @@ class _Copier:
         try:
             return copy.deepcopy(value, self._memo)
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
             if callable(value) and not isinstance(value, nn.Module):
                 return value  # a function that torch.jit or Triton compiled: it has no state
             raise bad_value(
                 f"{what} cannot be copied: {error}",
-                "Every level is tried on copies made by copy.deepcopy, so that all see the same "
-                "and nothing of the caller's changes",
+                "A step is traced on copies made by copy.deepcopy, so that nothing of the "
+                "caller's changes",
                 "Move what cannot be copied (open files, locks, generators, graphs) out of it",
             ) from error
 

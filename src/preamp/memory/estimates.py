@@ -20,9 +20,9 @@ from preamp.engine.lookup import bare
 from preamp.engine.waiting import AT_ONCE
 from preamp.kernels.staged import AT_ONCE as BUFFERS
 from preamp.kernels.staged import RUN, buffers_for
-from preamp.planning.isolation import LossFn
-from preamp.planning.layout import Factory, Slot, made, slots_of
-from preamp.planning.optimizers import (
+from preamp.memory.copies import LossFn
+from preamp.memory.layout import Factory, Slot, made, slots_of
+from preamp.memory.optimizers import (
     OptimizerLike,
     ShardSize,
     StateBytes,
@@ -31,7 +31,7 @@ from preamp.planning.optimizers import (
     optimizer_factory,
     state_bytes,
 )
-from preamp.planning.peak import trace_pass
+from preamp.memory.peak import trace_pass
 from preamp.policy import Policy, resolve
 from preamp.policy.resolve import at_level, check_storage
 from preamp.policy.storage import STORAGES, Storage, storage_code, storage_name
@@ -127,12 +127,6 @@ class MemoryEstimate:
         """What lies on the host with ``place="host"``, ``staging`` included."""
         return self.total - self.on_device + self.staging
 
-    def with_activations(self, activations: int) -> MemoryEstimate:
-        """The same, with the most bytes that live in a forward and its backward."""
-        in_passes = self.on_device - self.gradients + activations
-        at_step = self.on_device + self.master_gradients
-        return replace(self, activations=activations, peak=max(in_passes, at_step))
-
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain data."""
         sums = {"total": self.total, "on_device": self.on_device, "on_host": self.on_host}
@@ -203,7 +197,10 @@ def estimate(
         found = replace(found, smaller=dict(_smaller(count, policy, found.total)))
     if loss_fn is None or not isinstance(model, nn.Module):
         return found
-    return found.with_activations(trace_pass(model, policy, loss_fn, batch))
+    activations = trace_pass(model, policy, loss_fn, batch)
+    in_passes = found.on_device - found.gradients + activations
+    at_step = found.on_device + found.master_gradients
+    return replace(found, activations=activations, peak=max(in_passes, at_step))
 
 
 def _count(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
@@ -138,8 +137,3 @@ def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
             is_norm=key in kept.norms,
             is_kept=kept.is_wide(tensor),
         )
-
-
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules with their qualified names, the model itself first under the empty one."""
-    return list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
