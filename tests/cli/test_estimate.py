@@ -213,16 +213,6 @@ def test_estimate_without_an_optimizer() -> None:
         ),
         (("--params", "5", "--place", "hots"), "place='hots'. It takes 'device', 'host'"),
         (
-            ("--params", "5", "--card-gib", "-1"),
-            "Got --card-gib -1. A card has more than 0 GiB. Pass for example --card-gib 80.",
-        ),
-        (("--params", "5", "--card-gib", "nan"), "Got --card-gib nan. A card has more than 0 GiB"),
-        (
-            ("--params", "5", "--card-gib", "1", "--host-gib", "-1"),
-            "Got --host-gib -1. A host has 0 GiB for training, or more. Pass for example",
-        ),
-        (("--params", "5", "--card-gib", "1", "--host-gib", "nan"), "Got --host-gib nan. A host"),
-        (
             ("--params", "5", "--place", "host", "--card-gib", "1"),
             "Got --card-gib and preamp.Storage(place='host'). With --card-gib the storages that",
         ),

@@ -6,11 +6,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from functools import partial
-from types import FrameType, ModuleType
+from types import ModuleType
 
 import pytest
 
-from preamp.cli.tracebacks import part_of
+from preamp.cli.run import own_part
 
 
 def function_in(module: str, code: str) -> Callable[..., None]:
@@ -18,23 +18,6 @@ def function_in(module: str, code: str) -> Callable[..., None]:
     names = vars(ModuleType(module))
     exec(compile(f"def f(*given):\n    {code}\n", module, "exec"), names)
     return names["f"]
-
-
-def is_script(frame: FrameType) -> bool:
-    return frame.f_globals["__name__"] == "train"
-
-
-def shown(error: type[BaseException], *modules: str) -> list[str] | None:
-    """Whose frames are shown where these modules call each other, and the last one raises."""
-    *outer, last = modules
-    call = partial(function_in(last, "raise given[0]"), error)
-    for module in reversed(outer):
-        call = partial(function_in(module, "given[0]()"), call)
-    with pytest.raises(error) as caught:
-        call()
-    assert caught.value.__traceback__ is not None
-    part = part_of(caught.value.__traceback__.tb_next, is_script, caught.value)
-    return None if part is None else [frame.filename for frame in traceback.extract_tb(part)]
 
 
 RUN, DOCTOR, TORCH = "preamp.cli.run", "preamp.doctor.probes", "torch.nn.modules"
@@ -64,12 +47,15 @@ RUN, DOCTOR, TORCH = "preamp.cli.run", "preamp.doctor.probes", "torch.nn.modules
 def test_the_script_is_shown_without_the_command(
     modules: tuple[str, ...], wanted: list[str]
 ) -> None:
-    assert shown(KeyError, *modules) == wanted
-
-
-def test_a_syntax_error_of_the_script_names_its_own_place() -> None:
-    assert shown(SyntaxError, RUN, "importlib._bootstrap") is None
-    assert shown(SyntaxError, RUN, "train", "importlib._bootstrap") == [
-        "train",
-        "importlib._bootstrap",
-    ]
+    """These modules call each other, and the last one raises."""
+    *outer, last = modules
+    functions = [function_in(module, "given[0](*given[1:])") for module in outer]
+    functions.append(function_in(last, "raise KeyError"))
+    first, *others = functions
+    with pytest.raises(KeyError) as caught:
+        partial(first, *others)()
+    assert caught.value.__traceback__ is not None
+    assert caught.value.__traceback__.tb_next is not None
+    script = functions[modules.index("train")] if "train" in modules else function_in("none", "1")
+    part = own_part(caught.value.__traceback__.tb_next, script.__code__)
+    assert [frame.filename for frame in traceback.extract_tb(part)] == wanted

@@ -7,13 +7,10 @@ import io
 import re
 
 import pytest
-import torch
 from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
-import preamp
-from preamp.cli import run
 from preamp.cli.app import app
 from preamp.cli.console import make_console, print_table
 from preamp.doctor import RULES, explain_text
@@ -21,9 +18,8 @@ from preamp.doctor import RULES, explain_text
 COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
 COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
-    "levels": ("levels",),
     "help": ("--help",),
-    "help of estimate": ("estimate", "--help"),
+    "help of report": ("report", "--help"),
     "help of run": ("run", "--help"),
 }
 NUMBER = re.compile(r"\d[\d.,]*")
@@ -90,23 +86,3 @@ def test_texts_of_the_doctor(columns: int, monkeypatch: pytest.MonkeyPatch) -> N
     for rule in RULES.values():
         _, *paragraphs = explain_text(rule).splitlines()
         assert widest("\n".join(paragraphs)) <= min(columns, 96)
-
-
-def test_the_help_of_run_keeps_its_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words: list[list[str]] = []
-    for columns in ("50", "150"):
-        monkeypatch.setenv("COLUMNS", columns)
-        run.run(["--help"])
-        words.append(capsys.readouterr().out.split())
-    assert words[0] == words[1]
-
-
-@pytest.mark.parametrize("command", ["--version", "--help"])
-def test_versions(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = printed(monkeypatch, 80, command)
-    if command == "--version":
-        assert text.startswith(f"preamp {preamp.__version__}, torch {torch.__version__}, Python 3.")
-    else:
-        assert "--version" in text
