@@ -18,8 +18,8 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 # Threads that wait should sleep: on a busy machine spinning ones slow a step down many times over.
-demo: $(VENV)/.ready-demo  ## Train a small GPT at every opt level; options: make demo ARGS="--steps 20"
-	OMP_WAIT_POLICY=passive $(BIN)/preamp demo $(ARGS)
+demo: $(VENV)/.ready-demo  ## Train a small GPT at several opt levels; options: make demo ARGS="--steps 20"
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/00_demo.py $(ARGS)
 
 # One thread for each worker: the tests use small tensors, and many threads only fight for cores.
 # Bytecode is kept, since tests start many interpreters.
@@ -51,20 +51,19 @@ check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the doc
 	$(PYTEST) --suite all tests/architecture tests/docs
 
 BENCHES ?= step train insight
-bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--clips both"
+bench: $(VENV)/.ready-dev  ## Measure, and print a table; options: make bench BENCHES=step ARGS="--clips both"
 	for bench in $(BENCHES); do $(BIN)/python benchmarks/bench_$$bench.py $(ARGS) || exit 1; done
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/table.py
 
 wheel-test: $(VENV)/.ready-dev  ## Build the wheel and use it in an empty environment
 	$(BIN)/python tools/check_wheel.py $(ARGS)
 
 docs: $(VENV)/.ready-docs $(VENV)/.ready-dev  ## Build the documentation into site/
 	$(BIN)/python tools/check_docs.py
-	$(BIN)/python benchmarks/picture.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove .venv, caches and everything that was built
-	rm -rf $(VENV) build dist site preamp-demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site preamp-demo.png .pytest_cache .ruff_cache .hypothesis
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems ship pip without ensurepip; the pip that is there can then fill the environment.
@@ -77,7 +76,7 @@ $(VENV)/.ready-venv:
 	@touch $@
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt $(VENV)/.ready-venv
-	$(INSTALL) -e '.[demo]'
+	$(INSTALL) -e '.[cli,cpu]' matplotlib
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt $(VENV)/.ready-venv

@@ -20,9 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from preamp.demo.config import ModelConfig
-from preamp.demo.model import GPT
 from preamp.optimizers import FusedAdam
+from preamp_bench.gpt import GPT, ModelConfig
 from preamp_bench.harness import stopwatch
 from preamp_bench.records import append, provenance, reason_of
 
@@ -37,7 +36,7 @@ SIZES = {
 
 
 class Training:
-    """The demo's GPT on one random batch, through preamp's public names."""
+    """A GPT on one random batch, through preamp's public names."""
 
     def __init__(
         self, level: str, *, small: bool, storage: str = "full", capturable: bool = False

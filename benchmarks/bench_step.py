@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from preamp.cli.options import choose_device
 from preamp.core.dtypes import dtype_name
 from preamp_bench import records, step
 from preamp_bench.harness import Effort
-from preamp_bench.options import RESULTS, asked, chosen, numbers, refusing, show
+from preamp_bench.options import RESULTS, asked, choose_device, chosen, numbers, refusing, show
 
 CLIPS = {"yes": (True,), "no": (False,), "both": (True, False)}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What training in less memory costs in quality: every storage, and optimizers of other packages.
 
-Small models learn for a few hundred steps from the same weights on the same batches: the demo's GPT
-from the standard library's source text, judged by bits per held-out byte, and a convolutional
+Small models learn for a few hundred steps from the same weights on the same batches: a GPT from
+the standard library's source text, judged by bits per held-out byte, and a convolutional
 network from scikit-learn's digits, judged by its held-out loss and errors. Every way is run with
 several seeds, and compared with float32 of the same seed. Rows are appended to
 ``benchmarks/results/storage.jsonl``.
@@ -30,13 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preamp
-from preamp.demo.config import ModelConfig
-from preamp.demo.data import held_out_batches, read_corpus, training_batches
-from preamp.demo.model import GPT
 from preamp.optimizers import FusedAdam
 from preamp_bench import records
+from preamp_bench.gpt import GPT, ModelConfig
 from preamp_bench.harness import Effort, Variant, measure, stopwatch
 from preamp_bench.options import RESULTS, asked
+from preamp_bench.text import held_out_batches, read_text, training_batches
 
 LR = 2e-3
 SETTINGS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -100,25 +99,17 @@ class Task:
     judge: Callable[[nn.Module], dict[str, float]]
 
 
-@cache
-def corpus() -> tuple[Tensor, Tensor]:
-    """Training and held-out text."""
-    text = read_corpus()
-    return text.train, text.held_out
-
-
 def gpt(steps: int) -> Task:
-    """The demo's GPT, smaller."""
+    """A GPT over bytes."""
     config = ModelConfig(layers=2, width=128, heads=4, context=CONTEXT)
 
     def batches(seed: int) -> Batches:
-        cut = training_batches(corpus()[0], steps=steps, batch=16, context=CONTEXT, seed=seed)
-        return ((batch.inputs, batch.targets) for batch in cut)
+        return training_batches(read_text()[0], steps=steps, batch=16, context=CONTEXT, seed=seed)
 
     @torch.no_grad()
     def judge(model: nn.Module) -> dict[str, float]:
-        held_out = held_out_batches(corpus()[1], count=512, batch=64, context=CONTEXT)
-        nats = [loss_of(model, batch.inputs, batch.targets).item() for batch in held_out]
+        held_out = held_out_batches(read_text()[1], count=512, batch=64, context=CONTEXT)
+        nats = [loss_of(model, *batch).item() for batch in held_out]
         return {"bits per byte": sum(nats) / len(nats) / math.log(2)}
 
     make = lambda seed: GPT(config, torch.Generator().manual_seed(seed))  # noqa: E731

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import preamp
-from preamp.cli.options import choose_device
 from preamp_bench import records, train
 from preamp_bench.harness import Effort
-from preamp_bench.options import RESULTS, asked, chosen, refusing, show
+from preamp_bench.options import RESULTS, asked, choose_device, chosen, refusing, show
 from preamp_bench.tasks import TASKS, TaskConfig
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Several processes, of which each has a part of masters and optimizer state.
+"""Several processes, each with its part of every batch.
 
 Alone, or ``torchrun --nproc-per-node 2 examples/04_data_parallel.py``.
 """
@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from preamp.parallel import shard_optimizer
 
 
 def main() -> None:
@@ -42,7 +41,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = preamp.initialize(model, optimizer, opt_level=args.opt_level)
     model = DistributedDataParallel(model)
-    shard_optimizer(optimizer)
 
     first = last = float("nan")
     for step in range(args.steps):

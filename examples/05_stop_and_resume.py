@@ -45,7 +45,7 @@ def train(folder: str, steps: int, until: int, opt_level: str) -> tuple[int, lis
             losses.append(loss.item())
             if stop.requested or step % 20 == 0 or step == until:
                 extra = {"step": step, "losses": losses}
-                file = f"{folder}/step_{step}.pt"
+                file = f"{folder}/step_{step}.safetensors"
                 preamp.save_checkpoint(file, model, optimizer, scheduler, extra, keep_last=2)
             if stop.requested:
                 stop.exit()

@@ -7,14 +7,11 @@ Alone, or ``torchrun --nproc-per-node 2 examples/06_fully_sharded.py``.
 import argparse
 import os
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -22,8 +19,8 @@ import preamp
 from preamp.optimizers import FusedAdam
 
 
-class Run(Stateful):
-    """What trains, and what a checkpoint holds of it: each rank its parts."""
+class Run:
+    """A model of two sharded blocks that learns which token follows which."""
 
     def __init__(self, opt_level: str) -> None:
         torch.manual_seed(0)  # ranks begin with the same weights
@@ -32,20 +29,10 @@ class Run(Stateful):
         model = fully_shard(nn.Sequential(nn.Embedding(32, 32), block, nn.Linear(32, 32)))
         optimizer = FusedAdam(model.parameters(), lr=3e-3)
         self.model, self.optimizer = preamp.initialize(model, optimizer, opt_level=opt_level)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights in float32, the optimizer's state, and loss scales with all counters."""
-        weights, state = get_state_dict(self.model, self.optimizer)
-        return {"model": weights, "optimizer": state, "preamp": preamp.state_dict(self.optimizer)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        own, weights = (self.model, self.optimizer), state_dict["model"]
-        set_state_dict(*own, model_state_dict=weights, optim_state_dict=state_dict["optimizer"])
-        preamp.load_state_dict(self.optimizer, state_dict["preamp"])
+        self.state = preamp.RunState(self.model, self.optimizer)  # each rank has its parts
 
     def step(self, number: int) -> float:
-        """Learn which token follows which from this rank's batch; returns the loss."""
+        """Learn from this rank's batch; returns the loss."""
         seed = dist.get_rank() + dist.get_world_size() * number
         tokens = torch.randint(32, (256,), generator=torch.Generator().manual_seed(seed))
         loss = F.cross_entropy(self.model(tokens), (tokens + 1) % 32)
@@ -68,10 +55,12 @@ dist.broadcast_object_list(folders)  # all write into the first rank's
 run, again, half = Run(args.opt_level), Run(args.opt_level), args.steps // 2
 losses = [run.step(number) for number in range(half)]
 writers = dist.new_group(backend="gloo")  # the writing meets beside the training
-saving = dcp.async_save({"run": run}, checkpoint_id=folders[0] + "/half", process_group=writers)
+saving = dcp.async_save(
+    {"run": run.state}, checkpoint_id=folders[0] + "/half", process_group=writers
+)
 losses += [run.step(number) for number in range(half, args.steps)]
 saving.result()
-dcp.load({"run": again}, checkpoint_id=folders[0] + "/half")
+dcp.load({"run": again.state}, checkpoint_id=folders[0] + "/half")
 same = [again.step(number) for number in range(half, args.steps)] == losses[half:]
 if dist.get_rank() == 0:
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps at {args.opt_level}")

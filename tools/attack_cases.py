@@ -23,13 +23,7 @@ import attack_pickles
 import preamp
 from attack_targets import Broken, Guard, Target, same
 from preamp import report
-from preamp.checkpoint import (
-    convert_apex_checkpoint,
-    latest_checkpoint,
-    plain_loss_scaler,
-    read_apex_checkpoint,
-    read_checkpoint,
-)
+from preamp.checkpoint import latest_checkpoint, read_checkpoint
 from preamp.checkpoint.codec import encode, store
 from preamp.checkpoint.formats import read_format, write_format
 from preamp.checkpoint.shards import Box, Frame, Shard
@@ -371,15 +365,13 @@ def _pickles(folder: Path, files: Iterable[tuple[str, bytes | None]]) -> Iterato
             path.write_bytes(data)
         else:
             path = folder / what
-        acts: list[Act] = [partial(preamp.load_checkpoint, path), partial(_read_apex, path)]
-        acts.append(partial(convert_apex_checkpoint, path, folder / "converted.pt"))
-        yield Case(what, (path,), acts, partial(latest, folder, never=path))
+        yield Case(
+            what,
+            (path,),
+            (partial(preamp.load_checkpoint, path),),
+            partial(latest, folder, never=path),
+        )
         path.unlink()
-
-
-def _read_apex(path: Path) -> None:
-    content = read_apex_checkpoint(path)
-    plain_loss_scaler(content["x"] if isinstance(content, dict) and "x" in content else content)
 
 
 # -- odd -----------------------------------------------------------------------------------------
@@ -398,16 +390,12 @@ def odd(folder: Path, _: random.Random, cases: int, guard: Guard) -> Iterator[Ca
             "checkpoint show": partial(show, path),
             "latest_checkpoint": partial(latest, path.parent, never=path),
             "latest_checkpoint of it": partial(latest, path, never=path),
-            "read_apex_checkpoint": partial(read_apex_checkpoint, path),
-            "convert_apex_checkpoint": partial(convert_apex_checkpoint, path, folder / "new.pt"),
-            "convert-checkpoint": partial(command, "convert-checkpoint", path, folder / "new.pt"),
             "read_history": partial(read_history, path),
             "report": partial(command, "report", path, "-o", folder / "page.html"),
         }
         if path.name != "nowhere":  # which they make
             acts["History"] = lambda path=path: History(path).close()
             acts["save_checkpoint"] = lambda path=path: preamp.save_checkpoint(path)
-            acts["convert to it"] = partial(convert_apex_checkpoint, good, path)
         for name, act in acts.items():
             if path.parent == folder or not name.startswith("latest"):  # there are disks in /dev
                 yield Case(f"{name} of {path.name}", (path,), (act,))

@@ -85,7 +85,6 @@ def calls(mark: Path) -> Iterator[tuple[str, bytes]]:
     yield "scaler built", named(scaler) + b")\x81}" + text("__class__") + path + b"sb"
     yield "scaler slots", named(scaler) + b")\x81}}" + text("__setstate__") + path + b"s\x86b"
     yield "class built", named(scaler) + b"}" + text("__setstate__") + path + b"sb"
-    yield "record", called("preamp.checkpoint.apex.reader.ApexRecord")
     yield "partial", called("functools.partial", named("os.mkdir"), path)
     yield "environ", named("os.environ") + b"}" + text("A") + path + b"sb"
     for name in ("torch.nn.modules.linear.Linear", "numpy.load", "builtins.exec", "io.open"):

@@ -28,13 +28,12 @@ MODULES = (
     "preamp.compat.multi_tensor.apex_C",
     "preamp.compat.multi_tensor.fused_adam_cuda",
     "preamp.fp16_utils",
+    "preamp.memory",
     "preamp.multi_tensor_apply",
     "preamp.normalization",
     "preamp.numerics",
     "preamp.optimizers",
     "preamp.parallel",
-    "preamp.planning",
-    "preamp.planning.records",
     "preamp.report",
 )
 # Read, not imported: each needs its framework.

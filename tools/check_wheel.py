@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Build the wheel, install it with what the demo needs into an empty environment, and use it there.
+"""Build the wheel, install it with its commands into an empty environment, and use it there.
 
 Nothing of the repository is in reach of what runs there but the pages whose code is run.
 """
@@ -18,18 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/from-torch-amp.md")  # their Python blocks are run
-DEMO = ("--small", "--steps", "4", "--levels", "O0,O2,O5", "--out", "demo")
-PLANNED = """
-import torch
-
-
-def loss_fn(model, batch):
-    return model(batch).float().square().mean()
-
-
-def make():
-    return torch.nn.Linear(8, 8), loss_fn, torch.randn(16, 8)
-"""  # a script for ``preamp plan``
 
 
 def main() -> int:
@@ -59,12 +47,12 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, env: Path) -> Path:
-    """Install the wheel and its extra ``demo`` into a new environment; returns its interpreter."""
+    """Install the wheel and its extras into a new environment; returns its interpreter."""
     # By the pip that is here, since some systems ship Python without the means to make another.
     venv.create(env, clear=True, with_pip=False, symlinks=True)
     python = env / "bin" / "python"
     constraints = str(ROOT / "constraints.txt")
-    pip("--python", str(python), "install", "-c", constraints, f"{wheel}[demo]")
+    pip("--python", str(python), "install", "-c", constraints, f"{wheel}[cli,cpu,report]")
     return python
 
 
@@ -77,9 +65,6 @@ def use(python: Path, folder: Path) -> None:
     call([str(python), "-c", where], folder)
     call([preamp, "--version"], folder)
     call([preamp, "estimate", "--params", "7e9"], folder)
-    call([preamp, "demo", *DEMO], folder)
-    (folder / "train.py").write_text(PLANNED, encoding="utf-8")
-    call([preamp, "plan", "train.py", "--levels", "O5"], folder)
     for page in PAGES:
         copy = folder / Path(page).name
         shutil.copy(ROOT / page, copy)

@@ -7,13 +7,13 @@
 groups=(a b c d)
 declare -A parts_of=(
     [a]="kernels devices memory" # results, waits, access to memory
-    [b]="bench step"             # the copy, then optimizer steps beside torch's and others'
+    [b]="step"                   # a copy, then optimizer steps beside torch's and others'
     [c]="gpt demo"               # whole steps of 122 million parameters, memory; every level trains
     [d]="graphs checkpoint"
 )
 # Seconds for each; LIMIT in the environment takes the place of all of them.
 declare -A limits=(
-    [kernels]=220 [devices]=240 [memory]=120 [bench]=180 [step]=360
+    [kernels]=220 [devices]=240 [memory]=120 [step]=540
     [gpt]=280 [demo]=160 [graphs]=90 [checkpoint]=90
 )
 # A part that fails, is skipped, or takes too long does not stop the others: OUT_FOLDER/summary.txt
@@ -67,27 +67,25 @@ memory() {
 }
 
 run() {
-    local params=1e8 tensors=148,291,10000 seconds=2 small= demo=()
+    local params=1e8 tensors=148,291,10000 seconds=2 small= demo=(--levels O0 autocast O5 O2 O4 O1 O3)
     local kernels=(tests/kernels) devices=(tests/devices) # of their combinations a selection
     if [[ $dry ]]; then
         params=2e4 tensors=3 seconds=0 small=--small
-        demo=(--steps 2 --small)
+        demo+=(--steps 2 --small)
         kernels=(tests/kernels/triton/test_tables.py -k layout) devices=(tests/devices/test_pretended.py -k "not triton")
     fi
     case $1 in
         kernels) tests "${kernels[@]}" ;;
         devices) tests "${devices[@]}" ;;
         memory) memory ;;
-        bench) "$python" -m preamp bench --gpu --params $params --tensors $tensors \
-            --seconds $seconds --out "$out/bench.jsonl" ;;
         step) "$python" benchmarks/bench_step.py --device cuda --params $params --tensors $tensors \
             --seconds $((20 * seconds)) --out "$out/step.jsonl" ;;
         gpt | checkpoint) "$python" benchmarks/bench_gpu.py "$1" --out "$out/$1.jsonl" $small ;;
         graphs)
             [[ ! $dry ]] || { skip "the pretended device has no graphs"; return; }
             "$python" benchmarks/bench_gpu.py graphs --out "$out/graphs.jsonl" ;;
-        demo) "$python" -m preamp demo --device cuda --out "$work/demo" ${demo[@]+"${demo[@]}"} \
-            && tar -C "$work" -czf "$out/demo.tgz" demo ;;
+        demo) "$python" examples/00_demo.py --device cuda "${demo[@]}" \
+            --picture "$out/demo.svg" --json "$out/demo.json" ;;
     esac
 }
 

@@ -258,7 +258,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("self.found_inf = self.heard = None", "self.heard = None"),
         ("                table.absorb()\n", "                pass\n"),
         ("return bool(torch.isfinite(norm))", "return True"),
-        ("None if self._norm is None else self.memo(marks())[0]", "self._norm"),
+        ("return norm if is_same else None", "return norm"),
     ),
     ("optim/gradients.py", MASTERS): (
         ("if are_same and versions == self.versions and not looks:", "if are_same and not looks:"),
@@ -271,9 +271,9 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
     ),
     ("optim/table.py", "engine/test_shared_weights.py engine/test_doors.py"): (
-        ("        twin.recall(memo)\n        if twin", "        if twin"),
+        ("        other.gradients.note(twin.row, grad, None if grad is None else record)\n", ""),
         ("            other.loaded.add(twin.row)\n", "            pass\n"),
-        ("        self.settle(twin.row)\n        memo", "        memo"),
+        ("        self.settle(twin.row)\n        record", "        record"),
     ),
     ("optim/rewritten.py", "optim/test_rewritten.py engine/test_grad_scaler.py"): (
         (" | (old.isnan() != new.isnan()).any()", ""),

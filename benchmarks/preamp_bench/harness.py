@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import quantiles
 from time import perf_counter
 
+import torch
+
 from preamp.core.errors import message
 
 FEWEST_ROUNDS = 5
@@ -87,6 +89,12 @@ def stopwatch(
         return perf_counter() - start
 
     return seconds
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all it was told to do; the CPU has nothing to wait for."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def measure(variants: Sequence[Variant], effort: Effort) -> list[Row]:

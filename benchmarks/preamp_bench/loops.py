@@ -23,7 +23,7 @@ from preamp_bench.tasks import Task
 
 MAX_NORM = 1.0
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}
-"""AdamW's; eps is the demo's, which pure float16 needs."""
+"""AdamW's, with the eps that pure float16 needs."""
 
 _FLOAT32 = ("cross_entropy", "gelu", "layer_norm", "softmax")
 """What torch.autocast computes in float32 on GPUs, and in half precision on CPUs."""

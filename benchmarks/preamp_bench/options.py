@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from preamp.core.errors import PreampError, bad_value
+from preamp.core.errors import PreampError, bad_value, unavailable
 from preamp_bench.records import Record
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -50,6 +50,22 @@ def refusing() -> Generator[None]:
     except (ValueError, PreampError) as error:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def choose_device(name: str) -> torch.device:
+    """Turn ``auto``, or a device as torch spells it, into one that works here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).fill_(0.0)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise unavailable(
+            f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
+            "It has to be a device that this machine and this torch have",
+            "Pass --device auto or --device cpu",
+        ) from None
+    return device
 
 
 def numbers(text: str, option: str) -> list[int]:

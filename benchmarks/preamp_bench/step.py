@@ -16,9 +16,8 @@ from itertools import product
 import torch
 
 from preamp.core.dtypes import dtype_name
-from preamp.demo.train import wait_for
 from preamp_bench import preamp_steps, records, torch_steps
-from preamp_bench.harness import Effort, Row, Variant, measure, stopwatch
+from preamp_bench.harness import Effort, Row, Variant, measure, stopwatch, wait_for
 from preamp_bench.memory import proc_bytes
 from preamp_bench.peers import of_module
 from preamp_bench.preamp_steps import MakeOptimizer, fused_adam, through_engine, torch_adamw

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `preamp_bench.train` trains: the demo's GPT, and a small convolutional network."""
+"""What `preamp_bench.train` trains: a GPT, and a small convolutional network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preamp.core.errors import bad_value
-from preamp.demo.config import ModelConfig
-from preamp.demo.model import GPT, VOCABULARY
+from preamp_bench.gpt import GPT, VOCABULARY, ModelConfig
 
 CLASSES = 10
 PIXELS = 32

@@ -23,8 +23,7 @@ from typing import IO, Any
 import torch
 
 import preamp
-from preamp.demo.train import wait_for
-from preamp_bench.harness import stopwatch
+from preamp_bench.harness import stopwatch, wait_for
 from preamp_bench.loops import Loop, make_loop
 from preamp_bench.memory import Peak, bytes_of
 from preamp_bench.tasks import TaskConfig, make_task

@@ -50,33 +50,33 @@ if TYPE_CHECKING:
     from preamp import checkpoint as checkpoint
     from preamp import fp16_utils as fp16_utils
     from preamp import integrations as integrations
+    from preamp import memory as memory
     from preamp import multi_tensor_apply as multi_tensor_apply
     from preamp import normalization as normalization
     from preamp import numerics as numerics
     from preamp import optimizers as optimizers
     from preamp import parallel as parallel
-    from preamp import planning as planning
     from preamp import report as report
+    from preamp.checkpoint.run_state import RunState as RunState
     from preamp.checkpoint.saving import load_checkpoint as load_checkpoint
     from preamp.checkpoint.saving import save_checkpoint as save_checkpoint
-    from preamp.planning.memory import estimate as estimate
-    from preamp.planning.planner import plan as plan
+    from preamp.memory.estimates import estimate as estimate
 
 __getattr__, __dir__ = names(  # what not every program needs loads when it is first asked for
     "preamp",
+    RunState="checkpoint.run_state",
     amp="",
     checkpoint="",
-    estimate="planning.memory",
+    estimate="memory.estimates",
     fp16_utils="",
     integrations="",
     load_checkpoint="checkpoint.saving",
+    memory="",
     multi_tensor_apply="",
     normalization="",
     numerics="",
     optimizers="",
     parallel="",
-    plan="planning.planner",
-    planning="",
     report="",
     save_checkpoint="checkpoint.saving",
 )
@@ -93,6 +93,7 @@ __all__ = [
     "PreampPolicyError",
     "PreampStateError",
     "PreampUnavailableError",
+    "RunState",
     "Storage",
     "__version__",
     "audit_casts",
@@ -110,7 +111,6 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "master_params",
-    "plan",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",

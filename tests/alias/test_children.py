@@ -189,9 +189,7 @@ def test_isolated_processes_do_not_see_it(child: Run) -> None:
 
 
 @pytest.mark.full
-def test_the_launcher_of_apex_is_runnable(child: Run, tmp_path: Path) -> None:
-    """Launchers start ``python -m apex.parallel.multiproc`` as a process of its own."""
-    (tmp_path / "rank.py").write_text("import apex, sys\nprint(apex.__name__, *sys.argv[1:])\n")
-    done = child("-W", "error", "-m", "apex.parallel.multiproc", "rank.py", "--world-size", "1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "apex --world-size 1 --rank 0\n"
+def test_the_launcher_of_apex_names_torchrun(child: Run) -> None:
+    done = child("-m", "apex.parallel.multiproc", "rank.py")
+    assert done.returncode == 1
+    assert "Use torchrun, which starts one process for each GPU." in done.stderr

@@ -104,7 +104,6 @@ NAMES = {
     "-apply_flat_dist_call -extract_tensors -flatten -flatten_impl -import_flatten_impl "
     "-imported_flatten_impl -multi_tensor_applier -split_by_type -split_half_float_double "
     "-unflatten -unflatten_impl",
-    "apex.parallel.multiproc": "main",
     "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm -ReduceOp -SyncBatchnormFunction "
     "-syncbn",
     "apex.parallel.sync_batchnorm": "SyncBatchNorm -ReduceOp -SyncBatchnormFunction",
@@ -168,6 +167,7 @@ def test_modules_know_their_names(module: str) -> None:
     "0 fused_dense_cuda",
     "0 kernel modules of SyncBatchNorm",
 )
+@pytest.mark.apex("9.5 apex.parallel.multiproc")
 @pytest.mark.parametrize("module", table.REFUSED)
 def test_other_names_say_what_replaces_them(module: str) -> None:
     text = re.escape(f"{module} is not supplied under the alias for Apex. ")
@@ -194,7 +194,7 @@ def test_refused_names_are_no_attributes(module: str) -> None:
 
 
 @pytest.mark.apex("0 any other name")
-@pytest.mark.parametrize("module", [name for name in NAMES if name not in table.RUNNABLE])
+@pytest.mark.parametrize("module", NAMES)
 def test_unknown_names_get_advice(module: str) -> None:
     name = f"{module}.nonsense"
     text = re.escape(f"{name} is not supplied under the alias for Apex. ")

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from alias.harness import Run
 from preamp.cli import main as main_module
-from preamp.cli import run as run_module
 from preamp.cli.app import app
 
 RUN = ("-m", "preamp", "run")
@@ -118,20 +117,6 @@ def test_endings_are_those_of_python(
         assert ours.returncode == -signal.SIGINT
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_a_nul_byte_is_told_with_its_place(
-    preamp_run: Run, tmp_path: Path, as_module: bool
-) -> None:
-    """As by Python, from 3.11.4 on, when it runs a file; its ``compile`` tells no place."""
-    script = written(tmp_path, "nul.py", "x = 1\ny = '''\n\0'''\n")
-    done = preamp_run("-m", "nul") if as_module else preamp_run(script)
-    assert done.returncode == 1
-    assert done.stderr == (
-        f'  File "{tmp_path / "nul.py"}", line 3\n    \n'
-        "SyntaxError: source code cannot contain null bytes\n"
-    )
-
-
 def test_a_module_that_fails(preamp_run: Run, tmp_path: Path) -> None:
     written(tmp_path, "fails.py", "import apex\n1 / 0\n")
     done = preamp_run("-m", "fails")
@@ -162,16 +147,15 @@ def test_safe_path_is_kept(python: Run, tmp_path: Path) -> None:
     assert done.stdout == python(script, PYTHONSAFEPATH="1").stdout
 
 
-@pytest.mark.full
-def test_neither_typer_nor_rich_is_needed(python: Run, tmp_path: Path) -> None:
-    script = written(tmp_path, "hi.py", "import apex, sys\nprint(apex.__name__, sys.argv[1:])\n")
-    block = "import sys; sys.modules.update(typer=None, rich=None, click=None); "
-    call = f"sys.argv = ['preamp', 'run', {script!r}, '-x']; "
-    done = python("-c", block + call + "from preamp.cli.main import main; main()")
-    assert done.stdout == "apex ['-x']\n", done.stderr
-
-
 # -- what cannot be started ------------------------------------------------------------------
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    """The exit status of ``preamp run`` in this process."""
+    monkeypatch.setattr(sys, "argv", ["preamp", "run", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    return caught.value.code
 
 
 @pytest.mark.parametrize(
@@ -179,22 +163,31 @@ def test_neither_typer_nor_rich_is_needed(python: Run, tmp_path: Path) -> None:
     [
         ([], "Got nothing in place of a program"),
         (["-m"], "Got -m in place of a program"),
-        (["-x", "script.py"], "Got -x in place of a program"),
         (["--"], "Got nothing in place of a program"),
         (["no_such_file.py"], "There is no file 'no_such_file.py'"),
         ([str(Path(__file__).parent)], f"There is no file {str(Path(__file__).parent)!r}"),
     ],
 )
-def test_bad_usage(arguments: list[str], got: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = list(sys.argv), list(sys.path), list(sys.meta_path)
-    with pytest.raises(SystemExit) as caught:
-        run_module.run(arguments)
-    assert caught.value.code == 2
+def test_bad_usage(
+    arguments: list[str],
+    got: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = list(sys.path), list(sys.meta_path)
+    assert call(monkeypatch, *arguments) == 2
     assert capsys.readouterr().err == (
         f"Error: {got}. It runs one Python file, or one module named by -m. Call preamp run "
         "script.py, or preamp run -m module; preamp run --help says more.\n"
     )
-    assert (sys.argv, sys.path, sys.meta_path) == before
+    assert (sys.path, sys.meta_path) == before
+
+
+def test_an_option_that_there_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "-x", "script.py") == 2
+    assert "No such option: -x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "json.no_such"])
@@ -223,32 +216,13 @@ def test_an_apex_with_amp_is_told_of(preamp_run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_module.run([flag])
-    used = "Usage: preamp run [--insight FILE] script.py [argument ...]\n"
-    assert capsys.readouterr().out.startswith(used)
-
-
-# -- the command line ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["script.py", "--", "-m", "--help"], ["-m", "pkg", "-x"], ["--help"], []],
-    ids=" ".join,
-)
-def test_both_entrances_pass_everything_on(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+def test_help(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    got: list[list[str]] = []
-    monkeypatch.setattr(run_module, "run", got.append)
-    monkeypatch.setattr(main_module, "run", got.append)
-    assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
-    monkeypatch.setattr(sys, "argv", ["preamp", "run", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main_module.main()
-    assert caught.value.code == 0
-    assert got == [arguments, arguments]
+    assert call(monkeypatch, flag) == 0
+    told = capsys.readouterr().out
+    assert "Usage: preamp run [OPTIONS] [script.py [argument ...]]" in told
+    assert "torchrun --nproc-per-node 2 -m preamp" in told
 
 
 def test_the_command_is_listed() -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 LAYERS = (
     ("cli", "compat", "integrations"),
-    ("demo",),
-    ("checkpoint", "distributed", "doctor", "planning"),
+    ("checkpoint", "distributed", "doctor", "memory"),
     ("watch",),
     ("engine",),
     ("report",),
@@ -31,7 +30,7 @@ LAYERS = (
 FACADES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Users' entrances, above all rooms: they re-export and no room imports them."""
 
-PROGRAMS = ("cli", "demo")
+PROGRAMS = ("cli",)
 """Rooms that use preamp as a user does: they may import the package itself."""
 
 DEPTH = {room: depth for depth, row in enumerate(LAYERS) for room in row}

@@ -66,7 +66,7 @@ PLANTED = [
     (rules.forbidden_imports, "engine/x.py", "from torch import distributed", "distributed"),
     (rules.forbidden_imports, "engine/x.py", "import torch.distributed as dist", "distributed"),
     (rules.late_imports, "engine/x.py", "def f():\n    import math", "math"),
-    (rules.late_imports, "cli/x.py", "def f():\n    import preamp.demo", "preamp.demo"),
+    (rules.late_imports, "cli/x.py", "def f():\n    import preamp.watch", "preamp.watch"),
     (rules.private_torch, "engine/x.py", "import torch\ntorch._foreach_mul_(1, 2)", "_foreach"),
     (rules.private_torch, "optim/x.py", "import torch\ntorch.amp._x.y", "torch.amp._x"),
     (rules.private_torch, "engine/x.py", "from torch.nn import functional as F\nF._x", "F._x"),
@@ -98,7 +98,7 @@ def test_a_circle_of_imports_is_found(tmp_path: Path) -> None:
 ALLOWED = [
     ("engine/x.py", "from preamp.casting.io import a\nfrom preamp.core import b"),
     ("engine/x.py", "import preamp.engine.step"),
-    ("cli/x.py", "import preamp\nfrom preamp.demo import run\nfrom preamp import scale_loss"),
+    ("cli/x.py", "import preamp\nfrom preamp.watch import run\nfrom preamp import scale_loss"),
     ("cli/x.py", "def f():\n    import rich"),
     ("kernels/triton/x.py", "import triton"),
     ("kernels/dispatch.py", "def f():\n    import preamp.kernels.blocks"),

@@ -58,11 +58,11 @@ PUBLIC = """
 import preamp
 shown = {name for name in dir(preamp) if not name.startswith("__")}
 modules = {"amp", "checkpoint", "fp16_utils", "integrations", "multi_tensor_apply",
-           "normalization", "numerics", "optimizers", "parallel", "planning", "report"}
+           "memory", "normalization", "numerics", "optimizers", "parallel", "report"}
 assert shown == {*preamp.__all__, *modules} - {"__version__"}, shown
 assert not any("preamp." + name in sys.modules for name in modules)
 assert not any("preamp.watch." + name in sys.modules for name in ("trace", "recorder"))
-for package in (preamp, preamp.checkpoint, preamp.planning):
+for package in (preamp, preamp.checkpoint, preamp.memory):
     names = [name for name in dir(package) if not name.startswith("__")]
     assert {*package.__all__} - {"__version__"} <= {*names}
     assert all(getattr(package, name) is not None for name in names)
@@ -71,14 +71,14 @@ assert preamp.normalization.fused_layer_norm.FusedLayerNorm
 assert "__doc__" in dir(preamp) and "TYPE_CHECKING" not in dir(preamp.checkpoint)
 """
 
-READERS_OF_APEX_FILES = """
+LATE = """
 import preamp.checkpoint
-assert "preamp.checkpoint.apex.findings" not in sys.modules
+assert "preamp.checkpoint.saving" not in sys.modules
 assert not hasattr(preamp.checkpoint, "nothing")
-assert "describe" not in vars(preamp.checkpoint)
+assert "read_checkpoint" not in vars(preamp.checkpoint)
 from preamp.checkpoint import *
-assert describe is sys.modules["preamp.checkpoint.apex.findings"].describe
-assert vars(preamp.checkpoint)["describe"] is describe
+assert read_checkpoint is sys.modules["preamp.checkpoint.saving"].read_checkpoint
+assert vars(preamp.checkpoint)["read_checkpoint"] is read_checkpoint
 assert all(name in globals() for name in preamp.checkpoint.__all__)
 """
 
@@ -95,7 +95,7 @@ def run_each(*texts: str) -> list[dict[str, object]]:
 def test_import_is_light_and_the_rest_loads_when_it_is_asked_for() -> None:
     facades = ", ".join(f"preamp.{name}" for name in FACADES.split())
     looks = [LOOK % "preamp, preamp.amp", LOOK % facades]
-    programs = (APEX_NAMES, PUBLIC, READERS_OF_APEX_FILES)
+    programs = (APEX_NAMES, PUBLIC, LATE)
     assert run_each(*looks, *programs) == [LIGHT, LIGHT]
 
 

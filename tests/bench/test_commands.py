@@ -131,7 +131,7 @@ def test_step_runs_end_to_end(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -
         (("step", "--params", "inf"), ("--params got 'inf'",)),
         (("step", "--params", "5", "--tensors", "6"), ("Got 5 parameters in 6 tensors",)),
         (("step", "--clips", "some"), ("--clips got 'some'", "yes, no, both")),
-        (("step", "--device", "abacus"), ("--device 'abacus' is not known",)),
+        (("step", "--device", "abacus"), ("--device 'abacus' does not work here",)),
         (("train", "--levels", "O9"), ("--levels got 'O9'", "O0, O1")),
         (("train", "--models", "bert"), ("--models got 'bert'", "gpt, convnet")),
         (("train", "--width", "6"), ("Got width=6",)),

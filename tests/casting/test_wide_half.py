@@ -123,7 +123,7 @@ def test_other_dtypes_pass_through(half: torch.dtype) -> None:
 
 @either_half
 def test_products_can_be_torchs_own(half: torch.dtype) -> None:
-    """The planner sees what is half by it, since nothing is rounded twice then."""
+    """An estimate counts no copies of weights then that a device with units does not make."""
     ones = torch.ones(2, 2, dtype=half)
     seen: list[torch.dtype] = []
     handle = held(install_wide_half, half)

@@ -38,9 +38,9 @@ def trained(level: str, storage: str, seed: int) -> Run:
 def test_an_interrupted_scheduler_leaves_models_and_optimizers(
     level: str, storage: str, tmp_path: Path
 ) -> None:
-    trained(level, storage, 0).save(tmp_path / "a.pt")
+    trained(level, storage, 0).save(tmp_path / "a.safetensors")
     run = trained(level, storage, 1)
     before = run.numbers()
     with pytest.raises(KeyboardInterrupt):
-        run.load(tmp_path / "a.pt")
+        run.load(tmp_path / "a.safetensors")
     assert same(run.numbers(), before)

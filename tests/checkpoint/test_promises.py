@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,27 +23,19 @@ import preamp
 from checkpoint.runs import Backward, Run, Step, Zero
 from engine.harness import same
 from preamp import report
-from preamp.checkpoint import (
-    convert_apex_checkpoint,
-    latest_checkpoint,
-    read_apex_checkpoint,
-    read_checkpoint,
-    storage,
-)
+from preamp.checkpoint import latest_checkpoint, read_checkpoint, saving, storage
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.subjects import Subjects
-from preamp.checkpoint.summary import summarize_checkpoint
 from preamp.numerics import read_history
 
-NAMES = pytest.mark.parametrize("name", ["run_1.pt", "run_1.safetensors"])
+NAME = "run_1.safetensors"
 
 
 # -- to the disk and back -------------------------------------------------------------------------
 
 
-@NAMES
 def test_all_is_on_the_disk_before_it_takes_its_place(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, int, int]] = []
     fsync, replace = os.fsync, os.replace
@@ -63,8 +54,8 @@ def test_all_is_on_the_disk_before_it_takes_its_place(
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    preamp.save_checkpoint(tmp_path / name, extra=torch.arange(1000))
-    own = (tmp_path / name).stat()
+    preamp.save_checkpoint(tmp_path / NAME, extra=torch.arange(1000))
+    own = (tmp_path / NAME).stat()
     folder = tmp_path.stat().st_ino
     assert [event[:2] for event in events] == [
         ("sync file", own.st_ino),
@@ -93,17 +84,16 @@ def test_other_programs_read_safetensors(tmp_path: Path) -> None:
             assert torch.equal(found, value)
 
 
-@NAMES
-def test_a_file_is_opened_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put into its place while it is read, the next one does not mix with it."""
-    path, read = tmp_path / name, storage.read_format
+    path, read = tmp_path / NAME, storage.read_tensors
     preamp.save_checkpoint(path, extra=torch.zeros(10_000))
 
     def late(file: Any) -> Any:
         preamp.save_checkpoint(path, extra=torch.ones(50))
         return read(file)
 
-    monkeypatch.setattr(storage, "read_format", late)
+    monkeypatch.setattr(storage, "read_tensors", late)
     assert torch.equal(preamp.load_checkpoint(path), torch.zeros(10_000))
 
 
@@ -123,51 +113,56 @@ def test_masters_are_saved_as_they_lie(tmp_path: Path) -> None:
 
 def test_copies_keep_their_order(tmp_path: Path) -> None:
     for step in (900, 1000, 50):  # the run went back to an earlier one
-        preamp.save_checkpoint(tmp_path / "runs" / f"step_{step}.pt", extra=step)
+        preamp.save_checkpoint(tmp_path / "runs" / f"step_{step}", extra=step)
     copies = tmp_path / "copies"
     copies.mkdir()
     for step in (50, 1000, 900):
-        shutil.copyfile(tmp_path / "runs" / f"step_{step}.pt", copies / f"step_{step}.pt")
-    os.utime(copies / "step_900.pt", ns=(10**18, 4 * 10**18))
-    assert latest_checkpoint(copies) == copies / "step_50.pt"
-    preamp.save_checkpoint(copies / "step_60.pt", extra=60, keep_last=2)
-    assert sorted(path.name for path in copies.iterdir()) == ["step_50.pt", "step_60.pt"]
+        shutil.copyfile(tmp_path / "runs" / f"step_{step}", copies / f"step_{step}")
+    os.utime(copies / "step_900", ns=(10**18, 4 * 10**18))
+    assert latest_checkpoint(copies) == copies / "step_50"
+    preamp.save_checkpoint(copies / "step_60", extra=60, keep_last=2)
+    assert sorted(path.name for path in copies.iterdir()) == ["step_50", "step_60"]
+
+
+def set_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be another process, which has saved and loaded nothing."""
+    order = storage.Order()
+    for module in (storage, saving):
+        monkeypatch.setattr(module, "ORDER", order)
 
 
 def test_a_clock_that_is_behind_changes_no_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run goes on on another machine: what it saves there is newer than what it has loaded."""
-    path = tmp_path / "step_1.pt"
-    monkeypatch.setattr(storage, "_ORDER", storage.Order())
+    path = tmp_path / "step_1"
+    set_order(monkeypatch)
     preamp.save_checkpoint(path, extra=1)
-    monkeypatch.setattr(storage, "_ORDER", storage.Order())
+    set_order(monkeypatch)
     monkeypatch.setattr(storage.time, "time_ns", lambda: 10**18)
     assert preamp.load_checkpoint(path) == 1
     for step in (2, 3, 4):
-        preamp.save_checkpoint(tmp_path / f"step_{step}.pt", extra=step, keep_last=2)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["step_3.pt", "step_4.pt"]
-    assert latest_checkpoint(tmp_path) == tmp_path / "step_4.pt"
+        preamp.save_checkpoint(tmp_path / f"step_{step}", extra=step, keep_last=2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step_3", "step_4"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
 
 
-@NAMES
 def test_files_are_read_where_open_ones_have_no_path(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preamp.save_checkpoint(tmp_path / name, extra=torch.arange(3))
+    preamp.save_checkpoint(tmp_path / NAME, extra=torch.arange(3))
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: "/dev/fd" not in str(path) and exists(path))
-    assert preamp.load_checkpoint(tmp_path / name).tolist() == [0, 1, 2]
-    assert latest_checkpoint(tmp_path) == tmp_path / name
+    assert preamp.load_checkpoint(tmp_path / NAME).tolist() == [0, 1, 2]
+    assert latest_checkpoint(tmp_path) == tmp_path / NAME
 
 
 @pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="open files cannot be counted here")
-@NAMES
-def test_what_was_read_holds_no_file_open(name: str, tmp_path: Path) -> None:
+def test_what_was_read_holds_no_file_open(tmp_path: Path) -> None:
     """The files of many ranks are read together."""
-    preamp.save_checkpoint(tmp_path / name, extra=torch.arange(3))
+    preamp.save_checkpoint(tmp_path / NAME, extra=torch.arange(3))
     before = len(os.listdir("/dev/fd"))
-    kept = [read_checkpoint(tmp_path / name) for _ in range(5)]
+    kept = [read_checkpoint(tmp_path / NAME) for _ in range(5)]
     assert len(os.listdir("/dev/fd")) == before
     assert kept[4]["extra"].tolist() == [0, 1, 2]
 
@@ -192,37 +187,23 @@ class Named(torch.nn.Linear):
 
 
 def test_objects_of_any_form_load_what_they_saved(tmp_path: Path) -> None:
-    preamp.save_checkpoint(tmp_path / "a.pt", Named(1, 1), schedulers=Listed(3))
+    preamp.save_checkpoint(tmp_path / "a.safetensors", Named(1, 1), schedulers=Listed(3))
     scheduler = Listed(0)
-    preamp.load_checkpoint(tmp_path / "a.pt", Named(1, 1), schedulers=scheduler)
+    preamp.load_checkpoint(tmp_path / "a.safetensors", Named(1, 1), schedulers=scheduler)
     assert scheduler.number == 3
 
 
 def test_errors_of_this_machine_are_no_fault_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preamp.save_checkpoint(tmp_path / "a.pt", extra=torch.ones(2))
+    preamp.save_checkpoint(tmp_path / "a.safetensors", extra=torch.ones(2))
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(torch.Tensor, "clone", fail)
     with pytest.raises(RuntimeError, match=r"^can't allocate memory$"):
-        preamp.load_checkpoint(tmp_path / "a.pt")
-
-
-def test_leftovers_are_no_part_of_a_folder(tmp_path: Path) -> None:
-    preamp.save_checkpoint(tmp_path / "a.pt", extra=torch.zeros(10))
-    folder = tmp_path / "step_1"
-    folder.mkdir()
-    member = storage.ShardFile(token="t", number=1, rank=0, ranks=1)
-    tree = {"models": [], "optimizers": [], "own_params": {}, "engines": []}
-    tree |= {"gradients": {}, "schedulers": [], "rng": {}, "extra": None}
-    storage.write(storage.Draft([tree], {}, member), member.file_in(folder))
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    (folder / ".2-rank0-of1.pt.abcdefgh.part").write_bytes(bytes(1000))
-    (folder / "notes").write_bytes(bytes(1000))
-    assert summarize_checkpoint(folder).size == size
+        preamp.load_checkpoint(tmp_path / "a.safetensors")
 
 
 # -- all or nothing -------------------------------------------------------------------------------
@@ -246,7 +227,7 @@ def test_numpys_generator_is_saved_as_what_it_is(
     generators(saved)
     np.random.standard_normal(3)  # one is kept for the next call
     np.random.randint(0, 100, dtype=np.uint32)
-    path = tmp_path / "a.pt"
+    path = tmp_path / "a.safetensors"
     preamp.save_checkpoint(path, extra=1)
 
     def draws() -> list[Any]:
@@ -263,13 +244,13 @@ def test_a_generator_that_this_numpy_cannot_set_changes_nothing(
 ) -> None:
     generators("PCG64")
     model = torch.nn.Linear(2, 2)
-    preamp.save_checkpoint(tmp_path / "a.pt", model)
+    preamp.save_checkpoint(tmp_path / "a.safetensors", model)
     generators("MT19937")
     other = torch.nn.Linear(2, 2)
     before = other.weight.clone()
     monkeypatch.delattr(np.random, "set_bit_generator")
     with pytest.raises(ValueError, match="random states that cannot be set"):
-        preamp.load_checkpoint(tmp_path / "a.pt", other, rng=True)
+        preamp.load_checkpoint(tmp_path / "a.safetensors", other, rng=True)
     assert torch.equal(other.weight, before)
     monkeypatch.undo()
 
@@ -284,22 +265,22 @@ def test_another_generator_is_refused_before_anything_is_written(
     generators("MT19937")  # the fixture puts the real one back
     np.random.set_bit_generator(Own(1))
     with pytest.raises(preamp.PreampStateError, match="numpy's global random generator was made"):
-        preamp.save_checkpoint(tmp_path / "a.pt", extra=1)
+        preamp.save_checkpoint(tmp_path / "a.safetensors", extra=1)
     assert list(tmp_path.iterdir()) == []
 
 
 def rewritten(path: Path, change: Callable[[Any], None]) -> None:
-    """Change the first rank's content in a file, and give it the checksum of what it is now."""
+    """Change the content of a file, and give it the checksum of what it is now."""
     with path.open("rb") as file:
-        about, tensors = storage.read_format(file)
+        about, tensors = storage.read_tensors(file)
     manifest = json.loads(about["preamp"])
-    change(manifest["trees"][0])
+    change(manifest["tree"])
     text = json.dumps(manifest)
     digest = storage.hashlib.sha256(text.encode()).hexdigest()
     kept = {name: value.clone() for name, value in tensors.items()}
     with storage.replacing(path) as draft:
         about = {"preamp": text, "preamp_sha256": digest}
-        storage.write_format(draft, path.suffix, about, kept)
+        storage.write_tensors(draft, about, kept)
 
 
 def set_at(*place: Any) -> Callable[[Any], Callable[[Any], None]]:
@@ -325,21 +306,17 @@ CRAFTED = {
     "a counter beyond its tensor": set_at(*SCALER, "unskipped")(2**70),
     "a scale beyond float32": set_at(*SCALER, "loss_scale")(1e300),
     "a number without an end": set_at(*SCALER, "loss_scale")(10**400),
-    "a flag beyond float32": set_at("engines", 0, "pending", "scalers", 0, "found_inf")(1e308),
-    "no pending state": set_at("engines", 0, "pending")([[1]]),
-    "a norm that is many": set_at("engines", 0, "pending", "sessions", 0, "norm", "clipped")(
-        {"$tensor": "rng/torch"}
-    ),
-    "one of a pair": set_at("engines", 0, "pending", "sessions", 0, "aside")([[1]]),
+    "a flag beyond float32": set_at("engines", 0, "found_inf", 0)(1e308),
+    "no state of an engine": set_at("engines", 0)([[1]]),
+    "a habit that is many": set_at("engines", 0, "clips", 0)({"$tensor": "rng/torch"}),
+    "no rank": set_at("ranks")(1),
     "a list for a dict": set_at("models", 0, "metadata")([1]),
     "a version that is none": set_at("models", 0, "metadata", "bn", "version")({}),
     "parameters of one number": set_at(
         "optimizers", 0, "state", "param_groups", 0, "params"
     )([0, 0, 0, 0, 0, 0]),
     "a state that is no dict": set_at("optimizers", 0, "state", "state", "$dict", 0, 1)(4),
-    "an optimizer more in an engine": lambda tree: tree["engines"][0]["pending"]["sessions"].append(
-        tree["engines"][0]["pending"]["sessions"][0]
-    ),
+    "an optimizer more in an engine": lambda tree: tree["engines"][0]["clips"].append(True),
     "a parameter without a dtype": lambda tree: tree["optimizers"][0]["params"][0].pop("dtype"),
     "fewer parameters": lambda tree: tree["optimizers"][0]["params"].pop(),
     "no content": lambda tree: tree.clear(),
@@ -358,9 +335,8 @@ def untouched(run: Run) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with pending gradients."""
-    run, path = Run("O2", ("sgd",)), tmp_path_factory.mktemp("good") / "a.pt"
-    run.play([Backward(), Step(), Zero(), Backward()])
+    run, path = Run("O2", ("sgd",)), tmp_path_factory.mktemp("good") / "a.safetensors"
+    run.play([Backward(), Step(), Zero()])
     run.save(path)
     return path
 
@@ -369,7 +345,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_does_not_fit_is_refused_before_the_first_change(
     case: str, good: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "crafted.pt"
+    path = tmp_path / "crafted.safetensors"
     shutil.copyfile(good, path)
     rewritten(path, CRAFTED[case])
     run = Run("O2", ("sgd",), seed=1)
@@ -387,33 +363,12 @@ def test_what_does_not_fit_is_refused_before_the_first_change(
 # -- files that cost more than they are -----------------------------------------------------------
 
 
-def squeezed(path: Path, of: Path) -> None:
-    with zipfile.ZipFile(of) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
-        for member in source.infolist():
-            target.writestr(member.filename, source.read(member))
-
-
-def test_compressed_files_are_refused(good: Path, tmp_path: Path) -> None:
-    path = tmp_path / "squeezed.pt"
-    squeezed(path, good)
-    for reader in (read_checkpoint, read_apex_checkpoint):
-        with pytest.raises((preamp.CheckpointError, ValueError), match="it is compressed"):
-            reader(path)
-
-
-def test_a_folder_that_claims_many_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / "step_1"
-    folder.mkdir()
-    (folder / f"1-rank0-of{10**15}.pt").touch()
-    with pytest.raises(preamp.CheckpointError, match=r"files those of 1, 2, 3, 4, 5, 6, 7, 8 are"):
-        read_checkpoint(folder)
-
-
 def test_messages_have_an_end(tmp_path: Path) -> None:
-    torch.save({"x" * 10**6: 1}, tmp_path / "a.pt")
+    header = json.dumps({"x" * 10**6: {}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (tmp_path / "b.jsonl").write_text(json.dumps({"kind": "run", "version": "x" * 10**6}) + "\n")
     with pytest.raises(preamp.CheckpointError) as got:
-        read_checkpoint(tmp_path / "a.pt")
+        read_checkpoint(tmp_path / "a.safetensors")
     assert len(str(got.value)) < 10_000
     with pytest.raises(ValueError, match="is not a record of a run") as refused:
         read_history(tmp_path / "b.jsonl")
@@ -429,9 +384,7 @@ def test_what_has_no_end_is_not_read(kind: str, tmp_path: Path) -> None:
     readers: list[Callable[[Path], object]] = [
         read_checkpoint,
         preamp.load_checkpoint,
-        read_apex_checkpoint,
         read_history,
-        lambda path: convert_apex_checkpoint(path, tmp_path / "new.pt"),
     ]
     for reader in readers:
         with pytest.raises(OSError, match=f"{path} cannot be read: What is there is no regular"):
@@ -447,7 +400,7 @@ from preamp.checkpoint import read_checkpoint
 
 path, every = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 preamp.save_checkpoint(path, extra=[0, torch.zeros(9)])
-FILES = ("serialization.py", "files.py", "formats.py", "storage.py", "saving.py")
+FILES = ("files.py", "safetensors.py", "storage.py", "saving.py")
 
 def trace(frame, event, argument):
     global left
@@ -480,11 +433,9 @@ print(times, sorted(file.name for file in path.parent.iterdir()))
 
 
 @pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.full)])
-@NAMES
-def test_interrupted_at_any_line_of_a_save(name: str, every: int, tmp_path: Path) -> None:
-    """Neither is the process ended, as by torch's writer once in 400, nor a file lost."""
+def test_interrupted_at_any_line_of_a_save(every: int, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(tmp_path / name), str(every)],
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(tmp_path / NAME), str(every)],
         capture_output=True,
         text=True,
         check=False,
@@ -492,19 +443,16 @@ def test_interrupted_at_any_line_of_a_save(name: str, every: int, tmp_path: Path
     assert done.returncode == 0, done.stderr
     times, left = done.stdout.split(" ", 1)
     assert int(times) > 100 // every
-    assert left.strip() == f"['{name}']"
+    assert left.strip() == f"['{NAME}']"
 
 
 def test_a_full_disk_says_so_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt")
     monkeypatch.setattr(os, "fsync", full)
     writers: dict[str, Callable[[Path], object]] = {
-        "a.pt": lambda path: preamp.save_checkpoint(path, extra=1),
         "a.safetensors": lambda path: preamp.save_checkpoint(path, extra=1),
-        "new.pt": lambda path: convert_apex_checkpoint(tmp_path / "old.pt", path),
         "page.html": lambda path: report.write(path, []),
     }
     for name, write in writers.items():

@@ -1,130 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line: options, refusals, Ctrl-C."""
+"""The command line: options and refusals."""
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import preamp
-from cases.demo import CORPUS
-from preamp.cli import demo as demo_module
 from preamp.cli import main as main_module
 from preamp.cli.app import app
-from preamp.cli.demo import Bars
-from preamp.demo.train import Progress
 from preamp.numerics import History, StepRecord
-
-
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output folder, and a small text instead of the standard library."""
-    monkeypatch.setattr(demo_module, "read_corpus", lambda: CORPUS)
-    return tmp_path / "out"
-
-
-def results(out: Path) -> Any:
-    return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
-
-
-def test_demo_prints_and_writes_the_same_levels(out: Path) -> None:
-    done = invoke(
-        "demo", "--small", "--levels", "O0,O5", "--steps", "4", "--device", "cpu", "--out", str(out)
-    )
-    assert done.exit_code == 0, done.output
-    document = results(out)
-    assert [row["level"] for row in document["levels"]] == ["O0", "O5"]
-    assert document["config"]["steps"] == 4
-    assert document["config"]["model"] == {"layers": 1, "width": 16, "heads": 2, "context": 8}
-    page = (out / "report.html").read_text(encoding="utf-8")
-    for row in document["levels"]:
-        assert f"{row['held_out_bits']:.3f}" in done.output
-        assert f"{row['held_out_bits']:.3f}" in page
-    assert str(out / "report.html") in done.output
-
-
-def test_every_option_reaches_the_run(out: Path) -> None:
-    options = ("--steps", "2", "--levels", "O0 O4", "--storage", "compact", "--place", "host")
-    done = invoke("demo", "--small", *options, "--release-gradients", "--out", str(out))
-    assert done.exit_code == 0, done.output
-    config = results(out)["config"]
-    assert (config["steps"], config["levels"], config["storage"]) == (2, ["O0", "O4"], "compact")
-    assert (config["place"], config["release_gradients"]) == ("host", True)
-    assert 'place="host" moved nothing, all is on the CPU.' in done.output
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (("--levels", "O9"), ("'O9' is not known", "Choose from O0, O1", "--levels O0,O2")),
-        (("--levels", "O0,02"), ("'02' is not known", "letter O", "--levels O0,O2")),
-        (("--levels", ""), ("Opt level ''", "Choose from", "--levels O0,O2")),
-        (("--levels", "O0,O0"), ("Got levels O0,O0", "each once", "--levels O0,O2")),
-        (("--steps", "1"), ("Got steps=1", "smallest possible is 2", "Pass 2 or more")),
-        (("--storage", "tiny"), ("--storage 'tiny'", "full, split, compact", "--storage split")),
-        (("--device", "gpu"), ("'gpu' is not known", "Choose auto, cpu", "--device cpu")),
-        (("--device", "cuda:99"), ("does not work here", "has to be a device", "--device auto")),
-    ],
-)
-def test_bad_values_get_what_was_got_what_is_allowed_and_what_to_do(
-    out: Path, options: tuple[str, ...], parts: tuple[str, ...]
-) -> None:
-    done = invoke("demo", *options, "--out", str(out))
-    assert done.exit_code == 2
-    for part in parts:
-        assert part in done.output
-    assert not out.exists()
-
-
-def test_demo_refuses_a_folder_that_cannot_be_written_before_it_trains(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    done = invoke("demo", "--small", "--out", str(tmp_path / "file" / "folder"))
-    assert done.exit_code == 2
-    assert done.output.startswith(f"Error: {tmp_path}/file/folder cannot be written to: Not a dir")
-    assert "Pass another one by --out." in done.output
-
-
-def test_ctrl_c_reports_what_was_measured_and_exits_with_130(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step_done = Bars.step_done
-
-    def interrupt(bars: Bars, progress: Progress) -> None:
-        step_done(bars, progress)
-        if (progress.level, progress.step) == ("O5", 3):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Bars, "step_done", interrupt)
-    done = invoke("demo", "--small", "--levels", "O0,O5,O1", "--steps", "4", "--out", str(out))
-    assert done.exit_code == 130
-    document = results(out)
-    assert document["interrupted"] is True
-    assert [(row["level"], row["status"], row["steps_done"]) for row in document["levels"]] == [
-        ("O0", "finished", 4),
-        ("O5", "interrupted", 3),
-    ]
-    assert "Interrupted" in (out / "report.html").read_text(encoding="utf-8")
-    assert "interrupted" in done.output
-
-
-def test_levels_lists_every_level() -> None:
-    done = invoke("levels")
-    assert done.exit_code == 0
-    for name in preamp.OPT_LEVELS:
-        assert name in done.output
-    assert "bfloat16" in done.output
-    assert "dynamic" in done.output
 
 
 def test_missing_packages_get_one_clear_message(
@@ -136,7 +31,7 @@ def test_missing_packages_get_one_clear_message(
     assert caught.value.code == 1
     message = capsys.readouterr().err
     assert message.startswith("Cannot import no_such_package. The preamp command needs")
-    assert message.endswith('pip install "preamp[cli]".\n')
+    assert message.endswith("In a clone of preamp, run pip install '.[cli]'.\n")
 
 
 def test_version_needs_no_package(
@@ -147,13 +42,15 @@ def test_version_needs_no_package(
     with pytest.raises(SystemExit) as caught:
         main_module.main()
     assert not caught.value.code
-    assert capsys.readouterr().out.startswith(f"preamp {preamp.__version__}, torch ")
+    told = capsys.readouterr().out
+    assert told.startswith(f"preamp {preamp.__version__}, torch {torch.__version__}, Python 3.")
+    assert "preamp --version" in invoke("--help").output
 
 
 def test_module_is_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["preamp", "levels"])
+    monkeypatch.setattr(sys, "argv", ["preamp", "estimate", "--params", "1e3"])
     with pytest.raises(SystemExit) as caught:
         runpy.run_module("preamp", run_name="__main__")
     assert not caught.value.code

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from preamp.cli.tracebacks import is_foreign, part_of
+from preamp.cli.run import own_part
 
 
 def function_in(module: str, code: str) -> Callable[..., None]:
@@ -20,32 +20,19 @@ def function_in(module: str, code: str) -> Callable[..., None]:
     return names["f"]
 
 
-def shown(error: type[BaseException], *modules: str) -> list[str] | None:
-    """Whose frames are shown where these modules call each other, and the last one raises."""
-    *outer, last = modules
-    call = partial(function_in(last, "raise given[0]"), error)
-    for module in reversed(outer):
-        call = partial(function_in(module, "given[0]()"), call)
-    with pytest.raises(error) as caught:
-        call()
-    assert caught.value.__traceback__ is not None
-    part = part_of(caught.value.__traceback__.tb_next, is_foreign, caught.value)
-    return None if part is None else [frame.filename for frame in traceback.extract_tb(part)]
-
-
-PLAN, RANGES, TORCH = "preamp.cli.plan", "preamp.planning.ranges", "torch.nn.modules"
+RUN, DOCTOR, TORCH = "preamp.cli.run", "preamp.doctor.probes", "torch.nn.modules"
 
 
 @pytest.mark.parametrize(
     ("modules", "wanted"),
     [
-        (("__main__", "typer.core", PLAN, "train"), ["train"]),
-        ((PLAN, "importlib._bootstrap", "train", "helper"), ["train", "helper"]),
-        ((RANGES, "train", TORCH, RANGES, "model"), ["train", TORCH, "model"]),
-        ((RANGES, "train", TORCH), ["train", TORCH]),
-        ((PLAN, "train", "preamp.engine.core"), ["train", "preamp.engine.core"]),
-        ((PLAN, "train", "preamp.doctor.probes"), ["train", "preamp.doctor.probes"]),
-        ((PLAN, RANGES, TORCH), [PLAN, RANGES, TORCH]),
+        (("__main__", RUN, "train"), ["train"]),
+        ((RUN, "train", "helper"), ["train", "helper"]),
+        ((RUN, "train", TORCH, DOCTOR, "model"), ["train", TORCH, "model"]),
+        ((RUN, "train", TORCH), ["train", TORCH]),
+        ((RUN, "train", "preamp.engine.core"), ["train", "preamp.engine.core"]),
+        ((RUN, "train", DOCTOR), ["train", DOCTOR]),
+        ((RUN, DOCTOR, TORCH), [RUN, DOCTOR, TORCH]),
     ],
     ids=[
         "the script",
@@ -60,12 +47,15 @@ PLAN, RANGES, TORCH = "preamp.cli.plan", "preamp.planning.ranges", "torch.nn.mod
 def test_the_script_is_shown_without_the_command(
     modules: tuple[str, ...], wanted: list[str]
 ) -> None:
-    assert shown(KeyError, *modules) == wanted
-
-
-def test_a_syntax_error_of_the_script_names_its_own_place() -> None:
-    assert shown(SyntaxError, PLAN, "importlib._bootstrap") is None
-    assert shown(SyntaxError, PLAN, "train", "importlib._bootstrap") == [
-        "train",
-        "importlib._bootstrap",
-    ]
+    """These modules call each other, and the last one raises."""
+    *outer, last = modules
+    functions = [function_in(module, "given[0](*given[1:])") for module in outer]
+    functions.append(function_in(last, "raise KeyError"))
+    first, *others = functions
+    with pytest.raises(KeyError) as caught:
+        partial(first, *others)()
+    assert caught.value.__traceback__ is not None
+    assert caught.value.__traceback__.tb_next is not None
+    script = functions[modules.index("train")] if "train" in modules else function_in("none", "1")
+    part = own_part(caught.value.__traceback__.tb_next, script.__code__)
+    assert [frame.filename for frame in traceback.extract_tb(part)] == wanted

@@ -5,49 +5,24 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
 from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
-import preamp
-from cases.demo import result, row
-from preamp.cli import run
 from preamp.cli.app import app
 from preamp.cli.console import make_console, print_table
-from preamp.cli.demo import show
 from preamp.doctor import RULES, explain_text
 
 COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
 COMMANDS = {
     "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
-    "levels": ("levels",),
-    "bench": ("bench", "--device", "cpu", "--params", "2e3", "--tensors", "2", "--seconds", "0"),
-    "plan": ("plan", "train.py", "--steps", "1", "--verify-steps", "1"),
-    "checkpoint": ("checkpoint", "show", "run.pt"),
     "help": ("--help",),
-    "help of demo": ("demo", "--help"),
+    "help of report": ("report", "--help"),
     "help of run": ("run", "--help"),
 }
 NUMBER = re.compile(r"\d[\d.,]*")
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start where a checkpoint lies, so that its path is short."""
-    monkeypatch.chdir(tmp_path)
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    preamp.save_checkpoint("run.pt", model, optimizer)
-    script = "from cases.trainings import CASES\nmake = CASES['attention-logits'].make\n"
-    Path("train.py").write_text(script, encoding="utf-8")
-    yield
-    preamp.remove_apex_alias()  # which plan installs for its script
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) -> str:
@@ -74,7 +49,7 @@ def test_commands_follow_columns(
 
 
 def test_a_wider_terminal_gets_wider_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("estimate", "plan", "help", "help of run"):
+    for command in ("estimate", "help", "help of run"):
         narrow, wide = (printed(monkeypatch, width, *COMMANDS[command]) for width in (60, 120))
         assert widest(narrow) < widest(wide), command
 
@@ -90,20 +65,6 @@ def test_a_pipe_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", io.StringIO())
     monkeypatch.setattr("sys.__stdout__", None)
     assert make_console().width == 80
-
-
-@COLUMNS
-def test_the_table_of_the_demo(columns: int) -> None:
-    levels = [row(name, held_out_bits=4.0 + i / 8) for i, name in enumerate(preamp.OPT_LEVELS)]
-    console = Console(width=columns, record=True, file=io.StringIO())
-    show(result(*levels), console)
-    text = console.export_text()
-    assert widest(text) <= columns
-    for level in levels:
-        assert f"{level.held_out_bits:.3f}" in text
-    tables = sum(line.startswith("━") for line in text.splitlines())
-    assert tables == (2 if columns < 80 else 1)
-    assert len(re.findall(r"^O5 ", text, re.MULTILINE)) == tables + 1  # and the note
 
 
 @pytest.mark.parametrize(
@@ -125,23 +86,3 @@ def test_texts_of_the_doctor(columns: int, monkeypatch: pytest.MonkeyPatch) -> N
     for rule in RULES.values():
         _, *paragraphs = explain_text(rule).splitlines()
         assert widest("\n".join(paragraphs)) <= min(columns, 96)
-
-
-def test_the_help_of_run_keeps_its_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words: list[list[str]] = []
-    for columns in ("50", "150"):
-        monkeypatch.setenv("COLUMNS", columns)
-        run.run(["--help"])
-        words.append(capsys.readouterr().out.split())
-    assert words[0] == words[1]
-
-
-@pytest.mark.parametrize("command", ["--version", "--help"])
-def test_versions(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = printed(monkeypatch, 80, command)
-    if command == "--version":
-        assert text.startswith(f"preamp {preamp.__version__}, torch {torch.__version__}, Python 3.")
-    else:
-        assert "--version" in text

@@ -10,17 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 import preamp
 from cases.waits import waits_refused
 from engine.harness import same
 from preamp.checkpoint import read_checkpoint, staging
 from preamp.core.pytree import map_plain
-from preamp.core.tensors import local_of
 from preamp.optim import table
 from preamp.optimizers import FusedAdam
 
@@ -93,20 +89,17 @@ def _content(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("chunk", [SMALL, staging.CHUNK])
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_every_form_arrives_bitwise(
-    chunk: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "CHUNK", chunk)
     here, there = _odd_tensors("cpu"), _odd_tensors("cuda:0")
     also_there = _odd_tensors("cuda:1") if torch.cuda.device_count() > 1 else {}
-    path = tmp_path / f"a.{suffix}"
-    preamp.save_checkpoint(path, extra=[here, there, also_there])
-    preamp.save_checkpoint(
-        tmp_path / f"b.{suffix}", extra=[here, there, also_there], asynchronous=True
-    ).wait()
+    extra = [here, there, also_there]
+    preamp.save_checkpoint(tmp_path / "a", extra=extra)
+    preamp.save_checkpoint(tmp_path / "b", extra=extra, asynchronous=True).wait()
     for name in ("a", "b"):
-        first, second, third = _content(tmp_path / f"{name}.{suffix}")["extra"]
+        first, second, third = _content(tmp_path / name)["extra"]
         assert same(first, second)
         assert same(first, third) or not also_there
         orders = {key: value.stride() for key, value in first.items()}
@@ -117,7 +110,6 @@ def test_every_form_arrives_bitwise(
 def test_a_run_is_saved_and_loaded_bitwise(level: str, tmp_path: Path) -> None:
     run = Run(level)
     run.step()
-    run.backward()  # gradients are saved as well
     run.save(tmp_path / "device.pt")
     other, host = Run(level, seed=1), Run(level, seed=2, device="cpu")
     for one in (other, host):
@@ -127,8 +119,6 @@ def test_a_run_is_saved_and_loaded_bitwise(level: str, tmp_path: Path) -> None:
     host.save(tmp_path / "host.pt")
     assert same(_content(tmp_path / "host.pt"), _content(tmp_path / "device.pt"))
     for one in (run, other):
-        one.optimizer.step()
-        one.optimizer.zero_grad()
         one.step()
     assert same(other.numbers(), run.numbers())
     assert next(other.model.parameters()).is_cuda
@@ -182,16 +172,13 @@ def test_waits_do_not_grow_with_the_tensors(tmp_path: Path) -> None:
         with waits_counted() as queued:
             saving = preamp.save_checkpoint(path, model, optimizer, asynchronous=True)
         saving.wait()
-        with waits_counted() as loaded:
-            preamp.load_checkpoint(path, model, optimizer, rng=False)
-        return [saved, queued, loaded]
+        return [saved, queued]
 
-    saved, queued, loaded = waits(3)
-    assert waits(30) == [saved, queued, loaded]
+    saved, queued = waits(3)
+    assert waits(30) == [saved, queued]
     # Only numbers of the manifest, such as the loss scale, are waited for before the copies.
     assert saved == [*queued, "Event.synchronize"]
     assert queued == ["_to_copy between cuda:0 and cpu"]
-    assert loaded == ["Event.synchronize"]  # what would be put back if the load failed
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -222,16 +209,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         assert max(sizes) <= chunk
         assert sum(sizes) == total
         assert most == (len(sizes) if asynchronous else staging.AT_ONCE)
-    sizes.clear()
-    most = 0
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with staging.StagedUploads():
-        loaded = torch.randn(300_000).to("cuda")
-    assert loaded.is_cuda
-    assert torch.cuda.max_memory_allocated() - before <= loaded.nbytes + 512
-    assert max(sizes) <= chunk
-    assert most == staging.AT_ONCE
 
 
 class Wide:
@@ -264,7 +241,7 @@ class Wide:
 
 
 @pytest.mark.parametrize("storage", ["full", "split", "compact"])
-def test_a_device_needs_no_room_for_a_second_copy(
+def test_a_device_needs_no_room_for_a_second_copy_of_weights(
     storage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(staging, "CHUNK", 1 << 13)
@@ -278,9 +255,9 @@ def test_a_device_needs_no_room_for_a_second_copy(
     assert run.peak(preamp.save_checkpoint, path) < some
     run.train(1)
     masters_made = 0 if storage == "full" else 2  # float32 until the next step
-    assert run.peak(preamp.load_checkpoint, path, rng=False) < masters_made + some
     other = Wide(storage, 1)
-    assert other.peak(preamp.load_checkpoint, path, rng=False) < moments / run.size + some
+    for one, made in ((run, masters_made), (other, 0)):
+        assert one.peak(preamp.load_checkpoint, path, rng=False) < made + moments / run.size + some
     for one in (run, other):
         one.train(1)
     first, second = (r.optimizer.state_dict() for r in (run, other))
@@ -350,64 +327,6 @@ def test_a_host_without_pinned_memory_is_refused(
         run.load(tmp_path / "a.pt")
     monkeypatch.setattr(torch, "empty", empty)
     run.load(tmp_path / "a.pt")
-
-
-def test_gradients_of_one_memory_are_loaded_as_two(tmp_path: Path) -> None:
-    def build() -> tuple[nn.Module, Any]:
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).cuda()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
-        preamp.initialize(model, optimizer, opt_level="O0", verbosity=0)
-        return model, optimizer
-
-    model, optimizer = build()
-    shared = torch.ones(4, 4, device="cuda")
-    for param in model.parameters():
-        param.grad = shared
-    preamp.save_checkpoint(tmp_path / "a.pt", model, optimizer)
-    model, optimizer = build()
-    preamp.load_checkpoint(tmp_path / "a.pt", model, optimizer, rng=False)
-    first, second = (param.grad for param in model.parameters())
-    assert first is not None
-    assert second is not None
-    first.zero_()
-    assert second.sum() == 16
-
-
-@pytest.mark.skipif(not IS_PRETENDED, reason="waits are counted on the pretended device")
-def test_parts_of_sharded_tensors_are_loaded_together(tmp_path: Path) -> None:
-    from devices.pretended.plugin import waits_counted
-
-    def build(seed: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))).cuda()
-        for layer in model:
-            for name, param in list(layer.named_parameters()):
-                part = DTensor.from_local(param.detach(), mesh, [Shard(0)], run_check=False)
-                setattr(layer, name, nn.Parameter(part))
-        optimizer: Any = FusedAdam(model.parameters())
-        for param in model.parameters():
-            moment = torch.full_like(param.detach(), seed)
-            optimizer.state[param] = {"exp_avg": moment, "exp_avg_sq": moment.clone()}
-        return model, optimizer
-
-    def parts(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-        state = [value for own in optimizer.state.values() for value in own.values()]
-        return [local_of(tensor.detach()) for tensor in (*model.parameters(), *state)]
-
-    store = f"file://{tmp_path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cuda", [0])
-        run, other = build(1), build(2)
-        preamp.save_checkpoint(tmp_path / "a", *run)
-        there = parts(*other)
-        with waits_counted() as loaded:
-            preamp.load_checkpoint(tmp_path / "a", *other, rng=False)
-        assert loaded == ["Event.synchronize"]  # for a copy of what was there
-        assert same(parts(*other), parts(*run))
-        assert [t.data_ptr() for t in parts(*other)] == [t.data_ptr() for t in there]
-    finally:
-        dist.destroy_process_group()
 
 
 class Offloading(torch.optim.Optimizer):

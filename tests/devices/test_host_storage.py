@@ -211,20 +211,6 @@ def test_state_made_before_initialize_moves_there_and_back() -> None:
     assert [torch.equal(a.cpu(), b) for a, b in zip(back, before, strict=True)] == [True, True]
 
 
-@ways
-def test_a_checkpoint_within_an_accumulation_goes_on(way: tuple[str, str], tmp_path: Path) -> None:
-    first, second = (Run(place, ("O5", "split")) for place in way)
-    first.steps()
-    first.backward()
-    first.backward()
-    carry_over(first, second, tmp_path)
-    for run in (first, second):
-        run.backward()
-        run.end()
-        run.steps(1)
-    assert_same(first, second)
-
-
 # -- around the step -----------------------------------------------------------------------------
 
 

@@ -319,14 +319,13 @@ def test_both_places_are_counted_as_estimated(masters: Any, moments: Any) -> Non
 def test_a_checkpoint_goes_on_at_either_place(
     kept: Kept, way: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Between a backward and its step, too."""
     first, second = Run(way[0], kept), Run(way[1], kept)
     first.steps()
-    first.backward()
     second.steps(1)
     carry_over(first, second, tmp_path)
     for run in (first, second):
-        run.backward()  # joins what was saved
+        run.backward()
+        run.backward()
         preamp.clip_grad_norm_(run.optimizer, 0.5)
         run.end()
         run.steps()
@@ -336,36 +335,13 @@ def test_a_checkpoint_goes_on_at_either_place(
 
 @pytest.mark.parametrize("kept", EVERY, ids=ids)
 def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path: Path) -> None:
-    """They take the memory of those that are saved."""
     first, second = Run("host", kept), Run("host", kept)
     for run in (first, second):
         run.steps()
-        run.backward()
     saving = preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer, asynchronous=True)
-    first.end()
     first.steps(2)
     saving.wait()
     preamp.load_checkpoint(tmp_path / "run", first.net, first.optimizer, rng=False)
-    second.end()
-    first.end()
-    assert_same(first, second)
-
-
-@pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
-def test_a_checkpoint_has_gradients_left_scaled(
-    kept: Kept, way: tuple[str, str], tmp_path: Path
-) -> None:
-    first, second = Run(way[0], kept), Run(way[1], kept)
-    first.steps()
-    first.backward()
-    with preamp.scale_loss(first.loss(), first.optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
-    carry_over(first, second, tmp_path)
-    for run in (first, second):
-        run.backward()
-        run.end()
-        run.steps(1)
     assert_same(first, second)
 
 
@@ -455,16 +431,13 @@ class FineTuning:
 @pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_language_model_is_fine_tuned(level: str, way: tuple[str, str], tmp_path: Path) -> None:
-    """A checkpoint in the middle of an accumulation goes on at the other place."""
+    """A checkpoint goes on at the other place."""
     first, second = (FineTuning(place, level) for place in way)
     first.steps(3)
-    first.backward()
     preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizers)
     preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizers, rng=False)
     second.number = first.number
     for run in (first, second):
-        run.backward()
-        run.end()
         run.steps(2)
     weights = 1 + 3 * 6  # the tied one, and of each layer two frozen and four trained ones
     trained = 1 + 3 * 4
@@ -653,20 +626,6 @@ def test_gradients_go_again_after_others_were_asked_for() -> None:
         scaled.backward()
         torch.autograd.grad(run.loss(), list(run.net.parameters()))
     assert all(run.away())
-
-
-def test_gradients_of_a_checkpoint_wait_on_the_host(tmp_path: Path) -> None:
-    run, other = (Run("host", ("O5", "split")) for _ in range(2))
-    for one in (run, other):
-        one.steps()
-        one.backward()
-    preamp.save_checkpoint(tmp_path / "run.pt", run.net, run.optimizer)
-    run.optimizer.zero_grad()
-    preamp.load_checkpoint(tmp_path / "run.pt", run.net, run.optimizer, rng=False)
-    assert all(run.away())
-    for one in (run, other):
-        one.end()
-    assert_same(run, other)
 
 
 def test_explain_says_where_things_are() -> None:

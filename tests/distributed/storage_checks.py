@@ -19,11 +19,10 @@ from preamp.core.tensors import local_of
 from preamp.kernels.stored import join, split
 from preamp.optim.master_parameter import PACKED_KINDS
 from preamp.optimizers import FusedAdam, FusedLAMB
-from preamp.parallel import full_state_dicts, shard_optimizer
 
-WAYS = ("ddp", "fully_shard", "shard_optimizer")
+WAYS = ("ddp", "fully_shard")
 if not hasattr(torch.cpu.Stream, "record_event"):  # which fully_shard of torch 2.6 needs
-    WAYS = ("ddp", "shard_optimizer")
+    WAYS = ("ddp",)
 
 
 def _start(way: str, level: str, storage: Any, kind: Any) -> tuple[nn.Module, nn.Module, Any]:
@@ -38,8 +37,6 @@ def _start(way: str, level: str, storage: Any, kind: Any) -> tuple[nn.Module, nn
         model, optimizer, opt_level=level, storage=storage, verbosity=0, backend="reference"
     )
     wrapped = model if way == "fully_shard" else nn.parallel.DistributedDataParallel(model)
-    if way == "shard_optimizer":
-        shard_optimizer(optimizer)
     return model, wrapped, optimizer
 
 
@@ -47,9 +44,9 @@ def _bring_to_split(optimizer: Any) -> None:
     """Let an engine in full storage have what a split one can hold; torch counts no write."""
     for session in preamp.engine_of(optimizer).sessions.values():
         for twin in session.masters or ():
-            own, master = twin.own(twin.half.detach()), local_of(twin.master.detach())
+            own, master = local_of(twin.half.detach()), local_of(twin.master.detach())
             half, low = split(master, twin.half.dtype)
-            local_of(own).data.copy_(half)
+            own.data.copy_(half)
             master.data.copy_(join(half, low))
 
 
@@ -68,11 +65,7 @@ def _train(way: str, level: str, storage: Any, kind: Any) -> dict[str, torch.Ten
         elif number:
             assert {type(p) in PACKED_KINDS for p in preamp.master_params(optimizer)} == {True}
     halves = {f"half {name}": _whole(param) for name, param in model.named_parameters()}
-    found = full_state_dicts(model, optimizer)
-    state = {name: _whole(value) for name, value in found[0].items()} if found else {}
-    if way == "fully_shard" and not found:
-        for value in model.state_dict().values():
-            _whole(value)  # all ranks gather
+    state = {name: _whole(value) for name, value in model.state_dict().items()}
     preamp.engine_of(optimizer).close()
     closed = {f"closed {name}": _whole(value) for name, value in model.state_dict().items()}
     return {**halves, **state, **closed}
@@ -141,8 +134,6 @@ def _iterate(model: Any, optimizer: Any, number: int) -> None:
 def check_the_host_of_cpus_on_ranks() -> None:
     """Where nothing moves, ``place="host"`` is the same training."""
     for way, kind in itertools.product(WAYS, (FusedAdam, FusedLAMB)):
-        if way == "shard_optimizer" and kind is FusedLAMB:
-            continue  # not elementwise
         beside, host = (
             _train(way, "O2", preamp.Storage(masters="split", place=place), kind)
             for place in ("device", "host")
@@ -154,8 +145,6 @@ def check_the_host_of_cpus_on_ranks() -> None:
 
 def check_split_masters_on_ranks() -> None:
     for way, level, kind in combinations(WAYS, ("O2", "O5"), (FusedAdam, optim.AdamW, FusedLAMB)):
-        if way == "shard_optimizer" and kind is FusedLAMB:
-            continue  # not elementwise
         full, halved = (_train(way, level, storage, kind) for storage in ("full", "split"))
         assert full.keys() == halved.keys()
         for name, value in full.items():

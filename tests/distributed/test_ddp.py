@@ -118,8 +118,8 @@ def test_refused_arguments(arguments: dict[str, Any], text: str) -> None:
 def test_without_a_process_group(what: str, call: Any) -> None:
     text = (
         f"{what} was used without a process group. It needs an initialized torch.distributed, "
-        "with one process at least. Call torch.distributed.init_process_group first; torchrun and "
-        "python -m preamp.parallel.multiproc start the processes."
+        "with one process at least. Call torch.distributed.init_process_group first; torchrun "
+        "starts the processes."
     )
     with pytest.raises(PreampStateError, match=re.escape(text)):
         call()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Masters kept in fewer bits, on several ranks."""
+"""Masters and moments kept in fewer bits, on several ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distributed import storage_checks
+from distributed import moments_checks, storage_checks
 from distributed.ranks import assert_pass, checks_of
 
 
 @pytest.mark.more
 def test_on_two_ranks(tmp_path: Path) -> None:
-    assert_pass(checks_of(storage_checks), 2, tmp_path)
+    assert_pass(checks_of(storage_checks) + checks_of(moments_checks), 2, tmp_path)

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
 
 import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.tolerances import assert_same
+from preamp import PreampStateError
 from preamp.parallel import DistributedDataParallel
 
 RANKS = 2
@@ -225,3 +228,15 @@ def check_ranks_that_step_alone_react_alone() -> None:
         engine, rank = preamp.engine_of(optimizer), dist.get_rank()
         assert (engine.steps_skipped, engine.loss_scale()) == (rank, 2.0 ** (16 - rank))
         engine.close()
+
+
+def check_torchs_own_sharding() -> None:
+    """It has an optimizer inside, which does not see masters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script, which torch's own import calls
+        kind: Any = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    for level in WITH_MASTERS:
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), optim.SGD, lr=0.1)
+        with pytest.raises(PreampStateError, match=r"Shard the model with torch's fully_shard, or"):
+            preamp.initialize(model, optimizer, opt_level=level)

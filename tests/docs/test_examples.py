@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 import warnings
+from argparse import Namespace
+from concurrent.futures import Future
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -17,8 +20,9 @@ import torch
 
 from cases.ranks import start_ranks
 from distributed.test_fully_sharded import RUNS_ON_CPUS
+from preamp.kernels import cpu_lacks_matmul
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+DEMO, *EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 LEARNT = 0.7  # what is left of the first value, at most
 
 
@@ -98,4 +102,80 @@ def test_an_example_says_which_package_it_needs() -> None:
 
 
 def test_there_are_examples() -> None:
+    assert DEMO.stem == "00_demo"
     assert len(EXAMPLES) >= 3
+
+
+BYTES = ("weights", "masters", "gradients", "optimizer state", "sum")
+HELD = {
+    "O0": (4, 0, 4, 8, 16),
+    "autocast": (4, 0, 4, 8, 16),
+    "O1": (4, 0, 4, 8, 16),
+    "O2": (2, 4, 2, 8, 16),
+    "O3": (2, 0, 2, 4, 8),
+    "O4": (4, 0, 4, 8, 16),
+    "O5": (2, 4, 2, 8, 16),
+}
+"""Bytes a parameter by the hand count of BYTES."""
+
+
+@pytest.mark.full
+def test_the_demo_tells_each_level_and_what_it_holds(tmp_path: Path) -> None:
+    picture, file = tmp_path / "demo.svg", tmp_path / "demo.json"
+    options = ("--small", "--steps", "12", "--levels", *HELD, "--device", "cpu")
+    printed = run(DEMO, *options, "--picture", str(picture), "--json", str(file))
+    lines, found = printed.splitlines(), json.loads(file.read_text("utf-8"))
+    assert [line.partition(":")[0] for line in lines[:2]] == ["step 10 of 12", "step 12 of 12"]
+    assert list(found) == list(HELD)
+    for level, results in found.items():
+        # AdamW has a counter of 4 bytes for each tensor, of which a small model has many.
+        assert [results[name] for name in BYTES] == pytest.approx(HELD[level], abs=0.01)
+        assert len(results["losses"]) == 12
+        assert results["losses"][-1] < results["losses"][0]
+        assert results["ms"] > 0
+        if level != "O3" and not results["skipped"]:
+            assert results["held_out"] == pytest.approx(found["O0"]["held_out"], rel=0.01)
+        assert f"{level}: {results['held_out']:.3f} bits per held-out byte" in lines[2:]
+    for level in ("O2", "O5", "autocast"):
+        assert (found[level]["kept"] < found["O0"]["kept"]) or cpu_lacks_matmul(torch.float16)
+    assert "<svg" in picture.read_text("utf-8")
+
+
+def test_the_demo_stops_a_level_that_would_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = runpy.run_path(str(DEMO))
+    taken: list[str] = []
+
+    class Pool:
+        """In place of a process: every step of autocast is slow."""
+
+        def __init__(self, _count: int, _context: object, _begin: object, given: tuple) -> None:
+            self.level, self.steps = given[0], 0
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def submit(self, _: object, method: str, *arguments: int) -> Future:
+            taken.append(f"{self.level} {method}")
+            self.steps += method == "turn"
+            ms = 60.0 if self.level == "autocast" else 10.0
+            done: Future = Future()
+            done.set_result({"ms": ms, "losses": [8.0] * 10 * self.steps, "held_out": 5.0})
+            return done
+
+    measure = demo["measure"]
+    monkeypatch.setitem(measure.__globals__, "ProcessPoolExecutor", Pool)
+    given = Namespace(levels=None, steps=20, device="cpu", small=True)
+    measure(given)
+    turns = ["O0 turn", "O5 turn", "O2 turn"]
+    assert taken == ["O0 turn", "autocast turn", *turns[1:], *turns] + [
+        f"{level} finish" for level in ("O0", "O5", "O2")
+    ]
+    assert "step 20 of 20: O0 8.000, O5 8.000, O2 8.000\n" in capsys.readouterr().out
+    taken.clear()
+    measure(Namespace(**{**vars(given), "levels": ["O0", "autocast"]}))
+    assert taken == ["O0 turn", "autocast turn"] * 2 + ["O0 finish", "autocast finish"]

@@ -81,19 +81,6 @@ def test_the_readme_shows_the_whole_way() -> None:
     assert "fp16" not in first_table
 
 
-def test_the_first_table_has_the_numbers_of_the_demos_page() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    demo = (DOCS / "demo.md").read_text(encoding="utf-8")
-    first_table = readme.partition("\n|")[2].partition("\n\n")[0]
-    measured = re.findall(r"\d+\.\d+ (?:ms|MiB)|\d\.\d{3}|[×+]\d+\.\d+", first_table)
-    lines = [line for line in demo.splitlines() if line.startswith(("O0", "O5", "      "))]
-    shown = " ".join(lines)
-    for number in set(measured) - {"×0.50", "×1.50"}:  # sums of bytes: 4 of 8, 12 of 8
-        assert number.split()[0] in shown, number
-    assert "4+0+4+8" in shown
-    assert "2+4+2+8" in shown
-
-
 def test_the_documentation_begins_with_the_table_and_the_loop_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     index = (DOCS / "index.md").read_text(encoding="utf-8")

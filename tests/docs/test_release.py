@@ -87,7 +87,21 @@ def test_links_of_the_readme_lead_somewhere_from_an_index() -> None:
     for one in settings["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         readme = re.sub(one["pattern"], one["replacement"], readme)
     links = re.findall(r"\]\(([^)]+)\)", readme)
-    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', readme)
-    assert len(pictures) == 2
-    links += pictures
     assert [link for link in links if not link.startswith("https://")] == []
+
+
+FROM_AN_INDEX = re.compile(r"""pip install [^\n]*?['"]?\bpreamp\b|preamp\[""")
+OF_A_CLONE = re.compile(r"""pip install (?:-e )?'\.\[([\w,]+)\]'|how_to_install\(['"](\w+)['"]\)""")
+
+
+def test_nothing_says_to_install_from_an_index() -> None:
+    """There is no preamp on any; what is said are extras that a clone has."""
+    for line in ("pip install preamp", 'pip install "preamp[cli]"', "pip install -U 'preamp[cpu]'"):
+        assert FROM_AN_INDEX.search(line), line
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py")]
+    texts = {file.name: file.read_text(encoding="utf-8") for file in files}
+    assert [name for name, content in texts.items() if FROM_AN_INDEX.search(content)] == []
+    found = {"".join(two) for content in texts.values() for two in OF_A_CLONE.findall(content)}
+    named = {extra for several in found for extra in several.split(",")}
+    project = pytest.importorskip("tomllib").loads(text("pyproject.toml"))["project"]
+    assert {"cli", "cpu", "report", "tensorboard"} <= named <= {*project["optional-dependencies"]}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -171,14 +172,10 @@ WRONG = {
     "by -m. Call preamp doctor script.py, or preamp doctor -m module; preamp doctor --help says",
     (): "Got nothing in place of a program.",
     ("-m", "no.such.module"): "There is no module no.such.module that can be run.",
-    (
-        "--steps",
-        "0",
-        "x.py",
-    ): "argument --steps: got '0'. A run has at least 1 optimizer step. Pass",
-    ("--steps", "some", "x.py"): "argument --steps: got 'some'.",
+    ("--steps", "0", "x.py"): "Invalid value for '--steps'",
+    ("--steps", "some", "x.py"): "Invalid value for '--steps'",
     ("--json", "no/folder/out.json", __file__): "no/folder/out.json cannot be written: No such",
-    ("--nonsense", "x.py"): "unrecognized arguments: --nonsense",
+    ("--nonsense", "x.py"): "No such option: --nonsense",
 }
 
 
@@ -197,6 +194,6 @@ def test_only_the_first_rank_speaks(
     file = str(tmp_path / "out.json")
     monkeypatch.setenv("RANK", "1")
     assert command._open(file) is None
-    command._report(examination, None)
+    command._report(examination, None, os.getpid())
     assert capsys.readouterr().err == ""
     assert not (tmp_path / "out.json").exists()

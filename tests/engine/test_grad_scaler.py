@@ -799,13 +799,20 @@ STAGES: dict[str, Callable[[Loop], object]] = {
 
 @pytest.mark.parametrize("level", EXACT)
 @pytest.mark.parametrize("place", STAGES)
-def test_training_goes_on_bitwise_from_anywhere(level: str, place: str, tmp_path: Path) -> None:
+def test_training_goes_on_bitwise_between_steps(level: str, place: str, tmp_path: Path) -> None:
     straight, resumed = Loop(level, "adamw"), Loop(level, "adamw")
     done = list(STAGES).index(place) + 1
     for act in list(STAGES.values())[:done]:
         act(straight)
-    preamp.save_checkpoint(tmp_path / "run.pt", straight.models, straight.optimizers)
-    preamp.load_checkpoint(tmp_path / "run.pt", resumed.models, resumed.optimizers)
+    path = tmp_path / "run.safetensors"
+    if done < list(STAGES).index("stepped") + 1:
+        with pytest.raises(preamp.PreampStateError, match="between a backward and"):
+            preamp.save_checkpoint(path, straight.models, straight.optimizers)
+        for act in list(STAGES.values())[:done]:  # and goes on as if nobody had asked
+            act(resumed)
+    else:
+        preamp.save_checkpoint(path, straight.models, straight.optimizers)
+        preamp.load_checkpoint(path, resumed.models, resumed.optimizers)
     resumed.index = straight.index
     rest = dict(list(STAGES.items())[done:])
     for loop in (straight, resumed):

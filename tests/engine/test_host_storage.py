@@ -155,8 +155,6 @@ def test_what_ranks_share_out_is_taken() -> None:
     store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        _, optimizer = start()
-        preamp.parallel.shard_optimizer(optimizer)
         model = nn.Linear(4, 4)
         fully_shard(model)
         sharded = adam(model.parameters())

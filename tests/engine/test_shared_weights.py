@@ -18,7 +18,6 @@ from cases.models import Damage, Parts
 from cases.pair import Build, sgd
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
-from preamp.parallel import shard_optimizer
 
 levels = pytest.mark.parametrize("level", EXACT)
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
@@ -299,11 +298,6 @@ def share_on_ranks(rank: int) -> list[torch.Tensor]:
             run.zero()
         run.check()
         found.append(run.plain.b.weight.detach().clone() + rank)
-        for sharing in (0, 1):
-            run = Sharing(level)
-            shard_optimizer(run.ours[sharing])
-            with pytest.raises(preamp.PreampStateError, match="has one optimizer"):
-                run.share()
     return found
 
 

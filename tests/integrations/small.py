@@ -109,6 +109,7 @@ class ByHand:
         self.optimizer = make_optimizer(self.model.parameters())
         preamp.initialize(self.model, self.optimizer, opt_level=level, **START, **options)
         self.losses: list[float] = []
+        self.clip: Any = preamp.clip_grad_norm_
 
     def run(
         self,
@@ -124,7 +125,7 @@ class ByHand:
                 scaled.backward()
             if number % every == 0:
                 if clip is not None:
-                    preamp.clip_grad_norm_(self.optimizer, clip)
+                    self.clip(self.optimizer, clip)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return self

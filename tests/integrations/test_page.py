@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,19 @@ BLOCKS = [
 pytestmark = WARNINGS
 
 
+def forget(package: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.reason)
 def test_a_script_of_the_page_trains(block: Block, tmp_path: Path) -> None:
     needs(block.reason.removeprefix("needs "))
 
     def run(rank: int) -> bool:
         torch.manual_seed(rank)
+        if "install_apex_alias" in block.code:  # which the package has to see when it is imported
+            forget(block.reason.removeprefix("needs ").partition(".")[0])
         exec(compile(block.code, block.reason, "exec"), {"__name__": "__main__"})
         return True
 
@@ -34,5 +42,5 @@ def test_a_script_of_the_page_trains(block: Block, tmp_path: Path) -> None:
 
 
 def test_every_script_says_what_it_needs() -> None:
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 9
     assert all(block.reason.startswith("needs ") for block in BLOCKS)

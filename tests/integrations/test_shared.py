@@ -18,7 +18,6 @@ from preamp.integrations.shared import EngineScaler, framework
 PACKAGES = {
     "accelerate": "pip install accelerate",
     "lightning": "pip install lightning",
-    "mmengine": "pip install mmengine",
     "transformers": "pip install transformers accelerate",
 }
 
@@ -57,11 +56,6 @@ def test_a_framework_that_fails_to_import_is_not_advised_to_be_installed(
 
 def test_a_part_that_is_there_is_returned() -> None:
     assert framework("json.decoder", "json") is importlib.import_module("json.decoder")
-
-
-def test_timm_is_needed_by_one_way_to_clip_only() -> None:
-    module = importlib.import_module("preamp.integrations.timm")
-    assert module.LossScaler.state_dict_key == "amp_scaler"
 
 
 def started(**options: Any) -> Any:

@@ -754,7 +754,9 @@ def test_without_numba_blocks_are_taken_and_jit_is_refused(monkeypatch: pytest.M
     backend.cache_clear()
     assert dispatch.choose(CPU)[0] == "blocks"
     assert why in explain()
-    with pytest.raises(PreampUnavailableError, match=rf"(?s){why}.*pip install 'preamp\[cpu\]'"):
+    with pytest.raises(
+        PreampUnavailableError, match=rf"(?s){why}.*pip install '\.\[cpu\]', or leave"
+    ):
         backend("jit")
 
 

@@ -124,7 +124,6 @@ def test_formats_are_those_of_ml_dtypes(name: str) -> None:
     assert form.min_exponent == int(info.minexp)
     assert form.smallest_normal == float(info.smallest_normal)
     assert form.smallest_subnormal == float(info.smallest_subnormal)
-    assert 1 <= form.largest / 2.0**form.max_exponent < 2
     assert getattr(torch, name).itemsize * 8 == info.bits
 
 

@@ -165,5 +165,5 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     with pytest.raises(preamp.PreampUnavailableError) as caught:
         TensorBoardWriter(tmp_path / "runs")
     assert "since tensorboard is missing" in str(caught.value)
-    assert "Run pip install 'preamp[tensorboard]'." in str(caught.value)
+    assert "In a clone of preamp, run pip install '.[tensorboard]'." in str(caught.value)
     assert not (tmp_path / "runs").exists()

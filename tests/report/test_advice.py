@@ -142,8 +142,8 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         ],
     ),
     "little-headroom": (
-        [*CALM, made.look(9, made.tensor(what="activation", max_abs=5e4, headroom=0.4))],
-        "The activation fc.weight reaches 5e+04, 0.4 powers of two below it.",
+        [*CALM, made.look(9, made.tensor(what="weight", max_abs=5e4, headroom=0.4))],
+        "The weight fc.weight reaches 5e+04, 0.4 powers of two below it.",
         [*CALM, made.look(9, made.tensor(headroom=0.4))],  # a gradient; its scale is dynamic
     ),
     "gradients-always-zero": (

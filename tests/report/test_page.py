@@ -236,7 +236,7 @@ def test_missing_jinja_is_said_in_three_parts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(builtins, "__import__", refuse)
     match = re.escape(
         "Cannot import jinja2. A report is written with it; the rest of the library does not need "
-        'it. Install it with: pip install "preamp[report]".'
+        "it. In a clone of preamp, run pip install '.[report]'."
     )
     with pytest.raises(PreampUnavailableError, match=match):
         render(full())

@@ -9,9 +9,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from preamp.checkpoint.ranks import raise_together
-from preamp.core.ranks import has_process_group
-
 
 class Saving:
     """A checkpoint on its way to the disk.
@@ -27,7 +24,6 @@ class Saving:
         self.path = path
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._is_open = False  # whether other ranks have yet to learn what became of it
 
     def start(self, job: Callable[[], None]) -> None:
         """Run ``job`` in a thread of its own."""
@@ -38,7 +34,6 @@ class Saving:
             except Exception as error:
                 self._error = error
 
-        self._is_open = has_process_group()
         # No daemon: the interpreter waits for it.
         self._thread = threading.Thread(target=run, name=f"saving {self.path.name}", daemon=False)
         self._thread.start()
@@ -49,7 +44,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the file is on the disk. With several ranks all of them call it.
+        """Wait until the file is on the disk.
 
         Returns:
             Its path.
@@ -59,9 +54,6 @@ class Saving:
                 by the next ``save_checkpoint``.
         """
         error = self._take_error()
-        if self._is_open:
-            self._is_open = False
-            raise_together(error)
         if error is not None:
             raise error
         return self.path
@@ -77,7 +69,7 @@ class Saving:
         return error
 
     def tell(self) -> None:
-        """Print the error that nobody has been told of. Other ranks are not waited for."""
+        """Print the error that nobody has been told of."""
         error = self._take_error()
         if error is not None:
             print(f"preamp: {error}", file=sys.stderr, flush=True)
@@ -97,7 +89,7 @@ class Latest:
             saving.wait()
 
     def join(self) -> None:
-        """Wait for it, whatever becomes of it; other ranks are not asked."""
+        """Wait for it, whatever becomes of it."""
         if self._saving is not None:
             self._saving.join()
 

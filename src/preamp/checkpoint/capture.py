@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.random_states import random_states
-from preamp.checkpoint.staging import SplitTensor
-from preamp.checkpoint.subjects import MasterShards, Subjects, check_reduced, class_name, params_of
+from preamp.checkpoint.ranks import rank, world_size
+from preamp.checkpoint.staging import SplitTensor, value_of
+from preamp.checkpoint.subjects import Subjects, class_name, model_state, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
-from preamp.engine.pending import engine_state
-from preamp.kernels import fsdp
+from preamp.engine.resume import engine_state
 from preamp.optim import leaf_of
 from preamp.policy.storage import FULL, Storage
 
@@ -22,45 +22,41 @@ from preamp.policy.storage import FULL, Storage
 def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     """Return the content, whose tensors are mostly the live ones. Synchronises.
 
-    Of what ranks hold parts there are `Shard` and ``DTensor`` values; ``extra`` is put in as it is.
-    Masters take over what was written to half weights. Raises `PreampStateError` inside a
-    ``scale_loss`` block, and where a gradient was changed while a loss scale was on it or lies
-    unreduced inside of ``fully_shard``.
+    ``extra`` is put in as it is. Masters take over what was written to half weights. Raises
+    `PreampStateError` within a step, and where a rank has parts of tensors.
     """
+    subjects.check_whole("save_checkpoint")
     for engine in subjects.engines:
-        engine.check_outside_blocks("save_checkpoint")
-    check_reduced(subjects.models)
-    fsdp.reshard(subjects.models)
-    shares = MasterShards(subjects)
+        engine.check_between_steps("save_checkpoint")
     names = {id(param): name for name, param in subjects.named_params()}
     masters = subjects.masters()
     storages = {
         id(o): engine.policy.storage for engine in subjects.engines for o in engine.optimizers
     }
     return {
-        "models": [_model_state(model, shares) for model in subjects.models],
+        "models": [_model_state(model) for model in subjects.models],
         "optimizers": [
-            _optimizer_state(optimizer, names, shares, storages.get(id(optimizer)))
+            _optimizer_state(optimizer, names, storages.get(id(optimizer)))
             for optimizer in subjects.optimizers
         ],
         "own_params": {
-            name: shares.saved_value(masters.get(id(param), param))
+            name: value_of(masters.get(id(param), param))
             for name, param in subjects.named_params()
             if name.startswith("optimizers/")
         },
         "engines": [_engine_state(engine, subjects) for engine in subjects.engines],
-        "gradients": subjects.gradients(),
         "schedulers": [
             {"class": class_name(scheduler), "state": scheduler.state_dict()}
             for scheduler in subjects.schedulers
         ],
+        "ranks": (rank(), world_size()),  # whose random states they are
         "rng": random_states(),
         "extra": extra,
     }
 
 
-def _model_state(model: nn.Module, shares: MasterShards) -> dict[str, Any]:
-    state = shares.model_state(model)
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    state = model_state(model)
     metadata: Any = getattr(state, "_metadata", {})
     return {
         "class": class_name(model),
@@ -73,14 +69,11 @@ def _model_state(model: nn.Module, shares: MasterShards) -> dict[str, Any]:
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
-    shares: MasterShards,
-    storage: Storage | None,
+    optimizer: torch.optim.Optimizer, names: dict[int, str], storage: Storage | None
 ) -> dict[str, Any]:
     return {
         "class": class_name(optimizer),
-        "state": shares.optimizer_state(optimizer),
+        "state": optimizer.state_dict(),
         "params": describe_params(optimizer, names),
         # That gradients are released changes nothing of what is kept
         "storage": {key: getattr(storage or FULL, key) for key in ("masters", "moments", "seed")},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Trees of plain data as JSON and a table of tensors, and back; exact, and without classes.
 
-Tensors lie in a file contiguous, in a dtype that every format has, with a checksum.
+Tensors lie in a file contiguous, in a dtype that safetensors has, with a checksum.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ import numbers
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import repeat
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.formats import DTYPES, bytes_of
-from preamp.checkpoint.shards import Box, Shard, describe_frame, saved_shards, shard_of
+from preamp.checkpoint.safetensors import DTYPES, bytes_of
 from preamp.checkpoint.staging import SplitTensor, Value, download
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_type, bad_value, with_article
-from preamp.core.tensors import is_sharded, memory_order
+from preamp.core.tensors import memory_order
 from preamp.kernels.sparse import stored_parts
 
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter's lock
@@ -131,23 +129,22 @@ def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, Entry]:
 
 
 def verified(
-    parts: Mapping[str, Entry], data: Mapping[str, Any], *, checksums: bool = True
+    parts: Mapping[str, Entry], data: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that a file holds, sharing its memory, compared with the manifest.
 
-    ``checksums`` compares contents, too, which reads all of them. Raises `ValueError` if one is
-    missing, left over, of another kind, or its bytes are others.
+    Reads all of them. Raises `ValueError` if one is missing, left over, of another kind, or its
+    bytes are others.
     """
     if parts.keys() != data.keys():
         missing, extra = sorted(parts.keys() - data.keys()), sorted(data.keys() - parts.keys())
         raise ValueError(f"it lacks {missing[:3] or 'nothing'} and has {extra[:3]} beyond it")
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         found = (data[name] for name in parts)
-        checked = threads.map(_verified, parts, parts.values(), found, repeat(checksums))
-        return dict(zip(parts, checked, strict=True))
+        return dict(zip(parts, threads.map(_verified, parts, parts.values(), found), strict=True))
 
 
-def _verified(name: str, part: Entry, data: Any, checksums: bool) -> torch.Tensor:
+def _verified(name: str, part: Entry, data: torch.Tensor) -> torch.Tensor:
     dtype, shape, order = dtype_named(part["dtype"]), tuple(part["shape"]), part["order"]
     dims = list(range(len(shape)))
     if min(shape, default=0) < 0 or (order is not None and sorted(order) != dims):
@@ -156,13 +153,11 @@ def _verified(name: str, part: Entry, data: Any, checksums: bool) -> torch.Tenso
         shape = tuple(shape[dim] for dim in order)
     is_bytes = dtype not in DTYPES
     expected = (torch.uint8, (part["bytes"],)) if is_bytes else (dtype, shape)
-    if not isinstance(data, torch.Tensor) or data.device.type != "cpu":
-        raise ValueError(f"its part {name!r} is no tensor")
-    if (data.dtype, tuple(data.shape)) != expected or not data.is_contiguous():
+    if (data.dtype, tuple(data.shape)) != expected:
         raise ValueError(f"its part {name!r} is {data.dtype} {tuple(data.shape)}, not {expected}")
     if data.nbytes != part["bytes"]:
         raise ValueError(f"its part {name!r} has {data.nbytes} bytes, not {part['bytes']}")
-    if checksums and _checksum(data) != part["sha256"]:
+    if _checksum(data) != part["sha256"]:
         raise ValueError(f"the checksum of its part {name!r} is wrong")
     value = data.detach()
     if is_bytes:
@@ -185,8 +180,7 @@ def _checksum(data: torch.Tensor) -> str:
     return hashlib.sha256(bytes_of(data)).hexdigest()
 
 
-Tensors = dict[str, Value | Shard]
-Found = torch.Tensor | list[tuple[Box, torch.Tensor]]
+Tensors = dict[str, Value]
 
 _ALLOWED = (
     "Plain data are numbers, strings, bytes, None, tensors, dtypes and devices, and lists, tuples, "
@@ -201,16 +195,14 @@ _LISTS: dict[type[Any], str] = {
 }
 
 
-def encode(tree: Any, what: str = "content", ranks: int = 1) -> tuple[Any, Tensors]:
+def encode(tree: Any, what: str = "content") -> tuple[Any, Tensors]:
     """Take plain data apart into what ``json.dumps`` takes, and its tensors by name.
 
-    Tensors are not copied; those that are the same memory in the same shape are one. Of sharded
-    ones there are this rank's pieces, under names that are the same on every rank. ``what`` is what
-    errors call the data. Raises `TypeError` for what is no plain data or a tensor of a kind that is
-    not stored, `ValueError` if it contains itself, and `PreampStateError` if the pieces of a
-    sharded tensor are no blocks of its elements.
+    Tensors are not copied; those that are the same memory in the same shape are one. ``what`` is
+    what errors call the data. Raises `TypeError` for what is no plain data or a tensor of a kind
+    that is not stored, and `ValueError` if it contains itself.
     """
-    encoder = _Encoder(what, ranks)
+    encoder = _Encoder(what)
     try:
         return encoder.encode(tree, ()), encoder.tensors
     except RecursionError:
@@ -222,20 +214,12 @@ def encode(tree: Any, what: str = "content", ranks: int = 1) -> tuple[Any, Tenso
 
 
 class _Encoder:
-    def __init__(self, what: str, ranks: int) -> None:
+    def __init__(self, what: str) -> None:
         self.tensors: Tensors = {}
         self._what = what
-        self._ranks = ranks
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, Shard):
-            return self._piece(value, path)
-        if is_sharded(value):
-            return self._piece(shard_of(value, self._place(path), self._ranks), path)
-        if isinstance(value, SplitTensor) and is_sharded(value.weight):
-            piece = shard_of(value.weight, self._place(path), self._ranks)
-            return self._piece(replace(piece, data=value), path)
         if isinstance(value, SplitTensor):
             return {"$tensor": self._named(value, None, path)}
         if isinstance(value, torch.Tensor):
@@ -272,13 +256,7 @@ class _Encoder:
         memory += (value.is_conj(), value.is_neg())
         return {"$tensor": self._named(value.detach(), memory if value.numel() else None, path)}
 
-    def _piece(self, piece: Shard, path: tuple[Any, ...]) -> Any:
-        # Two names for one tensor would be one name where pieces are empty and two elsewhere.
-        return {"$sharded": describe_frame(self._named(piece, None, path), piece)}
-
-    def _named(
-        self, kept: Value | Shard, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
-    ) -> str:
+    def _named(self, kept: Value, memory: tuple[Any, ...] | None, path: tuple[Any, ...]) -> str:
         name = None if memory is None else self._names.get(memory)
         if name is None:
             name = "/".join(map(str, path)) or "value"
@@ -350,11 +328,10 @@ def _sparse(
     )
 
 
-def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Put together what `encode` took apart; raises nearly anything for a tree of another form.
 
-    Tensors are used as they are. Of sharded ones ``tensors`` has all pieces; there will be
-    `SavedShards`.
+    Tensors are used as they are.
     """
     if isinstance(tree, list):
         return [decode(item, tensors) for item in cast("list[Any]", tree)]
@@ -365,14 +342,4 @@ def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
     if tag[:1] != "$":
         return {key: decode(item, tensors) for key, item in entries.items()}
     ((tag, inside),) = entries.items()
-    if tag == "$tensor":
-        return _whole(tensors[inside])
-    if tag == "$sharded":
-        return saved_shards(inside, dtype_named(inside[1]), tensors)
-    return _MAKERS[tag](decode(inside, tensors))
-
-
-def _whole(found: Found) -> torch.Tensor:
-    if not isinstance(found, torch.Tensor):
-        raise ValueError("of a tensor there are only pieces")
-    return found
+    return tensors[inside] if tag == "$tensor" else _MAKERS[tag](decode(inside, tensors))

@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,30 +14,24 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.capture import describe_params
-from preamp.checkpoint.placing import unfit
 from preamp.checkpoint.random_states import prepare_random_states
-from preamp.checkpoint.ranks import together
-from preamp.checkpoint.staging import StagedUploads, download, has_form_of
+from preamp.checkpoint.staging import download
 from preamp.checkpoint.storage import taken_apart
 from preamp.checkpoint.subjects import (
-    MasterShards,
     Subjects,
     class_name,
+    model_forms,
     named_tensors,
     numbers_of,
     params_of,
     twins_of,
 )
-from preamp.core.away import made_away
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value, with_article
 from preamp.core.pytree import map_plain
-from preamp.core.tensors import is_sharded, local_of, store_grad, version_of
+from preamp.core.tensors import version_of
 from preamp.core.undo import UndoStack
-from preamp.engine.pending import drop_pending, is_idle, prepare_pending
-from preamp.engine.state import read_scalers
-from preamp.optim import pair_of
-from preamp.policy.storage import FULL
+from preamp.engine.resume import drop_gradients, prepare_engine
 
 _SHOWN = 3
 
@@ -50,23 +43,38 @@ def check_fits(
 
     ``forms`` are state dicts of the models, in which the values do not matter.
     """
-    for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=True)):
+    for kind in ("models", "optimizers", "schedulers"):
+        asked, saved = len(getattr(subjects, kind)), len(content[kind])
+        if asked and asked != saved:
+            raise _unfit(f"has {saved} {kind}, not {asked}", f"as many {kind}")
+    for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
         _check_model(index, forms[index], saved["state"])
         _check_tied(index, model, saved["state"])
         _check_mappings(saved["metadata"], *saved["metadata"].values())
         _check_versions(model, saved["metadata"])
     names = {id(param): name for name, param in subjects.named_params()}
-    pairs = zip(subjects.optimizers, content["optimizers"], strict=True)
+    pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
     for index, (optimizer, saved) in enumerate(pairs):
         _check_class(f"optimizers[{index}]", optimizer, saved["class"])
         _check_optimizer(index, optimizer, names, saved)
-    pairs = zip(subjects.schedulers, content["schedulers"], strict=True)
+    pairs = zip(subjects.schedulers, content["schedulers"], strict=False)
     for index, (scheduler, saved) in enumerate(pairs):
         _check_class(f"schedulers[{index}]", scheduler, saved["class"])
         if isinstance(scheduler.state_dict(), Mapping):  # as torch's are
             _check_mappings(saved["state"])
     if subjects.optimizers:
         _check_engines(content["engines"], subjects)
+        _check_own_params(content["own_params"], subjects)
+
+
+def _unfit(got: str, allowed: str) -> ValueError:
+    """Say that a checkpoint does not fit what it is loaded into."""
+    return bad_value(
+        f"The checkpoint {got}",
+        f"It loads into {allowed}; nothing was loaded",
+        "Make the objects as the run that saved it did, or take parts of it by hand with "
+        "preamp.checkpoint.read_checkpoint",
+    )
 
 
 def _check_versions(model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -86,13 +94,13 @@ def _check_mappings(*values: object) -> None:
 def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     missing, extra = _beyond(own, saved), _beyond(saved, own)
     if missing or extra:
-        raise unfit(
+        raise _unfit(
             f"of models[{index}] lacks {_shown(missing)} and has {_shown(extra)} beyond it",
             "exactly the entries of model.state_dict()",
         )
     wrong = [name for name, value in own.items() if not _same_form(value, saved[name])]
     if wrong:
-        raise unfit(
+        raise _unfit(
             f"of models[{index}] has {_shown(wrong)} in another form, such as "
             f"{_form(saved[wrong[0]])} for {_form(own[wrong[0]])}",
             "entries of the same shape",
@@ -104,10 +112,10 @@ def _check_tied(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
     first: dict[int, str] = {}
     for name, tensor in named_tensors(model).items():
         known = first.setdefault(id(tensor), name)
-        if known == name or is_sharded(tensor) or not {name, known} <= saved.keys():
+        if known == name or not {name, known} <= saved.keys():
             continue
         if not _same_bits(saved[known], saved[name]):
-            raise unfit(
+            raise _unfit(
                 f"of models[{index}] has different values for {known!r} and {name!r}, which are "
                 "one tensor here",
                 "models that share the same tensors",
@@ -136,7 +144,7 @@ def _form(value: Any) -> str:
 
 def _check_class(place: str, own: object, saved: str) -> None:
     if class_name(own) != saved:
-        raise unfit(
+        raise _unfit(
             f"has {with_article(saved)} as {place}, which is {with_article(class_name(own))}",
             "the same class",
         )
@@ -151,10 +159,11 @@ def _check_optimizer(
         isinstance(key, torch.Tensor) for key in (*numbers, *state)
     ):
         raise TypeError("the numbers of the parameters are no numbers, or not different")
+    _check_mappings(*(state[number] for number in numbers if number in state))
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in groups]
     if sizes != theirs:
-        raise unfit(
+        raise _unfit(
             f"of optimizers[{index}] has parameter groups of {theirs} parameters, not {sizes}",
             "the same groups",
         )
@@ -164,7 +173,7 @@ def _check_optimizer(
     for own, given in zip(described, saved["params"], strict=True):
         other = {key: given[key] for key in own}
         if (own["name"], own["shape"]) != (other["name"], other["shape"]):
-            raise unfit(
+            raise _unfit(
                 f"of optimizers[{index}] has {other['name']!r} {other['shape']} where it has "
                 f"{own['name']!r} {own['shape']}",
                 "the same parameters in the same order, with the models passed in the same order",
@@ -178,17 +187,17 @@ def _check_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> No
     ]
     theirs = [list(entry["optimizers"]) for entry in saved]
     if theirs and own != theirs:
-        raise unfit(
+        raise _unfit(
             f"is of preamp.initialize calls with the optimizers {theirs}, not {own}",
             "optimizers that were initialized in the same way",
         )
 
 
-def check_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> None:
+def _check_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> None:
     """Raise `ValueError` unless what only optimizers have is what they had."""
     own = {n for n, _ in subjects.named_params() if n.startswith("optimizers/")}
     if own != set(saved):
-        raise unfit(
+        raise _unfit(
             f"lacks {_shown(sorted(own - set(saved)))} and has "
             f"{_shown(sorted(set(saved) - own))} beyond the optimizers' own parameters",
             "the same models beside the optimizers as when it was saved",
@@ -209,15 +218,14 @@ def _shown(names: Sequence[str]) -> str:
 Apply = Callable[[], None]
 
 
-def restore(
-    content: Mapping[str, Any], subjects: Subjects, *, gradients: bool, states: Any
-) -> None:
+def restore(content: Mapping[str, Any], subjects: Subjects, states: Any) -> None:
     """Set ``subjects`` to copies of what ``content`` has, or leave them as they are.
 
-    Pending gradients are dropped unless ``gradients``; ``states`` are of the random generators, or
+    Where there are optimizers, gradients are dropped. ``states`` are of the random generators, or
     ``None``. Raises `ValueError` if the content does not fit, `PreampStateError` inside a
     ``scale_loss`` block, and what a ``load_state_dict`` raised.
     """
+    subjects.check_whole("load_checkpoint")
     for engine in subjects.engines:
         engine.check_outside_blocks("load_checkpoint")
         engine.ledger.settle(wait=True, gives_up=False)
@@ -226,17 +234,14 @@ def restore(
     finals: list[Apply] = []
     undo = UndoStack()
     try:
-        with together():
-            shares = MasterShards(subjects)
-            forms = [shares.model_forms(model) for model in subjects.models]
-            with taken_apart():
-                check_fits(content, subjects, forms)
-                if subjects.optimizers:
-                    with _uploads(subjects):
-                        finals = _prepare(content, subjects, gradients=gradients)
-                if states is not None:
-                    finals.append(prepare_random_states(states))
-            _load_parts(content, subjects, undo)
+        forms = list(map(model_forms, subjects.models))
+        with taken_apart():
+            check_fits(content, subjects, forms)
+            if subjects.optimizers:
+                finals = _prepare_engines(content["engines"], subjects)
+            if states is not None:
+                finals.append(prepare_random_states(states))
+        _load_parts(content, subjects, undo)
     except BaseException:
         undo.unwind()
         raise
@@ -244,40 +249,33 @@ def restore(
         apply()
 
 
-def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool) -> list[Apply]:
-    check_own_params(content["own_params"], subjects)
-    return [
-        *(lambda engine=engine: drop_pending(engine) for engine in subjects.engines),
-        _prepare_gradients(content["gradients"] if gradients else {}, subjects),
-        *_prepare_engines(content["engines"], subjects, gradients=gradients),
-    ]
+def _prepare_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> list[Apply]:
+    applies: list[Apply] = [partial(drop_gradients, engine) for engine in subjects.engines]
+    applies.append(partial(_drop_gradients, subjects))
+    for engine, entry in zip(subjects.engines, saved, strict=False):
+        applies.append(prepare_engine(engine, entry))
+    return applies
+
+
+def _drop_gradients(subjects: Subjects) -> None:
+    for _, param in subjects.named_params():
+        param.grad = None
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
-    pairs = list(zip(subjects.optimizers, content["optimizers"], strict=True))
-    homes = _homes([(optimizer, saved["state"]) for optimizer, saved in pairs])
-    # Loading writes into tensors that are there, so that a device needs no room for others.
-    _keep(subjects, homes.values(), undo)
-    with _uploads(subjects):
-        for model, saved in zip(subjects.models, content["models"], strict=True):
-            _load_model(model, saved, undo)
-        if subjects.optimizers:
-            _load_own_params(content["own_params"], subjects)
-        for optimizer, saved in pairs:
-            _load_optimizer(optimizer, saved, homes, undo)
-        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=True):
-            _load_scheduler(scheduler, owned(saved["state"]), undo)
+    # Loading writes into weights that are there, so that a device needs no room for others.
+    _keep(subjects, undo)
+    for model, saved in zip(subjects.models, content["models"], strict=False):
+        _load_model(model, saved, undo)
+    if subjects.optimizers:
+        _load_own_params(content["own_params"], subjects)
+    for optimizer, saved in zip(subjects.optimizers, content["optimizers"], strict=False):
+        _load_optimizer(optimizer, saved, undo)
+    for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
+        _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-def _uploads(subjects: Subjects) -> AbstractContextManager[Any]:
-    """What sends to CUDA devices; nothing where there are none."""
-    tensors = [param for _, param in subjects.named_params()]
-    tensors += [buffer for model in subjects.models for buffer in model.buffers()]
-    is_away = any(tensor.is_cuda for tensor in tensors)
-    return StagedUploads() if is_away else contextlib.nullcontext()
-
-
-def _keep(subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack) -> None:
+def _keep(subjects: Subjects, undo: UndoStack) -> None:
     """Copy to the host what will be written to; ``undo`` gets what puts each of it back.
 
     Split masters become float32 ones, as loading makes them in any case: a device that has no room
@@ -291,8 +289,7 @@ def _keep(subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack) ->
     tensors: list[torch.Tensor] = [*{id(master): master for master in masters}.values()]
     tensors += [param for _, param in subjects.named_params()]
     tensors += [buffer for model in subjects.models for buffer in model.buffers()]
-    tensors += state
-    here = [local_of(tensor.detach()) for tensor in tensors]
+    here = [tensor.detach() for tensor in tensors]
     copies = download(here, waits=True)()
     for tensor, value, copied in zip(tensors, here, copies, strict=True):
         kept = copied.clone() if copied is value else copied
@@ -301,25 +298,24 @@ def _keep(subjects: Subjects, state: Iterable[torch.Tensor], undo: UndoStack) ->
 
 def _marks(tensor: torch.Tensor) -> object:
     """What differs once a tensor was written to, or has other memory."""
-    own = local_of(tensor.detach())
-    if own.is_inference():  # its writes are not counted
+    if tensor.is_inference():  # its writes are not counted
         return object()
-    has_memory = own.layout is torch.strided and not hasattr(own, "__tensor_flatten__")
-    return version_of(tensor), own.data_ptr() if has_memory else 0
+    has_memory = tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
+    return version_of(tensor), tensor.detach().data_ptr() if has_memory else 0
 
 
 @torch.no_grad()
 def _put_back(tensor: torch.Tensor, value: torch.Tensor, marks: object) -> None:
     if _marks(tensor) != marks:
-        local_of(tensor.detach()).copy_(value)
+        tensor.detach().copy_(value)
 
 
-def owned(tree: Any, instead: Mapping[int, torch.Tensor] | None = None) -> Any:
+def owned(tree: Any) -> Any:
     """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
 
-    Of a tensor that is there twice there is one copy. ``instead`` has by ``id`` what others become.
+    Of a tensor that is there twice there is one copy.
     """
-    copies: dict[int, Any] = dict(instead or {})
+    copies: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -329,39 +325,6 @@ def owned(tree: Any, instead: Mapping[int, torch.Tensor] | None = None) -> Any:
         return copies[id(leaf)]
 
     return map_plain(own, tree)
-
-
-def _state_of(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The tensors of a loaded state that go to a device, with their keys and parameters.
-
-    torch and the fused optimizers put state beside its parameter, but for step counts.
-    """
-    if getattr(optimizer, "storage", FULL).place == "host":
-        return
-    for number, param in zip(numbers_of(state), params_of(optimizer), strict=True):
-        own: Any = state["state"].get(number)
-        for key, value in cast("dict[str, Any]", own if isinstance(own, dict) else {}).items():
-            if isinstance(value, torch.Tensor) and key != "step" and param.is_cuda:
-                yield key, value, param
-
-
-def _homes(
-    pairs: Iterable[tuple[torch.optim.Optimizer, Mapping[str, Any]]],
-) -> dict[int, torch.Tensor]:
-    """By ``id`` of loaded tensors of state, those of the same form that optimizers have now."""
-    found: dict[int, torch.Tensor] = {}
-    taken: set[int] = set()
-    for optimizer, state in pairs:
-        for key, value, param in _state_of(optimizer, state):
-            now: Any = optimizer.state.get(param, {}).get(key)
-            if isinstance(now, torch.Tensor) and has_form_of(now, value):
-                memory = local_of(now).data_ptr()
-                if memory not in taken:  # what lies in one place would have one value
-                    taken.add(memory)
-                    found.setdefault(id(value), now)
-    return found
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -397,7 +360,7 @@ def _load_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> N
         else:
             table, row = master.twin.table, master.twin.row
             half = table.rounded(row, saved[name])
-            master.copy_(table.own_part(row, saved[name]))
+            master.copy_(saved[name])
             param.copy_(half)
 
 
@@ -405,17 +368,9 @@ def _load_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> N
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    saved: Mapping[str, Any],
-    homes: Mapping[int, torch.Tensor],
-    undo: UndoStack,
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], undo: UndoStack
 ) -> None:
-    sent: dict[int, torch.Tensor] = {}
-    for _, value, _ in _state_of(optimizer, saved["state"]):
-        home = homes.get(id(value))
-        # torch and the optimizer take over what is on its device; the rest they bring there.
-        sent[id(value)] = value if home is None else home.copy_(value)
-    state = owned(saved["state"], sent)
+    state = owned(saved["state"])
     old_state, old_groups = optimizer.state, optimizer.param_groups
 
     def restore_optimizer() -> None:
@@ -423,11 +378,6 @@ def _load_optimizer(
 
     undo.push(restore_optimizer)
     optimizer.load_state_dict(state)
-    left = {id(value) for value in sent.values() if not value.is_cuda}
-    for entry in cast("Mapping[Any, Any]", optimizer.state).values():
-        own = cast("dict[str, Any]", entry if isinstance(entry, dict) else {})
-        for key in [key for key, value in own.items() if id(value) in left]:
-            own[key] = own[key].clone()  # the optimizer keeps it on the host
     _keep_dtypes(optimizer, saved["params"], state)
 
 
@@ -455,78 +405,3 @@ def _load_scheduler(scheduler: Any, state: Any, undo: UndoStack) -> None:
     before = copy.deepcopy(scheduler.state_dict())
     undo.push(lambda: scheduler.load_state_dict(before))
     scheduler.load_state_dict(state)
-
-
-# -- gradients and engines -----------------------------------------------------------------------
-
-
-def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
-    """Bring the gradients to their devices; return what puts them in place of those there."""
-    masters = subjects.masters()
-    places: list[tuple[torch.Tensor, Any]] = []
-    known: set[str] = set()
-    for name, param in subjects.named_params():
-        sides = saved.get(name, {})
-        known.add(name)
-        for side, tensor in (("model", param), ("master", masters.get(id(param)))):
-            grad: Any = sides.get(side)
-            if tensor is not None:
-                places.append((tensor, grad))
-            if grad is None:
-                continue
-            if tensor is None:
-                raise _other_gradients(f"{name!r} has no master")
-            if (grad.dtype, grad.shape) != (tensor.dtype, param.shape):
-                raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")
-    unknown = sorted(saved.keys() - known)
-    if unknown:
-        raise _other_gradients(f"there is no parameter {unknown[0]!r}")
-    # Each place has a copy of its own, also where two gradients were one tensor.
-    waiting = subjects.waiting_on_host()
-    grads = [
-        None if grad is None else _copied(grad, like.device, waits=id(like) in waiting)
-        for like, grad in places
-    ]
-
-    def apply() -> None:
-        for (tensor, _), grad in zip(places, grads, strict=True):
-            _keep_gradient(tensor, grad)
-
-    return apply
-
-
-def _copied(grad: torch.Tensor, device: torch.device, *, waits: bool) -> torch.Tensor:
-    return made_away(grad.clone(), device) if waits else grad.to(device, copy=True)
-
-
-def _keep_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Store a whole gradient, also where the master has a part of the weight."""
-    twin = pair_of(tensor)
-    if twin is None:
-        store_grad(tensor, grad)
-    else:
-        twin.table.gradients.keep(twin.row, grad)
-
-
-def _prepare_engines(
-    saved: Sequence[Mapping[str, Any]], subjects: Subjects, *, gradients: bool
-) -> list[Apply]:
-    applies: list[Apply] = []
-    for engine, entry in zip(subjects.engines, saved, strict=False):
-        read_scalers(engine, entry["scalers"])
-        applies.append(lambda engine=engine, entry=entry: engine.load_state_dict(entry["scalers"]))
-        if gradients:
-            try:
-                applies.append(prepare_pending(engine, owned(entry["pending"])))
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                if not is_idle(entry["pending"]):
-                    raise _other_gradients(str(error)) from error
-    return applies
-
-
-def _other_gradients(got: str) -> ValueError:
-    return bad_value(
-        f"The checkpoint has gradients that are not those of these models: {got}",
-        "Gradients are taken over at the opt level they were made at; nothing was loaded",
-        "Initialize at that level, or leave them out with gradients=False",
-    )

@@ -9,34 +9,18 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
-from preamp.checkpoint.codec import encode
-from preamp.checkpoint.gathering import Encoded, Finish, gather
-from preamp.checkpoint.placing import placed, whole
-from preamp.checkpoint.ranks import check_same, rank, together, world_size
+from preamp.checkpoint.codec import Stored, encode, store
+from preamp.checkpoint.ranks import rank, world_size
 from preamp.checkpoint.restore import owned, restore
-from preamp.checkpoint.storage import (
-    LOADED,
-    SHOWN,
-    Loaded,
-    check_shared_folder,
-    go_on_from,
-    is_cut_short,
-    read,
-    remove,
-    saved_at,
-    taken_apart,
-    tidy_folder,
-    write,
-)
+from preamp.checkpoint.storage import ORDER, Loaded, read, saved_at, taken_apart, write
 from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import CheckpointError, bad_value, message, worded
 from preamp.core.files import remove_leftovers
@@ -56,22 +40,23 @@ def save_checkpoint(
     keep_last: int | None = None,
     asynchronous: bool = False,
 ) -> Saving:
-    """Save everything that training goes on from, at any point between two ``scale_loss`` blocks.
+    """Save everything that training goes on from, between two steps.
 
     The file holds the models' float32 values, the optimizers' state in its own dtypes, loss scales
-    and counters, gradients that are there (with what is known of them, so also between
-    ``scale_loss`` and ``step`` and within an accumulation), schedulers, and the states of the
-    random generators of Python, numpy and torch. A run that loads it goes on bitwise as the one
-    that saved it. Gradients take room: save after ``zero_grad`` where that is possible.
+    and counters, schedulers, and the states of the random generators of Python, numpy and torch. A
+    run that loads it goes on bitwise as the one that saved it, if that clears its gradients before
+    the next backward: those that a step has used are not saved.
 
-    The file is written beside its place, flushed to the disk and then put there in one move:
-    whatever happens meanwhile, ``path`` is the old file or the new one. Where ranks hold parts of
-    parameters (``fully_shard``), or of masters and optimizer state (`shard_optimizer`), ``path`` is
-    a folder into which each rank writes a file with its parts; complete with the last of them.
+    The file is in the format of safetensors, whatever its name. It is written beside its place,
+    flushed to the disk and then put there in one move: whatever happens meanwhile, ``path`` is the
+    old file or the new one.
+
+    Of several ranks each writes what it has, and waits for none. Where all have the same, as under
+    ``DistributedDataParallel``, call this on one, or with a path for each rank, so that each gets
+    its own random states back. Where ranks hold parts of tensors (``fully_shard``), use `RunState`.
 
     Args:
-        path: The file, or that folder; its folder is made. A name ending in ``.safetensors``
-            chooses that format, any other torch's.
+        path: The file; its folder is made.
         models: One or several, initialized or not. Wrappers are looked through.
         optimizers: One or several; all of a ``preamp.initialize`` call.
         schedulers: One or several objects with ``state_dict`` and ``load_state_dict``.
@@ -90,11 +75,10 @@ def save_checkpoint(
             and an older one cannot be removed. Also of the previous call, if that was asynchronous.
         TypeError: Something is no plain data, or of the wrong kind.
         ValueError: ``keep_last`` with a name without a number.
-        PreampStateError: Inside a ``scale_loss`` block; an optimizer of the ``initialize`` call
-            is missing; gradients lie unreduced inside of ``fully_shard``; or ranks differ in what
-            they have to share.
+        PreampStateError: Inside a ``scale_loss`` block, or after one and before the
+            ``optimizer.step()`` or ``zero_grad()`` that its gradients are for; an optimizer of the
+            ``initialize`` call is missing; or a rank has parts of tensors.
         PreampUnavailableError: The host has no pinned memory for copies of CUDA devices.
-        PreampError: Another rank has failed, or did not answer within the group's timeout.
 
     Mutates:
         Nothing, except that masters take over what was written to their half weights. Synchronises:
@@ -102,54 +86,32 @@ def save_checkpoint(
     """
     path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)
     LATEST.wait()
-
-    def content() -> Encoded:
-        check_keep_last(path, keep_last)
-        return encode(capture(subjects, extra), "the checkpoint", world_size())
-
-    collect = gather(content, path, subjects.buffer_names())
+    check_keep_last(path, keep_last)
+    tree, tensors = encode(capture(subjects, extra), "the checkpoint")
+    collect = store(tensors, copy=asynchronous)
+    del tensors  # of devices, whose memory is not to wait for the disk
     saving = Saving(path)
+    job = _writing(tree, collect, path, keep_last, alone=asynchronous)
     if asynchronous:
-        saving.start(_writing(_begun(collect), path, keep_last, alone=True))
+        saving.start(job)
         LATEST.set(saving)
     else:
-        with together():
-            _writing(lambda: collect(False)(), path, keep_last)()
+        job()
     return saving
 
 
-def _begun(collect: Callable[[bool], Finish]) -> Finish:
-    """Queue the copies of what is to be written; return what returns it, or raises what has failed.
-
-    An error of one rank is for all to learn of: with its next call, as that of a failed write.
-    """
-    try:
-        return collect(True)
-    except Exception as error:
-        if world_size() == 1:
-            raise
-        failed = error
-
-        def fail() -> NoReturn:
-            raise failed
-
-        return fail
-
-
 def _writing(
-    collected: Finish, path: Path, keep_last: int | None, *, alone: bool = False
+    tree: Any,
+    collect: Callable[[], dict[str, Stored]],
+    path: Path,
+    keep_last: int | None,
+    *,
+    alone: bool,
 ) -> Callable[[], None]:
     place = path.absolute()  # the working directory may be another one when it is written
 
     def job() -> None:
-        draft = collected()
-        if draft is None:  # the first rank writes
-            return
-        file = place
-        if draft.member is not None:
-            check_shared_folder(place, draft.member)
-            file = draft.member.file_in(place)
-        write(draft, file, alone=alone)
+        write(tree, collect(), place, alone=alone)
         try:
             tidy(place, keep_last)
         except OSError as error:
@@ -174,22 +136,21 @@ def load_checkpoint(
     optimizers: Optimizers = None,
     schedulers: Any = None,
     *,
-    gradients: bool = True,
     rng: bool | None = None,
 ) -> Any:
     """Load what `save_checkpoint` has written, all of it or nothing.
 
     The file is read in full and verified before anything changes, and nothing in it is executed.
     Call ``preamp.initialize`` first. The level may be another one than that of the run that saved:
-    weights and optimizer state are float32. So may the number of ranks, and what they share.
+    weights and optimizer state are float32. Each rank loads for itself.
 
     Args:
-        path: The file, or the folder of a sharded checkpoint.
+        path: The file.
         models: As many as were saved, in the same order; mutated. Left out, none is loaded.
-        optimizers: The same; with them come loss scales, counters and gradients.
+        optimizers: The same; with them come loss scales and counters, and gradients are dropped.
         schedulers: The same.
-        gradients: Take over gradients that were pending. Otherwise there are none afterwards.
-        rng: Set the random generators. Left out: where optimizers are given.
+        rng: Set the random generators. Left out: where optimizers are given, and this process is
+            the rank that saved, among as many.
 
     Returns:
         The ``extra`` that was saved.
@@ -199,62 +160,57 @@ def load_checkpoint(
         OSError: It cannot be read; or an earlier asynchronous save had failed, untold until now.
         CheckpointError: The file is damaged, incomplete, foreign, or of a newer version. The
             message names the newest complete checkpoint of the folder.
-        ValueError: The file does not fit the objects.
-        PreampStateError: Inside a ``scale_loss`` block; or ranks load different checkpoints.
-        PreampUnavailableError: The host has no pinned memory for copies to CUDA devices.
-        PreampError: Another rank has failed, or did not answer within the group's timeout.
+        ValueError: The file does not fit the objects; or random states of another rank are asked
+            for.
+        PreampStateError: Inside a ``scale_loss`` block, or a rank has parts of tensors.
     """
     path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)
     LATEST.wait()
-    with together():
-        loaded = read_or_refuse(path, rank(), world_size())
-    check_same(path, loaded.identity)
-    with together(), taken_apart():
-        if gradients and subjects.optimizers and not loaded.is_shared:
-            _check_ranks(loaded)
-        content = placed(loaded.content, subjects, gradients=gradients)
-        extra = owned(content["extra"])
+    loaded = _read_or_refuse(path)
+    with taken_apart():
+        extra = owned(loaded.content["extra"])
         sets_random = bool(subjects.optimizers) if rng is None else rng
-        states = content["rng"] if sets_random else None
-    if states is not None and loaded.ranks != world_size():
-        say(
-            f"preamp: {path} has the random states of {loaded.ranks} ranks; those of "
-            f"{world_size()} stay as they are"
-        )
-        states = None
-    restore(content, subjects, gradients=gradients, states=states)
-    go_on_from(loaded)
+        states = loaded.content["rng"] if sets_random else None
+        if states is not None and not _is_of_this_rank(loaded, path, must_be=rng is True):
+            states = None
+    restore(loaded.content, subjects, states)
+    ORDER.go_on_from(loaded.saved_at)
     return extra
 
 
-def _check_ranks(loaded: Loaded) -> None:
-    if loaded.ranks != world_size():
+def _is_of_this_rank(loaded: Loaded, path: Path, *, must_be: bool) -> bool:
+    """Whether a file has this rank's random states; if not, that is said, or raised."""
+    number, ranks = loaded.content["ranks"]
+    if (number, ranks) == (rank(), world_size()):
+        return True
+    got = f"{path} has the random states of rank {number} of {ranks}"
+    if must_be:
         raise bad_value(
-            f"The checkpoint has gradients that {loaded.ranks} ranks had each for itself, and "
-            f"there are {world_size()} now",
-            "Gradients that were not reduced yet load into as many ranks; nothing was loaded",
-            "Start as many, or leave the gradients out with gradients=False",
+            f"{got}, and rng=True asks for them on rank {rank()} of {world_size()}",
+            "Ranks with the same random states would draw the same numbers; nothing was loaded",
+            "Leave out rng, or save a file of each rank and load it on the same number of ranks",
         )
+    say(f"preamp: {got}; those of rank {rank()} stay as they are", every_rank=True)
+    return False
 
 
-def read_or_refuse(path: Path, rank: int = 0, ranks: int = 1, purpose: str = LOADED) -> Loaded:
-    """Read a file, or say what is wrong with it and which one to load, or to show, instead."""
-    instead = partial(instead_of, path, "Show" if purpose == SHOWN else "Load")
+def _read_or_refuse(path: Path) -> Loaded:
+    """Read a file, or say what is wrong with it and which one to load instead."""
     try:
-        return read(path, rank, ranks)
+        return read(path)
     except FileNotFoundError as error:
         text = message(
             f"There is no file {path}",
-            f"A file that preamp.save_checkpoint has written is {purpose}",
-            instead(),
+            "A file that preamp.save_checkpoint has written is loaded; nothing was",
+            _instead_of(path),
         )
         raise FileNotFoundError(errno.ENOENT, text) from error
     except CheckpointError as error:
         raise worded(
             CheckpointError,
-            f"{path} is not {purpose.partition(';')[0]}: {error}",
-            f"Complete and unchanged files of preamp.save_checkpoint are {purpose}",
-            instead(),
+            f"{path} is not loaded: {error}",
+            "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was",
+            _instead_of(path),
         ) from error
 
 
@@ -262,42 +218,41 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and verify a file of ``preamp.save_checkpoint`` without any objects to load it into.
 
     Args:
-        path: The file, or the folder of a sharded checkpoint.
+        path: The file.
 
     Returns:
         The content: under ``"models"`` and ``"optimizers"`` a list of dicts with what
         ``state_dict()`` returned under ``"state"``, under ``"extra"`` what was given. Tensors are
-        on the CPU and mapped from the file; sharded ones are put together.
+        on the CPU and mapped from the file.
 
     Raises:
         FileNotFoundError: There is no such file.
         CheckpointError: It is damaged, incomplete, foreign, or of a newer version.
     """
     LATEST.join()
-    return whole(read_or_refuse(Path(path)).content)
+    return _read_or_refuse(Path(path)).content
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest checkpoint in ``folder`` that would load, or ``None``.
 
-    That is a file, or the folder of a sharded one. Files are read in full to verify them, the one
-    saved last first, until one is good. They say themselves when that was, later than the one that
-    the run went on from, so copies keep their order. Anything else is passed over, as are drafts
-    that a killed process has left, and folders that lack the file of a rank. One that this process
-    is writing in the background is waited for; for the files of other ranks call its ``wait()``,
-    else ranks may find different ones.
+    Files are read in full to verify them, the one saved last first, until one is good. They say
+    themselves when that was, later than the one that the run went on from, so copies keep their
+    order. Anything else is passed over, as are drafts that a killed process has left. One that this
+    process is writing in the background is waited for; of several ranks let one find it and tell
+    the others.
 
     Args:
         folder: Where to look, not deeper. It need not exist.
     """
     LATEST.join()
-    return next(good_ones(Path(folder)), None)
+    return next(_good_ones(Path(folder)), None)
 
 
 _NUMBER = re.compile(r"\d+(?=\D*$)")
 
 
-def good_ones(folder: Path) -> Iterator[Path]:
+def _good_ones(folder: Path) -> Iterator[Path]:
     """Yield the checkpoints in ``folder`` that can be loaded, newest first, reading all of each."""
     for path in _newest_first(folder.iterdir() if folder.is_dir() else ()):
         with contextlib.suppress(CheckpointError, OSError):
@@ -320,14 +275,14 @@ def _number_in(name: str) -> int | None:
     return None if match is None else int(match[0])
 
 
-def instead_of(path: Path, verb: str) -> str:
-    """Say which checkpoint to load instead of ``path``, or whatever else ``verb`` is."""
-    inside = good_ones(path) if path.is_dir() else iter(())  # a folder of checkpoints, perhaps
-    others = (good for good in itertools.chain(inside, good_ones(path.parent)) if good != path)
+def _instead_of(path: Path) -> str:
+    """Say which checkpoint to load instead of ``path``."""
+    inside = _good_ones(path) if path.is_dir() else iter(())  # a folder of checkpoints, perhaps
+    others = (good for good in itertools.chain(inside, _good_ones(path.parent)) if good != path)
     other = next(others, None)
     if other is None:
         return f"There is no other complete checkpoint in {path.parent}; take one from elsewhere"
-    return f"{verb} {other}, the newest complete checkpoint in its folder"
+    return f"Load {other}, the newest complete checkpoint in its folder"
 
 
 def check_keep_last(path: Path, keep_last: int | None) -> None:
@@ -344,27 +299,21 @@ def check_keep_last(path: Path, keep_last: int | None) -> None:
         raise bad_value(
             f"keep_last={keep_last} with the file name {path.name!r}",
             "Files to be removed are those whose name differs in its last number only",
-            "Put the step into the name, such as 'step_1000.pt'",
+            "Put the step into the name, such as 'step_1000.safetensors'",
         )
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
     """Remove the oldest of the series of ``path``, which was just written, and dead drafts of it.
 
-    Nothing is removed while other ranks' files are missing. ``keep_last`` are left of those whose
-    name differs in the last number only, in the order of `latest_checkpoint`; ``None`` leaves all.
-    Files that are no checkpoints stay.
+    ``keep_last`` are left of those whose name differs in the last number only, in the order of
+    `latest_checkpoint`; ``None`` leaves all. Files that are no checkpoints stay.
     """
-    if path.is_dir() and not tidy_folder(path):
-        return
     pattern = _NUMBER.sub("#", path.name)
     remove_leftovers(path.parent, lambda name: _NUMBER.sub("#", name) == pattern)
-    series = [p for p in path.parent.iterdir() if _NUMBER.sub("#", p.name) == pattern and p != path]
-    for old in series:
-        if is_cut_short(old):
-            remove(old)
     if keep_last is None:
         return
+    series = [p for p in path.parent.iterdir() if _NUMBER.sub("#", p.name) == pattern and p != path]
     for old in _newest_first(series)[keep_last - 1 :]:
         with contextlib.suppress(FileNotFoundError):
-            remove(old) if old.is_dir() else old.unlink()
+            old.unlink()

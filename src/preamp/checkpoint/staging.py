@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors between CUDA devices and the host, in few large copies through pinned memory.
+"""Tensors from CUDA devices to the host, in few large copies through pinned memory.
 
 Copied one by one, each tensor makes the host wait and each copy is a slow one of pageable memory.
-Here the bytes of many tensors lie one behind the other in chunks of at most `CHUNK`. On the way to
-the host (`download`) a chunk is packed on the stream that trains, so that whatever trains on comes
-after it, and it is carried away on a stream of its own. At most `AT_ONCE` chunks have memory on the
-device; the device, not the host, waits before it packs another one. On the way back
-(`StagedUploads`) bytes go from the chunk to where they stay.
+Here the bytes of many tensors lie one behind the other in chunks of at most `CHUNK`. A chunk is
+packed on the stream that trains, so that whatever trains on comes after it, and it is carried away
+on a stream of its own. At most `AT_ONCE` chunks have memory on the device; the device, not the
+host, waits before it packs another one.
 
 Other devices than those of CUDA have no pinned memory here: their tensors are copied one by one.
 """
@@ -14,18 +13,15 @@ Other devices than those of CUDA have no pinned memory here: their tensors are c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
-from torch.overrides import TorchFunctionMode
 
 from preamp.core.pinned import laid_as, pinned
-from preamp.core.tensors import is_sharded, local_of, memory_order
+from preamp.core.tensors import memory_order
 from preamp.kernels import Ops
-from preamp.kernels.shards import sharded_as
 from preamp.optim import pair_of
 
 CHUNK = 32 << 20
@@ -35,14 +31,13 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTensor:
-    """A float32 tensor, or this rank's part of it, kept as a half one and an int16 beside it.
+    """A float32 tensor, kept as a half one and an int16 beside it.
 
     It is joined on its device, as many elements at a time as a chunk has. See `Ops.split_`.
     """
 
-    half: torch.Tensor  # this rank's part
+    half: torch.Tensor
     low: torch.Tensor  # of the same shape
-    weight: torch.Tensor  # of which that is a part, if it is one; or sharded
     ops: Ops
 
     @property
@@ -57,7 +52,7 @@ class SplitTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of this rank's part."""
+        """The shape of all three."""
         return self.half.shape
 
     @property
@@ -90,7 +85,7 @@ def value_of(param: torch.Tensor) -> Value:
     parts = None if twin is None else twin.packed()
     if twin is None or parts is None:
         return param.detach()
-    return SplitTensor(*parts, twin.half.detach(), twin.table.ops)
+    return SplitTensor(*parts, twin.table.ops)
 
 
 class _Piece(NamedTuple):
@@ -152,131 +147,6 @@ def download(tensors: Sequence[Value], *, waits: bool) -> Callable[[], list[torc
             on_device.append((event, packed))
             under_way.append(_Chunk(event, pinned, pieces))
     return finish
-
-
-class StagedUploads(TorchFunctionMode):
-    """While it is on, copies of dense tensors of the CPU to CUDA devices go through pinned memory.
-
-    So does whatever loads the state of a module or an optimizer, by ``copy_`` or ``to``. The bytes
-    go to where they stay, and need no further memory on the device. The host waits for none of the
-    last `AT_ONCE` chunks, and has no more of pinned memory. Raises `PreampUnavailableError` where
-    it has no such memory to give. A tensor that is moved twice is copied once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # What was moved, and the result; by the ``id`` of the first
-        self._moved: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._full = deque[tuple[list[torch.cuda.Event], torch.Tensor]]()
-        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._used = 0  # bytes of the chunk
-        self._devices: set[torch.device] = set()  # to which these are on their way
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Take over what copies from the CPU to a device, and call anything else."""
-        kwargs = kwargs or {}
-        if func is _COPY and len(args) > 1 and _fits(args[0], args[1]):
-            self._fill(args[0].detach(), args[1])
-            return args[0]
-        if func is _MOVE and not kwargs.keys() - _UNDERSTOOD and _can_be_sent(args[0]):
-            kind = _asked_for(args[0], (*args[1:], kwargs.get("device"), kwargs.get("dtype")))
-            if kind is not None:
-                return self._moved_to(args[0], *kind, copy=kwargs.get("copy", False))
-        return func(*args, **kwargs)
-
-    def _moved_to(
-        self, source: torch.Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool
-    ) -> torch.Tensor:
-        known = self._moved.get((id(source), device, dtype))
-        if known is not None and not copy:
-            return known[1]
-        made = sharded_as(_like(local_of(source).to(dtype), device), source)
-        self._fill(made.detach(), source)
-        self._moved[id(source), device, dtype] = source, made
-        return made
-
-    def _fill(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        target, value = local_of(into), local_of(source.detach()).to(into.dtype)
-        increment_version(target)  # once, as one copy would do; first, so that no write is unseen
-        order = memory_order(target)
-        to_bytes = target.data.permute(order).view(-1).view(torch.uint8)
-        own_bytes = value.resolve_conj().resolve_neg().permute(order).reshape(-1).view(torch.uint8)
-        at, end = 0, own_bytes.numel()
-        while at < end:
-            if self._used == self._chunk.numel():
-                self._begin_chunk(target.device)
-            size = min(end - at, self._chunk.numel() - self._used)
-            pinned = self._chunk[self._used : self._used + size]
-            pinned.copy_(own_bytes[at : at + size])
-            to_bytes[at : at + size].copy_(pinned, non_blocking=True)
-            self._devices.add(target.device)
-            at, self._used = at + size, self._used + size
-
-    def _begin_chunk(self, device: torch.device) -> None:
-        if self._devices:
-            events = [torch.cuda.Event() for _ in self._devices]
-            for event, on in zip(events, self._devices, strict=True):
-                event.record(torch.cuda.current_stream(on))
-            self._full.append((events, self._chunk))
-            self._chunk, self._used = self._chunk[:0], 0  # whatever comes, it is queued once
-            self._devices.clear()
-        if len(self._full) < AT_ONCE:
-            self._chunk = _pinned(CHUNK, device)
-        else:
-            events, self._chunk = self._full.popleft()
-            for event in events:
-                event.synchronize()
-        self._used = 0
-
-
-_COPY, _MOVE = torch.Tensor.copy_, torch.Tensor.to
-_UNDERSTOOD = {"device", "dtype", "copy", "non_blocking"}
-
-
-def _can_be_sent(source: Any) -> bool:
-    if not isinstance(source, torch.Tensor) or source.device.type != "cpu":
-        return False
-    is_plain = is_sharded(source) or not hasattr(source, "__tensor_flatten__")
-    return is_plain and source.layout is torch.strided and not source.requires_grad
-
-
-def has_form_of(into: Any, source: torch.Tensor) -> bool:
-    """Whether the bytes of ``source``, on the CPU, can be sent into a tensor of a CUDA device."""
-    own, value = local_of(into), local_of(source)
-    return _fits(into, source) and (own.dtype, memory_order(own)) == (
-        value.dtype,
-        memory_order(value),
-    )
-
-
-def _fits(into: Any, source: Any) -> bool:
-    """Whether ``source`` can be sent into ``into``, which may be of another dtype or order."""
-    if not _can_be_sent(source) or into.shape != source.shape:
-        return False
-    if getattr(into, "placements", None) != getattr(source, "placements", None):
-        return False
-    own = local_of(into)
-    is_dense = own.layout is torch.strided and own.permute(memory_order(own)).is_contiguous()
-    return own.is_cuda and is_dense
-
-
-def _asked_for(
-    source: torch.Tensor, asked: Iterable[Any]
-) -> tuple[torch.device, torch.dtype] | None:
-    """The CUDA device and the dtype that arguments of ``to`` name; ``None`` for anything else."""
-    device, dtype = None, source.dtype
-    for one in asked:
-        if isinstance(one, torch.dtype):
-            dtype = one
-        elif isinstance(one, (torch.device, str)):
-            device = torch.device(one)
-        elif one is not None:
-            return None
-    if device is None or device.type != "cuda":
-        return None
-    return torch.empty(0, device=device).device, dtype  # which has a number
 
 
 def _is_staged(value: Value) -> bool:

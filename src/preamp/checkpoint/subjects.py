@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a checkpoint is of: models, optimizers, schedulers, their engines, and ranks' shares."""
+"""What a checkpoint is of: models, optimizers, schedulers, and their engines."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,16 +14,12 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from preamp.casting.state_hooks import without_copies
-from preamp.checkpoint.shards import Place, Shard
-from preamp.checkpoint.staging import Value, value_of
-from preamp.core.away import values_of
+from preamp.checkpoint.staging import value_of
 from preamp.core.errors import bad_state, bad_type, with_article
-from preamp.core.tensors import is_sharded, stored_grad
+from preamp.core.tensors import is_sharded
 from preamp.engine import Engine, find_engine
 from preamp.engine.lookup import bare
-from preamp.kernels import fsdp
-from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
-from preamp.optim.fused.moments import is_scales
+from preamp.optim import MasterParameter, Twin, leaf_of
 from preamp.optim.master_parameter import is_master
 
 
@@ -85,33 +82,18 @@ class Subjects:
             if isinstance(param, MasterParameter) and param.twin is not None
         }
 
-    def buffer_names(self) -> frozenset[str]:
-        """The names that buffers of models have among the tensors of a content."""
-        return frozenset(
-            f"models/{index}/state/{name}"
-            for index, model in enumerate(self.models)
-            for name, _ in model.named_buffers()
-        )
-
-    def waiting_on_host(self) -> set[int]:
-        """The parameters whose gradients wait on the host for their step, by ``id``."""
-        waiting = (e for e in self.engines if e.policy.storage.waits_on_host)
-        sessions = (session for engine in waiting for session in engine.sessions.values())
-        return {id(p) for session in sessions for p in session.model_params() if p.is_cuda}
-
-    def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Every gradient, by the parameter's name: of the model's side, and the master's."""
-        masters = self.masters()
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for name, param in self.named_params():
-            master = masters.get(id(param))
-            sides = {"model": values_of(stored_grad(param))}
-            if master is not None and master.twin is not None:
-                sides["master"] = master.twin.table.gradients.base(master.twin.row)
-            held = {side: grad for side, grad in sides.items() if grad is not None}
-            if held:
-                found[name] = held
-        return found
+    def check_whole(self, what: str) -> None:
+        """Raise `PreampStateError` if a rank has only parts of some tensor."""
+        buffers = (pair for model in self.models for pair in model.named_buffers())
+        for name, tensor in itertools.chain(self.named_params(), buffers):
+            if is_sharded(tensor):
+                raise bad_state(
+                    f"{what} got {name!r}, of which each rank has a part",
+                    "One file has whole tensors; parts are saved and loaded by "
+                    "torch.distributed.checkpoint",
+                    "Give it a preamp.RunState(model, optimizer), as in "
+                    'dcp.save({"run": run}, checkpoint_id=folder)',
+                )
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -186,91 +168,31 @@ def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
         )
 
 
-class MasterShards:
-    """Everything of which `shard_optimizer` has left a part on this rank."""
-
-    def __init__(self, subjects: Subjects) -> None:
-        self._of: dict[int, Place] = {}
-        self._twins: dict[int, Twin] = {}
-        for engine in subjects.engines:
-            for session in engine.sessions.values():
-                for param, weight, part in session.sharing.shared() if session.sharing else ():
-                    self._of[id(param)] = Place.of_part(weight, part.start, part.stop)
-                    twin = pair_of(param)
-                    if twin is not None:
-                        self._twins[id(weight)] = twin
-
-    def of(self, param: torch.Tensor) -> Place | None:
-        """What this rank has of something that an optimizer updates; ``None`` if that is all."""
-        return Place.of_sharded(param) if is_sharded(param) else self._of.get(id(param))
-
-    def saved_value(self, param: torch.Tensor) -> Value | Shard:
-        """What is saved of what an optimizer updates: a piece if this rank has only that."""
-        share, value = self._of.get(id(param)), value_of(param)
-        return value if share is None else share.piece(value)
-
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return ``model.state_dict()``, with pieces where masters are shared."""
-        state = self.model_forms(model)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            if id(param) in self._twins and name in state:
-                state[name] = self.saved_value(self._twins[id(param)].master)
-        for name, value in state.items():
-            if is_master(value):
-                state[name] = value_of(value)
-        return state
-
-    def model_forms(self, model: nn.Module) -> dict[str, Any]:
-        """Return ``model.state_dict()``, with what stands for masters that are not at hand.
-
-        That is a tensor without memory where ranks share one, and a packed master itself, which
-        becomes float32 when a hook of the script reads it.
-        """
-        with self._stood_in(model), without_copies():
-            return model.state_dict()
-
-    @contextmanager
-    def _stood_in(self, model: nn.Module) -> Generator[None]:
-        shared = list(self._twins.values())
-        for twin in shared:
-            twin.settle()
-            twin.gathered = torch.empty(twin.half.shape, device="meta")
-        packed = [twin for twin in twins_of(model) if twin.packed() and not twin.part]
-        for twin in packed:
-            twin.gathered = twin.master
-        try:
-            yield
-        finally:
-            for twin in (*shared, *packed):
-                twin.gathered = None
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return ``optimizer.state_dict()``, with pieces where states are shared."""
-        state = optimizer.state_dict()
-        shares = [self._of.get(id(param)) for param in params_of(optimizer)]
-        if not any(shares):
-            return state
-        own: dict[int, Any] = dict(state["state"])
-        for number, share in enumerate(shares):  # the numbers that state_dict gives
-            if share is not None and number in own:
-                own[number] = {key: _piece(own[number], key, share) for key in own[number]}
-        return {**state, "state": own}
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return ``model.state_dict()``, where packed masters are a `SplitTensor` each."""
+    state = model_forms(model)
+    for name, value in state.items():
+        if is_master(value):
+            state[name] = value_of(value)
+    return state
 
 
-def _piece(state: dict[str, Any], key: str, share: Place) -> Any:
-    value = state[key]
-    if is_scales(state, key):
-        return share.of_scales().piece(value)
-    is_part = isinstance(value, torch.Tensor) and tuple(value.shape) == share.box.sizes
-    return share.piece(value) if is_part and key != "step" else value
+def model_forms(model: nn.Module) -> dict[str, Any]:
+    """Return ``model.state_dict()``, which may have packed masters themselves.
+
+    They become float32 when a hook of the script reads them.
+    """
+    with _packed_given(model), without_copies():
+        return model.state_dict()
 
 
-def check_reduced(models: Sequence[nn.Module]) -> None:
-    """Raise `PreampStateError` if ``fully_shard`` keeps gradients that were not reduced yet."""
-    if any(map(fsdp.holds_unreduced, models)):
-        raise bad_state(
-            "save_checkpoint was called while gradients lie unreduced inside of fully_shard, "
-            "after set_requires_gradient_sync(False)",
-            "Gradients are saved that were reduced, sharded as their parameters are",
-            "Save after the backward that reduces them, or before the accumulation",
-        )
+@contextmanager
+def _packed_given(model: nn.Module) -> Generator[None]:
+    tables = [twin.table for twin in twins_of(model)]
+    for table in tables:
+        table.gives_packed = True
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.gives_packed = False

@@ -8,26 +8,27 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
+from typing import NoReturn
 
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from preamp.cli.run import refuse
 from preamp.core.errors import PreampError
+
+REFUSED = 2  # exit status where nothing was done, as Python's own for what it cannot open
+
+
+def refuse(why: object) -> NoReturn:
+    """End the command, and say why nothing was done."""
+    print(f"Error: {why}", file=sys.stderr)
+    raise SystemExit(REFUSED) from None
 
 
 def make_console() -> Console:
     """A console on standard output, as wide as ``COLUMNS`` says or the terminal is, or 80."""
     return Console() if sys.stdout.isatty() else Console(width=shutil.get_terminal_size().columns)
-
-
-@contextlib.contextmanager
-def only_answer_on_stdout(*, is_wanted: bool) -> Generator[None]:
-    """Send what a user's code prints to standard error, so that JSON stands alone."""
-    with contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext():
-        yield
 
 
 @contextlib.contextmanager
@@ -53,18 +54,13 @@ def print_wrapped(console: Console, lines: Iterable[str]) -> None:
 
 
 def print_table(
-    console: Console,
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
-    *,
-    left: int = 1,
+    console: Console, headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
 ) -> None:
     """Print a table; one that is too wide goes on below, with its first column repeated.
 
     The first ``left`` columns are aligned to the left, the others to the right.
     """
-    lines = [headings, *rows]
-    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in lines]
+    cells = [[Text(cell) for cell in line] for line in (headings, *rows)]
     widths = [
         max(console.measure(cell).maximum for cell in column) for column in zip(*cells, strict=True)
     ]

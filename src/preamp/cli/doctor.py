@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp doctor``: run a program and report usage bugs of mixed precision.
 
-Like ``preamp run`` it needs neither rich nor typer, and leaves the program's arguments,
-exit status and tracebacks as they are.
+Like ``preamp run`` it leaves the program's arguments, exit status and tracebacks as they are.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import json
 import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Annotated, TextIO
 
-from preamp.cli.run import execute, prepare, refuse
+from typer import Context, Option
+
+from preamp.cli.console import refuse, refusing
+from preamp.cli.run import IsModule, Program, ProgramName, execute, prepare
 from preamp.core.errors import bad_value, message
 from preamp.doctor import (
     RULES,
@@ -29,85 +30,74 @@ from preamp.doctor import (
     select_rules,
 )
 
-USAGE = """preamp doctor [options] script.py [argument ...]
-       preamp doctor [options] -m module [argument ...]
-       preamp doctor --list
-       preamp doctor --explain ID"""
 
-_DESCRIPTION = """Run a program as preamp run does, with the name apex supplied by preamp, watch
-its training, and report usage bugs of mixed precision on standard error when it ends. The
-program computes the same numbers as without. Options come before the program."""
+def doctor(
+    context: Context,
+    program: ProgramName = None,
+    is_module: IsModule = False,
+    is_list: Annotated[bool, Option("--list", help="Print all rules, and stop.")] = False,
+    explain: Annotated[
+        str | None, Option(metavar="ID", help="Print all about one rule, and stop.")
+    ] = None,
+    file: Annotated[
+        str | None, Option("--json", metavar="FILE", help="Write the findings; - is stdout.")
+    ] = None,
+    strict: Annotated[
+        bool, Option("--strict", help="Exit with status 1 on warnings and errors.")
+    ] = False,
+    steps: Annotated[
+        int | None, Option(min=1, help="Stop the program after so many optimizer steps.")
+    ] = None,
+    select: Annotated[
+        list[str] | None, Option(metavar="IDS", help="Only these rules: PA1,PA301.")
+    ] = None,
+    ignore: Annotated[list[str] | None, Option(metavar="IDS", help="All rules but these.")] = None,
+) -> None:
+    """Run a training program and report usage bugs of mixed precision.
 
-
-def run_doctor(arguments: list[str]) -> None:
-    """Run ``preamp doctor`` with what follows it on the command line.
-
-    Raises `SystemExit` with status 1 under ``--strict`` if anything of severity warning or more was
-    found and the program itself ended well, with 2 if something on the command line is wrong. The
-    program's own exit, and whatever else it raises, is passed on.
+    It is run as by preamp run, with the name apex supplied by preamp, and computes the same
+    numbers as without. The report goes to standard error when it ends. Options come before the
+    program.
     """
-    options = _parser().parse_args(arguments)
-    if options.list:
+    if is_list:
         print(list_text(tuple(RULES.values())), end="")
-        return
-    if options.explain is not None:
-        _explain(options.explain)
-        return
-    try:
-        rules = select_rules(_ids("--select", options.select), _ids("--ignore", options.ignore))
-    except ValueError as error:
-        refuse(error)
-    given = options.program[1:] if options.program[:1] == ["--"] else options.program
-    program = prepare(["-m", *options.module] if options.module else given, "doctor")
-    out = _open(options.json)
-    examination = Examination(rules, steps=options.steps)
+    elif explain is not None:
+        _explain(explain)
+    else:
+        with refusing():
+            rules = select_rules(_ids("--select", select), _ids("--ignore", ignore))
+        context.obj.append(
+            lambda: _examine(
+                prepare(program or [], "doctor", is_module=is_module),
+                Examination(rules, steps=steps),
+                _open(file),
+                is_strict=strict,
+            )
+        )
+
+
+def _examine(
+    program: Program, examination: Examination, out: TextIO | None, *, is_strict: bool
+) -> None:
+    """Run a program, whose exit and whatever else it raises is passed on, and report at the end.
+
+    If it is to be strict, a program that ends well and has a finding of severity warning or more
+    ends with status 1.
+    """
     process = os.getpid()
+    # As the last of all, after the traceback that Python prints of what is passed on.
+    atexit.register(_report, examination, out, process)
     try:
         with examination.watching():
             execute(program)
             _wait_for_threads()
     except SystemExit as error:
-        if os.getpid() == process:
-            _report(examination, out)
-            if error.code in (None, 0):
-                _be_strict(examination, is_strict=options.strict)
-        raise
-    except BaseException:
-        if os.getpid() == process:  # a fork that ends here has nothing to report
-            # Printed after the traceback, which Python prints when this has been passed on.
-            atexit.register(_report, examination, out)
-        raise
-    _report(examination, out)
-    _be_strict(examination, is_strict=options.strict)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="preamp doctor", usage=USAGE, description=_DESCRIPTION, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--list", action="store_true", help="print all rules, and stop")
-    add("--explain", metavar="ID", help="print all about one rule, and stop")
-    add("--json", metavar="FILE", help="also write the findings to FILE; - is stdout")
-    add("--strict", action="store_true", help="exit with status 1 on warnings and errors")
-    add("--steps", metavar="N", type=_count, help="stop the program after N optimizer steps")
-    add("--select", metavar="IDS", action="append", help="only these rules: PA1,PA301")
-    add("--ignore", metavar="IDS", action="append", help="all rules but these")
-    add("-m", dest="module", metavar="module", nargs=argparse.REMAINDER, help="run a module")
-    add("program", metavar="script.py", nargs=argparse.REMAINDER, help="and its arguments")
-    return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            message(
-                f"got {text!r}",
-                "A run has at least 1 optimizer step",
-                "Pass a whole number from 1 on, or leave out --steps to run to the end",
-            )
-        )
-    return int(text)
+        if error.code not in (None, 0):
+            raise
+    least = Severity.WARNING.rank
+    found = any(finding.severity.rank >= least for finding in examination.findings)
+    if is_strict and found and os.getpid() == process:
+        raise SystemExit(1)
 
 
 def _ids(option: str, given: Sequence[str] | None) -> list[str]:
@@ -163,9 +153,9 @@ def _speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _report(examination: Examination, out: TextIO | None) -> None:
-    """Print the report, and write it to ``out``."""
-    if not _speaks():
+def _report(examination: Examination, out: TextIO | None, process: int) -> None:
+    """Print the report, and write it to ``out``; a fork of ``process`` has nothing to report."""
+    if not _speaks() or os.getpid() != process:
         return
     sys.stdout.flush()
     print(f"\n{report_text(examination)}", end="", file=sys.stderr, flush=True)
@@ -173,9 +163,3 @@ def _report(examination: Examination, out: TextIO | None) -> None:
         with out:
             json.dump(report_json(examination), out, indent=2, allow_nan=False)
             out.write("\n")
-
-
-def _be_strict(examination: Examination, *, is_strict: bool) -> None:
-    least = Severity.WARNING.rank
-    if is_strict and any(f.severity.rank >= least for f in examination.findings):
-        raise SystemExit(1)

@@ -3,45 +3,40 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
-import typer
 from rich.console import Console
+from typer import Argument, Option, echo
 
 import preamp
-from preamp.cli.console import (
-    make_console,
-    only_answer_on_stdout,
-    print_table,
-    print_wrapped,
-    refusing,
-)
-from preamp.cli.options import (
-    NEEDS_ALL_GRADIENTS,
-    AsJson,
-    PlaceName,
-    Releases,
-    StorageName,
-    keeping_gradients,
-    split_levels,
-    storage_of,
-)
+from preamp.cli.console import make_console, print_table, print_wrapped, refusing
 from preamp.core.errors import PreampError, bad_value
+from preamp.memory.estimates import MemoryEstimate, fitting
+from preamp.memory.layout import Factory
+from preamp.memory.optimizers import name_of, parse_call
+from preamp.memory.text import bytes_text, storages_text
 from preamp.optim.fused.kinds import twin_of
-from preamp.planning.layout import Factory
-from preamp.planning.memory import MemoryEstimate, fitting
-from preamp.planning.optimizers import name_of, parse_call
-from preamp.planning.report import bytes_text, storages_text
 from preamp.policy import resolve
 from preamp.policy.resolve import at_level
-from preamp.policy.storage import FULL, STORAGES, Storage, storage_code, storage_name
+from preamp.policy.storage import (
+    FULL,
+    STORAGES,
+    Place,
+    Storage,
+    parse_storage,
+    storage_code,
+    storage_name,
+)
 
 _OF_A_COLUMN = {
     "more in step": "More in step: while the optimizer steps, gradients of masters are made in "
@@ -57,108 +52,122 @@ _ON_TOP = "Activations, what is accumulated, saves and loads come on top."
 
 def estimate(
     model: Annotated[
-        str | None,
-        typer.Argument(
-            help='Factory of the model: package.module:name, or "torch.nn:Linear(9, 9)".'
-        ),
+        str | None, Argument(help='Its factory: package.module:name, or "torch.nn:Linear(9, 9)".')
     ] = None,
     params: Annotated[
-        float | None, typer.Option(help="Number of parameters in place of a model, as 7e9.")
+        float | None, Option(help="Number of parameters in place of a model, as 7e9.")
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(help='Name, "SGD(momentum=0.9)", package.module:Name, or none.')
+        str, Option(help='Name, "SGD(momentum=0.9)", package.module:Name, or none.')
     ] = "AdamW",
     levels: Annotated[
-        str | None, typer.Option(help="Opt levels; all that can have the storage by default.")
+        str | None, Option(help="Opt levels; all that can have the storage by default.")
     ] = None,
-    storage: StorageName = "full",
-    place: PlaceName = "device",
-    releases: Releases = False,
+    storage: Annotated[
+        str, Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
+    ] = "full",
+    place: Annotated[
+        str, Option(help=f"Where masters and moments lie: {', '.join(get_args(Place))}.")
+    ] = "device",
+    releases: Annotated[
+        bool, Option("--release-gradients", help="Apply gradients, or send them to the host.")
+    ] = False,
     card: Annotated[
-        float | None, typer.Option("--card-gib", help="GiB of the device: tell what fits.")
+        float | None, Option("--card-gib", help="GiB of the device: tell what fits.")
     ] = None,
-    host: Annotated[
-        float, typer.Option("--host-gib", help="GiB of the host, for what fits.")
-    ] = math.inf,
-    world_size: Annotated[int | None, typer.Option(help="Ranks; 1 if left out.")] = None,
-    sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
-    as_json: AsJson = False,
+    host: Annotated[float, Option("--host-gib", help="GiB of the host, for what fits.")] = math.inf,
+    world_size: Annotated[int | None, Option(help="Ranks; 1 if left out.")] = None,
+    sharding: Annotated[str, Option(help="none or fsdp.")] = "none",
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell how much memory training takes on each rank, by opt level and category.
 
     Nothing of the model's size is allocated. Activations are not counted; preamp.estimate does so
     if it is given a batch.
     """
-    with refusing(TypeError), only_answer_on_stdout(is_wanted=as_json):
-        what, kept = _model(model, params), storage_of(storage, place, releases)
+    # What a factory prints is no part of the JSON.
+    own_output = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with refusing(TypeError), own_output:
+        what, kept = _model(model, params), _storage(storage, place, releases)
         _check_card(card, host, kept)
         named = None if optimizer.lower() == "none" else optimizer
-        names = _levels(levels, kept)
-        ranks = _ranks(sharding, world_size)
-
-        def look(optimizer: str | None) -> list[MemoryEstimate]:
-            if card is not None:
-                room = {"card": card * 2**30, "host": host * 2**30}
-                return [*fitting(what, optimizer, names, **room, **ranks)]
-            policies = [resolve(name, {"storage": kept}) for name in names]
-            return [preamp.estimate(what, policy, optimizer, **ranks) for policy in policies]
-
-        found = look(named)
-        by_twin = [] if as_json else _by_twin(named, look)
+        wanted = _levels(levels, kept), kept, _ranks(sharding, world_size)
+        look = partial(_look, what, wanted, None if card is None else (card, host))
+        found, fused, by_twin = look(named), _twin_of(named), list[MemoryEstimate]()
+        if fused is not None and not as_json:
+            with contextlib.suppress(ValueError, TypeError, PreampError):  # for other arguments
+                by_twin = look(fused)
     if as_json:
-        typer.echo(json.dumps([one.to_json() for one in found], indent=2))
-    else:
-        _tell(found, by_twin, named, is_searched=card is not None)
-        _tell_what_is_left_out(levels, kept)
-
-
-def _by_twin(
-    optimizer: str | None, look: Callable[[str], list[MemoryEstimate]]
-) -> list[MemoryEstimate]:
-    """The same of the fused optimizer of the same update; empty where there is none."""
-    fused = _twin_of(optimizer)
-    try:
-        return look(fused) if fused else []
-    except (ValueError, TypeError, PreampError):  # it does not take what this one was given
-        return []
-
-
-def _tell(
-    found: list[MemoryEstimate],
-    by_twin: list[MemoryEstimate],
-    named: str | None,
-    *,
-    is_searched: bool,
-) -> None:
-    console, fused = make_console(), _twin_of(named)
-    if not is_searched:
-        _print(found, console)
-        with_masters = [one for one in by_twin if one.masters and one.smaller]
-        if with_masters:
-            most = storages_text(max(with_masters, key=lambda one: len(one.smaller)))
-            print_wrapped(console, [f"{fused} makes the update of {name_of(named)}. {most}"])
+        echo(json.dumps([one.to_json() for one in found], indent=2))
         return
+    if card is None:
+        _tell(found, by_twin, f"{fused} makes the update of {name_of(named)}.")
+    else:
+        _tell_fits(found, by_twin, f"With {fused} in place of {name_of(named)} there is:")
+    _tell_what_is_left_out(levels, kept)
+
+
+def _look(
+    what: Factory | float,
+    wanted: tuple[list[str], Storage, dict[str, Any]],
+    room: tuple[float, float] | None,
+    optimizer: str | None,
+) -> list[MemoryEstimate]:
+    """Estimates with an optimizer: of levels with a storage, or of all that fits the room."""
+    levels, storage, ranks = wanted
+    if room is not None:
+        card, host = (size * 2**30 for size in room)
+        return [*fitting(what, optimizer, levels, card=card, host=host, **ranks)]
+    policies = [resolve(level, {"storage": storage}) for level in levels]
+    return [preamp.estimate(what, policy, optimizer, **ranks) for policy in policies]
+
+
+def _tell(found: list[MemoryEstimate], by_twin: list[MemoryEstimate], twin: str) -> None:
+    console = make_console()
+    _print(found, console)
+    with_masters = [one for one in by_twin if one.masters and one.smaller]
+    if with_masters:
+        most = storages_text(max(with_masters, key=lambda one: len(one.smaller)))
+        print_wrapped(console, [f"{twin} {most}"])
+
+
+def _tell_fits(found: list[MemoryEstimate], by_twin: list[MemoryEstimate], twin: str) -> None:
+    console, known = make_console(), {one.opt_level for one in found}
     print_wrapped(console, [_NOTHING] * (not found))
     _print_fits(found, console)
-    known = {one.opt_level for one in found}
     others = [one for one in by_twin if one.opt_level not in known]
     if others:
-        print_wrapped(console, [f"With {fused} in place of {name_of(named)} there is:"])
+        print_wrapped(console, [twin])
         _print_fits(others, console)
     print_wrapped(console, [_ON_TOP])
 
 
 def _tell_what_is_left_out(levels: str | None, storage: Storage) -> None:
-    keeping = keeping_gradients(preamp.OPT_LEVELS, storage)
+    keeping = [
+        name
+        for name, policy in preamp.OPT_LEVELS.items()
+        if at_level(policy, storage).release_gradients is not storage.release_gradients
+    ]
     if levels is None and keeping:
-        text = f"Left out: {', '.join(keeping)}. {NEEDS_ALL_GRADIENTS}"
-        print_wrapped(make_console(), [text])
+        why = "A dynamic loss scale needs all gradients of a step."
+        print_wrapped(make_console(), [f"Left out: {', '.join(keeping)}. {why}"])
+
+
+def _storage(storage: str, place: str, releases: bool) -> Storage:
+    if storage not in STORAGES:
+        raise bad_value(
+            f"--storage {storage!r} is not known",
+            f"Choose {', '.join(STORAGES)}",
+            "Pass for example --storage split; --place and --release-gradients go with each",
+        )
+    place = cast("Place", place)
+    return replace(parse_storage(storage), place=place, release_gradients=releases)
 
 
 def _ranks(sharding: str, world_size: int | None) -> dict[str, Any]:
-    if sharding in ("zero1", "fsdp") and world_size is None:
+    if sharding == "fsdp" and world_size is None:
         raise bad_value(
-            f"Got --sharding {sharding} without --world-size",
+            "Got --sharding fsdp without --world-size",
             "Shared out is between ranks, and one rank has everything",
             "Pass for example --world-size 8",
         )
@@ -166,18 +175,6 @@ def _ranks(sharding: str, world_size: int | None) -> dict[str, Any]:
 
 
 def _check_card(card: float | None, host: float, storage: Storage) -> None:
-    if card is not None and not card > 0:  # nan is refused, too
-        raise bad_value(
-            f"Got --card-gib {card:g}",
-            "A card has more than 0 GiB",
-            "Pass for example --card-gib 80",
-        )
-    if not host >= 0:
-        raise bad_value(
-            f"Got --host-gib {host:g}",
-            "A host has 0 GiB for training, or more",
-            "Pass for example --host-gib 64",
-        )
     if card is None and host < math.inf:
         raise bad_value(
             "Got --host-gib without --card-gib",
@@ -224,7 +221,7 @@ def _fit_cells(memory: MemoryEstimate) -> list[str]:
 
 def _levels(levels: str | None, storage: Storage) -> list[str]:
     if levels is not None:
-        return split_levels(levels)
+        return re.split(r"[,\s]+", levels.strip(", "))
     return [
         name for name, policy in preamp.OPT_LEVELS.items() if at_level(policy, storage) == storage
     ]
@@ -244,7 +241,7 @@ def _model(model: str | None, params: float | None) -> Factory | float:
     if folder not in sys.path:  # as python -m does
         sys.path.insert(0, folder)
     call = parse_call(model)
-    return functools.partial(call.import_function(), *call.args, **call.kwargs)
+    return partial(call.import_function(), *call.args, **call.kwargs)
 
 
 def _print(rows: list[MemoryEstimate], console: Console) -> None:

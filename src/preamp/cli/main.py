@@ -11,42 +11,34 @@ import sys
 import torch
 
 import preamp
-from preamp.cli.doctor import run_doctor
-from preamp.cli.run import run
 from preamp.core.errors import message
+from preamp.core.extras import how_to_install
 
 NEEDS = ("rich", "typer")
 
 
-def versions() -> str:
-    """What ``preamp --version`` prints, which a report of a bug begins with."""
-    return (
-        f"preamp {preamp.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}"
-    )
-
-
 def main() -> None:
-    """Run the command line, or exit with status 1 and say what it needs."""
+    """Run the command line, or exit with status 1 and say what it needs.
+
+    A program that a command runs is run here, outside of what reads the command line: so what it
+    raises, and the status that it ends with, stay its own.
+    """
     if sys.argv[1:] == ["--version"]:
-        print(versions())
+        python = platform.python_version()
+        print(f"preamp {preamp.__version__}, torch {torch.__version__}, Python {python}")
         raise SystemExit(0)
-    # These need neither, and end as the program ends that they run.
-    for name, command in (("run", run), ("doctor", run_doctor)):
-        if sys.argv[1:2] == [name]:
-            command(sys.argv[2:])
-            raise SystemExit(0)
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         print(
             message(
                 f"Cannot import {' and '.join(missing)}",
                 f"The preamp command needs {' and '.join(NEEDS)}; the library itself does not",
-                'Install them with: pip install "preamp[cli]"',
+                how_to_install("cli"),
             ),
             file=sys.stderr,
         )
         raise SystemExit(1)
     # By name and late, so that the check above comes first.
-    importlib.import_module("preamp.cli.app").app()
+    program = importlib.import_module("preamp.cli.app").parse(sys.argv[1:])
+    program()
     raise SystemExit(0)

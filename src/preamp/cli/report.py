@@ -28,26 +28,26 @@ def report(
     The page needs no network and no script.
     """
     with refusing():
-        _require_apart(files, output)
-        runs = {name: _read(path) for name, path in zip(names_of(files), files, strict=True)}
+        if _target(output) in map(_target, files):
+            raise bad_value(
+                f"The page would replace {output}, which holds records",
+                "The page goes to a file of its own",
+                "Pass for example -o report.html",
+            )
+        runs = {name: _read(path) for name, path in zip(_names(files), files, strict=True)}
         pages.write(output, runs, title=title)
     print_plainly(make_console(), f"Report: {output} ({size(output.stat().st_size)})")
 
 
-def names_of(files: Sequence[Path]) -> list[str]:
-    """Name runs after their files, with as many folders as it takes to tell them apart."""
-    targets = [_target(path) for path in files]
-    paths = [target.with_suffix("") for target in targets]
-    twice = [target for target, count in Counter(targets).items() if count > 1]
+def _names(files: Sequence[Path]) -> list[str]:
+    """Name runs after their files, or where that names two alike, after their paths."""
+    twice = [path for path, count in Counter(map(_target, files)).items() if count > 1]
     if twice:
         raise bad_value(
             f"{twice[0]} is named twice", "Each run is shown once", "Name each file once"
         )
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in files]  # they differ in the suffix only
+    names = [path.stem for path in files]
+    return names if len(set(names)) == len(names) else list(map(str, files))
 
 
 def _read(path: Path) -> list[Record]:
@@ -59,15 +59,6 @@ def _read(path: Path) -> list[Record]:
             "Pass the file that a history of a run was written to",
         )
     return records
-
-
-def _require_apart(files: Sequence[Path], output: Path) -> None:
-    if _target(output) in [_target(path) for path in files]:
-        raise bad_value(
-            f"The page would replace {output}, which holds records",
-            "The page goes to a file of its own",
-            "Pass for example -o report.html",
-        )
 
 
 def _target(path: Path) -> Path:

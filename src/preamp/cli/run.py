@@ -10,86 +10,69 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType, ModuleType
-from typing import Any, NoReturn, cast
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Annotated, Any, NoReturn, cast
+
+from typer import Argument, Context, Option
 
 import preamp
-from preamp.cli.tracebacks import begin_tracebacks
+from preamp.cli.console import refuse
 from preamp.core.errors import PreampStateError, message
 from preamp.engine.insight import VARIABLE
 
-_CALLS = """Usage: preamp run [--insight FILE] script.py [argument ...]
-       preamp run [--insight FILE] -m module [argument ...]"""
-_HELP = (
-    "Run a program that imports apex, amp_C or apex_C, with these names supplied by preamp. "
-    "What follows the script or the module is the program's own. --insight names a TOML file "
-    "of what to record and watch, as the variable PREAMP_INSIGHT does. Under torchrun:"
-)
-_RANKS = "  torchrun --nproc-per-node 2 -m preamp run script.py"
+ProgramName = Annotated[
+    list[str] | None,
+    Argument(metavar="script.py [argument ...]", help="The program and what it is given."),
+]
+IsModule = Annotated[bool, Option("-m", help="Run a module, which stands for the script.")]
 
-REFUSED = 2  # exit status where nothing was done, as Python's own for what it cannot open
+Program = tuple[CodeType, dict[str, Any]]
+"""What is to become ``__main__``, and the attributes that it has before it runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What is to become ``__main__``."""
+def run(
+    context: Context,
+    program: ProgramName = None,
+    is_module: IsModule = False,
+    insight: Annotated[
+        Path | None,
+        Option(metavar="FILE", exists=True, dir_okay=False, help="TOML of what to record."),
+    ] = None,
+) -> None:
+    """Run a program written for Apex, unchanged.
 
-    code: CodeType
-    attributes: dict[str, Any]
-
-
-def refuse(why: object) -> NoReturn:
-    """End the command, and say why nothing was done."""
-    print(f"Error: {why}", file=sys.stderr)
-    raise SystemExit(REFUSED) from None
-
-
-def run(arguments: list[str]) -> None:
-    """Run a script or a module as ``__main__``, with the alias on; what it raises is passed on.
-
-    ``arguments`` follow ``preamp run`` on the command line. Raises `SystemExit` with status 2 for
-    what cannot be started. Mutates ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``,
-    ``sys.excepthook``, and what `preamp.install_apex_alias` does.
+    The names apex, amp_C and apex_C are supplied by preamp. What follows the script or the module
+    is the program's own. Under torchrun: torchrun --nproc-per-node 2 -m preamp run script.py
     """
-    if arguments[:1] in (["-h"], ["--help"]):
-        paragraph = textwrap.fill(_HELP, shutil.get_terminal_size().columns)
-        print(_CALLS, paragraph, _RANKS, sep="\n\n")
-        return
-    if arguments[:1] == ["--insight"]:
-        if len(arguments) < 2 or not os.path.isfile(arguments[1]):
-            _stop(f"There is no file {arguments[1:2] or ''} for --insight", "run")
-        os.environ[VARIABLE] = os.path.abspath(arguments[1])
-        arguments = arguments[2:]
-    if arguments[:1] == ["--"]:
-        arguments = arguments[1:]
-    execute(prepare(arguments))
+    if insight is not None:
+        os.environ[VARIABLE] = str(insight.absolute())
+    context.obj.append(lambda: execute(prepare(program or [], "run", is_module=is_module)))
 
 
-def prepare(arguments: list[str], command: str = "run") -> Program:
-    """Read a script, or after ``-m`` a module, and set up the process for it.
+def prepare(given: list[str], command: str, *, is_module: bool) -> Program:
+    """Read a script or a module, and set up the process for it.
 
-    ``command`` is what error messages say to call. Raises `SystemExit` if it could not be read
-    (status 2), or is no Python (status 1). Mutates ``sys.argv``, ``sys.path``, and what
-    `preamp.install_apex_alias` does.
+    ``given`` is its name and what it is given, ``command`` what error messages say to call. Raises
+    `SystemExit` if it could not be read (status 2), or is no Python (status 1). Mutates
+    ``sys.argv``, ``sys.path``, and what `preamp.install_apex_alias` does.
     """
-    if arguments[:1] == ["-m"] and len(arguments) > 1:
-        _start("-m", os.getcwd(), arguments[2:])
-        program = _read_module(arguments[1], command)
-        sys.argv[0] = program.attributes["__file__"]
+    if not given:
+        _stop(f"Got {'-m' if is_module else 'nothing'} in place of a program", command)
+    name, *arguments = given
+    if is_module:
+        _start("-m", os.getcwd(), arguments)
+        program = _read_module(name, command)
+        sys.argv[0] = program[1]["__file__"]
         return program
-    if arguments and not arguments[0].startswith("-"):
-        if not os.path.isfile(arguments[0]):
-            _stop(f"There is no file {arguments[0]!r}", command)
-        _start(arguments[0], os.path.dirname(os.path.realpath(arguments[0])), arguments[1:])
-        return read_script(os.path.abspath(arguments[0]))
-    _stop(f"Got {' '.join(arguments[:1]) or 'nothing'} in place of a program", command)
+    if not os.path.isfile(name):
+        _stop(f"There is no file {name!r}", command)
+    _start(name, os.path.dirname(os.path.realpath(name)), arguments)
+    return _read_script(os.path.abspath(name))
 
 
 def execute(program: Program) -> None:
@@ -97,12 +80,38 @@ def execute(program: Program) -> None:
 
     Mutates ``sys.modules["__main__"]`` and ``sys.excepthook``.
     """
+    code, attributes = program
     main = ModuleType("__main__")
-    vars(main).update(program.attributes, __builtins__=builtins)
+    vars(main).update(attributes, __builtins__=builtins)
     sys.modules["__main__"] = main
-    # As without ``preamp run``
-    begin_tracebacks(lambda frame: frame.f_code is program.code)
-    exec(program.code, vars(main))
+    show = sys.excepthook
+
+    def show_own(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+        own = own_part(trace, code)
+        show(kind, error.with_traceback(own), own)
+
+    sys.excepthook = cast("Any", show_own)
+    exec(code, vars(main))
+
+
+def own_part(trace: TracebackType, first: CodeType) -> TracebackType:
+    """The part of a traceback that Python would show: from the frame of ``first`` on.
+
+    Without that frame it is the whole. Frames of the commands further down are left out, too, but
+    for the last ones, which raised.
+    """
+    parts: list[TracebackType] = []
+    part: TracebackType | None = trace
+    while part is not None:
+        if parts or part.tb_frame.f_code is first:
+            parts.append(part)
+        part = part.tb_next
+    shown: TracebackType | None = None
+    for part in reversed(parts):
+        name = f"{part.tb_frame.f_globals.get('__name__')}."
+        if shown is None or not name.startswith(("preamp.cli.", "preamp.doctor.")):
+            shown = TracebackType(shown, part.tb_frame, part.tb_lasti, part.tb_lineno)
+    return shown or trace
 
 
 def _start(name: str, folder: str, arguments: list[str]) -> None:
@@ -117,12 +126,11 @@ def _start(name: str, folder: str, arguments: list[str]) -> None:
         refuse(error)
 
 
-def read_script(path: str) -> Program:
+def _read_script(path: str) -> Program:
     """Read a Python file; raises `SystemExit` (status 1) where it is none, and says why."""
     loader = SourceFileLoader("__main__", path)
-    code = _compiled(loader, lambda: loader.source_to_code(loader.get_data(path), path))
-    attributes = {"__file__": path, "__cached__": None, "__loader__": loader}
-    return Program(code=code, attributes=attributes)
+    code = _compiled(lambda: loader.source_to_code(loader.get_data(path), path))
+    return code, {"__file__": path, "__cached__": None, "__loader__": loader}
 
 
 def _read_module(name: str, command: str) -> Program:
@@ -132,35 +140,23 @@ def _read_module(name: str, command: str) -> Program:
     if spec is None or not hasattr(spec.loader, "get_code"):
         _stop(f"There is no module {name} that can be run", command)
     loader = cast("InspectLoader", spec.loader)
-    code = _compiled(loader, lambda: loader.get_code(spec.name))
-    attributes = {
+    code = _compiled(lambda: loader.get_code(spec.name))
+    return code, {
         "__file__": code.co_filename,
         "__cached__": spec.cached,
         "__loader__": spec.loader,
         "__package__": spec.parent,
         "__spec__": spec,
     }
-    return Program(code=code, attributes=attributes)
 
 
-def _compiled(loader: object, read: Callable[[], CodeType | None]) -> CodeType:
+def _compiled(read: Callable[[], CodeType | None]) -> CodeType:
     """Read a program; a syntax error in it is shown as Python shows it."""
     try:
-        _refuse_nul_bytes(loader)
         return cast("CodeType", read())
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         raise SystemExit(1) from None
-
-
-def _refuse_nul_bytes(loader: object) -> None:
-    """Raise the `SyntaxError` of a source file with a nul byte; Python's own names no place."""
-    if isinstance(loader, SourceFileLoader):
-        before, nul, _ = loader.get_data(loader.path).partition(b"\0")
-        if nul:
-            line = len((before + b".").splitlines())
-            place = (loader.path, line, None, "")
-            raise SyntaxError("source code cannot contain null bytes", place)
 
 
 def _find(name: str) -> ModuleSpec | None:

@@ -37,39 +37,8 @@ def naming(path: Path) -> Generator[None]:
         ) from error
 
 
-class DraftFile:
-    """A file that is being written. Errors of the disk are kept, and raised when it is complete.
-
-    torch's writer takes an error for damage and names no cause; where it outlives its file, as
-    after an interrupt, an error would end the process.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._error: BaseException | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write bytes; nothing more after an error."""
-        if self._error is None:
-            try:
-                self._file.write(data)
-            except BaseException as error:
-                self._error = error
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Do nothing; see `check`."""
-
-    def check(self) -> Path:
-        """Raise the first error, or return where everything written until now can be read."""
-        if self._error is not None:
-            raise self._error
-        self._file.flush()
-        return Path(self._file.name)
-
-
 @contextlib.contextmanager
-def replacing(path: Path) -> Generator[DraftFile]:
+def replacing(path: Path) -> Generator[BinaryIO]:
     """Write a draft beside ``path`` and put it in its place in one move, when the block ends well.
 
     Its folder is made where it does not exist; a link is followed. Yields the draft. It and its
@@ -89,9 +58,8 @@ def replacing(path: Path) -> Generator[DraftFile]:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _draft_of(target) as name:
                 with open(name, "wb") as file:
-                    draft = DraftFile(file)
-                    yield draft
-                    draft.check()
+                    yield file
+                    file.flush()
                     _sync(file.fileno())
                 os.chmod(name, _mode(target))
                 os.replace(name, target)

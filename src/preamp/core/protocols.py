@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -23,38 +22,4 @@ class MasterLookup(Protocol):
 
     def exact_value(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 value of ``half`` as a checkpoint should hold it, or ``None``."""
-        ...
-
-
-class Span(Protocol):
-    """Consecutive elements of a tensor, in the order of its memory."""
-
-    @property
-    def start(self) -> int:
-        """The first."""
-        ...
-
-    @property
-    def stop(self) -> int:
-        """One after the last."""
-        ...
-
-
-class StepSharing(Protocol):
-    """Lets ranks share the work of an optimizer's step."""
-
-    def begin(self, *, has_closure: bool) -> None:
-        """The update begins; called again where a step calls the step of a base class."""
-        ...
-
-    def end(self) -> None:
-        """The update is over, or has failed. Calls nobody else."""
-        ...
-
-    def exchange(self) -> None:
-        """Half weights are written: get the other ranks' parts. All ranks call this."""
-        ...
-
-    def shared(self) -> Iterable[tuple[torch.Tensor, torch.Tensor, Span]]:
-        """What is shared: what the optimizer has, the weight, and this rank's part of it."""
         ...

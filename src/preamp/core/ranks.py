@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,23 +114,3 @@ def broadcast_from_first(tensor: torch.Tensor, group: Any) -> None:
     """Give ``tensor`` the value that it has on the first rank of ``group``; in place."""
     first = _collectives.get_global_rank(group, 0)
     _collectives.broadcast(tensor, first, group=group)
-
-
-TOGETHER = 64
-"""Elements that stay together: four vectors of AVX-512 in float32, two of half numbers.
-
-Vectorised updates round a tensor's last elements, too few for a vector, in other ways than those
-before (with or without fused multiply-adds); with shares like this they are the ones they were."""
-
-
-def share_of(elements: int, world_size: int, unit: int = TOGETHER) -> int:
-    """The largest share of ``elements`` among ``world_size`` ranks: the first one's.
-
-    Shares are whole multiples of ``unit`` elements, as far as there are.
-    """
-    return min(elements, -(-elements // (world_size * unit)) * unit)
-
-
-def unit_of_rows(shape: Sequence[int]) -> int:
-    """The unit of shares of a tensor that end where its rows do."""
-    return math.lcm(TOGETHER, math.prod(shape[1:]))

@@ -158,7 +158,7 @@ def _facts(engine: EngineCore, module: nn.Module) -> Facts:
 
 def _masters(engine: EngineCore, module: nn.Module) -> list[torch.Tensor]:
     twins = (twin_of(param, engine.sessions.values()) for param in module.parameters())
-    found = [twin for twin in twins if twin is not None and twin.part is None]
+    found = [twin for twin in twins if twin is not None]
     for twin in found:
         twin.settle()
     return [twin.master for twin in found]

@@ -98,8 +98,8 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
             raise bad_state(
                 "A ZeroRedundancyOptimizer was given at a level with master weights",
                 "Its inner optimizer would update the half weights themselves, by scaled gradients",
-                "Initialize the optimizer that it would make, and then call "
-                "preamp.parallel.shard_optimizer(optimizer)",
+                "Shard the model with torch's fully_shard, or keep masters and moments in fewer "
+                "bytes with storage='compact'",
             )
 
 

@@ -20,7 +20,7 @@ from preamp.engine.names import ParameterNames
 from preamp.engine.params import first_device
 from preamp.engine.recording import OFF, Recording
 from preamp.engine.reductions import Reductions
-from preamp.engine.session import make_sessions
+from preamp.engine.session import Stage, make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.kernels import Ops
 from preamp.policy import Policy
@@ -118,6 +118,17 @@ class EngineCore:
             session.end_left_open()
             if session.is_open:
                 raise refusals.inside_block(what)
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise `PreampStateError` inside of a block, and until a step has used its gradients.
+
+        Gradients that were dropped or zeroed since count no more.
+        """
+        self.check_outside_blocks(what)
+        is_applied = self.policy.storage.applies_at_once  # weights are new before the step counts
+        for session in self.sessions.values():
+            if session.is_within_step() or (is_applied and session.stage is Stage.UNSCALED):
+                raise refusals.within_step(what)
 
 
 def _make_scaler(policy: Policy, device: torch.device) -> LossScaler:

@@ -97,7 +97,6 @@ class OptimizerHooks:
                 ):
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
-                self._end_sharing()
                 self._give_back_gradients()
                 if self._stepping:
                     self._session.write_halves()  # some masters may have been updated
@@ -110,7 +109,6 @@ class OptimizerHooks:
 
     def _begin(self) -> None:
         """A step begins: forget what one that raised has left."""
-        self._end_sharing()
         self._held.clear()
         self._stepping = self._withheld = False
         self._unread = None
@@ -132,8 +130,6 @@ class OptimizerHooks:
         # Reached through a method bound before initialize?
         if closure is None and self._unread is None and self._session.overflowed():
             self._withhold_gradients()
-        if self._session.sharing is not None:
-            self._session.sharing.begin(has_closure=closure is not None)
         self._stepping = True
         if closure is None or isinstance(closure, _Rerun):
             return None
@@ -143,15 +139,12 @@ class OptimizerHooks:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         del optimizer, args, kwargs
-        self._end_sharing()
         withheld = self._give_back_gradients()
         try:
             for table in self._session.tables:
                 table.pack()
         finally:  # those that are not packed; packed ones are in their half weights already
             self._session.write_halves()
-        if self._session.sharing is not None and not withheld:
-            self._session.sharing.exchange()
         if self._stepping:
             self._stepping = False
             if withheld:
@@ -164,10 +157,6 @@ class OptimizerHooks:
                 _end_step(self._engine, self._session)
                 self._engine.ledger.applied(self._session)
             self._unread = None
-
-    def _end_sharing(self) -> None:
-        if self._session.sharing is not None:
-            self._session.sharing.end()
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         del optimizer

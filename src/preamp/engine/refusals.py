@@ -35,16 +35,6 @@ def shared_while_scaled() -> PreampStateError:
     )
 
 
-def shared_in_parts() -> PreampStateError:
-    """A weight comes to a second optimizer where ranks share the work of one."""
-    return bad_state(
-        "add_param_group was given parameters of another optimizer, and ranks share the work of "
-        "one of the two",
-        "A master whose parts lie on several ranks has one optimizer",
-        "Give each parameter to one optimizer",
-    )
-
-
 def nested(optimizer: object) -> PreampStateError:
     """An optimizer enters a ``scale_loss`` block inside another one."""
     return bad_state(
@@ -61,6 +51,15 @@ def inside_block(what: str) -> PreampStateError:
         f"{what} was called inside a scale_loss block",
         "Gradients are unscaled when the block ends, and only then mean anything",
         "Take the call out of the block, one level of indentation to the left",
+    )
+
+
+def within_step(what: str) -> PreampStateError:
+    """A run is to be saved whose gradients no step has used yet."""
+    return bad_state(
+        f"{what} was called between a backward and optimizer.step()",
+        "Gradients are not saved, nor what is known of them, so the run would go on without them",
+        "Call it after optimizer.step(), or after optimizer.zero_grad() to do without that step",
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     are_same,
@@ -154,21 +153,18 @@ class KnownNorm:
     def take(self, marks: Callable[[], Marks]) -> torch.Tensor | None:
         """The norm of the gradients as they are, if it is known; they will be clipped by it."""
         self._clips = True
-        norm = None if self._norm is None else self.memo(marks())[0]
+        norm, known = self._norm, self._marks
         self.forget()  # clipped gradients have another
-        return norm
+        if norm is None or known is None:
+            return None
+        now = marks()
+        is_same = known[0] == now[0] and known[2] == now[2] and are_same(known[1], now[1])
+        return norm if is_same else None
 
-    def memo(self, marks: Marks) -> tuple[torch.Tensor | None, bool, bool]:
-        """What to keep to resume in another process."""
-        known, norm = self._marks, None
-        if known is not None and known[0] == marks[0] and known[2] == marks[2]:
-            norm = self._norm if are_same(known[1], marks[1]) else None
-        return norm, self._clips, self._clipped
-
-    def recall(self, memo: tuple[torch.Tensor | None, bool, bool], marks: Marks) -> None:
-        """Resume from there; the gradients are in place again."""
-        self._norm, self._clips, self._clipped = memo
-        self._grads, self._marks = (), marks
+    def resume(self, *, clips: bool) -> None:
+        """Go on where another process has stopped that clipped in its last step, or did not."""
+        self.forget()
+        self._clips, self._clipped = False, clips
 
 
 def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
@@ -213,7 +209,6 @@ class OptimizerSession:
         self.steps_applied = 0  # steps that updated the weights
         self.steps_skipped = 0  # steps not taken because of overflow
         self.skips_in_row = 0  # skipped steps since the last applied one
-        self.sharing: StepSharing | None = None  # how ranks share the work of a step, if they do
         # Ends a backward that a `GradScaler` has left open; ``None`` if none is
         self.end_backward: Callable[[], None] | None = None
         self.ending = UndoStack()  # what an interrupt has left of the end of a block
@@ -270,8 +265,6 @@ class OptimizerSession:
         self.end_left_open()
         if self.is_open or self.stage is Stage.SCALED:
             raise refusals.shared_while_scaled()
-        if self.sharing is not None:
-            raise refusals.shared_in_parts()
         for halves in self.half_gradients:
             halves.reconcile()
 
@@ -565,13 +558,19 @@ class OptimizerSession:
             [halves.holds_gradient for halves in self.half_gradients]
         )
 
+    def is_within_step(self) -> bool:
+        """Whether gradients of a block wait for their step, neither dropped nor zeroed."""
+        if self.stage is Stage.SCALED:
+            return self.holds_raw() and not self._has_lost_delayed()
+        return self.stage is Stage.UNSCALED and self.holds_any()
+
     def _has_lost_delayed(self) -> bool:
         """Whether gradients were left scaled, and the script has zeroed or dropped them all.
 
         Zeros with a sign are none of a script's: they stand in for earlier gradients.
         """
         delayed, leaves = self.delayed, self.model_params()
-        if delayed is None or not delayed.versions:  # or it was loaded
+        if delayed is None or not delayed.versions:
             return False
         grads, then = [leaf.grad for leaf in leaves], [delayed.versions.get(id(p)) for p in leaves]
         return all(
@@ -768,12 +767,12 @@ class OptimizerSession:
         self.notes.clear()
         self.watched.clear()
 
-    def resume(self, stage: Stage, delayed: Delayed | None, *, may_be_local: bool) -> None:
-        """Go on where another process has stopped."""
-        self.stage, self.delayed = stage, delayed
-        if delayed is not None:
-            self._note_versions(delayed)
-        self._reduced_at = self._reductions.unreduced - int(may_be_local)
+    def begin_anew(self) -> None:
+        """Drop all gradients, and forget what earlier ones have shown."""
+        self.drop_gradients()
+        for param in self.direct_params():
+            param.grad = None
+        self.heard = None
 
 
 def params_of_group(group: Any) -> list[torch.Tensor]:

@@ -58,10 +58,7 @@ def zeros_are_stepped(
 
 
 def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
-    """Return the float32 value of ``half``, with what was written to it from outside.
-
-    Raises `PreampStateError` where this rank has a part of it only; see `Twin.value`.
-    """
+    """Return the float32 value of ``half``, with what was written to it from outside."""
     twin = twin_of(half, self.sessions.values())
     if twin is None:
         return None
@@ -71,7 +68,7 @@ def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
 
 
 def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """Set the master of ``half``, or this rank's part of it; return what to round into ``half``.
+    """Set the master of ``half``; return what to round into ``half``.
 
     That is ``None`` if it has no master, or is its master for now (`exact_weights`), or ``value``
     has another shape.
@@ -80,10 +77,9 @@ def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> tor
     if twin is None or value.shape != half.shape or self.is_exact:
         return None
     with torch.no_grad():
-        twin.master.copy_(twin.own(value))
+        twin.master.copy_(value)
     twin.table.expect_load(twin.row)
-    whole = twin.master.detach() if twin.part is None else value.float()
-    return twin.table.rounded(twin.row, whole)
+    return twin.table.rounded(twin.row, twin.master.detach())
 
 
 def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
@@ -108,7 +104,7 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     are on the device meanwhile, 4 bytes for each parameter.
 
     Raises:
-        PreampStateError: Within a ``scale_loss`` block, or where ranks share masters.
+        PreampStateError: Within a ``scale_loss`` block.
 
     Mutates:
         The models' parameters and buffers, until the end of the block.
@@ -118,8 +114,6 @@ def exact_weights(self: EngineCore) -> Generator[None]:
         yield
         return
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}
-    for twin in twins.values():
-        twin.check_whole()
     tables = {id(twin.table): twin.table for twin in twins.values()}.values()
     for table in tables:
         table.make()
@@ -291,7 +285,7 @@ def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
     """The master's gradient, or ``None`` also where it cannot be told any more."""
     try:
         pending = twin.pending
-        if pending is None or twin.part is not None or stored_grad(twin.master) is not None:
+        if pending is None or stored_grad(twin.master) is not None:
             return twin.gradient()
         # Noted nowhere, so that it is found again if `Engine.close` is interrupted.
         grad, factor = pending

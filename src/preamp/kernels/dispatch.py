@@ -13,6 +13,7 @@ from typing import Final, cast
 import torch
 
 from preamp.core.errors import unavailable
+from preamp.core.extras import how_to_install
 from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
 from preamp.kernels.staged import Staged
@@ -62,7 +63,7 @@ def backend(name: str = "auto", place: str = "device") -> Ops:
         raise unavailable(
             f"backend='jit' was asked for, but {why}",
             "Its kernels are compiled by numba, which is not there by default",
-            "pip install 'preamp[cpu]', or leave the argument out to let preamp choose",
+            f"{how_to_install('cpu')}, or leave the argument out to let preamp choose",
         )
     return kind(name, lambda device: _load_for(name, device))
 

@@ -7,7 +7,6 @@ class is reached through a tensor of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -97,48 +96,9 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
 
 
-def is_evenly_cut(tensor: torch.Tensor) -> bool:
-    """Whether every rank's part of a sharded tensor is one block of its elements.
-
-    Along some dimension of the mesh ranks may hold terms of a sum; or one dimension of the tensor
-    is cut twice, in an order of torch's own, which gives blocks if all cuts are in equal parts.
-    """
-    sharded = cast("Any", tensor)
-    cuts: dict[int, int] = {}
-    is_usual = True
-    for dim, placement in enumerate(sharded.placements):
-        if placement.is_replicate():
-            continue
-        if not hasattr(placement, "dim"):
-            return False
-        is_usual = is_usual and type(placement).__name__ == "Shard"
-        cuts[placement.dim] = cuts.get(placement.dim, 1) * sharded.device_mesh.size(dim)
-    return is_usual or all(tensor.shape[dim] % parts == 0 for dim, parts in cuts.items())
-
-
 def has_whole_rows(tensor: torch.Tensor) -> bool:
     """Whether every rank's part of a sharded tensor is consecutive rows of it, or all of them."""
     return all(
         placement.is_replicate() or (type(placement).__name__ == "Shard" and placement.dim == 0)
         for placement in cast("Any", tensor).placements
     )
-
-
-def copies_of(tensor: torch.Tensor) -> tuple[int, bool]:
-    """How many ranks of its mesh have this part of a sharded tensor; whether this is the first."""
-    sharded = cast("Any", tensor)
-    mesh, place = sharded.device_mesh, sharded.device_mesh.get_coordinate()
-    dims = [dim for dim, placement in enumerate(sharded.placements) if placement.is_replicate()]
-    is_first = place is not None and not any(place[dim] for dim in dims)
-    return math.prod(map(mesh.size, dims)), is_first
-
-
-def is_on_every_rank_once(tensor: torch.Tensor, ranks: int) -> bool:
-    """Whether each of ``ranks`` has a part of a sharded tensor that no other one has."""
-    sharded = cast("Any", tensor)
-    sizes = [
-        sharded.device_mesh.size(dim)
-        for dim, placement in enumerate(sharded.placements)
-        if not placement.is_replicate()
-    ]
-    return math.prod(sizes) == ranks

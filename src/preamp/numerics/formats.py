@@ -40,11 +40,6 @@ class NumberFormat:
         """The largest value that rounds to zero: half of the smallest one, since zero is even."""
         return self.smallest_subnormal / 2
 
-    @property
-    def max_exponent(self) -> int:
-        """``floor(log2(largest))``."""
-        return math.frexp(self.largest)[1] - 1
-
     def headroom(self, max_abs: float) -> float | None:
         """``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero."""
         if max_abs <= 0:

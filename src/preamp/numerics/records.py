@@ -23,7 +23,7 @@ from preamp.numerics.formats import FORMATS
 
 VERSION = 1
 OfModules = Literal["input", "output", "input gradient", "output gradient"]
-What = Literal["gradient", "weight", "update", "activation", OfModules]
+What = Literal["gradient", "weight", OfModules]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,8 +348,7 @@ class TensorStatistics:
     Attributes:
         name: Qualified name of the parameter or module.
         what: ``"gradient"`` and ``"weight"`` of a parameter; ``"input"``, ``"output"``, ``"input
-            gradient"`` and ``"output gradient"`` of a module. Plans have ``"update"`` and
-            ``"activation"``.
+            gradient"`` and ``"output gradient"`` of a module.
         dtype: Of the tensor, such as ``"float16"``.
         form: The half format that the counts below are taken against.
         elements: How many there are; all counts are of elements.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from preamp.core.errors import bad_type, unavailable, with_article
+from preamp.core.extras import how_to_install
 from preamp.numerics.records import (
     NumericsRecord,
     OverflowRecord,
@@ -141,6 +142,6 @@ def _summary_writer(folder: str) -> Any:
         raise unavailable(
             f"TensorBoardWriter cannot write, since tensorboard is missing ({error})",
             "It needs the package tensorboard",
-            "Run pip install 'preamp[tensorboard]'",
+            how_to_install("tensorboard"),
         ) from error
     return SummaryWriter(folder)

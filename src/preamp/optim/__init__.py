@@ -2,11 +2,9 @@
 """What an optimizer updates: master weights, and gradients on their way there."""
 
 from preamp.optim.direct import DirectGradients as DirectGradients
-from preamp.optim.direct import DirectMemo as DirectMemo
 from preamp.optim.direct import is_zeroed as is_zeroed
 from preamp.optim.gradients import HalfGradients as HalfGradients
 from preamp.optim.gradients import Record as Record
-from preamp.optim.gradients import RowMemo as RowMemo
 from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter
 from preamp.optim.master_parameter import is_master as is_master

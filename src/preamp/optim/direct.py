@@ -15,14 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from preamp.core.away import is_away, values_of, zeros_away
 from preamp.core.dtypes import is_half
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import (
-    grad_of,
-    local_of,
-    stored_grad,
-    version_of,
-    versions_of,
-    with_gradients,
-)
+from preamp.core.tensors import grad_of, local_of, version_of, versions_of, with_gradients
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
@@ -32,11 +25,6 @@ _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 
 def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
     return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
-
-
-DirectMemo = tuple[list[int], list[tuple[int, torch.Tensor, bool]]]
-"""What is known of gradients besides these: indices of the parameters whose gradient is as the
-latest merge left it; index, gradient, and whether it is carried, of what is set aside."""
 
 
 class Placeholders:
@@ -307,22 +295,6 @@ class DirectGradients:
             if version_of(grad) == self._versions.get(id(param)) or has_nonzero(grad):
                 return True
         return False
-
-    def memo(self, params: Sequence[torch.Tensor]) -> DirectMemo:
-        """What to keep beside the gradients of ``params``; masters among them are passed over."""
-        known = {id(param): index for index, param in enumerate(params)}
-        grads = [(index, id(param), stored_grad(param)) for index, param in enumerate(params)]
-        own, aside = self._versions, (self._aside or {}).items()
-        untouched = [i for i, key, g in grads if g is not None and version_of(g) == own.get(key)]
-        kept = [(known[k], values_of(e.grad), e.is_carried) for k, e in aside if k in known]
-        return untouched, kept
-
-    def recall(self, params: Sequence[torch.Tensor], memo: DirectMemo) -> None:
-        """Go on from there; the gradients are in place again."""
-        untouched, aside = memo
-        self._aside = {id(params[i]): _Earlier(params[i], g, c) for i, g, c in aside}
-        grads = [(id(params[index]), params[index].grad) for index in untouched]
-        self._versions = {key: version_of(grad) for key, grad in grads if grad is not None}
 
     def forget(self) -> None:
         """Drop what was set aside."""

@@ -70,17 +70,6 @@ _GUESSED_BY = 32  # values of a gradient that suggest a factor
 _SPENT = {is_plain: Record(None, is_plain=is_plain, is_spent=True) for is_plain in (False, True)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowMemo:
-    """What the table knows of one row's gradients besides these, to resume in another process."""
-
-    record: Record | None  # of the half gradient as it is now, or ``None``
-    is_raw: bool | None  # whether it still is what a block left scaled; ``None`` if none did
-    is_open: bool  # whether a backward is under way
-    is_carried: bool  # whether the half gradient holds the earlier one too
-    zeros_aside: bool  # whether zeros are away meanwhile
-
-
 @dataclass(slots=True, eq=False)
 class Rewriting:
     """What comes of writing to scaled half gradients, for all tables of an engine.
@@ -110,9 +99,6 @@ class HalfGradients:
         self._weights = weights
         self._ops = weights.ops
         self._names: list[str] = []  # by row, as messages call the weights
-        # Whole float32 gradients of masters that have parts of their weights: what is clipped by is
-        # their norm, and under ``no_sync`` each rank has its own
-        self._wholes: list[torch.Tensor | None] = []
         self._owners = owners  # the optimizers that update them
         self._rewriting = rewriting
         self._steps = 0  # with them watched
@@ -143,7 +129,6 @@ class HalfGradients:
         """Add a row without a gradient on the model's side; ``base`` is the master's, if any."""
         self.may_have_bases |= base is not None
         self._names.append(name)
-        self._wholes.append(None)
         for column in self._columns():
             column.append(None)
         self.versions.append(-1)
@@ -153,7 +138,7 @@ class HalfGradients:
 
     def remove_row(self, gone: int) -> None:
         """Forget a row. Not while gradients are left scaled."""
-        own = self._names, self._wholes, self.versions, self.records
+        own = self._names, self.versions, self.records
         for column in (*own, *self._columns()):
             del column[gone]
         self._arrived = None
@@ -166,7 +151,6 @@ class HalfGradients:
     def clear(self) -> None:
         """Hold nothing any more, the weights' table neither."""
         self._weights = WeightPairs(self._ops)
-        self._wholes.clear()
         self._names.clear()
         self.grads.clear()
         self.seen.clear()
@@ -511,25 +495,18 @@ class HalfGradients:
     # -- the masters' side -----------------------------------------------------------------------
 
     def base(self, row: int) -> torch.Tensor | None:
-        """The whole float32 gradient of one master, as far as it is made."""
-        weights = self._weights
-        return (
-            stored_grad(weights.masters[row]) if weights.parts[row] is None else self._wholes[row]
-        )
+        """The float32 gradient of one master, as far as it is made."""
+        return stored_grad(self._weights.masters[row])
 
     def bases(self) -> list[torch.Tensor | None]:
         """All of these."""
         if not self.may_have_bases:
             return [None] * len(self._weights)
-        if self._weights.has_parts:
-            return [self.base(row) for row in range(len(self._weights))]
         return list(map(stored_grad, self._weights.masters))
 
     def keep(self, row: int, grad: torch.Tensor | None) -> None:
-        """Let ``grad`` be the whole float32 gradient of a master."""
+        """Let ``grad`` be the float32 gradient of a master."""
         self.may_have_bases |= grad is not None
-        if self._weights.parts[row] is not None:
-            self._wholes[row], grad = grad, None
         store_grad(self._weights.masters[row], grad)
 
     @property
@@ -622,9 +599,7 @@ class HalfGradients:
                 if key not in made:
                     made[key] = replace(old, factor=None, unclipped=None, is_alone=is_alone)
                 self.records[row] = made[key]
-                if is_alone and self._weights.has_parts:
-                    self.keep(row, wide)
-                elif is_alone:
+                if is_alone:
                     store_grad(self._weights.masters[row], wide)
 
         run_to_end(add, note_made)  # half of it would drop gradients, or count them twice
@@ -857,11 +832,7 @@ class HalfGradients:
     def _drop_bases(self) -> None:
         if not self.may_have_bases:
             return
-        self.may_have_bases = self._weights.has_parts  # there masters have gradients of parts
-        if self._weights.has_parts:
-            for row in range(len(self._weights)):
-                self.keep(row, None)
-            return
+        self.may_have_bases = False
         for master, base in zip(
             self._weights.masters, list(map(stored_grad, self._weights.masters)), strict=True
         ):
@@ -910,33 +881,12 @@ class HalfGradients:
                 self.seen[row], self.records[row] = grad, made[grad.device]
         self.grads, self.versions = self.seen, self._versions_of(self.seen)
 
-    # -- resuming in another process --------------------------------------------------------------
-
-    def memo(self, row: int) -> RowMemo:
-        """What to keep beside the gradients of one row, to resume in another process."""
-        if not self.is_open:
-            self.reconcile()
-            if _is_shown(self.records[row]) and not _is_made(self.records[row]):
-                self.make([row])  # what the script sees is less than there is
-        raw = None if self.raw is None else self.raw[row]
-        now = self._weights.halves[row].grad
-        is_raw = None if raw is None else now is not None and version_of(now) == raw
-        is_carried, zeros_aside = row in self.carried, row in self.zeros_aside
-        return RowMemo(self.records[row], is_raw, self.is_open, is_carried, zeros_aside)
-
-    def recall(self, row: int, memo: RowMemo) -> None:
-        """Resume from there; the gradients are in place again."""
-        now = self._weights.halves[row].grad
-        self.note(row, now, None if now is None else memo.record)
-        self.is_open = memo.is_open
-        for is_one, rows in ((memo.is_carried, self.carried), (memo.zeros_aside, self.zeros_aside)):
-            rows.discard(row)
-            if is_one:
-                rows.add(row)
-        if memo.is_raw is not None:
-            if self.raw is None:
-                self.raw = [None for _ in range(len(self._weights))]
-            self.raw[row] = -1 if now is None or not memo.is_raw else version_of(now)
+    def settled_record(self, row: int) -> Record | None:
+        """What is known of a row's half gradient, for another table to `note` with it."""
+        self.reconcile()
+        if _is_shown(self.records[row]) and not _is_made(self.records[row]):
+            self.make([row])  # what the script sees is less than there is
+        return self.records[row]
 
 
 def _is_shown(record: Record | None) -> bool:

@@ -13,7 +13,6 @@ from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
 from preamp.kernels.shards import before_local, instance_of, set_data
-from preamp.optim.part import Part
 
 _DATA: Any = cast("Any", torch.Tensor).data
 
@@ -25,8 +24,8 @@ class Pair(Protocol):
     table: Any
     row: int
 
-    def own_gradient(self) -> torch.Tensor | None:
-        """What the optimizer reads as the master's gradient."""
+    def gradient(self) -> torch.Tensor | None:
+        """The unscaled float32 gradient."""
         ...
 
     def forget_half_gradient(self) -> None:
@@ -37,11 +36,6 @@ class Pair(Protocol):
 
     def value(self) -> torch.Tensor:
         """All of the master."""
-        ...
-
-    @property
-    def part(self) -> Part | None:
-        """The elements of the weight that the master has, or ``None`` for all."""
         ...
 
     @property
@@ -63,21 +57,21 @@ class MasterParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The unscaled float32 gradient, or ``None``; while ranks share masters, the own part."""
+        """The unscaled float32 gradient, or ``None``."""
         twin = self.twin
         if twin is None:
             return stored_grad(self)
         table, row, now = twin.table, twin.row, stored_grad(twin.half)
         known = table.gradients
         # Most reads find nothing new, and an optimizer reads this several times for each weight.
-        if now is known.seen[row] and not table.has_parts and type(self) in _LOCAL_KINDS:
+        if now is known.seen[row] and type(self) in _LOCAL_KINDS:
             if now is None:
                 return stored_grad(self) if known.may_have_bases else None
             record = known.records[row]
             is_same = now._version == known.versions[row]  # noqa: SLF001
             if is_same and record is not None and record.factor is None:
                 return stored_grad(self)
-        return twin.own_gradient()
+        return twin.gradient()
 
     @grad.setter
     def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -113,7 +107,7 @@ class MasterParameter(torch.nn.Parameter):
         """Copy as a plain parameter, which in this copy is the half weight's copy as well."""
         if id(self) in memo:
             return memo[id(self)]
-        half = self._whole_half()
+        half = None if self.twin is None else self.twin.half
         made = None if half is None else memo.get(id(half))
         if made is None or is_half(made):
             value = self._settled().clone(memory_format=torch.preserve_format)
@@ -128,22 +122,17 @@ class MasterParameter(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter, which a file can hold without naming preamp."""
-        half = self._whole_half()
+        half = None if self.twin is None else self.twin.half
         requires_grad = (self if half is None else half).requires_grad
         plain: Any = torch.nn.Parameter(self._settled(), requires_grad)
         if half is not None:
             plain.__dict__.update(vars(half))
         return plain.__reduce_ex__(protocol)
 
-    def _whole_half(self) -> torch.nn.Parameter | None:
-        """The half weight, unless this is a part of its master."""
-        twin = self.twin
-        return None if twin is None or twin.part is not None else twin.half
-
     def _settled(self) -> torch.Tensor:
         """The value, with what was written to the half weight, and on its device."""
         twin = self.twin
-        if twin is None or twin.part is not None:
+        if twin is None:
             return self.detach()
         if twin.half.dtype is not torch.float32:  # not inside `exact_weights`
             twin.settle()
@@ -206,7 +195,7 @@ def form_of(param: torch.Tensor) -> torch.Tensor:
     if type(param) not in PACKED_KINDS:
         return param
     twin: Pair = cast("Any", param).twin
-    return twin.table.own_part(twin.row, twin.half.detach())
+    return twin.half.detach()
 
 
 def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:

@@ -13,7 +13,6 @@ from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.tensors import WeightMarks, is_sharded, local_of
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
-from preamp.optim.part import Part
 
 
 def take_over(half: torch.Tensor, wide: torch.Tensor, rounded: torch.Tensor | None = None) -> None:
@@ -46,9 +45,6 @@ class WeightPairs:
         self.ops = ops
         self.packs = False  # whether masters are packed between steps, and round ties away
         self.are_on_host = False  # whether masters lie on the host, wherever their weights do
-        self.has_parts = False  # whether ranks share masters, or have done so
-        # Which elements of the weight the master has, ``None`` for all
-        self.parts: list[Part | None] = []
         self.has_sharded = False  # whether any weight is a ``DTensor``
         self.halves: list[Any] = []
         self.masters: list[Any] = []
@@ -72,7 +68,6 @@ class WeightPairs:
         if self.kept is not self.masters:
             self.kept.append(master)
         self._is_rounded.append(False)
-        self.parts.append(None)
         self._half_marks.add(half)
         self._master_marks.add(master)
 
@@ -81,7 +76,7 @@ class WeightPairs:
         self._are_alike = None
         if self.kept is not self.masters:
             del self.kept[row]
-        del self.halves[row], self.masters[row], self._is_rounded[row], self.parts[row]
+        del self.halves[row], self.masters[row], self._is_rounded[row]
         self._half_marks.remove(row)
         self._master_marks.remove(row)
 
@@ -105,7 +100,7 @@ class WeightPairs:
                 set_data(master, master.detach().to(half.device))
             rounded = self._ties_away(master.detach(), half) if self.packs else None
             # Through `.data`: a penalty on the master may wait for its backward.
-            take_over(self.own_part(row, half), master.detach().data, rounded)
+            take_over(half, master.detach().data, rounded)
 
     def _ties_away(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """``value`` rounded as packed masters are, where ``like`` is and of its dtype."""
@@ -125,11 +120,6 @@ class WeightPairs:
     def is_written(self, row: int) -> bool:
         """Whether the half weight was written to from outside, or given other memory."""
         return self._half_marks.is_changed(row, self.halves[row])
-
-    def own_part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a weight, or of what has its shape, that the master has."""
-        part = self.parts[row]
-        return tensor if part is None else part.of(tensor, self.halves[row])
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
@@ -172,8 +162,6 @@ class WeightPairs:
         if not rows:
             return
         halves = [self.halves[row].detach() for row in rows]
-        if self.has_parts:
-            halves = [self.own_part(row, half) for row, half in zip(rows, halves, strict=True)]
         if quietly:
             halves = [half.data for half in halves]
         with torch.no_grad():

@@ -19,19 +19,11 @@ from torch.autograd.graph import increment_version
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state, message
-from preamp.core.tensors import (
-    find_again,
-    local_of,
-    runs_of,
-    storage_key,
-    store_grad,
-    stored_grad,
-    versions_of,
-)
+from preamp.core.tensors import find_again, local_of, runs_of, storage_key, stored_grad, versions_of
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.kernels.stored import are_beyond_float16
-from preamp.optim.gradients import HalfGradients, Rewriting, RowMemo
+from preamp.optim.gradients import HalfGradients, Rewriting
 from preamp.optim.master_parameter import (
     PACKED_KINDS,
     MasterParameter,
@@ -40,7 +32,6 @@ from preamp.optim.master_parameter import (
     packed_kind,
 )
 from preamp.optim.pairs import WeightPairs, without
-from preamp.optim.part import Part
 from preamp.policy.storage import FULL, Storage
 
 if TYPE_CHECKING:
@@ -52,7 +43,7 @@ _BOTH_FORMS = 1 << 22  # elements whose masters are split, or made, before the o
 class Twin:
     """One row: a half parameter and its master."""
 
-    __slots__ = ("dtype", "gathered", "half", "master", "name", "row", "stays_wide", "table")
+    __slots__ = ("dtype", "half", "master", "name", "row", "stays_wide", "table")
 
     table: WeightTable  # where the row is
     row: int  # its number there
@@ -67,9 +58,6 @@ class Twin:
         self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
         cast("Any", self.master).register_post_accumulate_grad_hook(_note_accumulated)
-        # What stands for all of the master: where ranks share it, while somebody needs that, or
-        # where it is packed, while a state dict may have the packed one itself
-        self.gathered: torch.Tensor | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -77,55 +65,14 @@ class Twin:
         return len(self.table.owners) > 1
 
     def gradient(self) -> torch.Tensor | None:
-        """The whole unscaled float32 gradient, made if need be."""
+        """The unscaled float32 gradient, made if need be."""
         self.table.gradients.make_all()
         return self.table.gradients.base(self.row)
 
-    def own_gradient(self) -> torch.Tensor | None:
-        """What the optimizer reads as the master's gradient; of a part made once for each step.
-
-        Raises `PreampStateError` for a part unless the optimizer is stepping.
-        """
-        part = self.part
-        if part is None:
-            return self.gradient()
-        pending, whole = self.pending, self.table.gradients.base(self.row)
-        is_there = stored_grad(self.master) is not None
-        if is_there or (pending is None and whole is None):
-            return stored_grad(self.master)
-        part.check_readable(self.name)
-        if pending is not None and whole is None:  # nobody here needs the rest of it
-            wide = self.table.ops.widen_add([self.own(pending[0])], [pending[1]], [None])[0]
-            store_grad(self.master, wide)
-        elif (whole := self.gradient()) is not None:
-            store_grad(self.master, self.own(whole))
-        return stored_grad(self.master)
-
-    @property
-    def part(self) -> Part | None:
-        """The elements of the weight that the master has, or ``None`` for all."""
-        return self.table.parts[self.row]
-
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of the weight, or of what has its shape, that the master has."""
-        return self.table.own_part(self.row, tensor)
-
     def value(self) -> torch.Tensor:
-        """All of the master, which stays packed if it is; `check_whole` first."""
-        self.check_whole()
-        if self.gathered is not None:
-            return self.gathered
-        return self.master if self.table.lows[self.row] is None else self.table.joined(self.row)
-
-    def check_whole(self) -> None:
-        """Raise `PreampStateError` where other ranks have the rest of the master."""
-        if self.part is not None and self.gathered is None:
-            raise bad_state(
-                f"state_dict() was called on a model whose masters ranks share, {self.name!r} for "
-                "one",
-                "This rank does not know the float32 values of the others",
-                "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
-            )
+        """The master's value; one that is packed stays so, and may be given packed."""
+        is_there = self.table.lows[self.row] is None or self.table.gives_packed
+        return self.master if is_there else self.table.joined(self.row)
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What a packed master is kept as, of a sharded one this rank's part; else ``None``."""
@@ -154,15 +101,6 @@ class Twin:
         record = self.table.gradients.records[self.row]
         return None if record is None else record.unscales
 
-    def keep_part(self, part: Part | None, value: torch.Tensor) -> None:
-        """Let the master have ``part`` of the weight, or all, in the storage of ``value``."""
-        gradients = self.table.gradients
-        gradient = gradients.base(self.row)
-        gradients.keep(self.row, None)
-        self.table.has_parts = gradients.may_have_bases = True
-        self.table.parts[self.row], self.master.data = part, value
-        gradients.keep(self.row, gradient)
-
     def forget_half_gradient(self) -> None:
         """The master's gradient was assigned: what the half gradient held no longer counts.
 
@@ -173,18 +111,6 @@ class Twin:
     def settle(self) -> None:
         """Take over what was written to the half weight; see `WeightTable.settle`."""
         self.table.settle(self.row)
-
-    def note_written(self) -> None:
-        """Remember that the half weight equals the rounded master as of now."""
-        self.table.note_written((self.row,))
-
-    def memo(self) -> RowMemo:
-        """What to keep beside the gradients, to resume in another process."""
-        return self.table.gradients.memo(self.row)
-
-    def recall(self, memo: RowMemo) -> None:
-        """Resume from there; the gradients are in place again."""
-        self.table.gradients.recall(self.row, memo)
 
 
 def _note_accumulated(master: Any) -> None:
@@ -224,6 +150,7 @@ class WeightTable(WeightPairs):
         # Whether the next backward compares every half weight with its master, and is the first
         self.compares = self.is_fresh = True
         self.is_stepping = False  # whether an optimizer may be writing to masters
+        self.gives_packed = False  # whether a state dict may have packed masters themselves
         # By row, what masters were, rounded, when somebody was given their memory
         self._handed_out: dict[int, torch.Tensor] = {}
         self._replacing: set[int] = set()  # rows whose half weight counts, and no digit beyond it
@@ -248,14 +175,15 @@ class WeightTable(WeightPairs):
         Not while a backward is under way, or gradients are left scaled, in either of them.
         """
         self.settle(twin.row)
-        memo = twin.memo()
+        record = self.gradients.settled_record(twin.row)
         is_set = not self.is_fresh or twin.row in self.loaded or twin in self._written
         self._remove(twin)
         other.add(twin)
         other._shares_versions |= self._shares_versions
         if is_set:
             other.loaded.add(twin.row)
-        twin.recall(memo)
+        grad = twin.half.grad
+        other.gradients.note(twin.row, grad, None if grad is None else record)
         if twin.is_shown:
             other.gradients.show()
 
@@ -270,11 +198,6 @@ class WeightTable(WeightPairs):
         self.loaded = without(self.loaded, gone)
         for row, other in enumerate(self.twins):
             other.row = row
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks have parts of the weights."""
-        return self.has_parts or self.has_sharded
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
@@ -323,8 +246,7 @@ class WeightTable(WeightPairs):
             return
         elif self._master_marks.is_changed(row, self.masters[row]):
             self._written.add(self.twins[row])
-            if not self.has_parts:
-                self.round((row,))
+            self.round((row,))
         elif self.compares:
             self.take_over(row)
             self.note_written((row,))
@@ -343,7 +265,7 @@ class WeightTable(WeightPairs):
         if not self.compares:
             return
         self._take_in_data()
-        rounds = rounds and self.is_fresh and not self.is_sharded
+        rounds = rounds and self.is_fresh and not self.has_sharded
         for row in range(len(self)):
             if rounds and row not in self.loaded:
                 with torch.no_grad():
@@ -356,12 +278,11 @@ class WeightTable(WeightPairs):
     def follow_masters(self) -> None:
         """Round masters that somebody wrote to between steps into their half weights.
 
-        An optimizer's own step is not meant: `write_halves` follows it. Where ranks share masters
-        nothing is done.
+        An optimizer's own step is not meant: `write_halves` follows it.
         """
         self._take_in_data()
         rows = self._master_marks.changed(self.kept)
-        if rows and not self.has_parts:
+        if rows:
             self.absorb()
             self.round(rows)
 
@@ -372,7 +293,7 @@ class WeightTable(WeightPairs):
         backward half weights may have been written to without a trace as well; so far they count.
         """
         half = self.halves[row]
-        if self.is_stepping or self.has_parts or row in self._handed_out or not is_half(half):
+        if self.is_stepping or row in self._handed_out or not is_half(half):
             return
         if self.compares:
             self._settle(row)
@@ -380,7 +301,7 @@ class WeightTable(WeightPairs):
 
     def hand_out_all(self) -> None:
         """Somebody may write to masters as they please, such as to a buffer that they lie in."""
-        if self.is_stepping or self.has_parts:  # a step may call this for each parameter
+        if self.is_stepping:  # a step may call this for each parameter
             return
         for row, low in enumerate(self.lows):
             if low is None:
@@ -472,7 +393,7 @@ class WeightTable(WeightPairs):
             return
         super().take_over(row)
         with torch.no_grad():
-            self.masters[row].copy_(self.own_part(row, self.halves[row].detach()))
+            self.masters[row].copy_(self.halves[row].detach())
 
     def note_written(self, rows: Sequence[int]) -> None:
         """Remember that the half weights of ``rows`` equal their rounded masters as of now."""
@@ -596,8 +517,8 @@ class WeightTable(WeightPairs):
         return wides
 
     def _own_half(self, row: int) -> torch.Tensor:
-        """This rank's part of what the master has of a half weight."""
-        return local_of(self.own_part(row, self.halves[row].detach()))
+        """This rank's part of a half weight."""
+        return local_of(self.halves[row].detach())
 
     def _pack_few(self, rows: Sequence[int]) -> list[Callable[[], torch.Tensor | None]]:
         """Pack masters; return what finds the memory of each if somebody else keeps that alive."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The names of ``apex.parallel``, and sharding; ``LARC`` and ``multiproc`` are modules."""
+"""The names of ``apex.parallel``; ``LARC`` is a module."""
 
 from preamp.distributed import DistributedDataParallel as DistributedDataParallel
 from preamp.distributed import ReduceOp as ReduceOp
@@ -7,8 +7,6 @@ from preamp.distributed import Reducer as Reducer
 from preamp.distributed import SyncBatchNorm as SyncBatchNorm
 from preamp.distributed import convert_syncbn_model as convert_syncbn_model
 from preamp.distributed import create_syncbn_process_group as create_syncbn_process_group
-from preamp.distributed import full_state_dicts as full_state_dicts
-from preamp.distributed import shard_optimizer as shard_optimizer
 from preamp.parallel import LARC as LARC
 from preamp.parallel import distributed as distributed
 from preamp.parallel import optimized_sync_batchnorm as optimized_sync_batchnorm
@@ -21,6 +19,4 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
-    "full_state_dicts",
-    "shard_optimizer",
 ]

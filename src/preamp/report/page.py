@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from preamp.core.errors import bad_value, unavailable
+from preamp.core.extras import how_to_install
 from preamp.core.files import replace_text
 from preamp.numerics import History, Record
 from preamp.report import layers, memory, timeline, words
@@ -31,7 +32,7 @@ def fill(page: Page) -> str:
         raise unavailable(
             "Cannot import jinja2",
             "A report is written with it; the rest of the library does not need it",
-            'Install it with: pip install "preamp[report]"',
+            how_to_install("report"),
         ) from None
     loader = jinja2.PackageLoader("preamp.report", "templates")
     environment = jinja2.Environment(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -387,37 +387,6 @@ class Adjustments:
                 if late.is_due:
                     late.scaler.react()
 
-    # -- checkpoints -------------------------------------------------------------------------
-
-    def state_of(self, scaler: LossScaler, sessions: Sequence[object]) -> dict[str, Any] | None:
-        """What waits for ``scaler`` as plain data, with numbers not read yet.
-
-        ``sessions`` are all there are.
-        """
-        late = self._late.get(id(scaler))
-        if late is None:
-            return None
-        waits_for = [place for place, one in enumerate(sessions) if id(one) in late.waits_for]
-        found = None if late.found_inf is None else LateNumber(float, late.found_inf)
-        return {"waits_for": waits_for, "found_inf": found, "is_due": late.is_due}
-
-    def prepared(
-        self, scaler: LossScaler, sessions: Sequence[object], state: Mapping[str, Any] | None
-    ) -> Callable[[], None]:
-        """Read what `state_of` returned, and return what applies it."""
-        late = None
-        if state is not None:
-            found = state["found_inf"]
-            late = _Late(
-                scaler,
-                {id(sessions[int(place)]) for place in state["waits_for"]},
-                None if found is None else torch.tensor(float(found), device=scaler.device),
-                bool(state["is_due"]),
-            )
-
-        def apply() -> None:
-            self._late.pop(id(scaler), None)
-            if late is not None:
-                self._late[id(scaler)] = late
-
-        return apply
+    def forget(self) -> None:
+        """Nothing waits any more: all gradients are gone."""
+        self._late.clear()

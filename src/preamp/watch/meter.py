@@ -105,9 +105,7 @@ class Meter:
         found: dict[int, torch.Tensor] = {}
         entries = entries_of(session.params())
         for row, weight in zip(entries.rows(), entries.owners, strict=True):
-            _, given, _, _, twin, _ = row
-            if twin is not None and twin.part is not None:
-                continue  # the others' updates are not known here before the step
+            given = row[1]
             if _is_plain(given) and is_half(weight):
                 own_part = local_of(weight).detach()
                 copy = own_part.clone(memory_format=torch.contiguous_format)

@@ -89,6 +89,11 @@ class _ThroughTheHost(_c10d.ProcessGroup):
             _copy(output, parts)
         return _done(outputs)
 
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        here = [torch.empty_like(tensor, device="cpu") for tensor in outputs]
+        self._gloo.scatter(here, [[part.cpu() for part in parts] for parts in inputs], opts).wait()
+        return _copy(outputs, here)
+
     def all_gather_single(self, output: Any, part: Any, opts: Any = None) -> Any:
         return self.allgather([output.view(self.size(), -1).unbind()], [part.view(-1)])
 

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, RUNNABLE, SUPPLIED
+from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, SUPPLIED
 from preamp.core.errors import bad_state, worded
 
 ROOT = "apex"
@@ -86,8 +86,9 @@ class AliasLoader(InspectLoader):
         vars(module)["__getattr__"] = functools.partial(_refuse_attribute, module.__name__)
 
     def is_package(self, fullname: str) -> bool:
-        """Whether it is one: of those alone Python asks a finder for names that are missing."""
-        return fullname not in RUNNABLE
+        """Always, since Python asks a finder for names that are missing of packages alone."""
+        del fullname
+        return True
 
     def get_source(self, fullname: str) -> str | None:
         """Return the source of preamp's module, for tracebacks and debuggers."""
@@ -144,9 +145,7 @@ class AliasFinder(DistributionFinder):
             return found
         refuse_missing(fullname)
         loader = AliasLoader(SUPPLIED[fullname])
-        return ModuleSpec(
-            fullname, loader, origin=SUPPLIED[fullname], is_package=loader.is_package(fullname)
-        )
+        return ModuleSpec(fullname, loader, origin=SUPPLIED[fullname], is_package=True)
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
@@ -191,7 +190,7 @@ def import_children(parent: str) -> None:
     """Import the alias modules directly below ``parent`` that nothing else supplies."""
     path = list(getattr(sys.modules[parent], "__path__", ()))
     for name in SUPPLIED:
-        if name.rpartition(".")[0] != parent or name in RUNNABLE or not _is_available(name):
+        if name.rpartition(".")[0] != parent or not _is_available(name):
             continue
         if find_elsewhere(name, path) is None:
             importlib.import_module(name)

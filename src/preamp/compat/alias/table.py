@@ -45,7 +45,6 @@ SUPPLIED: dict[str, str] = {
     "apex.parallel": "preamp.parallel",
     "apex.parallel.LARC": "preamp.parallel.LARC",
     "apex.parallel.distributed": "preamp.parallel.distributed",
-    "apex.parallel.multiproc": "preamp.parallel.multiproc",
     "apex.parallel.optimized_sync_batchnorm": "preamp.parallel.optimized_sync_batchnorm",
     "apex.parallel.sync_batchnorm": "preamp.parallel.sync_batchnorm",
     "amp_C": "preamp.compat.multi_tensor.amp_C",
@@ -53,9 +52,6 @@ SUPPLIED: dict[str, str] = {
     "fused_adam_cuda": "preamp.compat.multi_tensor.fused_adam_cuda",
 }
 """Module of Apex → module of preamp that has its names. Parents come before their children."""
-
-RUNNABLE = frozenset({"apex.parallel.multiproc"})
-"""Not imported with its package: ``python -m`` warns of a module that is there before it runs."""
 
 NEEDS_DISTRIBUTED = "apex.parallel"  # as in Apex, there only where ``torch.distributed`` is
 
@@ -174,6 +170,7 @@ REFUSED: dict[str, str] = {
     "apex.parallel.distributed.imported_flatten_impl": _FLATTEN,
     "apex.parallel.distributed.unflatten": _FLATTEN,
     "apex.parallel.distributed.unflatten_impl": _FLATTEN,
+    "apex.parallel.multiproc": "torchrun, which starts one process for each GPU",
     "apex.parallel.optimized_sync_batchnorm.ReduceOp": "torch.distributed.ReduceOp",
     "apex.parallel.optimized_sync_batchnorm.SyncBatchnormFunction": _SYNC,
     "apex.parallel.optimized_sync_batchnorm.syncbn": _SYNC,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from preamp.checkpoint import plain_loss_scaler
 from preamp.compat.fp16_utils.checks import (
     check_loss,
     check_mapping,
@@ -18,6 +17,7 @@ from preamp.compat.fp16_utils.checks import (
     shape_mismatch,
 )
 from preamp.compat.fp16_utils.half_params import HalfParams, ScaledGradients
+from preamp.compat.fp16_utils.scaler_state import scaler_state
 from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale, state_of
 from preamp.compat.fp16_utils.skips import Skips
 from preamp.compat.scaler import LossScaler
@@ -330,8 +330,8 @@ class FP16_Optimizer(OptimizerWrapper):
         loaded. The loss scale and its kind are those of the checkpoint.
 
         Args:
-            state_dict: ``loss_scaler`` may also be a live object of Apex, or a record from
-                `preamp.checkpoint.read_apex_checkpoint`.
+            state_dict: ``loss_scaler`` may also be the object that Apex put there, as
+                ``torch.load(path, weights_only=False)`` reads it under the alias.
 
         Raises:
             TypeError: ``state_dict`` is not a mapping.
@@ -347,7 +347,7 @@ class FP16_Optimizer(OptimizerWrapper):
         wanted = [[tuple(own.shape) for own in group] for group in self.fp32_from_fp16_groups]
         if shapes != wanted:
             raise shape_mismatch("masters of shapes", shapes, wanted)
-        scaler = scaler_from(plain_loss_scaler(state_dict["loss_scaler"]))
+        scaler = scaler_from(scaler_state(state_dict["loss_scaler"]))
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         with torch.no_grad():
             values = (master for group in masters for master in group)

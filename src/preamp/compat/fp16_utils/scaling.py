@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from preamp.checkpoint import ScalerState, plain_loss_scaler
+from preamp.compat.fp16_utils.scaler_state import ScalerState, scaler_state
 from preamp.core.errors import bad_type
 from preamp.scaling import DynamicScale, LossScaler, ScaleRule, StaticScale
 
@@ -35,7 +35,7 @@ def make_scaler(
     start = known.pop("init_scale")
     known["min_loss_scale"] = known["min_loss_scale"] or None
     scale = start if dynamic else static_scale
-    state = plain_loss_scaler({**known, "dynamic": dynamic, "loss_scale": scale, "unskipped": 0})
+    state = scaler_state({**known, "dynamic": dynamic, "loss_scale": scale, "unskipped": 0})
     if dynamic:
         state["loss_scale"] = min(state["loss_scale"], state["max_loss_scale"])
     return scaler_from(state)
@@ -60,7 +60,7 @@ def scaler_from(state: ScalerState) -> LossScaler:
 
 def set_scale(scaler: LossScaler, value: float) -> None:
     """Set the scale by hand, to a finite number above 0."""
-    scaler.set_scale(plain_loss_scaler({**state_of(scaler), "loss_scale": value})["loss_scale"])
+    scaler.set_scale(scaler_state({**state_of(scaler), "loss_scale": value})["loss_scale"])
 
 
 def state_of(scaler: LossScaler) -> ScalerState:

@@ -247,7 +247,7 @@ class FusedOptimizer(KeepsMoments):
             targets = self._copies.of_all(params, self.state)
             update = replace(update, halves=params)
         lists = [targets, batch.grads, *state]
-        lists, update = self._by_rows(lists, self._told(params, update))
+        update = self._told(params, update)
         return Call(batch, lists, rule, update)
 
     def _update(self, calls: Sequence[Call]) -> None:

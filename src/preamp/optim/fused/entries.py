@@ -130,7 +130,7 @@ class Entries:
         """
         for twin in cast("list[Twin] | None", self.twins) or ():
             if twin.packed() is not None:
-                twin.note_written()
+                twin.table.note_written((twin.row,))
 
 
 def _is_there(value: object) -> bool:
@@ -163,7 +163,7 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
         return None
     table, start, stop = twin.table, twin.row, twin.row + len(params)
     masters = table.masters[start:stop]
-    if len(masters) != len(params) or table.has_parts or not all(map(is_, params, masters)):
+    if len(masters) != len(params) or not all(map(is_, params, masters)):
         return None
     gradients = table.gradients
     gradients.make_accumulated()
@@ -204,12 +204,6 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
         half, record, made = twin.half, gradients.records[twin.row], stored_grad(param)
         factor = None if record is None or made is not None or gradients.is_open else record.factor
         grad = made if factor is None else gradients.grads[twin.row]
-        if table.has_parts:
-            half = twin.own(half)
-            if factor is None:
-                grad = param.grad
-            elif grad is not None:
-                grad = twin.own(grad)
         if grad is not None:
             yield param, grad, half, factor, twin, table.lows[twin.row]
 

@@ -29,7 +29,6 @@ from preamp.optim.fused.moments import (
     is_exact,
     is_kept_plain,
 )
-from preamp.optim.part import Span
 from preamp.policy.storage import FULL, Storage
 
 _KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
@@ -73,9 +72,6 @@ class KeepsMoments(torch.optim.Optimizer):
     Moments that are kept otherwise are converted at the next step.
     """
 
-    spans: Mapping[int, Span] = {}
-    """By ``id`` of parameters whose elements ranks share out: those that this rank has."""
-
     moments: ClassVar[Mapping[str, Format]] = {}
     """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits."""
 
@@ -108,12 +104,12 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _homes(self) -> _Homes:
         params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
-        made_for = (list(map(id, params)), self.storage, self.spans)
+        made_for = (list(map(id, params)), self.storage)
         known: _Homes | None = vars(self).get("_kept_homes")
         if known is not None and known.made_for == made_for and not known.gone:
             return known
         homes = {
-            id(param): Home.of(number, param, self.spans.get(id(param)), self._state_device)
+            id(param): Home.of(number, param, self._state_device)
             for number, param in enumerate(params)
         }
         if self._has_fewer_bits:
@@ -205,25 +201,6 @@ class KeepsMoments(torch.optim.Optimizer):
             starts=starts,
         )
         return replace(update, stored=stored)
-
-    def _by_rows(
-        self, lists: Sequence[Sequence[torch.Tensor]], update: Update
-    ) -> tuple[Sequence[Sequence[torch.Tensor]], Update]:
-        """Vectors that ranks share out as the rows that they are of, where blocks matter."""
-        stored = update.stored
-        if not self.spans or stored is None or not stored.formats:
-            return lists, update
-        every = list(self._homes().by_id.values())
-        homes = [every[number] for number in stored.numbers]
-
-        def rows(column: Sequence[Any]) -> list[Any]:
-            pairs = zip(homes, column, strict=True)
-            return [None if tensor is None else home.shaped(tensor) for home, tensor in pairs]
-
-        halves = None if update.halves is None else rows(update.halves)
-        lows = None if stored.lows is None else rows(stored.lows)
-        stored = replace(stored, lows=lows)
-        return [rows(column) for column in lists], replace(update, halves=halves, stored=stored)
 
     def _as_kept(self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str) -> None:
         """Let all ``states`` have the moment ``key`` as it is kept, made or converted."""

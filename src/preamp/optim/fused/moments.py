@@ -25,7 +25,6 @@ from preamp.kernels.stored import (
     scales_shape,
 )
 from preamp.optim.master_parameter import leaf_of
-from preamp.optim.part import Span
 from preamp.policy.storage import Storage
 
 SCALES = "_scales"
@@ -65,25 +64,20 @@ class Home:
 
     number: int  # its position over all groups
     leaf: torch.Tensor  # the model's parameter
-    span: Span | None  # where ranks share out its elements, those of this one
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # the index in it of the first element that this rank has
     has_blocks: bool  # whether its moments can be kept in 8 bits
     device: torch.device  # where its state lies
 
     @classmethod
-    def of(
-        cls, number: int, param: torch.Tensor, span: Span | None, device: torch.device | None = None
-    ) -> Home:
-        """That of ``param``, of which ranks may have spans; state is where it is, or elsewhere."""
+    def of(cls, number: int, param: torch.Tensor, device: torch.device | None = None) -> Home:
+        """That of ``param``; state is where it is, or elsewhere."""
         leaf = leaf_of(param)
         shape, start = tuple(leaf.shape), 0
-        if span is not None:
-            shape, start = span.shape, span.start
-        elif is_sharded(leaf) and local_of(leaf).numel():
+        if is_sharded(leaf) and local_of(leaf).numel():
             start = box_of(leaf)[0][0] * math.prod(shape[1:])
         where = device or leaf.device
-        return cls(number, leaf, span, shape, start, can_be_blocks(shape), where)
+        return cls(number, leaf, shape, start, can_be_blocks(shape), where)
 
     def kept_as(self, kind: Format, dtype: torch.dtype, storage: Storage) -> Format:
         """How a moment of it is kept; see `format_of`."""
@@ -92,24 +86,17 @@ class Home:
     @property
     def held_shape(self) -> tuple[int, ...]:
         """Of what this rank keeps of a moment."""
-        return tuple(local_of(self.leaf).shape) if self.span is None else (self.span.elements,)
+        return tuple(local_of(self.leaf).shape)
 
     @property
     def held_scales(self) -> tuple[int, int]:
         """The shape of what this rank keeps of a moment's scales."""
         if not self.shape:
             return 0, 0
-        rows = local_of(self.leaf).shape[0] if self.span is None else self.span.rows
-        return rows, scales_shape(self.shape)[1]
+        return local_of(self.leaf).shape[0], scales_shape(self.shape)[1]
 
     def check(self, kind: str, storage: Storage) -> None:
         """Raise `PreampStateError` unless this rank has rows of the whole parameter."""
-        if self.span is not None and not self.span.has_whole_rows:
-            raise bad_state(
-                f"{kind} got moments={storage.moments!r} after ranks had shared out its state",
-                "Moments in fewer bits are shared out by rows, which shard_optimizer decides",
-                "Pass storage to preamp.initialize, before preamp.parallel.shard_optimizer",
-            )
         if is_sharded(self.leaf) and not has_whole_rows(self.leaf):
             placements: Any = getattr(self.leaf, "placements", None)
             raise bad_state(
@@ -122,8 +109,6 @@ class Home:
 
     def made(self, dtype: torch.dtype) -> torch.Tensor:
         """A new moment of zeros."""
-        if self.span is not None:
-            return torch.zeros(self.span.elements, dtype=dtype, device=self.device)
         kind = torch.preserve_format
         return torch.zeros_like(
             self.leaf.detach(), dtype=dtype, memory_format=kind, device=self.device
@@ -134,20 +119,14 @@ class Home:
         own = torch.zeros(self.held_scales, dtype=torch.float32, device=self.device)
         return self.with_scales_of(own)
 
-    def shaped(self, held: torch.Tensor) -> torch.Tensor:
-        """What this rank keeps of a moment as rows of the parameter."""
-        return held if self.span is None else self.span.shaped(held)
-
     def kept(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows as this rank keeps them."""
-        if self.span is not None:
-            return self.span.flat(rows)
         like = torch.empty_like(local_of(self.leaf.detach()), dtype=rows.dtype, device=self.device)
         return sharded_as(like.copy_(rows), self.leaf)
 
     def with_scales_of(self, held: torch.Tensor) -> torch.Tensor:
         """This rank's rows of scales as what the state has."""
-        return sharded_as(held, self.leaf, scales_shape(self.shape)) if self.span is None else held
+        return sharded_as(held, self.leaf, scales_shape(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +164,7 @@ def converted(
         return {key: value, key + SCALES: scales}
     if scales is None and value.dtype is (kept.dtype or dtype):
         return {key: value}
-    wide = home.shaped(local_of(value))
+    wide = local_of(value)
     if scales is not None:
         wide = decode(wide, local_of(scales), given)
     if kept.has_scales:

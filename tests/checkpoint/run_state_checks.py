@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs that ``torch.distributed.checkpoint`` stops and resumes, alone and on ranks."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import preamp
+from cases.selection import combinations
+from cases.tolerances import assert_same
+from preamp.optimizers import FusedAdam, FusedSGD
+
+RANKS = 2
+KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.01, momentum=0.5),
+    "AdamW": lambda params: optim.AdamW(params, lr=0.01),
+}
+
+
+class Training:
+    """A model with dropout, its optimizer and a schedule; clips each step."""
+
+    def __init__(self, level: str, storage: str, kind: str, wrap: str = "", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        layers = nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(0.25), nn.Linear(16, 5)
+        self.model: Any = nn.Sequential(*layers)
+        if wrap == "fully_shard":
+            fully_shard(self.model[0])
+            fully_shard(self.model)
+        params = list(self.model.parameters())
+        groups: Any = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003}]
+        self.optimizer = KINDS[kind](groups)
+        more: Any = {"storage": storage, "verbosity": 0, "backend": "reference"}
+        preamp.initialize(self.model, self.optimizer, opt_level=level, **more)
+        if wrap == "ddp":
+            self.model = DistributedDataParallel(self.model)
+        self.scheduler = optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(seed + 10 * rank)
+        random.seed(seed + 10 * rank)
+        self.state = preamp.RunState(self.model, self.optimizer, self.scheduler, {"rank": rank})
+
+    def train(self, steps: int) -> list[float]:
+        losses: list[float] = []
+        for _ in range(steps):
+            loss = self.model(torch.randn(4, 8) + random.random()).float().square().mean()
+            with preamp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+            preamp.clip_grad_norm_(self.optimizer, 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def save(self, folder: Path) -> None:
+        dcp.save({"run": self.state}, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        dcp.load({"run": self.state}, checkpoint_id=folder)
+
+    def numbers(self) -> list[torch.Tensor]:
+        """Weights in float32, half weights and the optimizer's state, whole."""
+        entries = self.optimizer.state_dict()["state"].values()
+        values = [value for entry in entries for value in entry.values()]
+        values = [*self.model.state_dict().values(), *self.model.parameters(), *values]
+        tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
+        return [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in tensors]
+
+
+def assert_resumes(level: str, storage: str, kind: str, wrap: str, folder: Path) -> None:
+    """Save, load into another run that has trained too, and go on as if nothing had happened."""
+    where = f"{level}, {storage}, {kind}, {wrap}"
+    whole = Training(level, storage, kind, wrap)
+    whole.train(3)
+    whole.save(folder)
+    losses = whole.train(3)
+    resumed = Training(level, storage, kind, wrap, seed=1)
+    resumed.train(1)
+    resumed.state.extra = None
+    resumed.load(folder)
+    assert resumed.state.extra == whole.state.extra, where
+    assert resumed.train(3) == losses, where
+    assert preamp.state_dict(resumed.optimizer) == preamp.state_dict(whole.optimizer), where
+    for ours, wanted in zip(resumed.numbers(), whole.numbers(), strict=True):
+        assert_same(ours, wanted, where)
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Levels with what they can store, and optimizers that can store it so."""
+    found = combinations(("O0", "O1", "O2", "O5"), ("full", "split", "compact"), KINDS, size=2)
+    return [
+        (
+            level,
+            "full" if level in ("O0", "O1") or (kind, storage) == ("AdamW", "compact") else storage,
+            kind,
+        )
+        for level, storage, kind in found
+    ]
+
+
+def check_wrapped_models_resume_bitwise() -> None:
+    for level, storage, kind in cases():
+        for wrap in ("ddp", "fully_shard"):
+            assert_resumes(level, storage, kind, wrap, _shared_folder())
+
+
+def check_asynchronous_saves_hold_what_was() -> None:
+    run = Training("O2", "split", "FusedAdam", "fully_shard")
+    run.train(2)
+    folder, before = _shared_folder(), run.numbers()
+    group = dist.new_group(backend="gloo")
+    saving: Any = dcp.async_save({"run": run.state}, checkpoint_id=folder, process_group=group)
+    run.train(2)
+    saving.result()
+    run.load(folder)
+    for ours, wanted in zip(run.numbers(), before, strict=True):
+        assert_same(ours, wanted, "asynchronous")
+
+
+def check_an_error_on_one_rank_is_one_of_all() -> None:
+    run = Training("O5", "full", "FusedAdam", "fully_shard")
+    run.state.extra = object() if dist.get_rank() else None
+    kind, told = (
+        (TypeError, "data that")
+        if dist.get_rank()
+        else (preamp.PreampError, "Rank 1 of 2 failed with TypeError")
+    )
+    with pytest.raises(kind, match=told):
+        run.state.state_dict()
+
+
+def check_parts_in_plain_tensors_are_refused() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = FusedAdam(model.parameters())
+    more: Any = {"process_groups": dist.group.WORLD, "verbosity": 0}
+    preamp.initialize(model, optimizer, opt_level="O2", **more)
+    with pytest.raises(preamp.PreampStateError, match="a path for each rank"):
+        preamp.RunState(model, optimizer)
+
+
+def load_and_save_again(source: Path, target: Path, rank: int) -> None:
+    """What one process saved, sharded over these ranks, and saved anew."""
+    run = Training("O5", "split", "FusedAdam", "fully_shard", seed=rank)
+    random_state = torch.get_rng_state()
+    run.load(source)
+    assert run.state.extra == {"rank": 0}
+    # That of as many ranks is not there; torch makes none of its own either.
+    assert_same(torch.get_rng_state(), random_state, "random state")
+    run.save(target)
+
+
+def _shared_folder() -> Path:
+    folders: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0]) / "saved"

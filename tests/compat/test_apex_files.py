@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints as scripts wrote them with Apex load by the calls that loaded them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+import preamp.fp16_utils
+from cases.models import Exact, loss_of, values
+from compat.apex_files import SCALERS, apex_class, write_flat, write_run
+from fp16_utils.steps import Weights
+from preamp import amp
+from preamp.compat.flat import FP16_Optimizer as FlatOptimizer
+from preamp.compat.fp16_utils.scaler_state import scaler_state
+from preamp.optimizers import FusedAdam
+
+# -- amp -----------------------------------------------------------------------------------------
+
+ADAM: dict[str, Any] = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 2.0**-10, "weight_decay": 0.0}
+
+
+def weights(level: str, old: bool = False) -> dict[str, torch.Tensor]:
+    """Float32 copies of what the level trains; Apex before August 2019 saved halves as they are."""
+    state = {name: value.clone() for name, value in Exact(seed=1).state_dict().items()}
+    for name, value in state.items():
+        half = level == "O3" or (level == "O2" and "linear" in name)
+        if half and value.is_floating_point():
+            state[name] = value.half() if old else value.half().float()
+    return state
+
+
+def moments(index: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return [torch.rand(param.shape, generator=generator) / 8 for param in Exact().parameters()]
+
+
+def adam_state(level: str, fused: bool) -> dict[str, Any]:
+    """As torch 1.x or Apex's FusedAdam, which counts in its groups, wrote it after 7 steps."""
+    dtype = torch.float16 if level == "O3" and not fused else torch.float32
+    pairs = enumerate(zip(moments(0), moments(1), strict=True))
+    step = {} if fused else {"step": 7}
+    state = {i: {**step, "exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)} for i, (m, v) in pairs}
+    more = {"bias_correction": True, "step": 7} if fused else {"amsgrad": False}
+    return {"state": state, "param_groups": [{**ADAM, **more, "params": [0, 1, 2, 3]}]}
+
+
+def plain_run(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same in float32, by torch alone."""
+    model = Exact()
+    model.load_state_dict(weights(level))
+    optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+    for param, m, v in zip(model.parameters(), moments(0), moments(1), strict=True):
+        optimizer.state[param] = {"step": torch.tensor(7.0), "exp_avg": m, "exp_avg_sq": v}
+    return model, optimizer
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["FusedAdam", "Adam"])
+@pytest.mark.parametrize("old", [True, False], ids=["before August 2019", "after"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_run_of_amp_goes_on(level: str, old: bool, fused: bool, tmp_path: Path) -> None:
+    scaler = {"loss_scale": 512.0 if level in ("O1", "O2") else 1.0, "unskipped": 7}
+    content = {
+        "model": weights(level, old),
+        "optimizer": adam_state(level, fused),
+        "amp": {"loss_scaler0": scaler},
+    }
+    torch.save(content, tmp_path / "run.pt")
+    read = torch.load(tmp_path / "run.pt", weights_only=True)
+
+    model = Exact()
+    build: Any = FusedAdam if fused else torch.optim.Adam
+    optimizer = build(model.parameters(), lr=9.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.load_state_dict(read["model"])
+    optimizer.load_state_dict(read["optimizer"])
+    amp.load_state_dict(read["amp"])
+
+    assert amp.state_dict() == content["amp"]
+    for name, value in weights(level).items():
+        assert torch.equal(model.state_dict()[name], value), name
+    masters = list(amp.master_params(optimizer))
+    for master, m, v in zip(masters, moments(0), moments(1), strict=True):
+        state = optimizer.state[master]
+        for kept, wanted in ((state["exp_avg"], m), (state["exp_avg_sq"], v)):
+            assert torch.equal(kept, wanted.to(kept.dtype))
+            assert kept.dtype is (torch.float16 if level == "O3" and not fused else torch.float32)
+
+    plain, reference = plain_run(level)
+    for index in range(2):
+        with amp.scale_loss(loss_of([model], index), optimizer) as scaled:
+            scaled.backward()
+        loss_of([plain], index).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    tolerance = 1e-2 if level == "O3" else 1e-6
+    for ours, wanted in zip(values(optimizer), values(plain), strict=True):
+        torch.testing.assert_close(ours.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+# -- fp16_utils.FP16_Optimizer -------------------------------------------------------------------
+
+
+@pytest.fixture
+def alias() -> Iterator[None]:
+    preamp.install_apex_alias()
+    yield
+    preamp.remove_apex_alias()
+
+
+def assert_loaded(content: dict[str, Any], kind: str) -> None:
+    model = Weights()
+    inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.25)
+    optimizer = preamp.fp16_utils.FP16_Optimizer(inner, verbose=False)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    attributes = SCALERS[kind][2]
+    assert optimizer.loss_scale == attributes.get("_loss_scale", attributes.get("cur_scale"))
+    assert optimizer.dynamic_loss_scale == (kind != "static")
+    (master,) = optimizer.all_fp32_from_fp16_params
+    assert master.tolist() == [1.0 + 2.0**-20, 3.0]
+    assert model.low.tolist() == [1.0, 3.0]
+    assert model.wide.tolist() == [5.0, 6.0]
+    assert inner.state[master]["momentum_buffer"].tolist() == [0.5, 0.25]
+    assert inner.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("kind", SCALERS)
+def test_an_fp16_optimizers_run_loads_under_the_alias(
+    kind: str, zipped: bool, tmp_path: Path, alias: None
+) -> None:
+    preamp.remove_apex_alias()  # while the file is written
+    write_run(tmp_path / "run.pt", kind, zipped=zipped)
+    preamp.install_apex_alias()
+    assert_loaded(torch.load(tmp_path / "run.pt", weights_only=False), kind)
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_an_fp16_optimizers_run_loads_without_running_its_code(kind: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "run.pt", kind, zipped=True)
+    module, name, _ = SCALERS[kind]
+    known: Any = amp if kind == "amp" else preamp.fp16_utils
+    safe: Any = [(getattr(known, name), f"{module}.{name}")]
+    with torch.serialization.safe_globals(safe):
+        assert_loaded(torch.load(tmp_path / "run.pt", weights_only=True), kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "wanted"),
+    [
+        ("amp", (), (512.0, 42, 100, None, 2.0**20)),
+        # Files from before June 2019 have no limits
+        ("amp", ("_min_loss_scale", "_max_loss_scale"), (512.0, 42, 100, None, 2.0**24)),
+        ("dynamic", (), (2.0**32, 200, 1000, 1.0, float("inf"))),
+        ("static", (), (128.0, 0, 1000, None, float("inf"))),
+    ],
+)
+def test_apexs_scalers_in_numbers(kind: str, missing: tuple[str, ...], wanted: Any) -> None:
+    module, name, attributes = SCALERS[kind]
+    kept = {key: value for key, value in attributes.items() if key not in missing}
+    with apex_class(module, name) as make:
+        state = scaler_state(make(**kept))
+    names = ("loss_scale", "unskipped", "scale_window", "min_loss_scale", "max_loss_scale")
+    assert tuple(state[name] for name in names) == wanted
+    assert state["dynamic"] is (kind != "static")
+
+
+NESTED: Any = ()
+for _ in range(40):  # a tuple whose repr would never end
+    NESTED = (NESTED, NESTED)
+NESTED = {"dynamic": NESTED, "loss_scale": NESTED}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [{}, {"dynamic": True}, object(), 3, None, NESTED],
+    ids=["empty", "incomplete", "object", "number", "none", "nested"],
+)
+def test_other_things_are_no_scalers(source: object) -> None:
+    with pytest.raises(ValueError, match=r"^A loss scaler's state .* be read .*Needed are ") as got:
+        scaler_state(source)
+    assert len(str(got.value)) < 1000
+
+
+# -- the flat FP16_Optimizer ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+def test_a_flat_optimizers_run_goes_on(dynamic: bool, tmp_path: Path) -> None:
+    write_flat(tmp_path / "run.pt", dynamic=dynamic)
+    content = torch.load(tmp_path / "run.pt", weights_only=True)
+    model = nn.Linear(2, 1).half()
+    inner = FusedAdam(model.parameters(), bias_correction=False, max_grad_norm=1.0)
+    optimizer = FlatOptimizer(inner, verbose=False)
+    optimizer.load_state_dict(content)
+    assert (optimizer.cur_scale, optimizer.cur_iter) == (512.0, 7)
+    assert optimizer.dynamic_loss_scale == dynamic
+    (master,) = optimizer.fp32_groups_flat
+    assert master.tolist() == [1.0 + 2.0**-20, 2.0, 3.0]
+    assert [*model.weight.flatten().tolist(), *model.bias.tolist()] == [1.0, 2.0, 3.0]
+    optimizer.backward((model.weight.sum() + model.bias.sum()) * 0.5)
+    optimizer.step()
+    # g = 0.5; m = (0.5 + g) / 2, v = (0.25 + g * g) / 2, p -= lr * m / sqrt(v)
+    torch.testing.assert_close(master.tolist(), [1.0 + 2.0**-20 - 0.125, 1.875, 2.875])
+    assert optimizer.cur_iter == 8
