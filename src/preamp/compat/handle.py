@@ -141,6 +141,7 @@ def init(
         _Current.handle = None
     if not enabled:
         return NoOpHandle()
-    handle = _Current.handle = amp_state.handle = AmpHandle()
+    handle = AmpHandle()
     handle.cast(patch_type, allow_banned=allow_banned)
+    _Current.handle = amp_state.handle = handle
     return handle
