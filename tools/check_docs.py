@@ -26,7 +26,6 @@ MODULES = (
     "preamp.checkpoint",
     "preamp.compat.multi_tensor.amp_C",
     "preamp.compat.multi_tensor.apex_C",
-    "preamp.compat.multi_tensor.fused_adam_cuda",
     "preamp.fp16_utils",
     "preamp.memory",
     "preamp.multi_tensor_apply",

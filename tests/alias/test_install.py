@@ -23,7 +23,7 @@ from preamp.compat.alias.finder import STARTUP
 
 def ours() -> dict[str, object]:
     """Everything that the alias may change."""
-    roots = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
+    roots = ("apex", "amp_C", "apex_C")
     modules = {k: v for k, v in sys.modules.items() if k.partition(".")[0] in roots}
     return {
         "modules": modules,

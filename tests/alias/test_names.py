@@ -29,7 +29,7 @@ NAMES = {
     "multi_tensor_apply normalization optimizers parallel -_library_root_logger "
     "-check_cudnn_version_and_warn -RankInfoFormatter -transformer",
     "apex.amp": "_amp_state _initialize amp bfloat16_function disable_casts float_function "
-    "frontend half_function handle init initialize lists load_state_dict master_params opt "
+    "frontend half_function handle init initialize lists load_state_dict master_params -opt "
     "promote_function register_bfloat16_function register_float_function register_half_function "
     "register_promote_function scale_loss scaler state_dict -_process_optimizer -compat "
     "-rnn_compat -utils -wrap",
@@ -48,7 +48,7 @@ NAMES = {
     "apex.amp.frontend": "_amp_state initialize load_state_dict maybe_print opt_levels Properties "
     "state_dict warn_or_err -_initialize -O0 -O1 -O2 -O3 -O4 -O5",
     "apex.amp.handle": "_amp_state AmpHandle disable_casts LARC LossScaler master_params "
-    "maybe_print NoOpHandle OptimWrapper scale_loss -utils",
+    "maybe_print NoOpHandle scale_loss -OptimWrapper -utils",
     "apex.amp.lists": "functional_overrides tensor_overrides torch_overrides",
     "apex.amp.lists.functional_overrides": "BANNED_FUNCS BFLOAT16_FUNCS FP16_FUNCS FP32_FUNCS "
     "MODULE",
@@ -56,7 +56,6 @@ NAMES = {
     "SEQUENCE_CASTS -compat -torch_overrides",
     "apex.amp.lists.torch_overrides": "BFLOAT16_FUNCS CASTS FP16_FUNCS FP32_FUNCS MODULE "
     "SEQUENCE_CASTS -utils",
-    "apex.amp.opt": "LossScaler master_params OptimWrapper",
     "apex.amp.scaler": "_amp_state LossScaler master_params maybe_print "
     "-axpby_check_overflow_python -multi_tensor_applier -scale_check_overflow_python",
     "apex.contrib": "optimizers",
@@ -107,15 +106,16 @@ NAMES = {
     "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm -ReduceOp -SyncBatchnormFunction "
     "-syncbn",
     "apex.parallel.sync_batchnorm": "SyncBatchNorm -ReduceOp -SyncBatchnormFunction",
-    "amp_C": "multi_tensor_adagrad multi_tensor_adam multi_tensor_axpby multi_tensor_l2norm "
-    "multi_tensor_lamb multi_tensor_novograd multi_tensor_scale multi_tensor_sgd",
+    "amp_C": "multi_tensor_adam multi_tensor_axpby multi_tensor_l2norm multi_tensor_lamb "
+    "multi_tensor_scale multi_tensor_sgd -multi_tensor_adagrad -multi_tensor_lamb_mp "
+    "-multi_tensor_lamb_stage1_cuda -multi_tensor_lamb_stage2_cuda -multi_tensor_lars "
+    "-multi_tensor_novograd",
     "apex_C": "flatten unflatten",
-    "fused_adam_cuda": "adam",
 }
 """What each file of Apex has at module level, its own or from another one of Apex's; ``-`` before a
 name says that it is refused. Modules of others, such as torch, go by their own names."""
 
-COMPILED = ("syncbn", "fused_layer_norm_cuda", "mlp_cuda", "fused_dense_cuda")
+COMPILED = ("syncbn", "fused_layer_norm_cuda", "mlp_cuda", "fused_dense_cuda", "fused_adam_cuda")
 PACKAGES = ("apex.RNN", "apex.mlp", "apex.fused_dense", "apex.transformer")
 
 
@@ -165,7 +165,15 @@ def test_modules_know_their_names(module: str) -> None:
     "0 fused_layer_norm_cuda",
     "0 mlp_cuda",
     "0 fused_dense_cuda",
+    "0 fused_adam_cuda",
+    "0 apex.amp.opt.OptimWrapper",
     "0 kernel modules of SyncBatchNorm",
+    "8 multi_tensor_adagrad",
+    "8 multi_tensor_lamb_mp",
+    "8 multi_tensor_lamb_stage1_cuda",
+    "8 multi_tensor_lamb_stage2_cuda",
+    "8 multi_tensor_lars",
+    "8 multi_tensor_novograd",
 )
 @pytest.mark.apex("9.5 apex.parallel.multiproc")
 @pytest.mark.parametrize("module", table.REFUSED)

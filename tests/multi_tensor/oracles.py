@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 T = torch.Tensor
@@ -21,17 +19,6 @@ def adam(
     return p - lr * u, m, v
 
 
-def early_adam(
-    g: T, p: T, m: T, v: T, lr: float, b1: float, b2: float, eps: float, scale: float, t: int,
-    eps_mode: int, bias_correction: int, wd: float,
-) -> tuple[T, T, T]:  # fmt: skip
-    size = lr * math.sqrt(1 - b2**t) / (1 - b1**t) if bias_correction else lr
-    g = g / scale
-    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-    denominator = torch.sqrt(v + eps) if eps_mode == 0 else torch.sqrt(v) + eps
-    return p - size * (m / denominator + wd * p), m, v
-
-
 def sgd(
     g: T, p: T, m: T, wd: float, momentum: float, dampening: float, lr: float, nesterov: bool,
     first_run: bool, wd_after_momentum: bool, scale: float,
@@ -45,35 +32,6 @@ def sgd(
     if wd_after_momentum:
         g = g + wd * p
     return p - lr * g, m
-
-
-def adagrad(
-    g: T, p: T, h: T, lr: float, eps: float, mode: int, wd: float
-) -> tuple[T, T]:  # fmt: skip
-    if mode == 0:
-        g = g + wd * p
-    h = h + g * g
-    u = g / (torch.sqrt(h) + eps)
-    return p - lr * (u if mode == 0 else u + wd * p), h
-
-
-def novograd(
-    g: T, p: T, m: T, v: T, lr: float, b1: float, b2: float, eps: float, t: int,
-    bias_correction: int, wd: float, grad_averaging: int, mode: int, norm_type: int,
-) -> tuple[T, T, T]:  # fmt: skip
-    if norm_type == 2:
-        v = torch.sqrt(b2 * v**2 + (1 - b2) * (g**2).sum())
-    else:
-        largest = g.abs().max() if g.numel() else torch.zeros_like(v)
-        v = b2 * v + (1 - b2) * largest
-    c1 = 1 - b1**t if bias_correction else 1.0
-    d = (v / math.sqrt(1 - b2**t) if bias_correction else v) + eps
-    b3 = 1 - b1 if grad_averaging else 1.0
-    if mode == 0:
-        m = b1 * m + b3 * (g / d + wd * p)
-        return p - lr * m / c1, m, v
-    m = b1 * m + b3 * g
-    return p - lr * ((m / c1) / d + wd * p), m, v
 
 
 def lamb_update(
@@ -95,15 +53,3 @@ def lamb_apply(p: T, u: T, lr: float, wd: float, use_nvlamb: bool) -> T:
     if (use_nvlamb or wd != 0) and size > 0 and length > 0:
         lr = lr * size / length
     return p - lr * u
-
-
-def lars(
-    g: T, p: T, m: T, lr: float, tc: float, eps: float, wd: float, momentum: float,
-    nesterov: bool, is_skipped: bool,
-) -> tuple[T, T]:  # fmt: skip
-    g_norm, p_norm = g.square().sum().sqrt().item(), p.square().sum().sqrt().item()
-    ratio = tc * p_norm / (g_norm + wd * p_norm + eps) if g_norm > 0 and p_norm > 0 else 1.0
-    s = lr if is_skipped else lr * ratio
-    g = g + wd * p
-    m = momentum * m - s * g
-    return (p + momentum * m - s * g if nesterov else p + m), m

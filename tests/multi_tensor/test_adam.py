@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``multi_tensor_adam``, its capturable forms, and the Adam of 2018."""
+"""``multi_tensor_adam`` and its capturable forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor import oracles
 from multi_tensor.strategies import (
-    DTYPES,
     assert_near,
     copies,
     dtypes,
@@ -26,7 +25,7 @@ from multi_tensor.strategies import (
     seeds,
     shapes,
 )
-from preamp.compat.multi_tensor import amp_C, fused_adam_cuda
+from preamp.compat.multi_tensor import amp_C
 from preamp.core.dtypes import math_dtype
 
 Lists = list[list[torch.Tensor]]
@@ -132,69 +131,3 @@ def test_capturable_adam_with_masters(
         assert_near(ours, wanted)
     for half, master in zip(params, masters, strict=True):
         assert_same(half, master.to(param))
-
-
-# -- fused_adam_cuda -------------------------------------------------------------------------
-
-early = st.fixed_dictionaries(
-    {
-        "lr": st.sampled_from([1e-3, 0.1]),
-        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.5)]),
-        "eps": st.sampled_from([1e-8, 1e-3]),
-        "scale": st.sampled_from([1.0, 128.0, 3.0]),
-        "step": st.sampled_from([1, 2, 1000]),
-        "eps_mode": st.sampled_from([0, 1]),
-        "bias_correction": st.sampled_from([0, 1]),
-        "wd": st.sampled_from([0.0, 0.1]),
-    }
-)
-
-
-def early_arguments(options: dict[str, Any]) -> tuple[Any, ...]:
-    o = options
-    return (
-        o["lr"], *o["betas"], o["eps"], o["scale"], o["step"], o["eps_mode"],
-        o["bias_correction"], o["wd"],
-    )  # fmt: skip
-
-
-@pytest.mark.apex("0 fused_adam_cuda", "8 fused_adam_cuda.adam_mt")
-@settings(max_examples=examples(30))
-@given(
-    shapes,
-    st.sampled_from([(d, torch.float32) for d in DTYPES[:3]] + [(torch.float64, torch.float64)]),
-    st.sampled_from([None, *DTYPES[:2]]),
-    seeds,
-    layouts,
-    early,
-)
-def test_early_adam_on_lists(
-    shapes: Any, kinds: Any, output: torch.dtype | None, seed: int, layout: str, options: Any
-) -> None:
-    grads, params, m, v = lists_for(shapes, *kinds, seed, layout)
-    lists = [params, m, v, grads]
-    rows = zip(*map(in_float64, [grads, params, m, v]), strict=True)
-    exact = [oracles.early_adam(*row, *early_arguments(options)) for row in rows]
-    if output is not None:
-        lists.append([torch.zeros_like(p, dtype=output) for p in params])
-    fused_adam_cuda.adam_mt(65536, new_flag(), lists, *early_arguments(options))
-    for ours, wanted in zip(lists[:3], zip(*exact, strict=True), strict=True):
-        assert_near(ours, wanted, math=math_of(*kinds))
-    for target, param in zip(*lists[4:], params if output else [], strict=False):
-        assert_same(target, param.to(target.dtype))
-
-
-@pytest.mark.apex("8 fused_adam_cuda.adam")
-@pytest.mark.parametrize("grad", DTYPES[:3])
-@pytest.mark.parametrize("has_output", [False, True])
-def test_early_adam_on_one_parameter(grad: torch.dtype, has_output: bool) -> None:
-    one, two = (lists_for([(5,)], grad, torch.float32) for _ in range(2))
-    options = (0.1, 0.9, 0.99, 1e-8, 128.0, 3, 1, 0, 0.01)
-    output = torch.zeros(5, dtype=torch.float16) if has_output else torch.tensor([])
-    (g,), (p,), (m,), (v,) = one
-    fused_adam_cuda.adam(p, output, m, v, g, *options)
-    fused_adam_cuda.adam_mt(65536, new_flag(), [two[1], two[2], two[3], two[0]], *options)
-    for ours, theirs in zip(one, two, strict=True):
-        assert_same(ours[0], theirs[0])
-    if has_output:
-        assert_same(output, p.half())

@@ -17,7 +17,7 @@ from cases.back_ends import defaults
 from cases.tolerances import assert_same
 from cases.waits import waits_refused
 from multi_tensor.strategies import new_flag, random_list
-from preamp.compat.multi_tensor import amp_C, fused_adam_cuda
+from preamp.compat.multi_tensor import amp_C
 from preamp.kernels.by_device import ByDevice
 
 Arguments = Callable[[int, str], tuple[Any, ...]]
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def op(self) -> Callable[..., Any]:
-        return getattr(fused_adam_cuda if self.name == "adam_mt" else amp_C, self.name)
+        return getattr(amp_C, self.name)
 
 
 MOMENTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
@@ -60,17 +60,6 @@ BETAS = (0.9, 0.99, 1e-3)
 def capturable(count: int, device: str) -> tuple[Any, ...]:
     step = scalar(2, device, torch.int32)
     return (scalar(0.1, device), *BETAS, step, 1, 1, 0.1, scalar(0.5, device))
-
-
-def lamb_mp(count: int, device: str) -> tuple[Any, ...]:
-    step, norms = scalar(2, device, torch.int32), (scalar(4.0, device), scalar(1.0, device))
-    start = (scalar(0.1, device), *BETAS, step, 1, 0.1, 1, 1, *norms, False)
-    return (*start, scalar(0.0, device), scalar(0.5, device))
-
-
-def lars(count: int, device: str) -> tuple[Any, ...]:
-    norms = (vector(count, device), vector(count, device))
-    return (*norms, 0.1, 0.5, 1e-3, 0.1, 0.9, 0.0, False, False, False, 1.0, False)
 
 
 ROWS = [
@@ -89,34 +78,10 @@ ROWS = [
     Row("multi_tensor_adam", MOMENTS, lambda n, d: (0.1, *BETAS, 2, 1, 1, 0.1)),
     Row("multi_tensor_adam_capturable", MOMENTS, capturable),
     Row("multi_tensor_adam_capturable_master", (*MOMENTS, "masters"), capturable),
-    Row("multi_tensor_adagrad", ("grads", "params", "sums"), lambda n, d: (0.1, 1e-3, 1, 0.1)),
-    Row(
-        "multi_tensor_novograd",
-        ("grads", "params", "exp_avgs"),
-        lambda n, d: (vector(n, d), 0.1, *BETAS, 2, 1, 0.1, 1, 0, 2),
-    ),
     Row(
         "multi_tensor_lamb",
         MOMENTS,
         lambda n, d: (0.1, *BETAS, 2, 1, 0.1, 1, 1, scalar(4.0, d), 1.0, False),
-    ),
-    Row("multi_tensor_lamb_mp", MOMENTS, lamb_mp, ("copies",)),
-    Row(
-        "multi_tensor_lamb_stage1_cuda",
-        (*MOMENTS, "updates"),
-        lambda n, d: (vector(n, d), 2, *BETAS, torch.tensor([4.0]), 1.0),
-    ),
-    Row(
-        "multi_tensor_lamb_stage2_cuda",
-        ("params", "updates"),
-        lambda n, d: (vector(n, d), vector(n, d), 0.1, 0.1, False),
-    ),
-    Row("multi_tensor_lars", ("grads", "params", "momentum_buffers"), lars, ("copies",)),
-    Row(
-        "adam_mt",
-        ("params", "exp_avgs", "exp_avg_sqs", "grads"),
-        lambda n, d: (0.1, *BETAS, 2.0, 2, 1, 1, 0.1),
-        ("outputs",),
     ),
 ]
 every_op = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
@@ -145,7 +110,7 @@ def changed(row: Row, changes: dict[str, Any], count: int) -> list[Any]:
 
 
 def test_every_op_has_a_row() -> None:
-    named = {row.name for row in ROWS} - {"adam_mt"} | {"update_scale_hysteresis"}
+    named = {row.name for row in ROWS} | {"update_scale_hysteresis"}
     assert named == set(amp_C.__all__)
 
 
@@ -194,9 +159,7 @@ def test_defaults_of_the_process_change_nothing(row: Row) -> None:
     """Of which "meta" stands for a GPU beside tensors on the CPU."""
 
     def results(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-        lists, flag, arguments = lists_of(row), new_flag(), list(row.arguments(len(SHAPES), "cpu"))
-        if row.name == "multi_tensor_lamb_stage1_cuda":
-            arguments[-2] = 4.03  # the only number that becomes a tensor
+        lists, flag, arguments = lists_of(row), new_flag(), row.arguments(len(SHAPES), "cpu")
         with defaults(dtype, device):
             returned = row.op(65536, flag, lists, *arguments)
         return [*(returned or ()), *(tensor for tensors in lists for tensor in tensors)]
@@ -240,29 +203,27 @@ def test_a_gpu_is_never_waited_for(row: Row) -> None:
             torch.testing.assert_close(tensor.cpu(), other, rtol=1e-5, atol=1e-6)
 
 
-LOOKS_AT_THE_FLAG = ("sgd", "lars", "adam_capturable", "adam_capturable_master", "lamb_mp")
+LOOKS_AT_THE_FLAG = ("sgd", "adam_capturable", "adam_capturable_master")
 
 
-@pytest.mark.apex("8 multi_tensor_sgd", "8 multi_tensor_adam_capturable", "8 multi_tensor_lamb_mp")
+@pytest.mark.apex("8 multi_tensor_sgd", "8 multi_tensor_adam_capturable")
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if "grads" in row.lists], ids=lambda row: row.name
 )
 def test_a_set_flag_stops_the_steps_that_look_at_it(row: Row) -> None:
     """Of gradients that are not finite too; other steps neither read nor set it."""
     stops = row.name.removeprefix("multi_tensor_") in LOOKS_AT_THE_FLAG
-    # Only this one has a second flag, GradScaler's; for the others the second case has none set.
-    raised = {"found_inf": scalar(1.0, "cpu")} if row.name == "multi_tensor_lamb_mp" else {}
-    for flag, changes in ((1, {}), (0, raised), (1, raised)):
+    for flag in (0, 1):
         lists = lists_of(row)
         lists += [[tensor.half() for tensor in lists[0]] for _ in row.optional]
         lists[row.lists.index("grads")][0][0] = torch.inf
         before = [[tensor.clone() for tensor in tensors] for tensors in lists]
         noop_flag = new_flag(flag)
-        row.op(65536, noop_flag, lists, *changed(row, changes, len(SHAPES)))
+        row.op(65536, noop_flag, lists, *row.arguments(len(SHAPES), "cpu"))
         assert noop_flag.item() == flag
         pairs = zip(itertools.chain(*lists), itertools.chain(*before), strict=True)
         is_kept = all(torch.equal(ours, old) for ours, old in pairs)
-        assert is_kept == (stops and bool(flag or changes))
+        assert is_kept == (stops and bool(flag))
 
 
 def test_the_scale_is_never_read_by_its_update() -> None:
@@ -302,18 +263,14 @@ def test_nothing_is_changed_by_a_call_that_is_refused(row: Row) -> None:
             assert_same(tensor, was)
 
 
-F16, F32, F64 = torch.float16, torch.float32, torch.float64
+F16, F32 = torch.float16, torch.float32
 DECAYS = "0 is L2 regularisation, 1 is decoupled decay. Pass 1 for the method called AdamW."
-EARLY = (
-    "params and moments are float32, or all float64; grads and outputs are the same or float16 or "
-    "bfloat16. Keep float32 masters of half parameters."
-)
 
 
-def wants(name: str, dtype: str, count: int = 1) -> str:
+def wants(name: str, dtype: str) -> str:
     return (
-        f"{name} is a contiguous {dtype} tensor with numel {count} on cpu. "
-        f"Make it with torch.zeros({count}, dtype=torch.{dtype}, device='cpu')."
+        f"{name} is a contiguous {dtype} tensor with numel 1 on cpu. "
+        f"Make it with torch.zeros(1, dtype=torch.{dtype}, device='cpu')."
     )
 
 
@@ -329,7 +286,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[torch.dtype, ...], type[Exception
      "Convert them with .to(torch.float32) after loading a checkpoint."),
     ("multi_tensor_adam", {"mode": 2}, (F32,) * 4, RuntimeError,
      f"mode is 2. {DECAYS}"),
-    ("multi_tensor_adagrad", {"mode": -1}, (F32,) * 3, RuntimeError,
+    ("multi_tensor_lamb", {"mode": -1}, (F32,) * 4, RuntimeError,
      f"mode is -1. {DECAYS}"),
     ("multi_tensor_adam_capturable", {"lr": 1}, (F32,) * 4, TypeError,
      f"lr is an int. {wants('lr', 'float32')}"),
@@ -339,28 +296,12 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[torch.dtype, ...], type[Exception
      f"inv_scale is an int. {wants('inv_scale', 'float32')}"),
     ("multi_tensor_lamb", {"global_grad_norm": 4.0}, (F32,) * 4, TypeError,
      f"global_grad_norm is a float. {wants('global_grad_norm', 'float32')}"),
-    ("multi_tensor_lars", {"grad_norms": torch.ones(3)}, (F32,) * 3, RuntimeError,
-     f"grad_norms is float32 of shape (3,) on cpu. {wants('grad_norms', 'float32', 2)}"),
-    ("multi_tensor_lars", {"param_norms": torch.ones(3)}, (F32,) * 3, RuntimeError,
-     f"param_norms is float32 of shape (3,) on cpu. {wants('param_norms', 'float32', 2)}"),
-    ("multi_tensor_novograd", {"moment_mode": 2}, (F32,) * 3, RuntimeError,
-     "moment_mode is 2. 0 normalises and decays inside the moment, 1 outside. "
-     "Pass 1 for the form in which the moment holds plain gradients."),
-    ("multi_tensor_novograd", {"norm_type": 1}, (F32,) * 3, RuntimeError,
-     "norm_type is 1. 2 is the L2 norm, 0 the largest magnitude. Pass 2 for the published method."),
-    ("adam_mt", {}, (F16, F32, F32, F16), RuntimeError,
-     f"the lists are float16, float32, float32, float16. {EARLY}"),
-    ("adam_mt", {}, (F32, F32, F32, F64), RuntimeError,
-     f"the lists are float32, float32, float32, float64. {EARLY}"),
-    ("adam_mt", {"eps_mode": 2}, (F32, F32, F32, F16), RuntimeError,
-     "eps_mode is 2. 0 adds eps inside the root, 1 outside. Pass 1 for the published method."),
+    ("multi_tensor_lamb", {"global_grad_norm": torch.ones(3)}, (F32,) * 4, RuntimeError,
+     f"global_grad_norm is float32 of shape (3,) on cpu. {wants('global_grad_norm', 'float32')}"),
 ]  # fmt: skip
 
 
-@pytest.mark.apex(
-    "8 multi_tensor_adam", "8 multi_tensor_lars", "8 multi_tensor_novograd",
-    "8 fused_adam_cuda.adam", "10 A-15",
-)  # fmt: skip
+@pytest.mark.apex("8 multi_tensor_adam", "10 A-15")
 @pytest.mark.parametrize(("name", "changes", "dtypes", "error", "text"), REFUSED)
 def test_what_one_op_refuses(
     name: str, changes: dict[str, Any], dtypes: Sequence[torch.dtype], error: Any, text: str

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``apex.amp.amp``: the casts of functions, and ``init``."""
 
-from preamp.amp.lists import functional_overrides as functional_overrides
-from preamp.amp.lists import tensor_overrides as tensor_overrides
-from preamp.amp.lists import torch_overrides as torch_overrides
 from preamp.casting import bfloat16_function as bfloat16_function
 from preamp.casting import float_function as float_function
 from preamp.casting import half_function as half_function
@@ -16,6 +13,9 @@ from preamp.compat.amp_state import amp_state as _amp_state
 from preamp.compat.handle import AmpHandle as AmpHandle
 from preamp.compat.handle import NoOpHandle as NoOpHandle
 from preamp.compat.handle import init as init
+from preamp.compat.lists import functional_overrides as functional_overrides
+from preamp.compat.lists import tensor_overrides as tensor_overrides
+from preamp.compat.lists import torch_overrides as torch_overrides
 
 __all__ = [
     "AmpHandle",

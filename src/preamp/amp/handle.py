@@ -8,7 +8,6 @@ from preamp.compat.frontend import master_params as master_params
 from preamp.compat.frontend import scale_loss as scale_loss
 from preamp.compat.handle import AmpHandle as AmpHandle
 from preamp.compat.handle import NoOpHandle as NoOpHandle
-from preamp.compat.handle import OptimWrapper as OptimWrapper
 from preamp.compat.scaler import LossScaler as LossScaler
 from preamp.optim import LARC as LARC
 
@@ -17,7 +16,6 @@ __all__ = [
     "AmpHandle",
     "LossScaler",
     "NoOpHandle",
-    "OptimWrapper",
     "_amp_state",
     "disable_casts",
     "master_params",

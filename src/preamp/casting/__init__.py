@@ -2,7 +2,6 @@
 """Casts: of functions (O1, O4), of whole models (O2, O3, O5), of what goes in and out."""
 
 from preamp.casting.audit import CastAudit as CastAudit
-from preamp.casting.functions import Edits as Edits
 from preamp.casting.functions import device_types_here as device_types_here
 from preamp.casting.functions import install_function_casts as install_function_casts
 from preamp.casting.functions import install_wide_where_slow as install_wide_where_slow

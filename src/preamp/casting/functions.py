@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -21,13 +21,12 @@ from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
 from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
-from preamp.casting.patches import PATCH_LOCK, PATCHES, Builder, Rank, SharedInstall, Wrapper
+from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast, wrap_report
 from preamp.casting.thread_casts import autocast_off, when_settled
 from preamp.casting.wrappers import (
     WIDENING,
     AnyFunction,
-    wrap_alone,
     wrap_banned,
     wrap_float,
     wrap_half,
@@ -36,7 +35,6 @@ from preamp.casting.wrappers import (
     wrap_sequence_promote,
 )
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import bad_state
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import recurrent_functions
 from preamp.kernels.wide_half import WIDE_CONVOLUTIONS, WIDE_FUNCTIONS, cpu_lacks_matmul, wide
@@ -76,13 +74,13 @@ def row_wrapper(row: OpRow) -> Wrapper | None:
         case "sequence_promote":
             return wrap_sequence_promote()
         case "banned":
-            return wrap_banned(None if row in OP_TABLE else row.reason)
+            return wrap_banned
         case "no_half_in_place":
             return wrap_in_place(refuse_half=True)
         case "match_self":
             return wrap_in_place(refuse_half=False)
         case "leave":
-            return wrap_alone() if row.is_closed else None
+            return None
 
 
 def _without_casts(fn: AnyFunction) -> AnyFunction:
@@ -97,48 +95,8 @@ def _without_casts(fn: AnyFunction) -> AnyFunction:
     return backward_without_casts
 
 
-Edits = tuple[OpRow, ...]
-"""Rows that take the place of the op table's, or come to it."""
-
-
-class RulesInForce:
-    """The op table with the edits of those who cast functions now: all share the functions."""
-
-    def __init__(self) -> None:
-        """Start without edits."""
-        self._edits: Edits = ()
-
-    def rows(self) -> Iterator[OpRow]:
-        """Every row."""
-        edited = {(row.namespace, row.name): row for row in self._edits}
-        for row in OP_TABLE:
-            yield edited.pop((row.namespace, row.name), row)
-        yield from edited.values()
-
-    @PATCH_LOCK.held
-    def acquire(self, edits: Edits, undo: UndoStack) -> None:
-        """Install the table with ``edits``; `PreampStateError` if another one is installed."""
-        if not FUNCTION_CASTS.is_installed:
-            self._edits = edits
-        elif edits != self._edits:
-            names = sorted({row.name for row in {*edits} ^ {*self._edits}})
-            raise bad_state(
-                f"Functions are cast by other rules for {', '.join(names)} already than this "
-                "engine is to have",
-                "Functions are torch's, for the whole process, so engines that cast them at the "
-                "same time have the same amp.lists",
-                "Edit amp.lists before the first amp.initialize, or call close() of the engine "
-                "that was made before the edit",
-            )
-        FUNCTION_CASTS.acquire(undo)
-
-
-RULES: Final = RulesInForce()
-"""Process-wide, as the functions are."""
-
-
 def _install_table(undo: UndoStack) -> None:
-    for row in RULES.rows():
+    for row in OP_TABLE:
         owner = namespace_owner(row.namespace)
         wrap = row_wrapper(row)
         if wrap is not None and hasattr(owner, row.name):
@@ -162,7 +120,7 @@ def _switch_off_transformer_fast_path(undo: UndoStack) -> None:
 
 
 def _install_reports(undo: UndoStack) -> None:
-    for row in RULES.rows():
+    for row in OP_TABLE:
         owner = namespace_owner(row.namespace)
         # The rule names what is cast, whether a wrapper does it or torch's autocast.
         if row.rule in ("half", "float", "promote", "sequence_promote"):
@@ -211,7 +169,6 @@ def install_function_casts(
     *,
     allow_banned: bool = False,
     verbose: bool = False,
-    edits: Edits = (),
     widens_any_half: bool = False,
 ) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
@@ -222,8 +179,7 @@ def install_function_casts(
     casts could not end yet (see `push_thread_casts`) has taken them back or ended.
 
     Until ``undo``, ``allow_banned`` casts the arguments of banned functions to
-    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`. ``edits``
-    take the place of rows of the table; `PreampStateError` where others are in force.
+    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
     ``widens_any_half`` says that threads or forwards are going to have casts that do so.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
@@ -231,7 +187,7 @@ def install_function_casts(
     """
     installed = UndoStack()
     undo.push(partial(when_settled, installed.unwind))
-    RULES.acquire(edits, installed)
+    FUNCTION_CASTS.acquire(installed)
     if widens_any_half:
         entry = object()
         undo.push(partial(_no_longer_widening, entry))
@@ -239,7 +195,7 @@ def install_function_casts(
     if verbose:
         CAST_LINES.acquire(undo)
     if allow_banned:
-        for row in RULES.rows():
+        for row in OP_TABLE:
             if row.rule == "banned":
                 owner, name = namespace_owner(row.namespace), row.name
                 # Rank REGISTERED takes the place of the table's rule.

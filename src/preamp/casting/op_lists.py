@@ -30,8 +30,7 @@ Rule = Literal[
 float32 is cast to float32, 0-dim tensors included. ``sequence_promote``: the same for the items of
 the first argument. ``banned``: a half argument is refused. ``no_half_in_place``: the in-place form
 of a float function refuses a half target. ``match_self``: the other arguments are cast to the
-dtype of the target. ``leave``: torch decides, and where the row ``is_closed`` casts are off inside.
-float64 is never touched.
+dtype of the target. ``leave``: torch decides. float64 is never touched.
 """
 
 Namespace = Literal[

@@ -211,60 +211,31 @@ def wrap_sequence_promote() -> Wrapper:
     return wrap
 
 
-def wrap_alone() -> Wrapper:
-    """Rule ``leave`` of a closed row: the function and what it calls run without casts."""
+def wrap_banned(fn: AnyFunction) -> AnyFunction:
+    """Rule ``banned``; float32 arguments are fine, also where autocast itself would refuse."""
 
-    def wrap(fn: AnyFunction) -> AnyFunction:
-        @functools.wraps(fn)
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            return _run(fn, (args, kwargs), device_to_cast_on(args, kwargs))
+    @functools.wraps(fn)
+    def banned(*args: Any, **kwargs: Any) -> Any:
+        device = device_to_cast_on(args, kwargs)
+        if device is None:
+            return fn(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        halves = [a for a in values if isinstance(a, torch.Tensor) and is_half(a)]
+        if halves and not is_of_others(values, device):
+            raise worded(
+                NotImplementedError,
+                f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts are active",
+                "it takes float32 here, because the logarithm of a half-precision "
+                "probability is infinite once the probability rounds to 0 or 1",
+                "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
+                "register_float_function(torch, 'sigmoid') so that the probabilities "
+                "are float32, or, where they stay clear of 0 and 1, "
+                f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
+                "them cast here",
+            )
+        return _run(fn, (args, kwargs), device)
 
-        return alone
-
-    return wrap
-
-
-def wrap_banned(reason: str | None = None) -> Wrapper:
-    """Rule ``banned``; float32 arguments are fine, also where autocast itself would refuse.
-
-    ``reason`` is a script's own, for a function that it has banned.
-    """
-
-    def wrap(fn: AnyFunction) -> AnyFunction:
-        @functools.wraps(fn)
-        def banned(*args: Any, **kwargs: Any) -> Any:
-            device = device_to_cast_on(args, kwargs)
-            if device is None:
-                return fn(*args, **kwargs)
-            values = (*args, *kwargs.values())
-            halves = [a for a in values if isinstance(a, torch.Tensor) and is_half(a)]
-            halves = [] if is_of_others(values, device) else halves
-            if halves and reason is not None:
-                raise worded(
-                    NotImplementedError,
-                    f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
-                    f"are active: {reason.strip()}",
-                    "amp.lists has it among BANNED_FUNCS, so that it takes float32 here",
-                    "Pass it tensor.float(), or take it out of the list before amp.initialize",
-                )
-            if halves:
-                raise worded(
-                    NotImplementedError,
-                    f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
-                    "are active",
-                    "it takes float32 here, because the logarithm of a half-precision "
-                    "probability is infinite once the probability rounds to 0 or 1",
-                    "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
-                    "register_float_function(torch, 'sigmoid') so that the probabilities "
-                    "are float32, or, where they stay clear of 0 and 1, "
-                    f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
-                    "them cast here",
-                )
-            return _run(fn, (args, kwargs), device)
-
-        return banned
-
-    return wrap
+    return banned
 
 
 def _cast_rest(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Arguments:

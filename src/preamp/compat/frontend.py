@@ -16,7 +16,7 @@ import torch
 from preamp import engine as rooms
 from preamp.compat.amp_state import amp_state
 from preamp.compat.handle import AmpHandle
-from preamp.compat.lists import edits_for
+from preamp.compat.lists import check_unchanged
 from preamp.compat.stash import attach_stashes
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state
@@ -53,15 +53,15 @@ def initialize(
     Arguments, result and errors are described there. On top of that ``amp.state_dict()``,
     ``amp.load_state_dict()``, ``amp.master_params()`` and ``amp._amp_state`` cover the new engine,
     before those of earlier calls; one without optimizers only where no other has any.
-    ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured,
-    and so is what a script has made of ``amp.lists``. With ``verbosity`` above 0 the options are
-    printed line by line. Function casts hold in the whole calling thread unless ``scope="model"``
-    is passed.
+    ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured. With
+    ``verbosity`` above 0 the options are printed line by line. Function casts hold in the whole
+    calling thread unless ``scope="model"`` is passed.
     ``patch_torch_functions_type`` is ROCm's argument; keyword-only, since its fork inserted it in
     the middle of the positional ones.
 
     Raises:
         PreampStateError: Also for an ``FP16_Optimizer``.
+        TypeError: Also where a list of ``amp.lists`` was replaced.
     """
     arguments = locals()
     if enabled:
@@ -82,10 +82,9 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
         say("Processing user overrides (additional kwargs that are not None)...")
         say("After processing overrides, optimization options are:")
         _say_options(policy)
-    half = policy.patch_torch_functions_type
+    check_unchanged()
     return rooms.Entrance(
         allow_half_model=amp_state.allow_incoming_model_not_fp32,
-        edits=() if half is None else edits_for(half),
         widens_any_half=True,
         casts_forward=True,
         ignores_rewriting=True,
@@ -125,7 +124,7 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
 
 
 def _handle_of(engine: rooms.Engine) -> AmpHandle:
-    handle = AmpHandle(engine.policy.loss_scale, verbose=engine.verbosity >= 2)
+    handle = AmpHandle()
     handle.take_over(engine.cast_undo.unwind)  # which does not keep the engine alive
     return handle
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from preamp.casting import Edits
 from preamp.engine.recording import Recording
 from preamp.policy import Policy
 
@@ -16,8 +15,6 @@ class Entrance:
     """The differences; the defaults are those of ``preamp.initialize``."""
 
     allow_half_model: bool = False  # accept models that are half already
-    # Rows of the op table that a script has changed
-    edits: Edits = ()
     # Whether float functions take both half dtypes, as in Apex, or the engine's alone
     widens_any_half: bool = False
     # Whether ``model.forward`` casts too where it is called by hand

@@ -394,10 +394,8 @@ def _install_function_casts(engine: Engine) -> None:
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        edits, widens = engine.entrance.edits, engine.entrance.widens_any_half
-        install_function_casts(
-            undo, verbose=engine.verbosity >= 2, edits=edits, widens_any_half=widens
-        )
+        widens = engine.entrance.widens_any_half
+        install_function_casts(undo, verbose=engine.verbosity >= 2, widens_any_half=widens)
         if policy.scope == "thread":
             half = policy.patch_torch_functions_type
             push_thread_casts(types, half, undo, widens_any_half=widens)

@@ -21,18 +21,8 @@ class FusedAdam(fused.FusedAdam):
     ``p -= size * (m / (sqrt(v) + eps) + weight_decay * p)`` with
     ``size = lr * sqrt(1 - beta2**step) / (1 - beta1**step)``, whatever arguments are given.
 
-    Args:
-        params: Parameters or groups.
-        lr: Learning rate.
-        bias_correction: Correct ``size`` for the number of steps.
-        betas: Decay of the two moments.
-        eps: Added to the denominator.
-        eps_inside_sqrt: Divide by ``sqrt(v + eps)``.
-        weight_decay: Weight decay.
-        max_grad_norm: Clip each group's gradients to this norm; 0 for no clipping.
-        amsgrad: Must be ``False``.
-        use_mt: Has no effect; it chose between kernels of equal results.
-        amp_scale_adjustment: Must be 1.
+    ``use_mt`` has no effect, and ``amp_scale_adjustment`` must be 1; the other arguments are that
+    class's.
 
     Raises:
         RuntimeError: ``amsgrad`` is set.

@@ -37,7 +37,7 @@ Name: {ROOT}
 Version: 0.1
 Summary: preamp under the name apex
 """,
-    "top_level.txt": "apex\namp_C\napex_C\nfused_adam_cuda\n",
+    "top_level.txt": "apex\namp_C\napex_C\n",
 }
 
 

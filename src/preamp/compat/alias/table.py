@@ -13,10 +13,9 @@ SUPPLIED: dict[str, str] = {
     "apex.amp.frontend": "preamp.amp.frontend",
     "apex.amp.handle": "preamp.amp.handle",
     "apex.amp.lists": "preamp.amp.lists",
-    "apex.amp.lists.functional_overrides": "preamp.amp.lists.functional_overrides",
-    "apex.amp.lists.tensor_overrides": "preamp.amp.lists.tensor_overrides",
-    "apex.amp.lists.torch_overrides": "preamp.amp.lists.torch_overrides",
-    "apex.amp.opt": "preamp.amp.opt",
+    "apex.amp.lists.functional_overrides": "preamp.compat.lists.functional_overrides",
+    "apex.amp.lists.tensor_overrides": "preamp.compat.lists.tensor_overrides",
+    "apex.amp.lists.torch_overrides": "preamp.compat.lists.torch_overrides",
     "apex.amp.scaler": "preamp.amp.scaler",
     "apex.contrib": "preamp.compat.alias.contrib",
     "apex.contrib.optimizers": "preamp.compat.alias.contrib_optimizers",
@@ -49,7 +48,6 @@ SUPPLIED: dict[str, str] = {
     "apex.parallel.sync_batchnorm": "preamp.parallel.sync_batchnorm",
     "amp_C": "preamp.compat.multi_tensor.amp_C",
     "apex_C": "preamp.compat.multi_tensor.apex_C",
-    "fused_adam_cuda": "preamp.compat.multi_tensor.fused_adam_cuda",
 }
 """Module of Apex → module of preamp that has its names. Parents come before their children."""
 
@@ -79,6 +77,7 @@ _RNN = "torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"
 _SYNC = "apex.parallel.SyncBatchNorm or torch.nn.SyncBatchNorm"
 _FLATTEN = "apex_C.flatten and apex_C.unflatten"
 _REGISTER = "amp.register_half_function, amp.register_float_function, amp.register_promote_function"
+_SCALE = "amp.scale_loss, with an optimizer that went through amp.initialize"
 _UNSCALE = "amp.scale_loss, whose block unscales gradients when it ends"
 
 REFUSED: dict[str, str] = {
@@ -123,6 +122,8 @@ REFUSED: dict[str, str] = {
     "apex.amp.frontend.O5": 'apex.amp.frontend.opt_levels["O5"]',
     "apex.amp.frontend._initialize": "amp.initialize",
     "apex.amp.lists.tensor_overrides.torch_overrides": "apex.amp.lists.torch_overrides",
+    "apex.amp.opt": _SCALE,
+    "apex.amp.handle.OptimWrapper": _SCALE,
     "apex.amp.rnn_compat": f"{_RNN}, which are cast like other functions",
     "apex.amp.scaler.axpby_check_overflow_python": _UNSCALE,
     "apex.amp.scaler.scale_check_overflow_python": _UNSCALE,
@@ -178,6 +179,13 @@ REFUSED: dict[str, str] = {
     "apex.parallel.sync_batchnorm.ReduceOp": "torch.distributed.ReduceOp",
     "apex.parallel.sync_batchnorm.SyncBatchnormFunction": _SYNC,
     "apex.parallel.sync_batchnorm_kernel": _SYNC,
+    "amp_C.multi_tensor_adagrad": "preamp.optimizers.FusedAdagrad",
+    "amp_C.multi_tensor_lamb_mp": "preamp.optimizers.FusedMixedPrecisionLamb",
+    "amp_C.multi_tensor_lamb_stage1_cuda": "preamp.optimizers.FusedLAMB",
+    "amp_C.multi_tensor_lamb_stage2_cuda": "preamp.optimizers.FusedLAMB",
+    "amp_C.multi_tensor_lars": "preamp.optimizers.FusedLARS",
+    "amp_C.multi_tensor_novograd": "preamp.optimizers.FusedNovoGrad",
+    "fused_adam_cuda": "preamp.optimizers.FusedAdam",
     "fused_dense_cuda": _DENSE,
     "fused_layer_norm_cuda": _LAYER_NORM,
     "mlp_cuda": _MLP,

@@ -34,8 +34,8 @@ def scaler_state(source: object) -> ScalerState:
         ValueError: ``source`` is none of these, or a number in it is not usable.
     """
     try:  # numbers may be tensors, which raise RuntimeError where they hold no number
-        found = source if isinstance(source, Mapping) else _from_apex(vars(source))
-        state = _converted(cast("Mapping[str, Any]", found))
+        is_plain = isinstance(source, Mapping)
+        state = _converted(cast("Any", source) if is_plain else _from_apex(vars(source)))
         _check(state)
         return state
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -10,11 +10,14 @@ import torch
 from preamp.compat.amp_state import amp_state
 from preamp.compat.fp16_utils.half_params import HalfParams
 from preamp.compat.fp16_utils.modules import CONVERTED
-from preamp.compat.sessions import session_of
+from preamp.core.splits import Splits
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
+from preamp.engine.reductions import Reductions
+from preamp.engine.session import OptimizerSession
+from preamp.kernels import backend
 from preamp.policy import OPT_LEVELS
 from preamp.scaling import LossScaler
 
@@ -27,7 +30,8 @@ class Skips:
 
     def __init__(self, optimizer: Any, params: HalfParams) -> None:
         self._params = params
-        self._session = session_of(optimizer)
+        # Of an optimizer without an engine: no masters, no ranks
+        self._session = OptimizerSession(optimizer, backend(), None, Reductions((), Splits()))
         self.note: GradientNote | None = None  # what the latest backward found
 
     def _name_of(self, param: torch.Tensor) -> str:

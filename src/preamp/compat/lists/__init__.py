@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``apex.amp.lists``: the op table as lists that scripts edit before ``amp.initialize``."""
+"""``apex.amp.lists``: the op table as lists to look at."""
 
-from preamp.compat.lists.edits import edits_for as edits_for
+from preamp.compat.lists.names import check_unchanged as check_unchanged

@@ -5,6 +5,16 @@ import torch
 
 from preamp.compat.lists.names import banned_in, names_of
 
+__all__ = [  # MODULE is a module, which the alias takes over by name only
+    "BANNED_FUNCS",
+    "BFLOAT16_FUNCS",
+    "CASTS",
+    "FP16_FUNCS",
+    "FP32_FUNCS",
+    "MODULE",
+    "SEQUENCE_CASTS",
+]
+
 MODULE = torch.nn.functional
 FP16_FUNCS = names_of("torch.nn.functional", "half")  # at O1
 BFLOAT16_FUNCS = names_of("torch.nn.functional", "half")  # at O4

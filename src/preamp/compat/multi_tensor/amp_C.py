@@ -9,10 +9,10 @@ not fit raises ``RuntimeError`` before anything is changed. Operations work on r
 nothing for autograd, and requiring a gradient changes nothing. None waits for the device.
 
 In formulas ``lr`` is the step size, ``beta1`` and ``beta2`` are the decays of the moments, ``eps``
-is ``epsilon``, ``wd`` the weight decay and ``tc`` the trust coefficient. ``step`` counts from 1
-unless said otherwise. ``c1 = 1 - beta1 ** step`` and ``c2 = 1 - beta2 ** step``, or both 1 without
-``bias_correction``; ``beta3`` is ``1 - beta1`` with ``grad_averaging``, else 1. In ``mode`` 0 the
-decay ``wd * p`` is added to the gradient ``g`` and not to the update.
+is ``epsilon`` and ``wd`` the weight decay. ``step`` counts from 1. ``c1 = 1 - beta1 ** step`` and
+``c2 = 1 - beta2 ** step``, or both 1 without ``bias_correction``; ``beta3`` is ``1 - beta1`` with
+``grad_averaging``, else 1. In ``mode`` 0 the decay ``wd * p`` is added to the gradient ``g`` and
+not to the update.
 """
 
 from __future__ import annotations
@@ -22,22 +22,15 @@ import torch
 from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.compat.multi_tensor.checks import Call, checked, raise_flag_
 from preamp.compat.multi_tensor.steps import (
-    multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
     multi_tensor_lamb,
-    multi_tensor_lamb_mp,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
-    multi_tensor_lars,
-    multi_tensor_novograd,
     multi_tensor_sgd,
 )
 from preamp.kernels import backend
 
 __all__ = [
-    "multi_tensor_adagrad",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",
@@ -46,11 +39,6 @@ __all__ = [
     "multi_tensor_l2norm_mp",
     "multi_tensor_l2norm_scale",
     "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
-    "multi_tensor_lars",
-    "multi_tensor_novograd",
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",

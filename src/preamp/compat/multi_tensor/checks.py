@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -49,13 +50,16 @@ class Call:
         self, name: str, value: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Return a one-element tensor as a scalar that shares its memory."""
-        self._check_tensor(name, value, dtype, 1)
+        allowed = f"{name} is a contiguous {dtype_name(dtype)} tensor with numel 1 on {self.device}"
+        do = f"Make it with torch.zeros(1, dtype={dtype}, device={str(self.device)!r})"
+        if not isinstance(cast("object", value), torch.Tensor):
+            got = f"{self.op}: {name} is {with_article(type(value).__name__)}"
+            raise bad_type(got, allowed, do)
+        fits = value.dtype is dtype and value.numel() == 1 and value.is_contiguous()
+        if not fits or value.device != self.device:
+            got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
+            raise self.refuse(f"{name} is {got}", allowed, do)
         return value.detach().view(())
-
-    def vector(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a float32 tensor with one element for each of a list, as a vector."""
-        self._check_tensor(name, value, torch.float32, len(self.lists[0]))
-        return value.detach().view(-1)
 
     def number(self, name: str, value: torch.Tensor | float) -> torch.Tensor | float:
         """Return a factor that may be a number or a one-element tensor, without reading it."""
@@ -68,18 +72,6 @@ class Call:
                 "Call the op once for each factor",
             )
         return value.detach().reshape(())
-
-    def _check_tensor(self, name: str, value: object, dtype: torch.dtype, count: int) -> None:
-        wanted = (
-            f"{name} is a contiguous {dtype_name(dtype)} tensor with numel {count} on {self.device}"
-        )
-        do = f"Make it with torch.zeros({count}, dtype={dtype}, device={str(self.device)!r})"
-        if not isinstance(value, torch.Tensor):
-            raise bad_type(f"{self.op}: {name} is {with_article(type(value).__name__)}", wanted, do)
-        got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
-        fits = value.dtype is dtype and value.numel() == count and value.is_contiguous()
-        if not fits or value.device != self.device:
-            raise self.refuse(f"{name} is {got}", wanted, do)
 
     def refuse(self, got: str, allowed: str, do: str) -> RuntimeError:
         """Return the error for an argument of this call."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ``autograd.Function`` classes of ``apex.normalization.fused_layer_norm``.
+"""What scripts take for the ``autograd.Function`` classes of ``fused_layer_norm``.
 
-Scripts call their ``apply`` with positional arguments, in the order of ``forward`` here. As in
-Apex nothing is cast under autocast, ``eps`` has no default, and gradients cannot be differentiated
-again; the functions of ``functions.py`` cast, and can.
+They call ``apply`` with positional arguments. As in Apex nothing is cast under autocast and ``eps``
+has no default; the functions of ``functions.py`` cast.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from preamp.compat.normalization.functions import NormFunction, Shape, norm_of
+from preamp.compat.normalization.functions import Shape, in_torch, norm_of
 from preamp.core.dtypes import is_half, math_dtype
 
 
@@ -37,62 +36,53 @@ def manual_rms_norm(
     return weight * (result.to(weight.dtype) if is_half(weight) else result)
 
 
-def _forward_of(tensors: int, **kind: bool) -> Any:
-    """A ``forward`` whose arguments are ``tensors`` tensors and then those of `norm_of`."""
+def _apply_of(tensors: int, **kind: bool) -> Any:
+    """An ``apply`` whose arguments are ``tensors`` tensors and then those of `norm_of`."""
 
-    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        ctx.tensors = tensors
+    def apply(*arguments: Any) -> torch.Tensor:
         norm, missing = norm_of(*arguments[tensors:], **kind), [None] * (3 - tensors)
-        return NormFunction.forward(ctx, norm, *arguments[:tensors], *missing)
+        return in_torch(norm, *arguments[:tensors], *missing)
 
-    return staticmethod(forward)
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Return the gradients of the tensors, and ``None`` for the other three arguments."""
-        grads = NormFunction.backward(ctx, *grad_outputs)[1:]
-        return (*grads[: ctx.tensors], None, None, None)
+    return staticmethod(apply)
 
 
-class FusedLayerNormFunction(_Function):
+class FusedLayerNormFunction:
     """`fused_layer_norm` as ``apply(input, normalized_shape, eps, memory_efficient=False)``."""
 
-    forward = _forward_of(1, is_centred=True)
+    apply = _apply_of(1, is_centred=True)
 
 
-class FusedRMSNormFunction(_Function):
+class FusedRMSNormFunction:
     """`fused_rms_norm` as ``apply(input, normalized_shape, eps, memory_efficient=False)``."""
 
-    forward = _forward_of(1, is_centred=False)
+    apply = _apply_of(1, is_centred=False)
 
 
-class FusedLayerNormAffineFunction(_Function):
+class FusedLayerNormAffineFunction:
     """`fused_layer_norm_affine`, called by ``apply``; the result has the input's dtype.
 
     ``apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)``.
     """
 
-    forward = _forward_of(3, is_centred=True)
+    apply = _apply_of(3, is_centred=True)
 
 
-class FusedRMSNormAffineFunction(_Function):
+class FusedRMSNormAffineFunction:
     """`fused_rms_norm_affine`, called by ``apply``; the result has the input's dtype.
 
     ``apply(input, weight, normalized_shape, eps, memory_efficient=False)``.
     """
 
-    forward = _forward_of(2, is_centred=False)
+    apply = _apply_of(2, is_centred=False)
 
 
-class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+class FusedLayerNormAffineMixedDtypesFunction:
     """`FusedLayerNormAffineFunction` whose result has the weight's dtype."""
 
-    forward = _forward_of(3, is_centred=True, is_mixed=True)
+    apply = _apply_of(3, is_centred=True, is_mixed=True)
 
 
-class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+class FusedRMSNormAffineMixedDtypesFunction:
     """`FusedRMSNormAffineFunction` whose result has the weight's dtype."""
 
-    forward = _forward_of(2, is_centred=False, is_mixed=True)
+    apply = _apply_of(2, is_centred=False, is_mixed=True)

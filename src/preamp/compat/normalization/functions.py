@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The functions of ``apex.normalization.fused_layer_norm``.
 
-``eps`` defaults to 1e-6 here and to 1e-5 in the layers, as in Apex. ``memory_efficient`` keeps the
-output for backward instead of the input; weights that start at zero do not learn then.
+``eps`` defaults to 1e-6 here and to 1e-5 in the layers, as in Apex.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from numbers import Integral
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from preamp.core.dtypes import math_dtype
+from preamp.core.errors import unavailable
 
 Shape = int | Sequence[int]
 
@@ -29,14 +27,14 @@ def norm_of(
     is_centred: bool,
     is_mixed: bool = False,
 ) -> Norm:
-    """The `Norm` of arguments as the functions take them."""
-    return Norm(
-        shape=as_shape(normalized_shape),
-        eps=eps,
-        is_centred=is_centred,
-        is_mixed=is_mixed,
-        memory_efficient=memory_efficient,
-    )
+    """The `Norm` of arguments as the functions and layers take them."""
+    if memory_efficient:
+        raise unavailable(
+            "memory_efficient=True was asked for",
+            "The backward of a norm starts from its input, which is kept",
+            "Leave it out; torch.utils.checkpoint around a block keeps less than the norm would",
+        )
+    return Norm(shape=as_shape(normalized_shape), eps=eps, is_centred=is_centred, is_mixed=is_mixed)
 
 
 def fused_layer_norm(
@@ -51,7 +49,7 @@ def fused_layer_norm(
         input: Shape ``(…, *normalized_shape)``; statistics are in float32, or float64.
         normalized_shape: The dimensions to normalise over.
         eps: Added to the variance.
-        memory_efficient: Keep the output for backward instead of the input.
+        memory_efficient: Must be false; `PreampUnavailableError` otherwise.
     """
     norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=True)
     return normalize(norm, input, None)
@@ -102,7 +100,7 @@ def fused_rms_norm(
         input: Shape ``(…, *normalized_shape)``; statistics are in float32, or float64.
         normalized_shape: The dimensions to normalise over.
         eps: Added to the mean square.
-        memory_efficient: Keep the output for backward instead of the input.
+        memory_efficient: Must be false; `PreampUnavailableError` otherwise.
     """
     norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=False)
     return normalize(norm, input, None)
@@ -148,8 +146,6 @@ class Norm:
     eps: float  # added to the mean square
     is_centred: bool  # layer norm; an RMS norm takes 0 in place of the mean and has no bias
     is_mixed: bool = False  # whether the result has the weight's dtype; otherwise it has that of x
-    # Whether backward starts from the output, so that x need not be kept.
-    memory_efficient: bool = False
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -170,10 +166,10 @@ def normalize(
     """
     device = x.device.type
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
-        return _normalize(norm, x, weight, bias)
+        return in_torch(norm, x, weight, bias)
     half = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
-        return _normalize(norm, *(_autocast(tensor, half) for tensor in (x, weight, bias)))
+        return in_torch(norm, *(_autocast(tensor, half) for tensor in (x, weight, bias)))
 
 
 def _has_autocast(device: str) -> bool:
@@ -186,13 +182,8 @@ def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
     return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(dtype)
 
 
-def _normalize(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
-    if norm.memory_efficient and not cast("Any", torch.jit).is_tracing():
-        return cast("Any", NormFunction).apply(norm, x, weight, bias)
-    return _in_torch(norm, x, weight, bias)
-
-
-def _in_torch(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
+def in_torch(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
+    """As `normalize`, without the casts of autocast."""
     out_dtype = weight.dtype if norm.is_mixed else x.dtype
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if dtypes != {out_dtype}:  # torch wants one dtype; the wide one rounds once
@@ -203,64 +194,3 @@ def _in_torch(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     else:
         result = F.rms_norm(x, norm.shape, weight, norm.eps)
     return result.to(out_dtype)
-
-
-class NormFunction(torch.autograd.Function):
-    """The norm with a backward from x, or, ``memory_efficient``, from the output y.
-
-    With g = dy · weight and means over ``norm.shape``,
-
-        dx = (g - mean(g) - x̂ · mean(g · x̂)) / sqrt(mean square + eps)
-
-    without the first mean for an RMS norm. From the output x̂ is recovered as ``(y - bias) /
-    weight``: it usually is kept anyway, by whatever comes next; then x can go. Half outputs make x̂
-    as coarse as they are. Where a weight is zero the output tells nothing, and x̂ counts as zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:  # noqa: D102
-        y = _in_torch(norm, x, weight, bias)
-        centred = _centred(norm, x)
-        rstd = torch.rsqrt(centred.square().mean(_dims(norm), keepdim=True) + norm.eps)
-        ctx.save_for_backward(y if norm.memory_efficient else x, weight, bias, rstd)
-        ctx.norm, ctx.x_dtype = norm, x.dtype
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Any
-    ) -> Any:
-        kept, weight, bias, rstd = ctx.saved_tensors
-        norm, dims = ctx.norm, _dims(ctx.norm)
-        dy = grad_outputs[0].to(rstd.dtype)
-        if norm.memory_efficient:
-            x_hat = _hat_of_output(kept.to(rstd.dtype), weight, bias)
-        else:
-            x_hat = _centred(norm, kept) * rstd
-        leading = list(range(dy.dim() - len(dims)))
-        g, dw, db = dy, None, None
-        if bias is not None:
-            db = (dy.sum(leading) if leading else dy).to(bias.dtype)
-        if weight is not None:
-            g = dy * weight
-            dw = dy * x_hat
-            dw = (dw.sum(leading) if leading else dw).to(weight.dtype)
-        dx = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
-        if norm.is_centred:
-            dx = dx - g.mean(dims, keepdim=True)
-        return None, (dx * rstd).to(ctx.x_dtype), dw, db
-
-
-def _centred(norm: Norm, x: torch.Tensor) -> torch.Tensor:
-    wide = x.to(math_dtype(x.dtype))
-    return wide - wide.mean(_dims(norm), keepdim=True) if norm.is_centred else wide
-
-
-def _hat_of_output(y: Any, weight: Any, bias: Any) -> torch.Tensor:
-    without_bias = y if bias is None else y - bias
-    return without_bias if weight is None else without_bias / torch.where(weight == 0, 1, weight)
-
-
-def _dims(norm: Norm) -> list[int]:
-    return list(range(-len(norm.shape), 0))

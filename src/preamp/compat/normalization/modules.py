@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from preamp.compat.normalization.functions import Norm, as_shape, normalize
-from preamp.compat.normalization.scripted import ScriptedNorm
-from preamp.core.errors import bad_state
+from preamp.compat.normalization.functions import Norm, as_shape, norm_of, normalize
+from preamp.core.errors import bad_state, with_article
 
 
 class _LastDimensionsNorm(nn.Module):
@@ -34,6 +34,7 @@ class _LastDimensionsNorm(nn.Module):
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
+        self._norm()  # which refuses what cannot be had
         for name in ("weight", "bias") if self._is_centred else ("weight",):
             values = torch.empty(self.normalized_shape) if elementwise_affine else None
             self.register_parameter(name, None if values is None else nn.Parameter(values))
@@ -50,18 +51,17 @@ class _LastDimensionsNorm(nn.Module):
         return normalize(self._norm(), input, self.weight, bias)
 
     def _norm(self) -> Norm:
-        return Norm(
-            shape=tuple(self.normalized_shape),
-            eps=self.eps,
-            is_centred=self._is_centred,
-            is_mixed=self._is_mixed,
-            memory_efficient=self.memory_efficient,
-        )
+        # Here and not in __init__: scripts set eps on a layer that is there
+        kind = {"is_centred": self._is_centred, "is_mixed": self._is_mixed}
+        return norm_of(tuple(self.normalized_shape), self.eps, self.memory_efficient, **kind)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Tell ``torch.jit.script`` what to compile."""
-        bias = self.bias if self._is_centred else None
-        return ScriptedNorm(self._norm(), self.weight, bias).train(self.training)
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse what ``torch.jit.script`` asks for."""
+        raise bad_state(
+            f"torch.jit.script was given {with_article(type(self).__name__)}",
+            "These layers run as they are, traced, and under torch.compile",
+            "Use torch.compile, or torch.nn.LayerNorm and torch.nn.RMSNorm in the model to script",
+        )
 
     def extra_repr(self) -> str:
         """Name the arguments."""
@@ -89,8 +89,10 @@ class _FusedNorm(_LastDimensionsNorm):
             normalized_shape: The last dimensions of the input, or the last one.
             eps: Added to the variance, or to the mean square.
             elementwise_affine: Whether there are ``weight`` and, in a layer norm, ``bias``.
-            memory_efficient: Keep the output for backward instead of the input. Weights that
-                start at zero do not learn then, since the output tells nothing of the input.
+            memory_efficient: Must be false.
+
+        Raises:
+            PreampUnavailableError: ``memory_efficient`` is true.
         """
         super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
 
@@ -113,11 +115,12 @@ class _MixedNorm(_LastDimensionsNorm):
         Args:
             normalized_shape: The last dimensions of the input, or the last one.
             eps: Added to the variance, or to the mean square.
-            memory_efficient: See `FusedLayerNorm`.
+            memory_efficient: Must be false.
             elementwise_affine: Superfluous; True warns.
 
         Raises:
             PreampStateError: ``elementwise_affine`` is False; a ``RuntimeError``.
+            PreampUnavailableError: ``memory_efficient`` is true.
         """
         _check_affine(type(self).__name__, elementwise_affine)
         super().__init__(normalized_shape, eps, True, memory_efficient)

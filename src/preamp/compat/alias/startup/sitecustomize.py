@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
+ROOTS = ("apex", "amp_C", "apex_C")
 
 
 class WaitingFinder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``multi_tensor_sgd`` and ``multi_tensor_lars``."""
+"""``multi_tensor_sgd``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from multi_tensor.strategies import (
     DTYPES,
     assert_near,
     copies,
-    dtypes,
     in_float64,
     layouts,
     math_of,
@@ -96,53 +95,3 @@ def test_sgd_refuses_every_other_signature() -> None:
                 1, new_flag(), lists, 0.0, 0.0, 0.0, 0.1, False, False, False, 1.0
             )
         assert all(tensor.item() == 1 for (tensor,) in lists)
-
-
-# -- lars ------------------------------------------------------------------------------------
-
-
-@pytest.mark.apex("8 multi_tensor_lars")
-@settings(max_examples=examples(60))
-@given(
-    shapes,
-    dtypes,
-    dtypes,
-    st.sampled_from([None, F16, BF16]),
-    seeds,
-    layouts,
-    st.sampled_from([0.0, 0.1]),
-    st.sampled_from([0.0, 0.9]),
-    flags,
-    flags,
-)
-def test_lars(
-    shapes: Any,
-    grad: torch.dtype,
-    param: torch.dtype,
-    half: torch.dtype | None,
-    seed: int,
-    layout: str,
-    wd: float,
-    momentum: float,
-    nesterov: bool,
-    is_skipped: bool,
-) -> None:
-    kinds = (grad, param, F32)
-    lists = [random_list(shapes, kind, seed + n, layout=layout) for n, kind in enumerate(kinds)]
-    if seed % 4 == 0:
-        lists[seed // 4 % 2][0].zero_()  # a norm of 0 makes the rate lr
-    grads, params, buffers = lists
-    rows = zip(*map(in_float64, lists), strict=True)
-    options = (0.1, 0.5, 1e-3, wd, momentum, nesterov, is_skipped)
-    exact = [oracles.lars(*row, *options) for row in rows]
-    norms = [amp_C.multi_tensor_l2norm(1, new_flag(), [x], True)[1] for x in (grads, params)]
-    if half is not None:
-        lists.append([torch.zeros_like(p, dtype=half) for p in params])
-    amp_C.multi_tensor_lars(
-        65536, new_flag(), lists, *norms, 0.1, 0.5, 1e-3, wd, momentum, 0.5, nesterov, True, True,
-        7.0, is_skipped,
-    )  # fmt: skip
-    for ours, wanted in zip((params, buffers), zip(*exact, strict=True), strict=True):
-        assert_near(ours, wanted)
-    for copy, p in zip(*lists[3:], params if half else [], strict=False):
-        assert_same(copy, p.to(copy.dtype))
