@@ -140,11 +140,12 @@ def crafted(folder: Path, draw: random.Random, cases: int, guard: Guard) -> Iter
 def craft(good: Path, path: Path, draw: random.Random) -> str:
     """Write ``good`` to ``path`` with one thing in header or manifest changed; tell which."""
     header, manifest = contents_of(good)
-    # Most nodes are in the manifest's trees, and the rest would hardly be met.
-    part, wanted = draw.choice((("header", ""), ("manifest", ""), ("manifest", "trees")))
-    tree = {"header": header, "manifest": manifest}[part]
-    names = [wanted] if wanted else sorted(tree.keys() - {"trees", "__metadata__"})
-    place = draw.choice([(name, *place) for name in names for place in nodes(tree[name])])
+    part, tree = draw.choice((("header", header), ("manifest", manifest)))
+    names = sorted(tree.keys() - {"__metadata__"})
+    # Most nodes are in one entry, and the rest would hardly be met.
+    largest = max(names, key=lambda name: len(json.dumps(tree[name])))
+    name = largest if draw.random() < 0.5 else draw.choice(names)
+    place = (name, *draw.choice([*nodes(tree[name])]))
     value = draw.choice(VALUES if draw.random() < 0.6 else _TREES)
     rewrite(good, path, part, place, value)
     return f"{part} {'/'.join(map(str, place))} = {_shown(value)}"
@@ -284,7 +285,6 @@ def _history(path: Path) -> None:
 def odd(folder: Path, _: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
     """What is no regular file."""
     del cases, guard
-    (folder / "lines.jsonl").touch()
     for path in _places(folder):
         acts: dict[str, Act] = {
             "load_checkpoint": partial(preamp.load_checkpoint, path),
