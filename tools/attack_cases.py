@@ -9,7 +9,8 @@ import json
 import os
 import random
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,21 +20,14 @@ import torch
 from torch import nn, optim
 from typer.testing import CliRunner
 
-import attack_pickles
 import preamp
 from attack_targets import Broken, Guard, Target, same
 from preamp import report
 from preamp.checkpoint import latest_checkpoint, read_checkpoint
-from preamp.checkpoint.codec import encode, store
-from preamp.checkpoint.formats import read_format, write_format
-from preamp.checkpoint.shards import Box, Frame, Shard
-from preamp.checkpoint.storage import Draft, ShardFile, write
 from preamp.cli.app import app
-from preamp.core.files import replacing
 from preamp.numerics import History, ResumeRecord, read_history
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-SUFFIXES = (".pt", ".safetensors")
 Act = Callable[[], object]
 
 
@@ -42,7 +36,7 @@ class Case:
     """A hostile file and what is attempted with it."""
 
     what: str
-    paths: tuple[Path, ...]
+    path: Path
     acts: Sequence[Act]
     check: Act | None = None  # what has to hold if it was loaded
 
@@ -56,36 +50,18 @@ def command(*arguments: str | Path) -> None:
         raise ValueError(done.stderr.removeprefix("Error: ").strip())
 
 
-def show(path: Path) -> None:
-    """Run ``preamp checkpoint show``, for people and for programs."""
-    command("checkpoint", "show", path)
-    command("checkpoint", "show", "--json", path)
-
-
-def latest(folder: Path, *, never: Path) -> None:
-    """Find the newest checkpoint, which must not be ``never``."""
-    if latest_checkpoint(folder) == never:
-        raise Broken("latest_checkpoint names what cannot be loaded")
-
-
 # -- damaged -------------------------------------------------------------------------------------
 
 
 def damaged(folder: Path, draw: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
     """Checkpoints with other bytes."""
-    for target, good in _targets(folder, draw, cases, guard):
+    path = folder / "damaged.safetensors"
+    for level, target, good, other in _targets(folder, draw, cases, guard):
         for _ in range(-(-cases // _count(cases))):
-            own = draw.choice(good)
-            path = folder / f"damaged{own.suffix}"
-            other = own.parents[1] / "other" / own.name
-            what, data = _damage(own.read_bytes(), other.read_bytes(), draw)
+            what, data = _damage(good.read_bytes(), other.read_bytes(), draw)
             path.write_bytes(data)
-            yield Case(
-                f"damaged {own.parents[1].name}{own.suffix} {what}",
-                (path,),
-                (partial(target.load, path), partial(draw.choice((show, read_checkpoint)), path)),
-                partial(_check_equal, target, own),
-            )
+            acts = (partial(target.load, path), partial(read_checkpoint, path))
+            yield Case(f"{level} {what}", path, acts, partial(_check_equal, target, good))
 
 
 def _check_equal(target: Target, good: Path) -> None:
@@ -97,7 +73,7 @@ def _check_equal(target: Target, good: Path) -> None:
 
 
 def _damage(good: bytes, other: bytes, draw: random.Random) -> tuple[str, bytes]:
-    kind = draw.choice(("cut", "flip", "splice", "swap", "grow", "zero"))
+    kind = draw.choice(("cut", "flip", "splice", "swap", "grow", "zero", "size", "deep"))
     at = draw.randrange(len(good))
     to = min(len(good), at + draw.randint(1, 2000))
     bit = 1 << draw.randrange(8)
@@ -108,130 +84,92 @@ def _damage(good: bytes, other: bytes, draw: random.Random) -> tuple[str, bytes]
         "swap": good[:at] + good[to : 2 * to - at] + good[at:to] + good[2 * to - at :],
         "grow": good[:at] + bytes(to - at) + good[at:],
         "zero": good[:at] + bytes(to - at) + good[to:],
+        # A file begins with the size of its header, which is JSON.
+        "size": struct.pack("<Q", draw.choice((0, at, 10**9, 2**63, 2**64 - 1))) + good[8:],
+        "deep": struct.pack("<Q", 100_000) + b"[" * 100_000 + good[at:to],
     }
     return f"{kind} {at} to {to}, bit {bit}", made[kind]
 
 
 def _count(cases: int) -> int:
     """How many targets there are, each of which takes its time."""
-    return max(1, min(2 * len(LEVELS), cases // 10))
+    return max(1, min(len(LEVELS), cases // 10))
 
 
 def _targets(
     folder: Path, draw: random.Random, cases: int, guard: Guard
-) -> Iterator[tuple[Target, list[Path]]]:
-    """For each level objects to load into and good files, with pending gradients and without."""
-    places = [(level, pending) for level in LEVELS for pending in (False, True)]
-    for level, pending in draw.sample(places, _count(cases)):
-        own = folder / f"{level}-{pending}"
-        files = [own / name / f"run{suffix}" for name in ("good", "other") for suffix in SUFFIXES]
+) -> Iterator[tuple[str, Target, Path, Path]]:
+    """For some levels objects to load into, a good file for them, and another one."""
+    for level in draw.sample(LEVELS, _count(cases)):
+        files = [folder / f"{level}_{number}.safetensors" for number in range(2)]
         for path in files:
-            run = Target(level, draw.randrange(1000), pending=pending)
+            run = Target(level, draw.randrange(1000))
             run.save(path)
             run.close()
-        guard.target = Target(level, draw.randrange(1000), pending=not pending)
-        yield guard.target, files[:2]
+        guard.target = Target(level, draw.randrange(1000))
+        yield level, guard.target, *files
         guard.target.close()
 
 
 # -- crafted -------------------------------------------------------------------------------------
 
+MANIFEST = "preamp"  # its name in the header; that of its checksum is longer
+DIGEST = f"{MANIFEST}_sha256"
+
 _GONE = object()
 _TREES: list[Any] = [{"$tensor": "rng/torch"}, {"$tensor": "models/0/state/0.weight"}]
 _TREES += [{"$float": "nan"}, {"$tuple": [1, 2]}, {"$size": [1, 2]}, {"$set": [1]}, {"$dict": 3}]
 _TREES += [{"$bytes": "00"}, {"$device": "cpu"}, {"$dtype": "float16"}, {"$complex": [1, 2]}]
-_TREES += [
-    {"$ordered": [[1, 2]]},
-    {"$counter": [["a", 2]]},
-    {"$sharded": ["x", "float32", [3], None]},
-]
+_TREES += [{"$ordered": [[1, 2]]}, {"$counter": [["a", 2]]}]
 VALUES: list[Any] = [None, "x", -1, 0, True, 2**70, 10**400, float("nan"), 1e308, [], {}, [None]]
 VALUES += [{"a": 1}, [10**9], "x" * 10_000, -(10**9), 10**18, _GONE]
 
 
 def crafted(folder: Path, draw: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
-    """Checkpoints with another manifest and checksums that fit, and files of sharded ones."""
-    each = -(-cases // (_count(cases) + 1))
-    for target, files in _targets(folder, draw, cases, guard):
-        for _ in range(each):
-            good = draw.choice(files)
-            path = folder / "crafted" / good.name
+    """Checkpoints with another header or manifest, and checksums that fit."""
+    path = folder / "crafted.safetensors"
+    for level, target, good, _ in _targets(folder, draw, cases, guard):
+        for _ in range(-(-cases // _count(cases))):
             what = craft(good, path, draw)
-            yield Case(
-                f"crafted {good.parents[1].name}{good.suffix} {what}",
-                (path,),
-                (partial(target.load, path), _another_reader(path, draw)),
-                # What training would make of it is not what is looked for.
-                partial(target.load, good),
-            )
-    guard.target = None
-    yield from _sharded(folder, draw, each)
-
-
-def _another_reader(path: Path, draw: random.Random) -> Act:
-    readers = (show, read_checkpoint, lambda path: latest_checkpoint(cast("Path", path).parent))
-    return partial(draw.choice(readers), path)
-
-
-def _sharded(folder: Path, draw: random.Random, cases: int) -> Iterator[Case]:
-    good = folder / "good_1.pt"
-    save_sharded(good)
-    for number in range(cases):
-        path = folder / f"sharded_{number}.pt"
-        path.mkdir()
-        files = sorted(good.iterdir())
-        what = craft(files[0], path / files[0].name, draw)
-        if draw.random() < 0.5:
-            os.link(files[1], path / files[1].name)
-        else:
-            what += " and " + craft(files[1], path / files[1].name, draw)
-        acts = (partial(preamp.load_checkpoint, path), partial(read_checkpoint, path))
-        yield Case(f"sharded {what}", (path,), (*acts, partial(show, path)))
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-
-
-def save_sharded(folder: Path) -> None:
-    """Save as two ranks would, each with a part of one tensor."""
-    kinds = {"models": [], "optimizers": [], "schedulers": [], "engines": []}
-    content: dict[str, Any] = {**kinds, "own_params": {}, "gradients": {}, "rng": {}}
-    frame = Frame((4, 3))
-    boxes = [Box((0, 0), (3, 3)), Box((3, 0), (1, 3))]
-    folder.mkdir()
-    for rank, box in enumerate(boxes):
-        shard = Shard(torch.full(box.sizes, float(rank)), frame, box, is_alone=True)
-        tree, tensors = encode({**content, "extra": {"x": shard, "rank": rank}})
-        (name,) = tensors
-        member = ShardFile(token="mark", number=1, rank=rank, ranks=2)
-        stored = store({name: shard.data}, copy=True)()
-        write(Draft([tree], stored, member, {name: box}), member.file_in(folder))
+            another = draw.choice((read_checkpoint, lambda path: latest_checkpoint(path.parent)))
+            acts = (partial(target.load, path), partial(cast("Any", another), path))
+            # What training would make of it is not what is looked for.
+            yield Case(f"{level} {what}", path, acts, partial(target.load, good))
 
 
 def craft(good: Path, path: Path, draw: random.Random) -> str:
-    """Write ``good`` to ``path`` with one thing in its manifest changed; tell which."""
-    with good.open("rb") as file:
-        manifest = json.loads(read_format(file)[0]["preamp"])
-    # Most nodes are in the trees, and the rest would hardly be met.
-    names = sorted(manifest.keys() - {"trees"}) if draw.random() < 0.4 else ["trees"]
-    places = [(name, *place) for name in names for place in nodes(manifest[name])]
-    place = draw.choice(places)
+    """Write ``good`` to ``path`` with one thing in header or manifest changed; tell which."""
+    header, manifest = contents_of(good)
+    part, tree = draw.choice((("header", header), ("manifest", manifest)))
+    names = sorted(tree.keys() - {"__metadata__"})
+    # Most nodes are in one entry, and the rest would hardly be met.
+    largest = max(names, key=lambda name: len(json.dumps(tree[name])))
+    name = largest if draw.random() < 0.5 else draw.choice(names)
+    place = (name, *draw.choice([*nodes(tree[name])]))
     value = draw.choice(VALUES if draw.random() < 0.6 else _TREES)
-    rewrite(good, path, place, value)
-    return f"{'/'.join(map(str, place))} = {_shown(value)}"
+    rewrite(good, path, part, place, value)
+    return f"{part} {'/'.join(map(str, place))} = {_shown(value)}"
 
 
-def rewrite(good: Path, path: Path, place: Sequence[Any], value: Any) -> None:
-    """Write ``good`` to ``path`` with ``value`` at a place of its manifest, and right checksums."""
-    with good.open("rb") as file:
-        about, tensors = read_format(file)
-    manifest = json.loads(about["preamp"])
-    put(manifest, place, value)
+def contents_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The header of a file, and the manifest in it."""
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])
+    return header, json.loads(header["__metadata__"][MANIFEST])
+
+
+def rewrite(good: Path, path: Path, part: str, place: Sequence[Any], value: Any) -> None:
+    """Write ``good`` to ``path`` with ``value`` at a place of a part, and right checksums."""
+    header, manifest = contents_of(good)
+    put({"header": header, "manifest": manifest}[part], place, value)
     text = json.dumps(manifest)
-    about = {"preamp": text, "preamp_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    with replacing(path) as draft:
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        write_format(draft, path.suffix, about, copies)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    header["__metadata__"] |= {MANIFEST: text, DIGEST: digest}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    data = good.read_bytes()
+    tensors = data[8 + struct.unpack_from("<Q", data)[0] :]
+    path.write_bytes(struct.pack("<Q", len(head)) + head + tensors)
 
 
 def nodes(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -286,7 +224,7 @@ def histories(folder: Path, draw: random.Random, cases: int, guard: Guard) -> It
         acts = [partial(_report, path), partial(_history, path)]
         if draw.random() < 0.1:  # the same through the command, which takes its time
             acts[0] = partial(command, "report", path, "-o", page)
-        yield Case(f"history {what}", (path,), acts)
+        yield Case(what, path, acts)
 
 
 def _records(path: Path) -> list[bytes]:
@@ -341,75 +279,45 @@ def _history(path: Path) -> None:
         raise
 
 
-# -- pickles -------------------------------------------------------------------------------------
-
-
-def mixed(folder: Path, draw: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
-    """Pickles put together of hostile ones by chance."""
-    parts = [*attack_pickles.calls(guard.mark), *attack_pickles.bombs()]
-    small = [value for _, value in parts if len(value) < 2000]
-    files = ((str(number), attack_pickles.mixed(small, draw)) for number in range(cases))
-    yield from _pickles(folder, files)
-
-
-def pickles(folder: Path, _: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
-    """Hostile pickles, bombs, and zip files that are two."""
-    del cases
-    yield from _pickles(folder, attack_pickles.files(folder, guard.mark))
-
-
-def _pickles(folder: Path, files: Iterable[tuple[str, bytes | None]]) -> Iterator[Case]:
-    for number, (what, data) in enumerate(files):
-        path = folder / f"{number}.pt"
-        if data is not None:
-            path.write_bytes(data)
-        else:
-            path = folder / what
-        yield Case(
-            what,
-            (path,),
-            (partial(preamp.load_checkpoint, path),),
-            partial(latest, folder, never=path),
-        )
-        path.unlink()
-
-
 # -- odd -----------------------------------------------------------------------------------------
 
 
 def odd(folder: Path, _: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
     """What is no regular file."""
     del cases, guard
-    good, lines = folder / "good.pt", folder / "lines.jsonl"
-    preamp.save_checkpoint(good)
-    lines.touch()
     for path in _places(folder):
         acts: dict[str, Act] = {
             "load_checkpoint": partial(preamp.load_checkpoint, path),
             "read_checkpoint": partial(read_checkpoint, path),
-            "checkpoint show": partial(show, path),
-            "latest_checkpoint": partial(latest, path.parent, never=path),
-            "latest_checkpoint of it": partial(latest, path, never=path),
             "read_history": partial(read_history, path),
             "report": partial(command, "report", path, "-o", folder / "page.html"),
         }
-        if path.name != "nowhere":  # which they make
+        if path.parent == folder:  # there are disks in /dev
+            acts["latest_checkpoint"] = partial(_latest, path.parent, never=path)
+            acts["latest_checkpoint of it"] = partial(_latest, path, never=path)
+        if path.stem != "nowhere":  # which they make
             acts["History"] = lambda path=path: History(path).close()
             acts["save_checkpoint"] = lambda path=path: preamp.save_checkpoint(path)
         for name, act in acts.items():
-            if path.parent == folder or not name.startswith("latest"):  # there are disks in /dev
-                yield Case(f"{name} of {path.name}", (path,), (act,))
+            yield Case(f"{name} of {path.name}", path, (act,))
+
+
+def _latest(folder: Path, *, never: Path) -> None:
+    """Find the newest checkpoint, which must not be ``never``."""
+    if latest_checkpoint(folder) == never:
+        raise Broken("latest_checkpoint names what cannot be loaded")
 
 
 def _places(folder: Path) -> Iterator[Path]:
-    made = {name: folder / name for name in ("pipe", "folder", "socket", "nowhere", "secret")}
+    names = ("pipe", "folder", "socket", "nowhere", "secret")
+    made = {name: folder / f"{name}.safetensors" for name in names}
     os.mkfifo(made["pipe"])
     made["folder"].mkdir()
     made["nowhere"].symlink_to(folder / "missing")
     here = os.getcwd()
     os.chdir(folder)  # the path of a socket may have 107 bytes
     with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind("socket")
+        bound.bind(made["socket"].name)
     os.chdir(here)
     if os.geteuid() == 0:
         del made["secret"]  # which root may read
@@ -422,7 +330,5 @@ KINDS: dict[str, Callable[[Path, random.Random, int, Guard], Iterator[Case]]] = 
     "damaged": damaged,
     "crafted": crafted,
     "histories": histories,
-    "mixed": mixed,
-    "pickles": pickles,
     "odd": odd,
 }

@@ -2,21 +2,20 @@
 """Hand damaged and hostile files to everything that reads files, and look what it does.
 
     python tools/attack_files.py --cases 5000 --seed 1
-    python tools/attack_files.py --kinds pickles,odd
+    python tools/attack_files.py --kinds crafted,odd
 
-Kinds, of which the first four are tried ``--cases`` times and the others once:
+Kinds, of which the last is tried once and the others ``--cases`` times:
 
-- *damaged*: checkpoints of both formats that were cut, flipped, spliced, swapped, grown, zeroed;
-- *crafted*: checkpoints whose manifest was changed somewhere, with checksums that fit, loaded at
-  every level, with and without pending gradients, and files of sharded ones;
+- *damaged*: checkpoints that were cut, flipped, spliced, swapped, grown, zeroed, given
+  another size or depth of their header;
+- *crafted*: checkpoints whose header or manifest was changed somewhere, with checksums that fit,
+  loaded at every level;
 - *histories*: records of a run with lines that were changed;
-- *mixed*: pieces of the following, put together by chance;
-- *pickles*: pickles that call, build and name what they should not, and bombs;
 - *odd*: pipes, devices, folders, sockets, links that lead nowhere, files without permission.
 
 Each must load or be refused by an error of preamp, an `OSError` that names the path, or a
 `ValueError` or `TypeError`, all in three sentences; within seconds, in memory that goes with the
-file's size, without running anything, and what is refused must leave live objects as they were.
+file's size, and what is refused must leave live objects as they were.
 What breaks is described, its file is kept, and the exit status is 1; else the counts become a row
 in ``benchmarks/results/attacks.jsonl``.
 """
@@ -34,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attack_cases import KINDS, Case
+from attack_cases import KINDS
 from attack_frame import RESULTS, Forks, Report, asked, keep
 from attack_targets import Broken, Guard
 
@@ -44,35 +43,26 @@ MOST_BROKEN = 20  # of one kind, then it stops
 def attack(kind: str, cases: int, seed: int, folder: Path) -> Iterator[str]:
     """Try the cases of a kind in ``folder``; yield a line about each.
 
-    A case that is found broken is kept in a folder of its own.
+    The file of a case that is found broken is kept.
     """
-    guard, number, broken = Guard(folder / "executed"), 0, 0
+    guard, number, broken = Guard(), 0, 0
     for case in KINDS[kind](folder, random.Random(seed), cases, guard):
         number += 1
         yield f"begin {case.what}"
         try:
-            outcomes = {guard.attempt(act, *case.paths) for act in case.acts}
+            outcomes = {guard.attempt(act, case.path) for act in case.acts}
             if case.check is not None and "loaded" in outcomes:
                 case.check()
             yield f"end {'loaded' if 'loaded' in outcomes else 'refused'}"
         except Broken as error:
             broken += 1
             yield f"broken {error}"
-            yield f"kept {_kept(case, folder.parent / f'{kind}-{number}')}"
-            shutil.rmtree(guard.mark, ignore_errors=True)
+            if case.path.is_file():
+                kept = folder.parent / f"{kind}-{number}{case.path.suffix}"
+                yield f"kept {shutil.copy2(case.path, kept)}"
             if broken == MOST_BROKEN:
                 break
     yield f"most {guard.seconds:.3f} {guard.bytes}"
-
-
-def _kept(case: Case, place: Path) -> Path:
-    place.mkdir()
-    for path in case.paths:
-        if path.is_dir():
-            shutil.copytree(path, place / path.name)
-        elif path.is_file():
-            shutil.copy2(path, place / path.name)
-    return place
 
 
 def counted(kind: str, cases: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -141,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_broken:
         return 1
     folder.rmdir()
-    keep(given.out, "attacks", [{"seed": given.seed, "cases": given.cases, "kinds": found}])
+    keep(given.out, "attacks", {"seed": given.seed, "cases": given.cases, "kinds": found})
     return 0
 
 

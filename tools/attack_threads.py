@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if broken:
         return 1
     kinds = {"threads": {"rounds": given.rounds, "threads": threads}}
-    keep(given.out, "attacks", [{"seed": given.seed, "kinds": kinds}])
+    keep(given.out, "attacks", {"seed": given.seed, "kinds": kinds})
     return 0
 
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from preamp.checkpoint.codec import encode
+from attack_targets import same
 from soak_training import (
     MAX_NORM,
     MEMBERS,
@@ -69,15 +70,15 @@ def expected_lattice(options: Options) -> torch.Tensor:
     return weight.detach()
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of what is not bitwise the same in two contents."""
-    (tree, tensors), (other_tree, others) = encode(one), encode(other)
-    names = [] if tree == other_tree else ["numbers"]
-    for name in tensors.keys() | others.keys():
-        pair = tensors.get(name), others.get(name)
-        if pair[0] is None or pair[1] is None or not torch.equal(*pair):
-            names.append(name)
-    return sorted(names)
+def differences(one: Any, other: Any, place: str = "") -> Iterator[str]:
+    """Yield the places of what is not bitwise the same in two contents."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        one, other = (dict(enumerate(cast("list[Any]", items))) for items in (one, other))
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key, item in cast("dict[Any, Any]", one).items():
+            yield from differences(item, other[key], f"{place}/{key}".lstrip("/"))
+    elif not same(one, other):
+        yield place
 
 
 def growth(samples: list[Memory]) -> str | None:
@@ -112,7 +113,7 @@ def check(options: Options, contents: dict[str, dict[str, Any]]) -> None:
     """
     straight = contents["straight"]
     for name, content in contents.items():
-        if names := differences(straight, content):
+        if names := [*differences(straight, content)]:
             raise SystemExit(f"{options.level}, {name}: other than straight in {names[:5]}")
     found, wanted = straight["engines"][0]["scalers"], expected_counters(options)
     if found != wanted:

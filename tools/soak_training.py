@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 from preamp.checkpoint import latest_checkpoint
@@ -29,6 +27,7 @@ MEMBERS = ((0,), (1,), (0, 1))
 POISONED = 0.02  # of the backwards
 SCALE = DynamicScale(init_scale=2.0**8, growth_interval=16, min_scale=1.0, max_scale=2.0**8)
 SIZE, UNIT, MAX_NORM = 16, 16.0, 16.0  # the lattice's gradient has a norm of 64
+FINAL = "final.safetensors"
 SAVED, RELOADED = 0.05, 0.025  # of the steps
 FROZEN_AT = 20
 RECORD_OBJECTS = 4  # of a skipped step: the record and three lists
@@ -43,7 +42,7 @@ class Step:
         poisoned: Which of them overflow.
         signs: Of the lattice's inputs, one for each element and one for each backward.
         clips: Whether the optimizers clip.
-        saves: Where it saves: ``""``, ``"middle"`` (before the optimizers step) or ``"end"``.
+        saves: Whether it saves at its end.
         reloads: Whether new objects then load the file.
         in_background: How it saves.
     """
@@ -52,7 +51,7 @@ class Step:
     poisoned: tuple[bool, ...]
     signs: tuple[list[float], tuple[float, ...]]
     clips: tuple[bool, bool]
-    saves: str
+    saves: bool
     reloads: bool
     in_background: bool
 
@@ -66,7 +65,7 @@ class Step:
             poisoned=tuple(draw.random() < POISONED for _ in losses),
             signs=(draw.choices((-1.0, 1.0), k=SIZE), tuple(draw.choices((-1.0, 1.0), k=3))),
             clips=(draw.random() < 0.5, draw.random() < 0.5),
-            saves=draw.choice(("middle", "end")) if draw.random() < SAVED else "",
+            saves=draw.random() < SAVED,
             reloads=draw.random() < RELOADED / SAVED,
             in_background=draw.random() < 0.5,
         )
@@ -102,13 +101,11 @@ class Options:
         level: The opt level.
         steps: How many.
         seed: Of everything.
-        ranks: Processes that train together.
     """
 
     level: str
     steps: int
     seed: int
-    ranks: int
 
 
 class Run:
@@ -141,25 +138,20 @@ class Run:
         self.engine = preamp.engine_of(self.models[0])
         for scaler in self.engine.scalers:
             scaler.rule = SCALE
-        self.wrapped = self.models
-        if options.ranks > 1:
-            self.wrapped = [
-                DistributedDataParallel(model, broadcast_buffers=False) for model in self.models
-            ]
 
-    def backwards(self, step: Step, *, poisons: bool) -> None:
+    def backwards(self, step: Step) -> None:
         """Fill the gradients."""
         signs = torch.tensor(step.signs[0])
         for block, loss_id in enumerate(step.losses):
             parts: list[torch.Tensor] = []
             if 0 in MEMBERS[loss_id]:
                 x = torch.randn(4, 8) + random.random()
-                parts.append((self.wrapped[0](x).float().sum(1) - x.sum(1)).square().mean())
+                parts.append((self.models[0](x).float().sum(1) - x.sum(1)).square().mean())
             if 1 in MEMBERS[loss_id]:
-                parts.append(self.wrapped[1](signs * (UNIT * step.signs[1][block])).float().sum())
+                parts.append(self.models[1](signs * (UNIT * step.signs[1][block])).float().sum())
             optimizers = [self.optimizers[model] for model in MEMBERS[loss_id]]
             with preamp.scale_loss(sum(parts), optimizers, loss_id=loss_id) as scaled:
-                poison = float("inf") if step.poisoned[block] and poisons else 1.0
+                poison = float("inf") if step.poisoned[block] else 1.0
                 (scaled * poison).backward()
 
     def update(self, step: Step) -> None:
@@ -217,23 +209,23 @@ def train(
     report: Callable[[str], object],
 ) -> None:
     """Train to the end, from the newest checkpoint in ``folder`` if there is one."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    run = Run(options, options.seed + rank)
-    first, is_halfway = 0, False
+    run = Run(options, options.seed)
     newest = latest_checkpoint(folder) if checkpoints else None
-    if newest is not None:
-        first, is_halfway = run.load(newest)
+    first = 0 if newest is None else run.load(newest)
     every = max(options.steps // 30, 1)
     for number in range(first, options.steps):
         step = Step.of(options.seed, number)
-        if not is_halfway:
-            run.backwards(step, poisons=number % options.ranks == rank)
-            if step.saves == "middle" and checkpoints:
-                run = _saved(run, options, folder, (number, True), step, reloads, report)
-        is_halfway = False
+        run.backwards(step)
         run.update(step)
-        if step.saves == "end" and checkpoints:
-            run = _saved(run, options, folder, (number + 1, False), step, reloads, report)
+        if step.saves and checkpoints:
+            path = folder / f"step_{number + 1}.safetensors"
+            report("saving")
+            run.save(path, number + 1, keep_last=2, asynchronous=step.in_background)
+            if reloads and step.reloads:
+                run.engine.close()
+                run = Run(options, seed=-1)
+                if run.load(path) != number + 1:
+                    raise SystemExit(f"{path} is of another step than {number + 1}")
         report(f"step {number}")
         if number == FROZEN_AT and gc.get_freeze_count():  # in a process of our own
             gc.collect()
@@ -241,27 +233,4 @@ def train(
         if number % every == every - 1 and Path("/proc/self/statm").exists():
             now = Memory.now(number + 1, run)
             report(f"memory {' '.join(map(str, astuple(now)))}")
-    run.save(folder / "final.pt", None)
-
-
-def _saved(
-    run: Run,
-    options: Options,
-    folder: Path,
-    place: tuple[int, bool],
-    step: Step,
-    reloads: bool,
-    report: Callable[[str], object],
-) -> Run:
-    """Save, and return what to go on with."""
-    suffix = (".pt", ".safetensors")[place[0] % 2]
-    path = folder / f"step_{place[0]}{suffix}"
-    report("saving")
-    run.save(path, place, keep_last=2, asynchronous=step.in_background)
-    if not (reloads and step.reloads):
-        return run
-    run.engine.close()
-    run = Run(options, seed=-1)
-    if run.load(path) != place:
-        raise SystemExit(f"{path} has another place than {place}")
-    return run
+    run.save(folder / FINAL, None)

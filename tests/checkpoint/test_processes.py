@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,23 +22,20 @@ ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("PREAMP_KILLS", "8"))
 
 
-def test_killed_while_saving() -> None:
-    options = ["--kills", str(KILLS)]
+def test_killed_while_saving(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options = ["--kills", str(KILLS), "--saves", "0", "--out", str(rows)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tools/kill_saves.py"), *options],
+        [sys.executable, "-W", "ignore", str(ROOT / "tools/attack_saves.py"), *options],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    match = re.fullmatch(
-        r"(\d+) kills, (\d+) times with an unfinished .*, (\d+) files.*\n", done.stdout
-    )
-    assert match, done.stdout
-    kills, unfinished, files = map(int, match.groups())
-    assert kills >= KILLS
-    assert unfinished > 0
-    assert files > 0
+    killed = json.loads(rows.read_text(encoding="utf-8"))["kinds"]["kills"]
+    assert killed["kills"] >= KILLS
+    assert killed["unfinished"] > 0
+    assert killed["files"] > 0
 
 
 def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:

@@ -642,3 +642,20 @@ def test_engines_say_their_storage() -> None:
     assert optimizer.storage == preamp.Storage(masters="split")
     assert isinstance(preamp.engine_of(model), Engine)
     assert everything(model, optimizer)["engine"]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_state_of_ones_own_may_have_any_keys(level: str) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                self.state[param][0] = param.detach().float() + 1
+            return super().step(closure)
+
+    model = Net()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train_step(model, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    assert same(optimizer.state_dict(), state)

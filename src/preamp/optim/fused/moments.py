@@ -187,7 +187,7 @@ def without_codes(entry: Mapping[str, Any]) -> Entry:
 
 def is_in_codes(entry: Mapping[str, Any], key: str) -> bool:
     """Whether the moment ``key`` is there in 8 bits, with its scales."""
-    return key + SCALES in entry and format_kept(entry.get(key)).has_scales
+    return f"{key}{SCALES}" in entry and format_kept(entry.get(key)).has_scales
 
 
 def is_scales(entry: Mapping[str, Any], key: str) -> bool:
