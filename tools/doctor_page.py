@@ -12,7 +12,6 @@ FAMILIES = {
     "PA2": "Half weights",
     "PA3": "Computations in half",
     "PA4": "Parameters and optimizers",
-    "PA5": "Speed",
     "PA6": "Destroyed runs",
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 class Score:
     """The outcome of all cases of one kind."""
 
-    kind: str  # what was asked, such as "attribution" or "doctor, wrong scripts"
+    kind: str  # what was asked, such as "attribution, parameter"
     right: int = 0
     unknown: int = 0  # the tool said that it does not know
     wrong: list[str] = field(default_factory=list)  # which cases, and what was said of them

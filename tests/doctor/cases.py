@@ -151,20 +151,66 @@ for step in range(4):
 """
 )
 
-WIDE = (
-    START
+TWO_LOSSES = GRAD_SCALER.replace(
+    "scaler.scale(loss)", "(scaler.scale(loss) + scaler.scale(output.float().square().mean()))"
+)
+
+BF16_NO_SCALER = (
+    GRAD_SCALER.replace("torch.float16", "torch.bfloat16")
+    .replace("init_scale=1024.0", "enabled=False")
+    .replace("step == 2", "step > 3")
+)
+
+SAVED = (
+    GRAD_SCALER
     + """
-model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
-x, y = torch.randn(64, 1024), torch.randn(64, 1024)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(3):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        output = model(x)
-        loss = F.mse_loss(output.float(), y)
-    loss.backward()
-    optimizer.step()
+import io
+state = {**optimizer.state_dict(), "preamp": scaler.state_dict()}
+torch.save({"state_dict": model.state_dict(), "optimizer": state}, io.BytesIO())
 """
+)
+
+AVERAGED = FLOAT32.replace("range(4)", "range(20)").replace(
+    "for step", "average = [p.detach().float() for p in model.parameters()]\nfor step"
+) + (
+    "    for mean, p in zip(average, model.parameters()):\n"
+    "        mean.lerp_(p.detach().to(mean.dtype), 1e-3)\n"
+)
+
+ACCUMULATED = (
+    FLOAT32.replace("range(4)", "range(12)")
+    .replace(
+        "    optimizer.zero_grad()\n", "    if step % 2 == 0:\n        optimizer.zero_grad()\n"
+    )
+    .replace("F.cross_entropy(model(x), y).b", "(F.cross_entropy(model(x), y) / 2).b")
+    .replace("    optimizer.step()\n", "    if step % 2:\n        optimizer.step()\n")
+)
+
+# It diverges in the end, and the best weights are put back.
+RESTORED = (
+    "import copy\n"
+    + FLOAT32.replace("Adam(model.parameters(), lr=1e-3)", "SGD(model.parameters(), lr=0.1)")
+    .replace("range(4)", "range(12)")
+    .replace(
+        "    optimizer.zero_grad()\n",
+        """\
+    if step == 6:
+        best = copy.deepcopy(model.state_dict())
+        optimizer.param_groups[0]["lr"] = 1e30
+    optimizer.zero_grad()
+""",
+    )
+    + "model.load_state_dict(best)\n"
+)
+
+GUARDED = FLOAT32.replace("range(4)", "range(12)").replace(
+    "    F.cross_entropy(model(x), y).backward()\n",
+    """\
+    loss = F.cross_entropy(model(x), y) * (float("nan") if step == 5 else 1.0)
+    if not torch.isfinite(loss):
+        continue
+    loss.backward()
+""",
 )
 
 HEALTHY = {
@@ -176,7 +222,6 @@ HEALTHY = {
     "float32": FLOAT32,
     "by hand": BY_HAND,
     "masters by hand": MASTERS,
-    "wide": WIDE,
     "no training": "print('hello')",
 }
 
@@ -272,23 +317,6 @@ BUGS = {
         edits=(IN_BLOCK,),
         numbers={"loss_scale": 1024.0},
         says="inside a scale_loss block",
-    ),
-    "an average of rounded weights, O2": Bug(
-        rule="PA407",
-        healthy=O2,
-        edits=(
-            (
-                "scheduler = ",
-                "mean = lambda old, new, count: old + (new - old) / (count + 1)\n"
-                "average = torch.optim.swa_utils.AveragedModel(model, avg_fn=mean)\n"
-                "scheduler = ",
-            ),
-            (
-                "    optimizer.step()\n",
-                "    optimizer.step()\n    average.update_parameters(model)  # <-\n",
-            ),
-        ),
-        says="half parameters in place of their masters",
     ),
     "clipping the halves, O2": Bug(
         rule="PA101",
@@ -511,16 +539,6 @@ BUGS = {
             ),
         ),
     ),
-    "sizes that are no multiples of 8": Bug(
-        rule="PA501",
-        healthy=WIDE,
-        edits=(
-            ("nn.Linear(1024, 1024))", "nn.Linear(1024, 1021))"),
-            ("torch.randn(64, 1024)\n", "torch.randn(64, 1021)\n"),
-            ("output = model(x)", "output = model(x)  # <-"),
-        ),
-        says="2 multiplies (64, 1024) by (1024, 1021): 1021 features out",
-    ),
     "a weighted loss never scaled": Bug(
         rule="PA105",
         healthy=GRAD_SCALER,
@@ -649,5 +667,92 @@ BUGS = {
             ),
         ),
         numbers={"parameters": 2},
+    ),
+    "an unscaled term in a scaled loss": Bug(
+        rule="PA106",
+        healthy=TWO_LOSSES,
+        edits=(
+            (" + scaler.scale(output.float()", " + (output.float()"),
+            ("    scaler.unscale_(optimizer)\n", "    scaler.unscale_(optimizer)  # <-\n"),
+        ),
+        numbers={"gradients": 6, "loss_scale": 1024.0},
+    ),
+    "an update before the step": Bug(
+        rule="PA107",
+        healthy=GRAD_SCALER,
+        edits=(
+            (
+                "    scaler.unscale_(optimizer)\n",
+                "    scaler.update(512.0)\n    scaler.unscale_(optimizer)  # <-\n",
+            ),
+        ),
+        numbers={"gradients": 6},
+        says="from before scaler.update",
+    ),
+    "a scaler for each batch": Bug(
+        rule="PA108",
+        healthy=GRAD_SCALER,
+        edits=(
+            ("init_scale=1024.0)\n", "init_scale=1024.0)\nmake = torch.amp.GradScaler\n"),
+            (
+                "    optimizer.zero_grad()\n",
+                '    optimizer.zero_grad()\n    scaler = make("cpu", init_scale=1024.0)  # <-\n',
+            ),
+        ),
+        numbers={"scalers": 3},
+    ),
+    "no scale saved beside the optimizer's state": Bug(
+        rule="PA110",
+        healthy=SAVED,
+        edits=(("scaler.state_dict()", "{}"), ("BytesIO())", "BytesIO())  # <-")),
+    ),
+    "a scaler for bfloat16": Bug(
+        rule="PA111",
+        healthy=BF16_NO_SCALER,
+        edits=(("enabled=False", "init_scale=1024.0"), (".backward()\n", ".backward()  # <-\n")),
+        numbers={"parameters": 6},
+    ),
+    "an average in half": Bug(
+        rule="PA204",
+        healthy=AVERAGED,
+        edits=(
+            ("p.detach().float()", "p.detach().half()"),
+            ("(mean.dtype), 1e-3)\n", "(mean.dtype), 1e-3)  # <-\n"),
+        ),
+        numbers={"tensors": 1},
+        says="float16 tensors with 512 values stand still",
+    ),
+    "masters that are never copied back": Bug(
+        rule="PA405",
+        healthy=MASTERS,
+        edits=(
+            ("        p.data.copy_(master.data)\n", "        pass\n"),
+            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+        ),
+        numbers={"steps": 4, "parameters": 4},
+    ),
+    "sums of losses": Bug(
+        rule="PA406",
+        healthy=ACCUMULATED,
+        edits=(
+            ("(F.cross_entropy(model(x), y) / 2)", "F.cross_entropy(model(x), y)"),
+            ("        optimizer.step()\n", "        optimizer.step()  # <-\n"),
+        ),
+        numbers={"backwards": 2},
+    ),
+    "weights that diverge": Bug(
+        rule="PA602",
+        healthy=RESTORED,
+        edits=(
+            ("model.load_state_dict(best)\n", ""),
+            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+        ),
+        also=("PA603",),
+    ),
+    "nan losses that are left out": Bug(
+        rule="PA603",
+        healthy=GUARDED,
+        edits=(("step == 5", "step >= 5"), ("isfinite(loss):", "isfinite(loss):  # <-")),
+        numbers={"step": 6, "bad": 7},
     ),
 }

@@ -43,8 +43,6 @@ WATCHED = (
     torch.optim.lr_scheduler.CosineAnnealingWarmRestarts,
     torch.amp.GradScaler,
     torch.Tensor,
-    torch.autocast,
-    torch.optim.swa_utils.AveragedModel,
     Block,
     LossScaler,
 )
@@ -138,9 +136,7 @@ def test_a_failing_detector_does_not_touch_the_run(
     examination, names = examine(FLOAT32, tmp_path)
     assert names["step"] == 3
     assert len(examination.notes) == 1
-    assert examination.notes[0].startswith(
-        "PA102, PA103, PA112: the doctor itself failed (ValueError: a"
-    )
+    assert examination.notes[0].startswith("PA102, PA103: the doctor itself failed (ValueError: a")
 
 
 def test_compiled_models_run_compiled(tmp_path: Path) -> None:

@@ -9,33 +9,28 @@ from typing import Final
 from preamp.core.errors import bad_value
 from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
-from preamp.doctor.rules.half_compute import Autocast, BatchNorm, HalfLoss
+from preamp.doctor.rules.half_compute import BatchNorm, HalfLoss
 from preamp.doctor.rules.half_weights import Averages, Eps, LostUpdates
 from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
 from preamp.doctor.rules.outcome import Outcome
-from preamp.doctor.rules.parameters import Accumulation, Frozen, Masters, Membership, Unserved
-from preamp.doctor.rules.scaler import LeftOn, Saving, ScalerUse
-from preamp.doctor.rules.speed import TensorCores
+from preamp.doctor.rules.parameters import Accumulation, Frozen, Masters, Membership
+from preamp.doctor.rules.scaler import Saving, ScalerUse
 
 DETECTORS: Final[tuple[type[Detector], ...]] = (
     Clipping,
     Stepping,
     Scheduling,
     ScalerUse,
-    LeftOn,
     Saving,
     Eps,
     LostUpdates,
     Averages,
     BatchNorm,
     HalfLoss,
-    Autocast,
     Membership,
     Accumulation,
     Frozen,
     Masters,
-    Unserved,
-    TensorCores,
     Outcome,
 )
 

@@ -71,10 +71,6 @@ class Detector:
 
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
-    attempt: Callable[..., Any]
-    """Calls its first argument with the others, for what runs by itself, as hooks do: errors end in
-    a note and not in the script. The examination sets it."""
-
     def __init__(self, seen: Seen, findings: Findings) -> None:
         self.seen = seen
         self._findings = findings
@@ -137,9 +133,6 @@ class Detector:
     def model_failed(self) -> None:
         """A module that the script called, with gradients on, has raised an error."""
 
-    def average_updated(self, model: nn.Module) -> None:
-        """``AveragedModel.update_parameters(model)`` is about to run."""
-
     def written(self, target: torch.Tensor) -> None:
         """The script has computed in place on a half tensor; told for one step only."""
 
@@ -194,9 +187,6 @@ class Detector:
 
     def schedule_stepped(self, scheduler: Any) -> None:
         """A learning-rate scheduler is about to step."""
-
-    def step_observed(self, autocast: Place | None, has_half: bool) -> None:
-        """The second step is over: the line that entered an autocast, and whether any was half."""
 
     def run_ended(self) -> None:
         """The script has ended, in whatever way."""

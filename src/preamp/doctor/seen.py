@@ -335,8 +335,6 @@ class Seen:
         )
         # Modules that were called by the script, not by another module, with gradients on.
         self.roots: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        # The ``id`` of leaves whose gradient was float16 on its way in one of the first backwards.
-        self.through_half: set[int] = set()
         self.gradients = Gradients()  # where gradients come from
         # The latest scaled losses whose backward has not run, by their node in the graph, since
         # a loss that is added to another one does not live on: scaler, whether an undivided mean.

@@ -39,8 +39,6 @@ class Watch:
             for kind in DETECTORS
             if wanted & {rule.id for rule in kind.RULES}
         ]
-        for detector in self._detectors:
-            detector.attempt = self.attempt
         self._lock = threading.RLock()
         self._process: int | None = None  # the examined one
         self._failed: set[int] = set()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -13,7 +12,6 @@ from typing import Any, Final, cast
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 TELLS_HOOKS: Final = hasattr(cast("Any", torch)._C._autograd.SavedTensor, "unpack_hook")
 """Whether torch says what hooks unpack a saved tensor without calling them; 2.6 does not."""
@@ -57,8 +55,6 @@ _PASSED = ("Add", "Sub", "Mul", "Div", "Sum", "Mean", "Stack", "ToCopy", "Clone"
 _FEW = 64
 _MANY = 512
 
-Gradients = tuple[torch.Tensor | None, ...]
-
 
 def nodes_made() -> int:
     """How many nodes this thread has made so far; see `is_made_since`."""
@@ -99,26 +95,6 @@ def reached_from(root: torch.Tensor, targets: Container[Node]) -> set[Node]:
             seen |= after
             pending += after
     return found
-
-
-def watch_gradients(
-    root: torch.Tensor, dtype: torch.dtype, look: Callable[[str, Gradients, Gradients], None]
-) -> list[RemovableHandle]:
-    """Have the backward from ``root`` show ``look`` whatever makes gradients of ``dtype``.
-
-    It gets the node's name, the gradients that were made and those that were given. The handles
-    returned end it. Nothing is changed, and nothing synchronises.
-    """
-    pending = [] if root.grad_fn is None else [root.grad_fn]
-    seen, handles = set(pending), list[RemovableHandle]()
-    for node in pending:  # which grows
-        following = _following(node)
-        metadata = (m for after in following for m in getattr(after, "_input_metadata", ()))
-        if any(getattr(m, "dtype", None) is dtype for m in metadata):
-            handles.append(node.register_hook(functools.partial(look, node.name())))
-        pending += (new := set(following) - seen)
-        seen |= new
-    return handles
 
 
 def constant_factors(loss: torch.Tensor, *, waits: bool) -> list[float] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -13,14 +12,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.swa_utils import AveragedModel
 
 from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.doctor.probes.around import around, telling
-from preamp.doctor.rule import Place, current_place
 from preamp.doctor.watch import Watch
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.observe import ObservedOps
@@ -44,9 +41,8 @@ class ModuleProbes:
             around(torch.Tensor, name, self._read, self._hooks)
         for name in ("isnan", "isinf", "isfinite"):
             around(torch, name, self._read, self._hooks)
-        loaded, averaged = telling(watch, "weights_loaded", late=True), "average_updated"
+        loaded = telling(watch, "weights_loaded", late=True)
         around(nn.Module, "load_state_dict", loaded, undo)
-        around(AveragedModel, "update_parameters", telling(watch, averaged, which=1), undo)
         around(torch, "save", telling(watch, "saved"), undo)
         around(torch, "load", telling(watch, "loaded", of_result=True), undo)
 
@@ -106,32 +102,20 @@ class OperationProbes:
         undo.push(partial(watch.after_step.remove, self._step_taken))
         self._mode: ObservedOps | None = None
         self._thread = 0
-        self._is_noting = False
         self._is_over = False
-        self._has_half = False
-        self._entered: Place | None = None
-        undo.push(self._stop)
-        # Those that are not on have been switched off by torch where the device is missing.
-        self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._patches = UndoStack()
-        undo.push(self._patches.unwind)
+        undo.push(self.leave_alone)
         self._backwards = 0
         self._addresses: set[int] = set()  # of gradients
         self._is_read = self._is_changed = False  # gradients, by the script
         around(torch.autograd, "backward", self._backward, self._patches)
-        around(torch.autocast, "__init__", self._make_region, self._patches)
-        around(torch.autocast, "__enter__", self._autocast, self._patches)
 
     def _step_taken(self) -> None:
         """Start after the first step, and stop after the second."""
-        steps = self._watch.seen.steps
-        if steps == 1 and not self._is_over:
-            self._is_noting = self._start()
-        elif steps == 2 and self._is_noting:
+        if self._watch.seen.steps > 1:
             self._stop()
-            self._watch.tell("step_observed", self._entered, self._has_half)
-        elif self._mode is not None:
-            self._stop()
+        elif not self._is_over:
+            self._start()
 
     def _backward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -146,21 +130,21 @@ class OperationProbes:
         grads = map(stored_grad, self._watch.seen.all_params())
         return _addresses(grad for grad in grads if grad is not None)
 
-    def _start(self) -> bool:
+    def _start(self) -> None:
         """Look from now on, unless a mode of the script's is in the way."""
         mode = ObservedOps(self._look)
         if self._mode is None and mode.start():
             self._thread, self._mode = threading.get_ident(), mode
-        return self._mode is not None
 
     def _look(
         self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
-        if self._watch.is_looking:
+        steps = self._watch.seen.steps
+        if self._watch.is_looking or self._is_over:
             return
-        if self._is_noting:
-            self._watch.attempt(self._note_half, func, read, written)
-        elif not self._watch.seen.steps and backward_under_way() < 0:
+        if steps == 1:
+            self._watch.attempt(self._note_writes, str(func), read, written)
+        elif not steps and backward_under_way() < 0:
             self._watch.attempt(self._note_gradients, str(func.overloadpacket), read)
 
     def _note_gradients(self, name: str, read: Sequence[torch.Tensor]) -> None:
@@ -175,23 +159,9 @@ class OperationProbes:
             self._watch.seen.reads_gradients = self._is_read and not self._is_changed
 
     def _stop(self) -> None:
-        """Stop; where another mode is in the way, only listening stops, and the mode later."""
-        self._is_noting = False
+        """Stop; where another mode is in the way, after a later step."""
         if self._mode is not None and threading.get_ident() == self._thread and self._mode.stop():
             self._mode = None
-
-    def _make_region(
-        self, function: Callable[..., Any], region: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        function(region, *args, **kwargs)
-        if args[2] if len(args) > 2 else kwargs.get("enabled", True):
-            self._regions.add(region)
-
-    def _autocast(self, function: Callable[..., Any], region: Any) -> Any:
-        result = function(region)
-        if self._is_noting and torch.is_grad_enabled() and region in self._regions:
-            self._entered = self._entered or self._watch.attempt(current_place)
-        return result
 
     def leave_alone(self) -> None:
         """Note nothing any more."""
@@ -199,16 +169,13 @@ class OperationProbes:
         self._patches.unwind()
         self._stop()
 
-    def _note_half(
-        self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    def _note_writes(
+        self, func: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
-        """Note half results, and tell of those that the script computes in place between steps."""
-        if getattr(func, "is_view", False):
-            return
-        self._has_half = self._has_half or any(is_half(tensor) for tensor in written)
-        name = str(func).removeprefix("aten.").removeprefix("_foreach_").partition(".")[0]
+        """Tell of half tensors that the script computes in place between steps."""
+        name = func.removeprefix("aten.").removeprefix("_foreach_").partition(".")[0]
         if name in _IN_PLACE and not any(f.is_inside for f in self._watch.seen.optimizers.values()):
-            for target in filter(is_half, read if "foreach" in str(func) else written):
+            for target in filter(is_half, read if "foreach" in func else written):
                 self._watch.tell("written", target)
 
 
@@ -234,9 +201,9 @@ class CompileProbe:
                 for probe in self._probes:
                     probe.leave_alone()
                 self._watch.seen.notes.append(
-                    "The script uses torch.compile. From there on calls of modules and autocast "
-                    "were not looked at, which PA102, PA301, PA302, PA303 and PA501 wholly or "
-                    "partly rely on. A compiled optimizer.step is not seen at all."
+                    "The script uses torch.compile. From there on calls of modules were not looked "
+                    "at, and what is compiled has no graph to read: PA102, PA204, PA301 and PA302 "
+                    "see less. A compiled optimizer.step is not seen at all."
                 )
             model = args[0] if args else kwargs.get("model")
             model = getattr(model, "__self__", model)  # Module.compile hands over a method

@@ -163,7 +163,6 @@ class TrainingProbes:
         self._read += 1
         if self._read <= _READ:
             half = leaves_through(roots, torch.float16)
-            seen.through_half |= half
         factors: Sequence[float] | None = ()
         scaler, mean, is_mixed = seen.take_scaler(roots)
         origin, lines = Origin.ENGINE, current_places()

@@ -40,18 +40,6 @@ HALF_LOSS = define_rule(
     run in float32 under autocast and at preamp's O1 and O4 by themselves.""",
 )
 
-IDLE_AUTOCAST = define_rule(
-    id="PA303",
-    severity=Severity.WARNING,
-    title="Autocast covers nothing",
-    why="""The model runs in float32, at float32's speed and memory, though the script reads as if
-    it ran in half.""",
-    how="""In the second step an autocast region was entered with gradients on, and no operation of
-    the step gave a half tensor. Usually the forward stands outside of the region, the region is for
-    another device, or autocast is switched off inside.""",
-    do="Put the forward and the loss inside the region, for the device that the model is on.",
-)
-
 _BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]  # its own name is private
 _LOSS_MODULES = "torch.nn.modules.loss"
 
@@ -134,17 +122,3 @@ class HalfLoss(Detector):
             loss=value,
             spacing=spacing,
         )
-
-
-class Autocast(Detector):
-    """Finds PA303."""
-
-    RULES = (IDLE_AUTOCAST,)
-
-    def step_observed(self, autocast: Place | None, has_half: bool) -> None:
-        """Look whether anything was half in a step that had an autocast region."""
-        if any(isinstance(root, nn.DataParallel) for root in self.seen.roots):
-            return  # its forwards are in other threads
-        if autocast is not None and not has_half:
-            what = "No operation of the second step, forward or backward, was in half."
-            self.report(IDLE_AUTOCAST, "autocast", what, where=autocast)

@@ -13,7 +13,6 @@ from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import find_again, stored_grad
 from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.rules.scaler import is_known
 from preamp.doctor.seen import Seen, sample_of
 from preamp.numerics import FORMATS, is_eps_zero
 
@@ -80,6 +79,12 @@ _AVERAGES = 16
 _WRITES = 128  # in the second step, which averages are at the beginning of
 
 
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's update is torch's or preamp's; subclasses may have their own."""
+    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    return owner.__module__.partition(".")[0] in ("torch", "preamp")
+
+
 class Eps(Detector):
     """Finds PA201."""
 
@@ -87,7 +92,7 @@ class Eps(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the groups; their options may change between steps."""
-        if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not is_known(optimizer):
+        if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not _is_known(optimizer):
             return
         if not self.is_new(EPS_IS_ZERO, id(optimizer)):
             return
@@ -139,7 +144,7 @@ class LostUpdates(Detector):
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy some weights, at steps that are powers of two; half ones once any has moved."""
         number = self.seen.facts(optimizer).begun
-        if number & (number - 1) or not is_known(optimizer):
+        if number & (number - 1) or not _is_known(optimizer):
             return
         watched = self._watched[optimizer]
         watched.before.clear()

@@ -67,17 +67,6 @@ BYPASSED = define_rule(
     for that by itself.""",
     do="Call scaler.step(optimizer) and then scaler.update() in place of optimizer.step().",
 )
-OUTSIDE = define_rule(
-    id="PA112",
-    severity=Severity.WARNING,
-    title="A step at a dynamic loss scale without scale_loss",
-    why="""Overflow is looked for where a scale_loss block ends. Outside of one an infinite gradient
-    is applied, and the loss scale never hears of it.""",
-    how="""Gradients of a step, or a part of them, came from a backward outside scale_loss, and a
-    loss scale of the engine is dynamic. Where they pass float16 this is PA102.""",
-    do="Call backward inside preamp.scale_loss(loss, optimizer), or use a static loss scale.",
-)
-
 
 _BEFORE_UNSCALE = "before scaler.unscale_(optimizer)"
 _SOON = 100  # steps; a scale that grows this often is found before it matters
@@ -212,7 +201,7 @@ class _UnscaledSteps:
 class Stepping(Detector):
     """Finds PA102 and PA103."""
 
-    RULES = (NOT_SCALED, BYPASSED, OUTSIDE)
+    RULES = (NOT_SCALED, BYPASSED)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
@@ -310,9 +299,6 @@ class Stepping(Detector):
         half = [param for param in plain if param.dtype is torch.float16]
         were_half = [param for param in plain if self.seen.gradients.was_half(param)]
         if not half and not were_half:
-            if engine is not None and plain and any(scaler.is_dynamic for scaler in engine.scalers):
-                what = f"{type(optimizer).__name__}.step used {len(plain)} gradients from outside."
-                self.report(OUTSIDE, id(optimizer), what, gradients=len(plain))
             return
         how = (
             f"{len(half)} float16 gradients"

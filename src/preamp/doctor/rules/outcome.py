@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections import Counter
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, current_places, define_rule
 from preamp.doctor.seen import Moment, Seen, Source, Streak, largest
-from preamp.kernels.autograd import Gradients, has_hooks, reached_from, watch_gradients
+from preamp.kernels.autograd import has_hooks, reached_from
 
 NO_STEP = define_rule(
     id="PA601",
@@ -72,30 +70,12 @@ BAD_LOSS = define_rule(
     do="""Stop the loop. Look at the data of that step, at what overflows in half (preamp's
     trace_overflow names it), and at the learning rate.""",
 )
-NO_GRADIENT = define_rule(
-    id="PA604",
-    severity=Severity.ERROR,
-    title="All gradients are zero",
-    why="""float16 has nothing between zero and 6e-8. If all gradients fall in there, no weight
-    moves, however good the loss looks.""",
-    how="""In an optimizer's last three steps, or in all, every gradient was zero, and small ones
-    became so on their way through float16, at a loss of a ten thousandth of the largest one at
-    least. A satisfied hinge has such gradients by right.""",
-    do="Use a dynamic loss scale or a larger static one, or train in bfloat16.",
-)
 
 _LAST = 3
 _SKIPPED = 8
 _SURELY = 4
 _OUTPUTS = 8
 _AWAITED = 8  # values of one line whose graph is kept until a backward begins
-_CONVERGED = 1e-4  # of the largest loss
-_SMALL = 2.0**-10  # what rounding makes zero is smaller; other gradients an operation makes zero
-_SELECTING = (
-    *("Relu", "Threshold", "Hardtanh", "Clamp", "Where", "MaskedFill", "NativeDropout", "Abs"),
-    *("Max", "Min", "Amax", "Amin", "Sort", "Topk", "Index", "Select", "Slice", "Gather"),
-)
-"""Beginnings of the names of operations that may rightly give no gradient at all."""
 
 
 @dataclass(slots=True)
@@ -123,8 +103,6 @@ class _Training:
         default_factory=list[weakref.ref[torch.Tensor]]
     )
     state: Streak = field(default_factory=Streak)  # of all of them
-    gradients: Streak = field(default_factory=Streak)  # whether they have become zero in float16
-    is_zero: torch.Tensor | bool = False  # whether the last ones were, whatever the reason
     at: Place | None = None  # the line of its steps
 
     def count(self, applied: int, skipped: int) -> None:
@@ -176,8 +154,7 @@ class _Training:
     @property
     def is_well(self) -> bool:
         """Whether it has come to something. Synchronises."""
-        is_bad = self.state.latest or self.gradients.latest or self.in_row >= _SKIPPED
-        return self.applied > 0 and not is_bad
+        return self.applied > 0 and not self.state.latest and self.in_row < _SKIPPED
 
     def shares(self, other: _Training) -> bool:
         """Whether both have a tensor in common."""
@@ -185,19 +162,15 @@ class _Training:
 
 
 class Outcome(Detector):
-    """Finds PA601 to PA604."""
+    """Finds PA601 to PA603."""
 
-    RULES = (NO_STEP, BAD_WEIGHTS, BAD_LOSS, NO_GRADIENT)
+    RULES = (NO_STEP, BAD_WEIGHTS, BAD_LOSS)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
         self._trainings = ByOptimizer(self._training)
         self._all = self._trainings.all
         self._losses = _Losses(seen)
-        self._hooks: list[RemovableHandle] = []
-        self._underflow: torch.Tensor | None = None  # whether a gradient has become zero
-        self._largest_loss = torch.zeros(())
-        self._is_converged = torch.tensor(False)  # whether it is next to nothing now
         self._is_made = False  # an optimizer
         self._forwards = 0  # in training mode
         # Calls that raised, since the latest step: of backward and step, and of models by line.
@@ -220,36 +193,19 @@ class Outcome(Detector):
         """A script that only evaluates makes none."""
         self._is_made = True
 
-    # -- losses and gradients ----------------------------------------------------------------
+    # -- losses ------------------------------------------------------------------------------
 
     def loss_read(self, loss: torch.Tensor) -> None:
         """Keep it until a backward begins from it, or none does."""
         self._losses.read(loss)
 
     def loss_made(self, loss: torch.Tensor) -> None:
-        """Look whether it is finite; and where its gradients become zero, if they do."""
-        if loss.is_meta:  # it has no value
-            return
-        self._losses.begin(loss)
-        size = loss.detach().abs().max().float().nan_to_num(0.0, 0.0)
-        self._largest_loss = torch.maximum(size, self._largest_loss.to(size.device))
-        self._is_converged = size < _CONVERGED * self._largest_loss
-        is_zero = any(bool(training.is_zero) for training in self._all)
-        if is_zero or self._losses.backwards <= _LAST:
-            look = functools.partial(self.attempt, self._look_at_gradients)
-            self._hooks += watch_gradients(loss, torch.float16, look)
-
-    def _look_at_gradients(self, name: str, made: Gradients, given: Gradients) -> None:
-        before, after = largest(given), largest(made)
-        if before is not None and after is not None and not name.startswith(_SELECTING):
-            is_lost = (before > 0) & (before < _SMALL) & (after == 0).to(before.device)
-            lost = self._underflow
-            self._underflow = is_lost if lost is None else is_lost | lost.to(is_lost.device)
+        """Look whether it is finite."""
+        if not loss.is_meta:  # which has no value
+            self._losses.begin(loss)
 
     def backward_ended(self, source: Source, was_half: Container[int]) -> None:
         """Count those of parameters that are never stepped."""
-        while self._hooks:
-            self._hooks.pop().remove()
         self._trained.update(self._called.values())
         self._see_steps()
         is_training = any(root.training for root in tuple(self.seen.roots))
@@ -307,21 +263,11 @@ class Outcome(Detector):
                 training.look_again((training.applied + training.skipped, self.seen.steps))
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether there is any gradient in it."""
+        """Note when and where it is."""
         training = self._trainings[optimizer]
         training.at = training.at or current_place()
         training.last = self.seen.steps
         training.first = training.last if training.first < 0 else training.first
-        lost, self._underflow = self._underflow, None
-        params = [p for p in self.seen.params(optimizer) if stored_grad(p) is not None]
-        through_half = self.seen.through_half
-        is_half = any(p.dtype is torch.float16 or id(p) in through_half for p in params)
-        size = largest(map(stored_grad, params)) if is_half else None
-        if size is not None:
-            training.is_zero = size == 0
-            if lost is not None:
-                is_bad = lost & self._is_converged.logical_not().to(lost.device)
-                training.gradients.add(training.is_zero & is_bad.to(size.device), self.seen.now())
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the weights."""
@@ -415,11 +361,6 @@ class Outcome(Detector):
                 self._lost = min(self._lost, taken)
             what = f"{part} are not finite since step {step}, for {bad} steps."
             self.report(BAD_WEIGHTS, number, what, where=training.at, step=step, steps=bad)
-        zero = training.gradients.latest
-        if zero and zero >= min(_LAST, training.gradients.total):
-            step, _ = training.gradients.began
-            what = f"All gradients of {training.name} are zero since step {step}, for {zero} steps."
-            self.report(NO_GRADIENT, number, what, where=training.at, step=step, steps=zero)
 
     def _report_skips(self, number: int, training: _Training) -> None:
         steps = training.applied + training.skipped

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from preamp.core.dtypes import is_half
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
@@ -87,16 +86,6 @@ NOT_DIVIDED = define_rule(
     how="""In most steps the gradients are sums of several backwards of one line, each with a
     forward of its own and a loss that is a mean, and neither losses nor gradients were divided.""",
     do="Divide the loss by the number of backwards, or the gradients once before the step.",
-)
-UNSERVED = define_rule(
-    id="PA407",
-    severity=Severity.WARNING,
-    title="Rounded weights are averaged in place of their masters",
-    why="""At O2 and O5 a model's weights are float32 masters, rounded. Their average lacks the
-    digits, and one that is half itself soon stands still.""",
-    how="""AveragedModel.update_parameters was called with half parameters that have masters. For
-    averages by hand see PA204.""",
-    do="Make and update the average inside engine.exact_weights(), or of a deep copy of the model.",
 )
 
 FROZEN_MOVE = define_rule(
@@ -441,19 +430,3 @@ class Masters(Detector):
         name = type(optimizer).__name__
         what = f"At step {begun} of {name} {len(halves)} half parameters have not moved for long."
         self.report(NOT_COPIED, id(optimizer), what, steps=begun, parameters=len(halves))
-
-
-class Unserved(Detector):
-    """Finds PA407."""
-
-    RULES = (UNSERVED,)
-
-    def average_updated(self, model: nn.Module) -> None:
-        """Look whether the model's parameters are rounded masters."""
-        masters = [s.masters for engine in self.seen.engines() for s in engine.sessions.values()]
-        halves = {id(twin.half) for column in masters if column is not None for twin in column}
-        # Inside of exact_weights they are not half.
-        count = sum(id(param) in halves for param in filter(is_half, model.parameters()))
-        if count:
-            what = f"AveragedModel averages {count} half parameters in place of their masters."
-            self.report(UNSERVED, "average", what, parameters=count)

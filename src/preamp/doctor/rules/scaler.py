@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PA105 to PA111, PA113: a ``GradScaler``, or a scale by hand, that is not used as a whole."""
+"""PA105 to PA108, PA110, PA111 and PA113: a ``GradScaler`` that is not used as a whole."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import nn
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Mark, Origin, Seen, Source
-from preamp.kernels.autograd import has_hooks, leaves_through
+from preamp.doctor.seen import Origin, Seen, Source
+from preamp.kernels.autograd import leaves_through
 
 NEVER_SCALED = define_rule(
     id="PA105",
@@ -66,19 +66,6 @@ NEW_SCALER = define_rule(
     how="""Three scalers made at one line followed each other in the steps of one optimizer, and
     none of them was used again.""",
     do="Make one GradScaler before the loop.",
-)
-LEFT_ON = define_rule(
-    id="PA109",
-    severity=Severity.ERROR,
-    title="A loss scale by hand is not undone once",
-    why="""Updates are as many times too large, or too small, as the loss was multiplied by. Adam
-    hides it, but not from its eps, from clipping and from weight decay.""",
-    how="""A loss that reaches its parameters through float16 was multiplied by a power of two from
-    64 on, and a step used most of its gradients, or float32 copies of them, as they came, clipped
-    or not; or, seen on CPUs, all of them divided by the square of that number. Left out are
-    gradients with hooks, optimizers with a step of their own, and learning rates that are round
-    numbers only after multiplying by that factor.""",
-    do="Divide the gradients by the scale once, before they are clipped, or use a GradScaler.",
 )
 NOT_SAVED = define_rule(
     id="PA110",
@@ -240,65 +227,6 @@ class ScalerUse(Detector):
         if len(chain.scalers) >= _NEW:
             what = f"{_NEW} scalers were made here for steps of one {type(optimizer).__name__}."
             self.report(NEW_SCALER, made, what, where=made, scalers=_NEW)
-
-
-class LeftOn(Detector):
-    """Finds PA109."""
-
-    RULES = (LEFT_ON,)
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether the gradients carry what the script multiplied the loss by."""
-        if not self.is_new(LEFT_ON, id(optimizer)) or not is_known(optimizer):
-            return
-        own = list(self.seen.params(optimizer))
-        behind = self.seen.behind(optimizer)
-        sources = behind if len(behind) == len(own) else own
-        pairs = [(p, s) for p, s in zip(own, sources, strict=True) if stored_grad(p) is not None]
-        marks = [mark for _, s in pairs if (mark := self._scaled(s)) is not None]
-        factor = next((mark.source.factor for mark in marks if mark.was_half), 0.0)
-        if math.frexp(factor)[0] != 0.5:
-            return
-        undone = [self._undone(*pair) for pair in pairs]
-        carried = undone.count(1.0)
-        twice = sum(math.isclose(by, factor**2, rel_tol=0.1) for by in undone)
-        if 2 * carried < len(pairs) and twice < len(pairs):
-            return
-        rates = {float(group.get("lr", 0.0)) for group in optimizer.param_groups}
-        if carried and all(_is_round(rate * factor) and not _is_round(rate) for rate in rates):
-            return
-        count = carried or twice
-        how = f"carry the factor {factor:g}" if carried else f"were divided by {factor:g} twice"
-        what = f"{type(optimizer).__name__}.step used {count} gradients that {how}."
-        self.report(LEFT_ON, id(optimizer), what, factor=factor, gradients=count)
-
-    def _scaled(self, source: torch.Tensor) -> Mark | None:
-        """The mark of a gradient whose loss was scaled by hand, if no hook may have undone it."""
-        mark = self.seen.gradients.last(source)
-        is_scaled = mark is not None and mark.origin is Origin.BY_HAND and not has_hooks(source)
-        return mark if is_scaled else None
-
-    def _undone(self, param: torch.Tensor, source: torch.Tensor) -> float:
-        """What the gradient of ``param`` is that of ``source`` divided by, as it was made."""
-        if self._scaled(source) is None:
-            return math.nan
-        gradients, grad, made = self.seen.gradients, stored_grad(param), stored_grad(source)
-        if gradients.live(source) is not None and grad is not None and made is not None:
-            is_same = param is source or grad.shape == made.shape
-            if is_same and (param is source or torch.equal(made.to(grad.dtype), grad)):
-                return 1.0
-        return gradients.divided_by(source, grad)
-
-
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's update is torch's or preamp's; subclasses may have their own."""
-    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-    return owner.__module__.partition(".")[0] in ("torch", "preamp")
-
-
-def _is_round(rate: float) -> bool:
-    """Whether two digits are enough for it."""
-    return rate == float(f"{rate:.1e}")
 
 
 class Saving(Detector):
