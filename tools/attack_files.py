@@ -9,7 +9,7 @@ Kinds, of which the first four are tried ``--cases`` times and the others once:
 - *damaged*: checkpoints of both formats that were cut, flipped, spliced, swapped, grown, zeroed;
 - *crafted*: checkpoints whose manifest was changed somewhere, with checksums that fit, loaded at
   every level, with and without pending gradients, and files of sharded ones;
-- *histories*: records of a run with lines that were changed;
+- *histories*: records of a run with lines that were damaged;
 - *mixed*: pieces of the following, put together by chance;
 - *pickles*: pickles that call, build and name what they should not, and bombs;
 - *odd*: pipes, devices, folders, sockets, links that lead nowhere, files without permission.

@@ -23,14 +23,15 @@ from typing import Any, NoReturn, cast
 import preamp
 from preamp.cli.tracebacks import begin_tracebacks
 from preamp.core.errors import PreampStateError, message
-from preamp.engine.insight import VARIABLE
+from preamp.engine.asked import ask
 
-_CALLS = """Usage: preamp run [--insight FILE] script.py [argument ...]
-       preamp run [--insight FILE] -m module [argument ...]"""
+_CALLS = """Usage: preamp run [--history FILE] [--numerics light|full] script.py [argument ...]
+       preamp run [--history FILE] [--numerics light|full] -m module [argument ...]"""
 _HELP = (
     "Run a program that imports apex, amp_C or apex_C, with these names supplied by preamp. "
-    "What follows the script or the module is the program's own. --insight names a TOML file "
-    "of what to record and watch, as the variable PREAMP_INSIGHT does. Under torchrun:"
+    "What follows the script or the module is the program's own. --history and --numerics take "
+    "the place of these arguments of preamp.initialize, whatever the program passes. "
+    "Under torchrun:"
 )
 _RANKS = "  torchrun --nproc-per-node 2 -m preamp run script.py"
 
@@ -62,14 +63,26 @@ def run(arguments: list[str]) -> None:
         paragraph = textwrap.fill(_HELP, shutil.get_terminal_size().columns)
         print(_CALLS, paragraph, _RANKS, sep="\n\n")
         return
-    if arguments[:1] == ["--insight"]:
-        if len(arguments) < 2 or not os.path.isfile(arguments[1]):
-            _stop(f"There is no file {arguments[1:2] or ''} for --insight", "run")
-        os.environ[VARIABLE] = os.path.abspath(arguments[1])
-        arguments = arguments[2:]
+    arguments = _ask(arguments)
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
     execute(prepare(arguments))
+
+
+def _ask(arguments: list[str]) -> list[str]:
+    """Ask for what the first options say, and return the rest."""
+    asked = dict[str, str]()
+    while arguments and arguments[0].partition("=")[0] in ("--history", "--numerics"):
+        name, is_said, value = arguments[0].partition("=")
+        if not is_said:
+            value = arguments[1] if len(arguments) > 1 else ""
+        asked[name[2:]] = value
+        arguments = arguments[1 if is_said else 2 :]
+    try:
+        ask(**asked)
+    except (TypeError, ValueError) as error:
+        refuse(error)
+    return arguments
 
 
 def prepare(arguments: list[str], command: str = "run") -> Program:

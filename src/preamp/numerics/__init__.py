@@ -11,7 +11,6 @@ from preamp.numerics.formats import is_eps_zero as is_eps_zero
 from preamp.numerics.history import History as History
 from preamp.numerics.history import Listener as Listener
 from preamp.numerics.history import read_history as read_history
-from preamp.numerics.ranks import add_up_ranks as add_up_ranks
 from preamp.numerics.records import CastRecord as CastRecord
 from preamp.numerics.records import CastsRecord as CastsRecord
 from preamp.numerics.records import Float32Record as Float32Record

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
-from types import UnionType
-from typing import Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, cast, get_args
 
 from preamp.core.pytree import plain
 from preamp.numerics.formats import FORMATS
@@ -380,13 +378,6 @@ class TensorStatistics:
     stalled: int | None = None
     histogram: dict[int, int] | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be drawn: a histogram has a column for each exponent in between."""
-        if self.histogram and not -1100 < min(self.histogram) <= max(self.histogram) < 1100:
-            raise ValueError("histogram: these are no exponents of float64")
-        if not self.scale > 0:
-            raise ValueError(f"scale: {self.scale} is no loss scale")
-
     @property
     def nonzero(self) -> int:
         """Elements that are finite and not zero."""
@@ -476,7 +467,13 @@ Record = (
 
 
 _KINDS: dict[str, type[Any]] = {kind.kind: kind for kind in get_args(Record)}
-_WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_INSIDE: Final[dict[str, type[Any]]] = {  # fields that have records inside
+    "trace": TraceRecord,
+    "frames": FrameRecord,
+    "float32": Float32Record,
+    "tensors": TensorStatistics,
+    "casts": CastRecord,
+}
 
 
 def to_json(record: Record) -> dict[str, Any]:
@@ -490,91 +487,40 @@ def to_line(record: Record) -> str:
 
 
 def from_json(line: Mapping[str, Any]) -> Record | None:
-    """Return the record of one line, or ``None`` if its kind is unknown."""
-    kind = line.get("kind")
-    if not isinstance(kind, str):
+    """Return the record of one line, or ``None`` if its kind is unknown.
+
+    Raises `TypeError` or `ValueError` where a field is missing or cannot be what it should.
+    """
+    if not isinstance(line.get("kind"), str):
         raise ValueError("it has no kind")
-    record = _KINDS.get(kind)
-    return None if record is None else _reader(record)(line)
+    record = _KINDS.get(line["kind"])
+    return None if record is None else _made(record, line)
 
 
-Reader = Callable[[Any], Any]
+def _made(kind: type[Any], entries: Mapping[str, Any]) -> Any:
+    hints = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    return kind(**{k: _value(k, hints[k], v) for k, v in entries.items() if k in hints})
 
 
-@cache
-def _reader(hint: Any) -> Reader:
-    """What turns a value of a line into one of the type ``hint``."""
-    if dataclasses.is_dataclass(hint):
-        return partial(_read_fields, cast("type[Any]", hint))
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):  # with None: there are no others
-        return partial(_read_optional, _reader(inner[0]))
-    if origin is list:
-        return partial(_read_list, _reader(inner[0]))
-    if origin is dict:
-        return partial(_read_dict, inner[0], _reader(inner[1]))
-    if origin is Literal:  # newer versions may know more words
-        return partial(_read_plain, str)
-    return _read_float if hint is float else partial(_read_plain, hint)
+def _value(name: str, hint: str, value: Any) -> Any:
+    """What JSON made of a field's value as the field has it."""
+    if value is None:
+        return None
+    if name in _INSIDE:
+        make = partial(_made, _INSIDE[name])
+        return [*map(make, cast("list[Any]", value))] if isinstance(value, list) else make(value)
+    numbers = _floats if "float" in hint or "Range" in hint else _as_it_is
+    if hint.startswith("dict[int"):
+        return {int(key): numbers(number) for key, number in value.items()}
+    return numbers(value)
 
 
-@cache
-def _field_readers(kind: type[Any]) -> dict[str, Reader]:
-    hints = get_type_hints(kind)
-    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-
-
-def _read_fields(kind: type[Any], value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{value!r} is not an object")
-    entries = cast("Mapping[str, Any]", value)
-    values: dict[str, Any] = {}
-    for name, read in _field_readers(kind).items():
-        if name in entries:
-            try:
-                values[name] = read(entries[name])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ValueError(f"a field is missing: {error}") from error
-
-
-def _read_optional(read: Reader, value: Any) -> Any:
-    return None if value is None else read(value)
-
-
-def _read_list(read: Reader, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list")
-    return [read(item) for item in cast("list[Any]", value)]
-
-
-def _read_dict(key: type[Any], read: Reader, value: Any) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{value!r} is not an object")
-    return {key(name): read(item) for name, item in cast("Mapping[Any, Any]", value).items()}
-
-
-def _read_float(value: Any) -> float:
-    if isinstance(value, str) and value in _WORDS:
-        return _WORDS[value]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _as_float(value)
-    raise ValueError(f"{value!r} is not a number")
-
-
-def _read_plain(kind: type[Any], value: Any) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} is not of the type {kind.__name__}")
-    if kind is int:
-        _as_float(value)  # as readers of records do
+def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ValueError("it is larger than any float64") from error
+def _floats(value: Any) -> Any:
+    """Numbers, in lists or not, also those that JSON has no word for."""
+    if isinstance(value, list):
+        return [*map(_floats, cast("list[Any]", value))]
+    return None if value is None else float(value)

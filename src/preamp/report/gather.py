@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -231,7 +232,7 @@ def _resumed(records: Iterable[Record]) -> list[int]:
 
 
 def _replay(records: list[Record]) -> History:
-    history = History(kept=max(1, len(records)))
+    history = History(kept=sys.maxsize)
     for record in records:
         history.add(record)
     return history
