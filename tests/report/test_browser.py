@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 
 from cases import records as made
 from cases.sample_run import train
-from cases.selection import sampled
-from insight import report as planted
 from preamp.report import write
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -188,35 +185,6 @@ def test_print_is_light(visit: Any) -> None:
     page.emulate_media(media="print", color_scheme="dark")
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert brightness(ground) > 700
-
-
-PLANTED = (*planted.FAULTY, *planted.HEALTHY)
-
-
-@pytest.mark.parametrize("case", sampled(PLANTED, 20))
-def test_a_run_begins_with_what_is_wrong_beside_its_picture(
-    case: planted.Case, browser: Any, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "run.html", planted.train(case))
-    seen = Visit(browser, path, 1280, "light")
-    first = seen.page.locator("header .says")
-    assert first.is_visible()
-    assert re.fullmatch(case.first, first.inner_text())
-    advice = seen.page.locator(".advice > li").first
-    assert advice.count() == (case in planted.FAULTY)
-    if case in planted.FAULTY:
-        assert advice.locator("h3").inner_text().endswith(first.inner_text())
-        assert re.search(case.do, advice.inner_text())
-        text, picture = (
-            advice.locator(part).bounding_box() for part in ("> div", "figure svg.plot")
-        )
-        assert text["x"] + text["width"] <= picture["x"]
-        assert picture["y"] < text["y"] + text["height"]
-        assert advice.locator("figure .mark.began").count() == 1
-    assert (seen.troubles, seen.requests) == ([], [seen.address])
-    seen.page.set_viewport_size({"width": 375, "height": 900})
-    assert seen.page.evaluate("document.documentElement.scrollWidth") == 375
-    seen.page.context.close()
 
 
 def brightness(colour: str) -> float:

@@ -6,18 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from preamp.report import casts, collapse, layers, losses, settings, skips, tensors, timeline, words
+from preamp.report import layers, losses, skips, tensors, timeline, words
 from preamp.report.blocks import Advice, Advised, Block, Figure, Section, Text
 from preamp.report.finding import RULES, Finding, Severity, Verdict
 from preamp.report.gather import Run
 
 _MEASUREMENTS: Final[tuple[Callable[[Run], Iterator[Finding]], ...]] = (
-    collapse.broken_runs,
-    settings.decay_too_large,
-    settings.momentum_is_one,
-    settings.rate_vanishes,
-    settings.loss_stays,
-    losses.losses_rise,
+    losses.diverges,
+    losses.overflows_taken,
+    losses.loss_not_finite,
+    skips.overflows_at_any_scale,
     skips.no_step_taken,
     skips.overflows_in_one_place,
     skips.many_skips,
@@ -26,10 +24,7 @@ _MEASUREMENTS: Final[tuple[Callable[[Run], Iterator[Finding]], ...]] = (
     tensors.gradients_all_zero,
     tensors.gradients_lost,
     tensors.little_headroom,
-    tensors.no_gradient_arrives,
-    tensors.gradients_always_zero,
     layers.updates_stalled,
-    casts.casts_of_one_line,
 )
 _BEGAN = "Marked is where it began."
 
@@ -42,14 +37,7 @@ def advise(run: Run) -> list[Finding]:
     found = [finding for measure in _MEASUREMENTS for finding in measure(run)]
     serious = [finding for finding in found if finding.severity > Severity.NOTE]
     hidden = {id for finding in serious for id in finding.rule.hides}
-    shown = (finding for finding in found if finding.id not in hidden)
-    return sorted(
-        (f for f in shown if not any(_explains(cause, f) for cause in serious)), key=_rank
-    )
-
-
-def _explains(cause: Finding, later: Finding) -> bool:
-    return later.id in cause.rule.hides_later and 0 < cause.step <= later.step
+    return sorted((finding for finding in found if finding.id not in hidden), key=_rank)
 
 
 def _rank(finding: Finding) -> tuple[int, int, int]:
@@ -149,8 +137,6 @@ def _beside(run: Run, findings: Sequence[Finding], prefix: str) -> list[Advised]
         figure = see = None
         if finding.rule.picture == "tensor":
             figure = _of_tensor(finding, f"{prefix}shown-{index}")
-        elif finding.rule.picture == "casts":
-            see = (f"{prefix}casts", "the cast audit")
         elif drawn is None:
             steps = [f.step for f in findings if f.rule.picture == finding.rule.picture]
             figure = _of_steps(run, finding, steps, f"{prefix}shown-{finding.rule.picture}")

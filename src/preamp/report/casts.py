@@ -1,40 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The cast audit: what was cast, where, and the line that most of it comes from."""
+"""The cast audit: what was cast, and where."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import Final
-
 from preamp.report import words
 from preamp.report.blocks import Block, Missing, Section, Table, Text, columns
-from preamp.report.finding import Finding
 from preamp.report.gather import Run
 from preamp.report.svg import name
 
 CASTS = 40  # lines of the cast audit; the rest is summed up
-LINE_SHARE: Final = 0.5
-LINE_BYTES: Final = 2**20
-
-
-def casts_of_one_line(run: Run) -> Iterator[Finding]:
-    """Yield the line of source that most bytes are cast for."""
-    by_line: Counter[str] = Counter()
-    for cast in run.casts.casts if run.casts else ():
-        by_line[cast.where] += cast.bytes
-    total = sum(by_line.values())
-    for where, count in by_line.most_common(1):
-        if len(by_line) > 1 and total >= LINE_BYTES and count > LINE_SHARE * total:
-            place, part = words.shown(where), words.share(count / total)
-            yield Finding(
-                id="casts-of-one-line",
-                title="One line of source does most of the casting",
-                number=f"At {place}, {words.size(count)} are cast: {part} of all.",
-                do="Cast its input once, outside a loop, or run the module at the precision of its"
-                " input.",
-                where=place,
-            )
 
 
 def casts_section(run: Run, prefix: str) -> Section:

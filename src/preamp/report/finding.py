@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from preamp.report import words
 
-Picture = Literal["loss", "scale", "tensor", "casts"]
+Picture = Literal["loss", "scale", "tensor"]
 
 
 class Severity(IntEnum):
@@ -38,61 +38,26 @@ class Rule:
     severity: Severity  # how much it matters, unless a finding is grave
     picture: Picture  # what shows it
     hides: tuple[str, ...] = ()  # rules whose findings are consequences of this one's
-    hides_later: tuple[str, ...] = ()  # the same of findings that begin after this one's
-    when: str = "since"  # what stands before its step
 
 
-_LOSSES = ("diverges", "loss-not-finite", "loss-jumps", "loss-rises", "loss-stays")
-_DEAD = ("gradients-all-zero", "no-gradient-arrives", "gradients-always-zero", "gradients-lost")
 _SKIPS = ("many-skips", "skips-in-a-row", "no-step-taken", "overflow-in-one-place")
+_LOST = ("overflow-taken", "loss-not-finite", "weights-not-finite")
 
 RULES: Final = (
-    Rule("eps-is-zero", Severity.WARNING, "loss", ("weights-not-finite",)),
-    Rule(
-        "decay-too-large",
-        Severity.WARNING,
-        "loss",
-        ("weights-rewritten", "weights-not-finite", *_LOSSES, *_SKIPS),
-        _DEAD,
-    ),
-    Rule(
-        "momentum-is-one",
-        Severity.WARNING,
-        "loss",
-        ("loss-stays", "diverges", "loss-rises", "loss-jumps"),
-    ),
-    Rule(
-        "weights-rewritten",
-        Severity.WARNING,
-        "loss",
-        ("weights-not-finite", *_LOSSES, *_SKIPS),
-        _DEAD,
-    ),
-    Rule(
-        "diverges", Severity.WARNING, "loss", ("weights-not-finite", "loss-jumps", *_SKIPS), _DEAD
-    ),
+    Rule("diverges", Severity.WARNING, "loss", (*_LOST, "overflow-at-any-scale", *_SKIPS)),
+    Rule("overflow-taken", Severity.CRITICAL, "loss", ("loss-not-finite", "weights-not-finite")),
     Rule("loss-not-finite", Severity.CRITICAL, "loss", ("weights-not-finite",)),
     Rule("weights-not-finite", Severity.CRITICAL, "loss"),
-    Rule(
-        "gradients-all-zero", Severity.CRITICAL, "tensor", ("gradients-always-zero", "loss-stays")
-    ),
+    Rule("gradients-all-zero", Severity.CRITICAL, "tensor"),
     Rule("overflow-at-any-scale", Severity.CRITICAL, "scale", _SKIPS),
     Rule("no-step-taken", Severity.CRITICAL, "scale", ("overflow-in-one-place",)),
-    Rule("loss-jumps", Severity.WARNING, "loss", ("weights-not-finite", *_SKIPS), _DEAD, "at"),
     Rule("overflow-in-one-place", Severity.WARNING, "scale"),
     Rule("many-skips", Severity.WARNING, "scale"),
     Rule("skips-in-a-row", Severity.WARNING, "scale"),
-    Rule("gradients-lost", Severity.WARNING, "tensor", ("gradients-always-zero",)),
+    Rule("gradients-lost", Severity.WARNING, "tensor"),
     Rule("updates-stalled", Severity.WARNING, "tensor"),
     Rule("little-headroom", Severity.WARNING, "tensor"),
-    Rule("rate-vanishes", Severity.WARNING, "loss", ("loss-stays",)),
-    Rule("loss-stays", Severity.WARNING, "loss"),
-    Rule(
-        "no-gradient-arrives", Severity.WARNING, "tensor", ("gradients-always-zero", "loss-stays")
-    ),
     Rule("loss-rises", Severity.NOTE, "loss"),
-    Rule("gradients-always-zero", Severity.NOTE, "tensor"),
-    Rule("casts-of-one-line", Severity.NOTE, "casts"),
 )
 """All rules; of findings that matter as much, the first come first."""
 
@@ -133,8 +98,8 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """What is wrong, and since when or at which step."""
-        return f"{self.title}, {self.rule.when} step {self.step:,}" if self.step else self.title
+        """What is wrong, and since when."""
+        return f"{self.title}, since step {self.step:,}" if self.step else self.title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,8 +225,6 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("loss scale at the end", words.scale(scales[-1][1])))
     if run.memory:
         facts.append(("memory", words.size(sum(run.memory.categories.values()))))
-    if run.resumed:
-        facts.append(("went on from a checkpoint", words.counted(len(run.resumed), "time")))
     if start is not None:
         facts.append(("started", words.moment(start.started)))
     return facts
