@@ -8,8 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import get_args
+from dataclasses import dataclass, field
 
 from preamp.numerics import (
     CastsRecord,
@@ -22,10 +21,9 @@ from preamp.numerics import (
     StepRecord,
     TensorStatistics,
 )
-from preamp.numerics.records import OfModules
 
-_OF_MODULES = get_args(OfModules)
 Point = tuple[int, float]  # step and value
+_NAMES = re.compile("'([^']*)'")
 _HALF_OF = {"O0": "", "O4": "bfloat16", "O5": "bfloat16"}
 
 
@@ -40,13 +38,11 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     # Causes of skipped steps, oldest first.
     overflows: list[OverflowRecord] = field(default_factory=list[OverflowRecord])
-    # Statistics of gradients and weights, oldest first.
+    # Statistics of gradients, weights, and what went through modules, oldest first.
     numerics: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
-    # Statistics of what went through modules, oldest first.
-    of_modules: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
     casts: CastsRecord | None = None  # the latest cast audit
     memory: MemoryRecord | None = None  # the latest count of bytes
-    # Modules that keep_fp32 named, in this run or in one before it on the page.
+    # Modules that keep_fp32 named.
     kept: frozenset[str] = frozenset()
 
     @property
@@ -172,43 +168,21 @@ def latest(run: Run) -> list[TensorStatistics]:
     return list(found.values())
 
 
-def gather(
-    records: History | Iterable[Record], name: str = "", kept: frozenset[str] = frozenset()
-) -> Run:
-    """Sort the records of a run as written, without those that a checkpoint took back.
-
-    ``kept`` are the modules that runs before it kept in float32.
-    """
+def gather(records: History | Iterable[Record], name: str = "") -> Run:
+    """Sort the records of a run as written, without those that a checkpoint took back."""
     history = records if isinstance(records, History) else _replay(records)
     starts = history.of(RunRecord)
     casts, memory = history.of(CastsRecord), history.of(MemoryRecord)
-    numerics, of_modules = _split(history.of(NumericsRecord))
     return Run(
         name=name,
         start=starts[-1] if starts else None,
         steps=history.of(StepRecord),
         overflows=history.of(OverflowRecord),
-        numerics=numerics,
-        of_modules=of_modules,
+        numerics=history.of(NumericsRecord),
         casts=casts[-1] if casts else None,
         memory=memory[-1] if memory else None,
-        kept=kept.union(*(re.findall("'([^']*)'", s.policy.get("keep_fp32", "")) for s in starts)),
+        kept=frozenset(n for s in starts for n in _NAMES.findall(s.policy.get("keep_fp32", ""))),
     )
-
-
-def _split(records: Iterable[NumericsRecord]) -> tuple[list[NumericsRecord], list[NumericsRecord]]:
-    """The statistics of parameters, and those of modules."""
-    of_params: list[NumericsRecord] = []
-    of_modules: list[NumericsRecord] = []
-    for record in records:
-        modules = [t for t in record.tensors if t.what in _OF_MODULES]
-        if not modules:
-            of_params.append(record)
-            continue
-        of_modules.append(replace(record, tensors=modules))
-        if params := [t for t in record.tensors if t.what not in _OF_MODULES]:
-            of_params.append(replace(record, tensors=params))
-    return of_params, of_modules
 
 
 def _replay(records: Iterable[Record]) -> History:

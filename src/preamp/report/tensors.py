@@ -9,7 +9,7 @@ from typing import Final
 
 from preamp.numerics import TensorStatistics
 from preamp.report import words
-from preamp.report.finding import Curve, Finding, more, named
+from preamp.report.finding import Finding, more, named
 from preamp.report.gather import Run, gradients_of, latest
 
 LARGE_SCALE: Final = 2.0**15  # from which a scale is large enough for any loss of usual size
@@ -61,7 +61,6 @@ def gradients_all_zero(run: Run) -> Iterator[Finding]:
         do=_revive(run, scale),
         step=step,
         where=f"all {gradients}, {words.shown(tensors[0].name)} to {words.shown(tensors[-1].name)}",
-        curve=Curve(name="Part of all gradient values that is zero", points=points),
     )
 
 
@@ -105,9 +104,8 @@ def little_headroom(run: Run) -> Iterator[Finding]:
     near = [
         t
         for t in (latest(run) if run.half else ())
-        if t.headroom is not None
-        and t.headroom < HEADROOM
-        and not (run.is_dynamic and t.what == "gradient")
+        if t.what == "weight" or (t.what == "gradient" and not run.is_dynamic)
+        if t.headroom is not None and t.headroom < HEADROOM
     ]
     for tensor in sorted(near, key=_headroom)[:1]:
         points = _over_time(run, tensor, _headroom)
@@ -121,7 +119,6 @@ def little_headroom(run: Run) -> Iterator[Finding]:
             " float32, or use bfloat16 (O4, O5).",
             step=bad_since(points, lambda value: value < HEADROOM),
             where=named([t.name for t in near]),
-            curve=Curve(name="Headroom in powers of two", points=points, is_share=False),
         )
 
 
@@ -144,7 +141,6 @@ def gradients_lost(run: Run) -> Iterator[Finding]:
             do=_room(room, run),
             step=bad_since(points, lambda share: share > LOST_SHARE),
             where=named([t.name for t in losing]),
-            curve=Curve(name="Part of the gradient that is lost", points=points),
         )
 
 
