@@ -22,9 +22,8 @@ from preamp.numerics.records import NumericsRecord, Record, ResumeRecord, from_j
 class Journal:
     """A file of lines, opened with the first of them and held alone until it is closed.
 
-    Each line is one write, so that a killed process leaves whole lines and at most one half one,
-    which is removed when the file is gone on with. Where the system has no file locks, nobody
-    checks for other writers.
+    Each line is one write, so that a killed process leaves at most one half line, which is removed
+    when the file is gone on with. Without file locks nobody checks for other writers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,9 +37,8 @@ class Journal:
     def append(self, line: str) -> None:
         """Write ``line``, which ends in a newline; all of it or nothing.
 
-        Raises `PreampStateError` if the file was closed, another engine or process writes to it,
-        or somebody has removed it, and `OSError` if it could not be written, for example because
-        the disk is full.
+        Raises `PreampStateError` if the file was closed or removed, or somebody else writes to it,
+        and `OSError` if it could not be written.
         """
         if self._is_closed:
             raise bad_state(
@@ -117,28 +115,24 @@ KEPT = 100_000  # records of each kind that stay in memory, statistics by their 
 class History:
     """The records of a run, oldest first; may be read on another thread while they are added.
 
-    Attributes:
-        path: The file that all records go to, or ``None``.
+    ``path`` is the file that all of them go to, or ``None``.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, kept: int | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, kept: int = KEPT) -> None:
         """Start, or go on with the file of an earlier run.
 
         Args:
             path: JSON lines are appended here; it and its folder are made with the first record.
                 What is in it already is read.
-            kept: Records of each kind that stay in memory, by default 100,000. The statistics of
-                a tensor count for 2, with a histogram for 10. The oldest go first; the file has
-                them all.
+            kept: Records of each kind that stay in memory; the oldest go first. The statistics of
+                a tensor count for 2, with a histogram for 10. The file has them all.
 
         Raises:
             ValueError: The file holds something else than such lines; it is left as it was.
             OSError: The file cannot be read.
         """
         self.path = None if path is None else Path(path)
-        self._kept = KEPT if kept is None else kept
+        self._kept = kept
         self._sizes: Counter[str] = Counter()
         self._lock = RLock()
         self._records: dict[str, deque[Record]] = {}
@@ -163,15 +157,10 @@ class History:
             listener(record)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with every coming record.
+        """Call ``listener`` with every coming record; returns a function that ends this.
 
-        Args:
-            listener: Takes a record. What it raises comes out of the call that made the record,
-                usually ``optimizer.step``. If it has a method ``close``, that is called when the
-                history is closed.
-
-        Returns:
-            A function that ends this.
+        What it raises comes out of the call that made the record, usually ``optimizer.step``. If it
+        has a method ``close``, that is called when the history is closed.
         """
         self._listeners.append(listener)
 
@@ -250,8 +239,7 @@ def _records_in(path: Path) -> Iterator[Record]:
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n") and line.strip():
-                record = _parse(path, number, line)
-                if record is not None:
+                if (record := _parse(path, number, line)) is not None:
                     yield record
 
 
