@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from preamp.core.errors import bad_type, unavailable, with_article
 from preamp.numerics.records import (
@@ -38,7 +38,7 @@ class TensorBoardWriter:
         self._writer: Any = target
         self._owns_writer = isinstance(target, (str, os.PathLike))
         if self._owns_writer:
-            self._writer = _summary_writer(os.fspath(self._writer))
+            self._writer = _summary_writer(os.fspath(cast("str", target)))
         elif not all(hasattr(target, name) for name in ("add_scalar", "add_histogram_raw")):
             raise bad_type(
                 f"TensorBoardWriter was given {with_article(type(target).__name__)}",
