@@ -205,6 +205,12 @@ def test_a_verdict_says_since_when_the_loss_is_not_finite() -> None:
     assert "from 8 to 7, and is not finite from step 4 on." in verdict.text
 
 
+def test_gradients_that_grow_under_losses_of_nan_are_no_course_of_a_loss() -> None:
+    looks = [made.look(n, made.tensor(rms=size)) for n, size in ((1, 0.01), (2, 9.0))]
+    first = advise(gather([made.start(), *(made.step(n, math.nan) for n in (1, 2)), *looks]))[0]
+    assert first.line == "The loss is infinite or nan, since step 1"
+
+
 @pytest.mark.parametrize(("steps", "is_told"), [(10, True), (11, False)])
 def test_a_search_that_takes_half_of_a_run_is_told_of(steps: int, is_told: bool) -> None:
     searching = [made.step(n, skipped=n < 6) for n in range(1, steps + 1)]

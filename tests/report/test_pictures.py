@@ -55,6 +55,12 @@ def test_a_scale_is_drawn_with_a_mark_for_each_skip() -> None:
     assert "loss 1" in Outline(drawn).words
 
 
+def test_skips_of_optimizers_that_step_in_turn_are_marked_by_step() -> None:
+    numbers = ((0, 800), (1, 1), (0, 900), (1, 400))
+    steps = [made.step(n, skipped=True, scales={0: 2.0**n}, optimizer=o) for o, n in numbers]
+    assert [x for x, _ in thin([(step.step, 1.0) for step in steps])] == [1, 400, 800, 900]
+
+
 def test_many_skips_are_a_mark_for_each_column() -> None:
     records = [made.step(n, skipped=True, scales={0: 2.0**16 / n}) for n in range(1, 5001)]
     drawn = scale_picture(gather(records), "x")

@@ -20,7 +20,6 @@ _WIDTH = 7.4  # inches, of 72 units of the picture each
 _NAMED_STEPS = 12  # skipped steps that a description names one by one
 
 _COLOURS: Final = {  # as matplotlib writes them, by the variables of the style that replace them
-    "ink": "#010203",
     "quiet": "#010204",
     "line": "#010205",
     "warning": "#010206",
@@ -75,12 +74,13 @@ def exponents_picture(tensor: TensorStatistics, name: str) -> Html:
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Keep the lowest and the highest point of each of `COLUMNS`; points are by increasing step."""
+    """Keep the lowest and the highest point of each of `COLUMNS`, by increasing step."""
     if not points:
         return []
-    first, width = points[0][0], max(1, points[-1][0] - points[0][0])
+    first, last = min(points)[0], max(points)[0]
+    width = max(1, last - first)
     found: dict[int, list[Point]] = {}
-    for point in points:
+    for point in sorted(points):
         found.setdefault(int((point[0] - first) * (COLUMNS - 1) / width), []).append(point)
     ends = ({min(column, key=_y), max(column, key=_y)} for column in found.values())
     return [point for both in ends for point in sorted(both)]

@@ -43,7 +43,7 @@ def diverges(run: Run) -> Iterator[Finding]:
         since += [_burst(run)] if is_broken or row[-1][1] > row[0][1] else []
         step = min((step for step in since if step), default=0)
         taken = _overflown(run)
-        if not step or (taken is not None and taken[0] <= step):  # that broke it
+        if not step or not finite or (taken is not None and taken[0] <= step):  # that broke it
             continue
         times, what = _growth(run, step) or (math.inf, "")
         is_worse = is_broken or times > RISE
