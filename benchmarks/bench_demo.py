@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run ``examples/00_demo.py`` as ``make demo`` does, and keep a row for the README's first table."""
+"""Run ``examples/00_demo.py`` as ``make demo`` does, and keep a row for README's first table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How often attribution and report are right, over cases with a known truth."""
+"""How often attribution is right, over cases with a known truth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from preamp_bench import records
 from preamp_bench.options import RESULTS, asked
 
-TOOLS = ("attribution", "report")
+TOOLS = ("attribution",)
 
 
 def main() -> None:

@@ -225,6 +225,55 @@ def test_help(
     assert "torchrun --nproc-per-node 2 -m preamp" in told
 
 
+RECORDED = """
+import os, sys
+import torch
+from apex import amp
+os.makedirs("elsewhere", exist_ok=True)
+os.chdir("elsewhere")
+for _ in range(2):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    globals()[f"kept{_}"] = model, optimizer
+print(sys.argv[1:])
+"""
+
+
+def test_a_run_records_what_its_options_ask_for(preamp_run: Run, tmp_path: Path) -> None:
+    """Each engine into a file of its own, beside where the command was called."""
+    script = written(tmp_path, "script.py", RECORDED)
+    done = preamp_run("--history", "run.jsonl", "--numerics=light", script, "--history", "x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['--history', 'x']"
+    for name in ("run.jsonl", "run-2.jsonl"):
+        assert f"preamp: records go to {tmp_path / name}" in done.stdout
+        lines = (tmp_path / name).read_text("utf-8").splitlines()
+        kinds = {json.loads(line)["kind"] for line in lines}
+        assert {"run", "step", "numerics"} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--numerics", "much"], "numerics='much' is not known. Choose one of 'off', 'light', 'f"),
+        (["--history", ""], "history='' is no path. Allowed are the path of a file and None. Pass"),
+        (["--history", "."], "history='.' is a folder"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(
+    options: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, *options) == 2
+    assert capsys.readouterr().err.startswith(f"Error: {said}")
+
+
 def test_the_command_is_listed() -> None:
     assert (
         "Run a program written for Apex, unchanged." in CliRunner().invoke(app, ["--help"]).output

@@ -51,10 +51,10 @@ ONLY_UNDER = {
 PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
     "preamp.engine.engine",  # the report
-    "preamp.engine.insight",  # records
     "preamp.engine.overflow",  # records
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
+    "preamp.report.drawing",  # matplotlib, as the next one
     "preamp.report.page",  # jinja2, which the library is imported without
     "preamp.watch.casts",  # records
     "preamp.watch.inventory",  # records

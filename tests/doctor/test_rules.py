@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import preamp
 from doctor.cases import BUGS, GRAD_SCALER, HEALTHY, Bug
 from doctor.harness import HERE, examine, marked_line, where
 from preamp.doctor import RULES, Examination, select_rules
+from preamp.doctor.rules.half_weights import is_eps_zero
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +81,11 @@ def test_clipping_by_a_function_of_torch_is_reported_once(tmp_path: Path) -> Non
 
 def test_every_rule_has_a_bug() -> None:
     assert {bug.rule for bug in BUGS.values()} == set(RULES)
+
+
+def test_an_eps_is_zero_where_float16_rounds_it_so() -> None:
+    lost = torch.tensor(2.0**-25, dtype=torch.float64)
+    for eps in (lost, 1.01 * lost, 0.0 * lost):
+        assert is_eps_zero({"eps": eps.item()}) == (eps.half() == 0).item()
+    for options in ({"fused": True}, {"initial_accumulator_value": 0.1}):
+        assert not is_eps_zero({"eps": 0.0, **options})

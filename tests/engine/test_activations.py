@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import preamp
 from cases.levels import WITH_MASTERS
-from cases.ranks import run_ranks
 from preamp.core.errors import PreampStateError
 from preamp.numerics import (
     FORMATS,
@@ -26,7 +25,6 @@ from preamp.numerics import (
     FramesRecord,
     NumericsRecord,
     TensorStatistics,
-    add_up_ranks,
     measure,
 )
 
@@ -372,31 +370,3 @@ def test_without_records_there_is_nowhere_to_put_them() -> None:
     model, _ = started(numerics="off")
     with pytest.raises(PreampStateError, match=r"makes no records of steps.*numerics=\"light\""):
         preamp.engine_of(model).watch_activations()
-
-
-def of_a_rank(rank: int) -> Any:
-    model, optimizer = started("O5")
-    engine = preamp.engine_of(model)
-    engine.watch_activations("layers.*", kinds=("output", "output gradient"), steps=range(1, 3))
-    for number in range(2 + rank):  # the second rank takes a step more
-        step(model, optimizer, 10 * number + rank)
-    own = engine.history.of(NumericsRecord)
-    united = add_up_ranks(own)
-    return [[preamp.numerics.to_json(record) for record in records] for records in (own, united)]
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed")
-def test_ranks_add_up_what_each_has_seen(tmp_path: Path) -> None:
-    (first, united), (second, again) = run_ranks(of_a_rank, tmp_path)
-    assert united == again
-    assert [record["step"] for record in united] == [1, 2]
-    for place, record in enumerate(united):
-        parts = [
-            {(t["name"], t["what"]): t for t in rank[place]["tensors"]} for rank in (first, second)
-        ]
-        for tensor in record["tensors"]:
-            shares = [part[tensor["name"], tensor["what"]] for part in parts]
-            assert tensor["elements"] == sum(share["elements"] for share in shares)
-            assert tensor["zeros"] == sum(share["zeros"] for share in shares)
-            assert tensor["max_abs"] == max(share["max_abs"] for share in shares)
-            assert tensor["headroom"] == min(share["headroom"] for share in shares)

@@ -7,24 +7,16 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp.numerics import Record, StepRecord, TensorStatistics, from_json, to_json
+from preamp.numerics import Record, StepRecord, from_json, read_history, to_json
 from preamp.numerics.records import to_line
 
-# What a float64 can have: others are refused.
-st.register_type_strategy(
-    TensorStatistics,
-    st.builds(
-        TensorStatistics,
-        scale=st.floats(min_value=0, exclude_min=True),
-        histogram=st.none() | st.dictionaries(st.integers(-1074, 1023), st.integers()),
-    ),
-)
 KINDS: tuple[type[Any], ...] = get_args(Record)
 records = st.one_of(*(st.from_type(kind) for kind in KINDS))
 
@@ -77,29 +69,24 @@ def test_optional_fields_may_be_missing() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"step": "3"}, "step: '3' is not of the type int"),
-        ({"step": True}, "step: True is not of the type int"),
-        ({"step": 3.5}, "step: 3.5 is not of the type int"),
-        ({"losses": {"0": "much"}}, "losses: 'much' is not a number"),
-        ({"losses": {"first": 1.0}}, "losses: invalid literal"),
-        ({"losses": [1.0]}, "losses: [1.0] is not an object"),
-        ({"norm": False}, "norm: False is not a number"),
-        ({"skipped": 1}, "skipped: 1 is not of the type bool"),
+        ({"losses": {"0": "much"}}, "could not convert string to float: 'much'"),
+        ({"losses": {"first": 1.0}}, "invalid literal for int"),
+        ({"losses": [1.0]}, "'list' object has no attribute"),
         ({"kind": 7}, "it has no kind"),
-        ({"kind": "numerics", "loss_id": 0, "tensors": {}}, "tensors: {} is not a list"),
-        ({"kind": "numerics", "loss_id": 0, "tensors": [3]}, "tensors: 3 is not an object"),
+        (
+            {"kind": "numerics"},
+            "missing 2 required keyword-only arguments: 'loss_id' and 'tensors'",
+        ),
+        ({"kind": "numerics", "loss_id": 0, "tensors": [3]}, "'int' object has no attribute"),
     ],
 )
-def test_values_of_the_wrong_type(change: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        from_json({**STEP, **change})
-
-
-@pytest.mark.parametrize("name", ["step", "losses", "skipped"])
-def test_missing_fields(name: str) -> None:
-    line = {key: value for key, value in STEP.items() if key != name}
-    with pytest.raises(ValueError, match=f"a field is missing: .*'{name}'"):
-        from_json(line)
+def test_what_is_no_record_is_told(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({**STEP, **change}) + "\n")
+    with pytest.raises(
+        ValueError, match=f"Line 1 of {path} is not a record.*{re.escape(complaint)}"
+    ):
+        read_history(path)
 
 
 def test_whole_numbers_are_taken_for_floats() -> None:

@@ -13,46 +13,21 @@ import torch
 
 import preamp
 from cases import records as made
-from preamp.numerics import CastsRecord, Float32Record, Record, ResumeRecord, StepRecord
-from preamp.report import collapse, render
+from preamp.numerics import Float32Record, Record
+from preamp.report import render
 from preamp.report.advice import advise, judge
 from preamp.report.finding import RULES, Finding, Verdict
-from preamp.report.gather import Run, gather
+from preamp.report.gather import gather
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
 CALM: list[Record] = [made.start(), *STEPS]
-SLOW = [made.step(n, 0.01 * 1.6 ** (n - 100)) for n in range(101, 115)]
-LATE = [*SLOW, *(made.step(n, 9.0) for n in range(115, 124))]
-ADAM = {"optimizers": [{"class": "Adam", "lr": "0.001", "eps": "1e-08", "fused": "None"}]}
+LATE = [made.step(n, 9.0) for n in range(101, 120)]
+TAKEN = made.look(1, made.tensor(nonfinite=3, max_abs=5e4))
 
 
 def skipping(steps: range, **changes: Any) -> list[Record]:
     skipped = [made.step(n, skipped=n in steps, **changes) for n in range(1, 101)]
     return [made.start(), *skipped]
-
-
-RATED = [made.step(n, 1.0, lr=0.1) for n in range(1, 101)]
-
-
-def of_sgd(**options: str) -> Record:
-    return made.start(optimizers=[{"class": "SGD", **options}])
-
-
-def falling(last: float) -> list[StepRecord]:
-    rates = [0.1] * 50 + [last] * 100
-    return [made.step(n, 1.0 + n % 7, lr=rate) for n, rate in enumerate(rates, 1)]
-
-
-def weights(step: int, size: float) -> Record:
-    return made.look(step, made.tensor(), made.tensor(what="weight", rms=size))
-
-
-def reached(*zeros: int) -> list[Record]:
-    parts = ({"zeros": count} for count in zeros)
-    looks = (
-        made.look(n, made.tensor("a", **part), made.tensor("b")) for n, part in enumerate(parts, 1)
-    )
-    return [made.start(parameters={"a": 100, "b": 100}), *STEPS, *looks]
 
 
 CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
@@ -63,7 +38,7 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
     ),
     "loss-not-finite": (
         [*CALM, made.step(101, math.nan), made.overflow(7, loss_was_finite=False)],
-        "In steps 7 and 101, 1 of them skipped. It was 0.167 at step 6.",
+        "In 2 steps from 7 on, 1 of them skipped. It was 0.167 at step 6.",
         [*CALM, made.overflow(7)],
     ),
     "overflow-in-one-place": (
@@ -90,16 +65,6 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         "3 steps, all of them skipped.",
         [made.start(), *(made.step(n, skipped=n < 3) for n in range(1, 4))],
     ),
-    "eps-is-zero": (
-        [made.start(**ADAM, policy={"loss_scale": "1.0"}), made.step(1), made.step(2, math.nan)],
-        "Its eps is 1e−08, which float16 rounds to zero, so weights with a gradient of zero are"
-        " divided by zero. The loss is not finite from step 2 on.",
-        [
-            made.start(**ADAM, policy={"master_weights": "True"}),
-            made.step(1),
-            made.step(2, math.nan),
-        ],
-    ),
     "gradients-all-zero": (
         [
             made.start(policy={"loss_scale": "1.0"}),
@@ -113,20 +78,21 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         "In 6 skipped steps, at every scale from 8 down to 2⁻².",
         [*CALM, *(made.overflow(n, old_scale=2.0 ** (9 - n)) for n in range(1, 7))],
     ),
-    "loss-jumps": (
-        [*CALM, made.step(101, 1e6), made.step(102, 0.02)],
-        "That is 8.1e+07 times the largest of the steps before; back at 0.02 at step 102.",
-        [*CALM, made.step(101, 0.09), made.step(102, 0.02)],
-    ),
     "diverges": (
-        [*CALM, *SLOW, *(made.step(115 + n, y) for n, y in enumerate((5.0, 4.2, 4.4, 3.0, 9.0)))],
-        "Loss 0 went from 0.333 to 4.4.",
-        [*CALM, *SLOW, *(made.step(115 + n, y) for n, y in enumerate((5.0, 3.3, 3.2, 3.0, 9.0)))],
+        [*CALM, *(made.step(n, 9.0) for n in range(101, 120))],
+        "Loss 0 went from 1 to 9.",
+        [*CALM, *(made.step(n, 3.3) for n in range(101, 120))],
     ),
     "loss-rises": (
-        [*CALM, *LATE, made.look(9, made.tensor()), made.look(123, made.tensor(rms=1.4))],
-        "Loss 0 went from 0.333 to 9; the gradient that grew most is 2.8 times what it was.",
-        [*CALM, *LATE, made.look(9, made.tensor()), made.look(123, made.tensor(rms=1.6))],
+        [*CALM, *LATE, made.look(9, made.tensor()), made.look(119, made.tensor(rms=1.4))],
+        "Loss 0 went from 1 to 9.",
+        [*CALM, *LATE, made.look(9, made.tensor()), made.look(119, made.tensor(rms=1.6))],
+    ),
+    "overflow-taken": (
+        [made.start(policy={"loss_scale": "1024.0"}), made.step(1), TAKEN, made.step(2, math.nan)],
+        "1 gradient held infinite or nan values at step 1, and the step was taken all the same. The"
+        " loss is not finite from step 2 on.",
+        [made.start(), made.step(1), TAKEN],
     ),
     "gradients-lost": (
         [*CALM, made.look(9, made.tensor(below_subnormal=11, headroom=4.5))],
@@ -146,70 +112,11 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         "The weight fc.weight reaches 5e+04, 0.4 powers of two below it.",
         [*CALM, made.look(9, made.tensor(headroom=0.4))],  # a gradient; its scale is dynamic
     ),
-    "gradients-always-zero": (
-        [*CALM, *(made.look(n, made.tensor(zeros=100), made.tensor("b")) for n in (1, 2))],
-        "fc.weight had no value other than zero in 2 looks.",
-        [*CALM, *(made.look(n, made.tensor(zeros=100 - n), made.tensor("b")) for n in (0, 1))],
-    ),
-    "decay-too-large": (
-        [of_sgd(weight_decay="2.0"), *RATED],
-        "2 times a learning rate of 0.1 takes 20 % off each weight at each step.",
-        [of_sgd(weight_decay="0.1"), *RATED],
-    ),
-    "momentum-is-one": (
-        [of_sgd(momentum="1.0"), *RATED],
-        "none is ever forgotten, so the loss swings or grows. The loss went from 1 to 1.",
-        [of_sgd(momentum="0.99"), *RATED],
-    ),
-    "rate-vanishes": (
-        [of_sgd(), *falling(1e-6)],
-        "It was 0.1 at most, and is 1e−06 or less in the last 100 of 150 steps. The loss went from",
-        [of_sgd(), *falling(1e-3)],
-    ),
-    "weights-rewritten": (
-        [of_sgd(), *RATED, weights(5, 1.0), weights(10, 90.0)],
-        "1 weight of 1 did between the looks at steps 5 and 10; the size of fc.weight went from 1",
-        [of_sgd(), *RATED, weights(5, 1.0), weights(10, 3.9)],
-    ),
-    "loss-stays": (
-        [of_sgd(), *RATED],
-        "Loss 0 lies between 1 and 1 in all of 100 steps.",
-        [of_sgd(), *RATED[:-1], made.step(100, 0.9)],
-    ),
-    "no-gradient-arrives": (
-        reached(0, 100, 100, 100),
-        "It had no value other than zero in 3 looks; the first after it that had one is b.",
-        reached(0, 100, 100),
-    ),
-    "casts-of-one-line": (
-        [*CALM, CastsRecord(step=1, casts=[made.cast("a.py:1", 2**21), made.cast("b.py:1")])],
-        "At a.py:1, 2.0 MiB are cast",
-        [*CALM, CastsRecord(step=1, casts=[made.cast("a.py:1"), made.cast("b.py:1", 9)])],
-    ),
 }
 
 
 def found(records: list[Record], rule: str) -> list[Finding]:
     return [finding for finding in advise(gather(records)) if finding.id == rule]
-
-
-def test_a_rate_that_falls_once_all_is_learnt_is_no_fault() -> None:
-    learnt = [replace(step, losses={0: 1 / step.step}) for step in falling(1e-6)]
-    assert advise(gather([of_sgd(), *learnt])) == []
-
-
-def test_what_begins_after_a_jump_is_its_consequence() -> None:
-    """Gradients that a rate has killed: the rate is told of, and they are not; before it, they."""
-    rates = [
-        made.step(n, 1.0 if n < 50 else 90.0, lr=1.0 if n > 48 else 1e-3) for n in range(1, 99)
-    ]
-    for dead, told in ((60, ["diverges"]), (40, ["diverges", "no-gradient-arrives"])):
-        looks = [
-            made.look(n, made.tensor("a", zeros=100 if n >= dead else 0), made.tensor("b"))
-            for n in range(10, 99, 10)
-        ]
-        names = made.start(parameters={"a": 100, "b": 100})
-        assert [finding.id for finding in advise(gather([names, *rates, *looks]))] == told
 
 
 def test_every_rule_has_a_case() -> None:
@@ -247,7 +154,6 @@ def test_a_calm_run_that_was_looked_at_has_nothing_to_report() -> None:
     ("records", "title"),
     [
         (CALM, "Nothing found, but tensors were not recorded"),
-        (CASES["casts-of-one-line"][0], "1 note, but tensors were not recorded"),
         ([made.start(), made.step(1, losses={}), LOOK], "Nothing found, but losses were not"),
         ([made.start(), made.step(1, losses={})], "Nothing found, but losses and tensors were"),
     ],
@@ -258,8 +164,8 @@ def test_a_verdict_on_what_was_not_recorded_is_not_green(records: list[Record], 
     assert verdict.title.startswith(title)
     assert "judged" in verdict.text
     page = render({"one": records, "other": [*CALM, LOOK]})
-    assert f'<li class="empty"><a href="#run0"><bdi>one</bdi></a><span><bdi>{title}' in page
-    assert page.count("Nothing to report") == 4  # two verdicts, the table, and the advice
+    assert f'<div class="verdict empty">\n<p class="says"><bdi>{title}' in page
+    assert page.count("Nothing to report") == 2  # the verdict, and the table
 
 
 def test_float32_has_nothing_that_had_to_be_looked_at() -> None:
@@ -299,16 +205,10 @@ def test_a_verdict_says_since_when_the_loss_is_not_finite() -> None:
     assert "from 8 to 7, and is not finite from step 4 on." in verdict.text
 
 
-@pytest.mark.parametrize(("rate", "rule"), [(0.1, "loss-not-finite"), (5.0, "diverges")])
-def test_rates_of_two_optimizers_are_no_raised_rate(rate: float, rule: str) -> None:
-    """One has a hundredth of the other's rate; they step in turn."""
-    rates = {0: 0.001, 1: 0.1}
-    steps = [made.step(n, lr=rates[o], optimizer=o) for n in range(1, 9) for o in (0, 1)]
-    raised = [made.step(9, lr=r, optimizer=o) for o, r in ((0, 0.001), (1, rate))]
-    bad = [made.step(10, math.nan, lr=0.1, optimizer=o) for o in (0, 1)]
-    first = advise(gather([made.start(), *steps, *raised, *bad]))[0]
-    assert first.id == rule
-    assert ("from 0.1 to 5" in first.number) == (rate == 5.0)
+def test_gradients_that_grow_under_losses_of_nan_are_no_course_of_a_loss() -> None:
+    looks = [made.look(n, made.tensor(rms=size)) for n, size in ((1, 0.01), (2, 9.0))]
+    first = advise(gather([made.start(), *(made.step(n, math.nan) for n in (1, 2)), *looks]))[0]
+    assert first.line == "The loss is infinite or nan, since step 1"
 
 
 @pytest.mark.parametrize(("steps", "is_told"), [(10, True), (11, False)])
@@ -330,15 +230,15 @@ def test_a_static_scale_is_blamed_where_other_gradients_came_near(near: float, t
     tensors = made.tensor(nonfinite=3, max_abs=9.0), made.tensor("head", max_abs=near)
     start, seen = made.start(policy={"loss_scale": "65536.0"}), made.look(2, *tensors)
     records = [start, made.step(1), made.step(2), seen, made.step(3, math.nan)]
-    (finding,) = found(records, "loss-not-finite")
+    finding = advise(gather(records))[0]
     assert finding.title.startswith(title)
     assert (finding.step, finding.where) == (2, "gradient of fc.weight")
     assert finding.number == (
         "1 gradient held infinite or nan values at step 2, and the step was taken all the same. The"
         " loss is not finite from step 3 on."
     )
-    (finding,) = found([*records[:3], records[4]], "loss-not-finite")  # nothing was looked at
-    assert finding.where == "the data of step 3, or the update of step 2"
+    finding = advise(gather([*records[:3], records[4]]))[0]  # nothing was looked at
+    assert finding.line == "The loss is infinite or nan, since step 3"
 
 
 @pytest.mark.parametrize(("loss", "title"), [(1.0, "The backward of a fin"), (math.nan, "The lo")])
@@ -347,7 +247,7 @@ def test_gradients_are_blamed_only_where_their_loss_was_finite(loss: float, titl
     critic = [made.step(n, losses={1: loss if n > 1 else 1.0}, optimizer=1) for n in (1, 2)]
     seen = replace(made.look(2, made.tensor("c.weight", nonfinite=1)), loss_id=1, optimizer=1)
     records = [made.start(policy={"loss_scale": "1.0"}), made.step(1), *critic, seen]
-    (finding,) = found([*records, made.step(2, math.nan)], "loss-not-finite")
+    finding = advise(gather([*records, made.step(2, math.nan)]))[0]
     assert finding.line.startswith(title)
     assert ("c.weight" in finding.where) == (loss == 1.0)
 
@@ -441,80 +341,10 @@ def test_the_skips_of_a_growing_scale_are_no_fault_of_where_they_begin(
     assert bool(found([made.start(), *steps, *overflows], "overflow-in-one-place")) == is_told
 
 
-@pytest.mark.parametrize(("restart", "rule"), [(0.1, "loss-not-finite"), (1.0, "diverges")])
-def test_a_restart_at_a_rate_that_did_no_harm_is_not_blamed(restart: float, rule: str) -> None:
-    rates = [0.1 * (1 - n / 20) for n in range(20)] + [restart] * 3
-    steps = [made.step(n, 1 / n, lr=rate) for n, rate in enumerate(rates, 1)]
-    first = advise(gather([made.start(), *steps, made.step(24, math.nan, lr=restart)]))[0]
-    assert (first.id, first.is_grave) == (rule, rule == "diverges")
-
-
-@pytest.mark.parametrize(
-    ("losses", "rule"),
-    [
-        ([0.5 - n / 10 for n in range(60)], "loss-not-finite"),  # as of a likelihood
-        ([2 - 2**n / 100 for n in range(20)], "diverges"),
-    ],
-)
-def test_a_loss_may_fall_below_zero_but_not_off_a_cliff(losses: list[float], rule: str) -> None:
-    steps = [made.step(n, loss) for n, loss in enumerate([*losses, math.nan], 1)]
-    assert advise(gather([made.start(), *steps]))[0].id == rule
-
-
-def test_a_loss_that_comes_back_from_nan_was_not_driven_there_by_its_rise() -> None:
-    losses = [*(2.0**n for n in range(20)), math.nan, 2.0**19]
-    steps = [made.step(n, loss) for n, loss in enumerate(losses, 1)]
-    first, second = advise(gather([made.start(), *steps]))
-    assert (first.line, first.where) == (
-        "The loss is infinite or nan, since step 21",
-        "single batches",
-    )
-    assert first.number == "In step 21. It was 5.24e+05 at step 20."
-    assert second.id == "diverges"
-
-
 def test_a_wild_run_with_a_good_end_is_told_of() -> None:
     losses = [1.0] * 10 + [50.0, 90.0, 70.0] * 20 + [0.5] * 5
     steps = [made.step(n, loss) for n, loss in enumerate(losses, 1)]
     assert verdict_of(made.start(), *steps, LOOK).title == "Training diverges, since step 11"
-
-
-@pytest.mark.parametrize(("rare", "is_told"), [(0.06, True), (0.4, False)])
-def test_a_jump_is_measured_by_how_much_losses_vary(rare: float, is_told: bool) -> None:
-    losses = [rare if n % 10 == 5 else 0.05 for n in range(60)]
-    steps = [made.step(n, loss) for n, loss in enumerate([*losses, 20.0, 0.05], 1)]
-    assert bool(found([made.start(), *steps], "loss-jumps")) == is_told
-
-
-@pytest.mark.parametrize(
-    ("later", "words"),
-    [
-        ([0.01], "Look at the batch of step 101: outliers"),
-        ([1e6] * 6, "what is different from step"),
-    ],
-)
-def test_advice_on_a_jump_depends_on_whether_it_lasts(later: list[float], words: str) -> None:
-    jump = [made.step(n, loss) for n, loss in enumerate([1e6, *later, *[0.01] * 9], 101)]
-    (finding,) = found([*CALM, *jump], "loss-jumps")
-    assert words in finding.do
-
-
-def test_a_jump_after_a_checkpoint_is_laid_to_what_it_did_not_bring_back() -> None:
-    jump = [made.step(101, 9.0), made.step(102, 0.01)]
-    (finding,) = found([*CALM, made.start(), *jump], "loss-jumps")
-    assert finding.number.endswith(" The run went on from a checkpoint at step 100.")
-    assert finding.do.startswith("Look at what the checkpoint did not bring back")
-
-
-def test_a_run_that_began_anew_in_the_same_file_went_on_from_nothing() -> None:
-    def again(*records: Record) -> list[int]:
-        return gather([*CALM, made.start(), *records]).resumed
-
-    assert again() == [100]
-    assert again(ResumeRecord(step=60), made.step(61)) == [60]
-    assert again(ResumeRecord(step=0), made.step(1)) == []
-    assert "went on from a checkpoint" in render([*CALM, made.start(), made.step(101)])
-    assert "went on from" not in render([*CALM, made.start(), ResumeRecord(step=0), made.step(1)])
 
 
 @pytest.mark.parametrize(
@@ -561,26 +391,13 @@ def test_a_verdict_names_the_worst() -> None:
     assert verdict.title == "The loss is infinite or nan, since step 7"
     run = gather(CASES["updates-stalled"][0])
     assert judge(run, advise(run)).title == "Updates round to nothing, since step 9"
-    assert (
-        verdict_of(*CASES["casts-of-one-line"][0], LOOK).title == "Nothing to worry about, 1 note"
-    )
+    assert verdict_of(*CASES["loss-rises"][0]).title == "Nothing to worry about, 1 note"
     assert judge(gather([]), []).kind == "empty"
 
 
 def test_skips_before_the_first_step_are_a_scale_being_found() -> None:
     run = gather(skipping(range(1, 9)))
     assert "while the loss scale was being found" in judge(run, advise(run)).text
-
-
-def test_what_broke_a_run_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    worked_out: list[Run] = []
-    monkeypatch.setattr(
-        collapse,
-        "collapse",
-        lambda run, real=collapse.collapse: worked_out.append(run) or real(run),
-    )
-    assert advise(gather([*CALM, made.step(101, math.nan)]))[0].id == "loss-not-finite"
-    assert len(worked_out) == 1
 
 
 def test_names_with_braces_stay_as_they_are() -> None:
@@ -625,20 +442,6 @@ def test_a_run_that_overflows_at_its_floor_is_told_so() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("rate", [0.1, 50.0])
-def test_what_changed_before_a_break_is_told_of_in_its_place(rate: float) -> None:
-    """The loss goes up at step 101; gradients are nan at any scale from step 110 on."""
-    late = [made.step(n, 90.0, lr=rate, skipped=n > 109) for n in range(101, 116)]
-    nan = [made.overflow(n, old_scale=2.0 ** (113 - n), kinds=["nan"]) for n in range(110, 116)]
-    records = [of_sgd(), *RATED[:-1], made.step(100, 1.0, lr=rate), *late, *nan]
-    (finding,) = advise(gather(records))
-    said = "Training diverges, since step 101" if rate > 1 else "The loss jumps to 90, at step 101"
-    assert (finding.line, finding.severity.word) == (said, "Critical")
-    assert "gradients are nan at any scale from step 110 on" in finding.number
-    assert ("Step 100 raised the learning rate from 0.1 to 50." in finding.number) == (rate > 1)
-    assert "small number" not in finding.do
-
-
 @pytest.mark.parametrize("kind", ["LayerNorm", "Attention"])
 def test_a_number_to_add_is_not_advised_where_there_is_an_eps(kind: str) -> None:
     trace = replace(made.trace("norm"), type=kind, phase="backward", operation="", where="")
@@ -652,13 +455,3 @@ def test_keep_fp32_is_not_advised_where_it_did_not_help() -> None:
     kept = made.start(policy={"loss_scale": "dynamic", "keep_fp32": "'body.2'"})
     assert "keep_fp32=" in found([*CALM, seen], "loss-not-finite")[0].do
     assert "keep_fp32 of body.2 did not" in found([kept, *STEPS, seen], "loss-not-finite")[0].do
-    page = render({"first": [kept, *STEPS], "second": [*CALM, seen]})
-    assert "keep_fp32=" not in page
-    assert "keep_fp32 of body.2 did not" in page
-
-
-def test_a_warm_up_does_not_excuse_weights_that_a_script_wrote() -> None:
-    rates = [0.1 * (1e-8 + min(n - 1, 20) / 20) for n in range(1, 101)]
-    steps = [made.step(n, 1.0, lr=rate) for n, rate in enumerate(rates, 1)]
-    run = gather([of_sgd(), *steps, weights(50, 1.0), weights(60, 500.0)])
-    assert [finding.id for finding in advise(run)] == ["weights-rewritten"]

@@ -9,8 +9,6 @@ import math
 import os
 import random
 import re
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +43,8 @@ def test_page_refers_to_nothing_outside_itself() -> None:
 
 @pytest.mark.parametrize("name", made.HOSTILE, ids=range(len(made.HOSTILE)))
 def test_hostile_names_are_text(name: str) -> None:
-    calm = Outline(render({"run": made.named("calm"), "other": made.named("calm")}))
-    text = render(
-        {f"{name}1": made.named(name), f"{name}2": made.named(name)}, title=name, intro=name
-    )
+    calm = Outline(render({"run": made.named("cal.m"), "other": made.named("cal.m")}))
+    text = render({f"{name}1": made.named(name), f"{name}2": made.named(name)}, title=name)
     page = check_accessible(text)
     text.encode("utf-8")
     assert {tag for tag, _ in page.elements} <= {tag for tag, _ in calm.elements} | {"p"}
@@ -61,16 +57,8 @@ def test_hostile_names_are_text(name: str) -> None:
 
 def test_missing_parts_say_what_to_switch_on() -> None:
     words = " ".join("".join(Outline(render([made.start(), made.step(1)])).words).split())
-    assert 'Gradients were not looked at. Pass numerics="full" to preamp.initialize' in words
-    assert 'Bytes were not counted. Pass numerics="light" to preamp.initialize' in words
-    assert "Casts of functions were not recorded." in words
-
-
-def test_losses_that_cannot_be_drawn_are_told_of() -> None:
-    words = "".join(Outline(render([made.step(1, losses={})])).words)
-    assert "No loss was recorded. Pass a history to preamp.initialize, and call backward" in words
-    words = "".join(Outline(render([made.step(1, math.nan)])).words)
-    assert "No loss was finite." in words
+    assert 'Gradients were not looked at. Pass numerics="light" to preamp.initialize.' in words
+    assert "The loss scale is 2¹⁶ in all steps. No step was skipped." in words
 
 
 def test_skips_of_two_optimizers_at_the_same_step_are_both_listed() -> None:
@@ -83,18 +71,11 @@ def test_skips_of_two_optimizers_at_the_same_step_are_both_listed() -> None:
     assert "2 steps of 2 optimizers, of which 2 were skipped" in words
 
 
-def test_skips_are_counted_by_optimizer() -> None:
-    steps = [made.step(n, skipped=n == 3, optimizer=index) for n in (1, 2, 3) for index in (0, 1)]
-    text = render([made.start(), *steps])
-    assert "Skipped: step 3 of optimizer 0. Skipped: step 3 of optimizer 1." in text
-    assert "Skipped: step 3." in render([made.start(), *steps[::2]])
-
-
 def test_taken_steps_are_not_called_skipped() -> None:
     taken = made.overflow(2, "b.weight", was_skipped=False)
     outline = Outline(render([made.step(1), made.step(2), taken]))
-    assert "Skipped steps" not in outline.words
-    assert "At a static loss scale it is taken all the same." in " ".join(outline.words)
+    assert "Loss scale and skipped steps" not in outline.words
+    assert "At a static one it is taken all the same." in " ".join(outline.words)
 
 
 def test_everything_recorded_is_on_the_page() -> None:
@@ -103,43 +84,9 @@ def test_everything_recorded_is_on_the_page() -> None:
     assert "and 2 more" in words
     assert "): output in float16 became inf; what went in reached 7" in words
     assert "forward of blocks.0.attention.weight (" in words
-    assert "4 casts, 8.0 KiB read and written" in words
+    assert "8.0 KiB, most at blocks.0.attention.weight" in words
     assert "9 %" in words
     assert "Recorded by preamp blocks.0.att…tion.weight on torch" in words
-
-
-def test_modules_are_listed_by_what_is_left_to_an_overflow() -> None:
-    seen = {
-        "calm": [made.tensor("calm", what="output", headroom=9.0, max_abs=128.0)] * 2,
-        "near": [
-            made.tensor("near", what="output", headroom=3.0, max_abs=8192.0),
-            made.tensor("near", what="output", headroom=0.5, max_abs=46341.0),
-        ],
-        "over": [made.tensor("over", what="output gradient", nonfinite=n) for n in (0, 2)],
-    }
-    looks = [made.look(1 + i, *(looks[i] for looks in seen.values())) for i in range(2)]
-    text = render([made.start(), *looks])
-    page = check_accessible(text)
-    words = " ".join("".join(page.words).split())
-    assert "What went through modules" in words
-    assert [n for n in re.findall(r"<bdi>(\w+)</bdi>", text) if n in seen] == [
-        "over",
-        "near",
-        "calm",
-    ]
-    assert "4.63e+04" in words
-    assert "0.5" in words
-    assert "inf or nan" in words
-
-
-def test_watching_modules_changes_nothing_else_in_a_report() -> None:
-    plain = [made.start(), made.look(1, made.tensor()), made.step(1), made.step(2)]
-    outputs = [made.tensor("fc", what=what, nonfinite=3, zeros=4) for what in ("output", "input")]
-    looked = [plain[0], made.look(1, made.tensor(), *outputs), plain[2], made.look(2, *outputs)]
-    one, other = gather(plain), gather([*looked, plain[3]])
-    assert one.numerics == other.numerics
-    assert [t for record in other.of_modules for t in record.tensors] == [*outputs, *outputs]
-    assert replace(other, of_modules=[]) == one
 
 
 def test_runs_are_compared() -> None:
@@ -148,7 +95,6 @@ def test_runs_are_compared() -> None:
     words = " ".join(Outline(text).words)
     for part in ("Two runs", "Side by side", "fast", "slow"):
         assert part in words
-    assert 'id="compare-loss-title"' in text
     assert 'href="#run1"' in text
     with pytest.raises(ValueError, match=re.escape("Got no run. A report is on one run or on")):
         render({})
@@ -162,7 +108,6 @@ def test_history_and_its_file_make_the_same_page(tmp_path: Path) -> None:
     from_file = read_history(tmp_path / "run.jsonl")
     assert [step.step for step in gather(from_file).steps] == [1, 2, 3, 4, 5]
     assert render(history) == render(from_file)
-    assert "1 time" in render(history)
 
 
 @pytest.mark.full
@@ -184,21 +129,19 @@ def test_pages_of_long_runs_stay_small_and_keep_every_skip() -> None:
             records.append(made.look(number, *tensors))
     text = render(records)
     assert len(text.encode()) < MEGABYTE
-    (marks, *_) = re.findall(r'<path d="([^"]*)" class="mark skip"', text)
-    assert marks.count("M") == steps // every
-    for number in range(every, steps, every):
+    numbers = [*range(every, steps, every)]
+    assert f"Skipped: steps {', '.join(f'{n:,}' for n in numbers)}." in text
+    for number in numbers:
         assert f">{number:,}</th>" in text
-    assert "The numbers of all 150 layers" in text  # of which 24 are drawn
+    assert "The first 60 of 150 layers" in text
 
 
 def test_many_skips_are_summed_up_by_cause() -> None:
     records: list[Record] = [made.step(n, skipped=True) for n in range(1, 5001)]
     records += [made.overflow(n, f"p{n % 50}") for n in range(1, 5001)]
     text = render(records)
-    assert "The first 20 and the last 30 of 5,000 skipped steps" in text
+    assert "The first 5 and the last 10 of 5,000 skipped steps" in text
     assert "10 others" in text
-    (marks, *_) = re.findall(r'<path d="([^"]*)" class="mark skip"', text)
-    assert marks.count("M") == 720  # one in every column
 
 
 def test_write_replaces_the_file_or_leaves_it(
@@ -224,22 +167,30 @@ def test_write_replaces_the_file_or_leaves_it(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_missing_jinja_is_said_in_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("missing", "what"),
+    [
+        ("jinja2", "A report is written with it"),
+        ("matplotlib", "A report's pictures are drawn with it"),
+    ],
+)
+def test_what_is_not_installed_is_said_in_three_parts(
+    missing: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = builtins.__import__
 
     def refuse(name: str, *args: Any, **rest: Any) -> Any:
-        if name == "jinja2":
+        if name.partition(".")[0] == missing:
             raise ImportError(name)
         return load(name, *args, **rest)
 
-    monkeypatch.delitem(sys.modules, "jinja2", raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
     match = re.escape(
-        "Cannot import jinja2. A report is written with it; the rest of the library does not need "
-        "it. In a clone of preamp, run pip install '.[report]'."
+        f"Cannot import {missing}. {what}; the rest of the library does not need it. "
+        "In a clone of preamp, run pip install '.[report]'."
     )
     with pytest.raises(PreampUnavailableError, match=match):
-        render(full())
+        render([made.step(1), made.step(2, scales={0: 1.0})])
 
 
 def test_infinite_and_odd_numbers_do_not_stop_the_page(tmp_path: Path) -> None:
@@ -265,7 +216,7 @@ def test_no_loss_and_no_scale_stops_the_page(values: list[tuple[float, float]]) 
 
 
 CSS = (Path(__file__).parents[2] / "src/preamp/report/templates/style.css").read_text("utf-8")
-TEXT = ("ink", "quiet", "link", "good", "note", "warning", "critical")
+TEXT = ("ink", "quiet", "good", "note", "warning", "critical")
 
 
 def luminance(colour: str) -> float:
@@ -285,8 +236,5 @@ def test_colours_contrast(theme: int) -> None:
         for name in TEXT:
             bright, dim = sorted(map(luminance, (colours[name], colours[ground])), reverse=True)
             assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, ground)
-    for line in range(8):  # lines and areas: 3 is enough
-        bright, dim = sorted(map(luminance, (colours[f"c{line}"], colours["paper"])), reverse=True)
-        assert (bright + 0.05) / (dim + 0.05) >= 3
-    shades = [luminance(colours[f"h{shade}"]) for shade in range(6)]
-    assert shades in (sorted(shades), sorted(shades, reverse=True))
+    bright, dim = sorted(map(luminance, (colours["line"], colours["paper"])), reverse=True)
+    assert (bright + 0.05) / (dim + 0.05) >= 3  # of lines and areas

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Annotated, Any, NoReturn, cast
 
@@ -23,7 +22,7 @@ from typer import Argument, Context, Option
 import preamp
 from preamp.cli.console import refuse
 from preamp.core.errors import PreampStateError, message
-from preamp.engine.insight import VARIABLE
+from preamp.engine.asked import ask
 
 ProgramName = Annotated[
     list[str] | None,
@@ -39,18 +38,25 @@ def run(
     context: Context,
     program: ProgramName = None,
     is_module: IsModule = False,
-    insight: Annotated[
-        Path | None,
-        Option(metavar="FILE", exists=True, dir_okay=False, help="TOML of what to record."),
+    history: Annotated[
+        str | None, Option(metavar="FILE", help="Record the run into this file.")
+    ] = None,
+    numerics: Annotated[
+        str | None, Option(metavar="light|full", help="Record statistics of tensors, too.")
     ] = None,
 ) -> None:
     """Run a program written for Apex, unchanged.
 
     The names apex, amp_C and apex_C are supplied by preamp. What follows the script or the module
-    is the program's own. Under torchrun: torchrun --nproc-per-node 2 -m preamp run script.py
+    is the program's own. --history and --numerics take the place of these arguments of
+    preamp.initialize, whatever the program passes. Under torchrun:
+    torchrun --nproc-per-node 2 -m preamp run script.py
     """
-    if insight is not None:
-        os.environ[VARIABLE] = str(insight.absolute())
+    given = {"history": history, "numerics": numerics}
+    try:
+        ask(**{name: value for name, value in given.items() if value is not None})
+    except (TypeError, ValueError) as error:
+        refuse(error)
     context.obj.append(lambda: execute(prepare(program or [], "run", is_module=is_module)))
 
 

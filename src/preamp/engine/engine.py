@@ -285,7 +285,7 @@ class Engine(EngineCore):
             title: Its heading.
 
         Raises:
-            PreampUnavailableError: jinja2 is missing; it comes with the extra ``report``.
+            PreampUnavailableError: jinja2 or matplotlib is missing; the extra ``report`` has both.
             OSError: The page cannot be written.
         """
         from preamp.report import write

@@ -32,13 +32,13 @@ from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
+from preamp.engine.asked import asked
 from preamp.engine.collectives import COLLECTIVES
 from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.core import Setup
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
-from preamp.engine.insight import read_insight
 from preamp.engine.layers import cast_new_layers, hook_layers
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
@@ -182,15 +182,13 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     models, optimizers = arguments["models"], arguments["optimizers"]
     if not arguments["enabled"]:
         return _create_off(models, optimizers)
-    insight = read_insight()
-    arguments = {**arguments, **insight.arguments}
+    arguments = {**arguments, **asked()}
     recording = make_recording(
         arguments["verbosity"],
         arguments.get("numerics", "off"),
         arguments.get("numerics_every", 100),
         arguments.get("history"),
     )
-    insight.check(recording)
     policy = resolve(
         arguments["opt_level"], arguments, hard_override=arguments.get("hard_override", False)
     )
@@ -201,7 +199,6 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     entrance = enter(policy, recording)
     losses = arguments["num_losses"]
     engine = create_engine(models, optimizers, policy, losses, recording, entrance, kernels)
-    insight.apply(engine)
     if engine.conversion.changed:
         warnings.warn(engine.conversion.changed, stacklevel=3)
     return engine

@@ -7,11 +7,9 @@ Nothing here knows an engine. Records are plain values; what makes them is hande
 from preamp.kernels.ops import EXPONENTS as EXPONENTS
 from preamp.numerics.formats import FORMATS as FORMATS
 from preamp.numerics.formats import NumberFormat as NumberFormat
-from preamp.numerics.formats import is_eps_zero as is_eps_zero
 from preamp.numerics.history import History as History
 from preamp.numerics.history import Listener as Listener
 from preamp.numerics.history import read_history as read_history
-from preamp.numerics.ranks import add_up_ranks as add_up_ranks
 from preamp.numerics.records import CastRecord as CastRecord
 from preamp.numerics.records import CastsRecord as CastsRecord
 from preamp.numerics.records import Float32Record as Float32Record
@@ -29,6 +27,5 @@ from preamp.numerics.records import TraceRecord as TraceRecord
 from preamp.numerics.records import from_json as from_json
 from preamp.numerics.records import to_json as to_json
 from preamp.numerics.statistics import Measured as Measured
-from preamp.numerics.statistics import count_exponents as count_exponents
 from preamp.numerics.statistics import measure as measure
 from preamp.numerics.tensorboard import TensorBoardWriter as TensorBoardWriter

@@ -3,20 +3,17 @@
 
 The lines are the format of ``run.jsonl``. Every line is an object with ``"kind"`` and the fields
 of the class; numbers that JSON has no word for are the strings ``"inf"``, ``"-inf"``, ``"nan"``.
-Unknown fields are ignored when reading, so that older versions can read newer files; unknown kinds
-are too.
+What a reader does not know, kinds and fields, it leaves out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
-from types import UnionType
-from typing import Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, cast, get_args
 
 from preamp.core.pytree import plain
 from preamp.numerics.formats import FORMATS
@@ -28,47 +25,30 @@ What = Literal["gradient", "weight", OfModules]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The start of a run, or of its continuation.
-
-    Attributes:
-        version: Of the format of the file.
-        preamp: preamp's version.
-        torch: torch's version.
-        device: Such as ``"cpu"`` or ``"NVIDIA H200"``.
-        opt_level: ``"O0"`` to ``"O5"``.
-        policy: The decisions, by name, in words.
-        parameters: Elements per parameter, by qualified name, in the models' order.
-        dtypes: dtype per parameter, by qualified name.
-        started: Date and time, ISO 8601 in UTC.
-        optimizers: For each optimizer its class as ``"class"``, and the options of its first
-            parameter group that are words or numbers; empty in older files.
-    """
+    """The start of a run, or of its continuation."""
 
     kind: ClassVar[str] = "run"
-    version: int = VERSION
-    preamp: str
-    torch: str
-    device: str
-    opt_level: str
-    policy: dict[str, str]
-    parameters: dict[str, int]
-    dtypes: dict[str, str]
-    started: str
+    version: int = VERSION  # of the format of the file
+    preamp: str  # preamp's version
+    torch: str  # torch's version
+    device: str  # such as ``"cpu"`` or ``"NVIDIA H200"``
+    opt_level: str  # ``"O0"`` to ``"O5"``
+    policy: dict[str, str]  # the decisions, by name, in words
+    parameters: dict[str, int]  # elements per parameter, by qualified name, in the models' order
+    dtypes: dict[str, str]  # dtype per parameter, by qualified name
+    started: str  # date and time, ISO 8601 in UTC
+    # For each optimizer its class as ``"class"``, and the options of its first parameter group that
+    # are words or numbers.
     optimizers: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRecord:
-    """Training went on from a checkpoint: lines above of later steps are void.
-
-    Attributes:
-        step: The last step that still counts; with several optimizers, of the one with the most.
-        steps: The last step of each optimizer, in their order; empty in files that have only
-            ``step``.
-    """
+    """Training went on from a checkpoint: lines above of later steps are void."""
 
     kind: ClassVar[str] = "resume"
-    step: int
+    step: int  # the last step that still counts; with several optimizers, of the one with the most
+    # The last step of each optimizer, in their order.
     steps: list[int] = field(default_factory=list[int])
 
     def voids(self, record: Record) -> bool:
@@ -81,28 +61,20 @@ class ResumeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One call of ``optimizer.step``.
-
-    Attributes:
-        step: Number of the call, counted from 1, skipped ones included.
-        losses: Unscaled loss by loss id, of the last backward before the step; those of non-scalar
-            losses are means.
-        scales: Loss scale by loss id, after the step.
-        skipped: Whether the weights stayed as they were.
-        norm: Euclidean norm of the unscaled gradients, where ``preamp.clip_grad_norm_`` was called
-            after the last backward; else ``None``.
-        lr: Of the first parameter group.
-        optimizer: Index of the optimizer.
-    """
+    """One call of ``optimizer.step``."""
 
     kind: ClassVar[str] = "step"
-    step: int
+    step: int  # number of the call, counted from 1, skipped ones included
+    # Unscaled loss by loss id, of the last backward before the step; those of non-scalar losses are
+    # means.
     losses: dict[int, float]
-    scales: dict[int, float]
-    skipped: bool
+    scales: dict[int, float]  # loss scale by loss id, after the step
+    skipped: bool  # whether the weights stayed as they were
+    # Euclidean norm of the unscaled gradients, where ``preamp.clip_grad_norm_`` was called after
+    # the last backward; else ``None``.
     norm: float | None = None
-    lr: float | None = None
-    optimizer: int = 0
+    lr: float | None = None  # of the first parameter group
+    optimizer: int = 0  # index of the optimizer
 
 
 Range = list[float]
@@ -111,22 +83,14 @@ Range = list[float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameRecord:
-    """What went through a module, forward or backward.
+    """What went through a module, forward or backward."""
 
-    Attributes:
-        module: Qualified name; empty for the model itself.
-        type: Class of the module; empty for what runs outside of all modules.
-        phase: ``"forward"`` or ``"backward"``.
-        inputs: Of its arguments, or of the gradients that came.
-        outputs: Of its results, or of the gradients that it made.
-        weights: Of its own parameters, of a forward; those of modules inside are left out.
-    """
-
-    module: str
-    type: str
-    phase: str
-    inputs: list[Range]
-    outputs: list[Range]
+    module: str  # qualified name; empty for the model itself
+    type: str  # class of the module; empty for what runs outside of all modules
+    phase: str  # ``"forward"`` or ``"backward"``
+    inputs: list[Range]  # of its arguments, or of the gradients that came
+    outputs: list[Range]  # of its results, or of the gradients that it made
+    # Of its own parameters, of a forward; those of modules inside are left out.
     weights: list[Range] = field(default_factory=list[Range])
 
 
@@ -154,18 +118,13 @@ FAR_BEYOND: Final = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float32Record:
-    """What came of computing a forward once more, by a copy of the module in float32.
+    """What came of computing a forward once more, by a copy of the module in float32."""
 
-    Attributes:
-        found: ``"finite"`` if all values were; else ``"nan"`` or ``"inf"``; ``"failed"`` if it
-            could not be computed.
-        max_abs: Largest magnitude of the output, if it was finite.
-        why: What it failed from.
-    """
-
+    # ``"finite"`` if all values were; else ``"nan"`` or ``"inf"``; ``"failed"`` if it could not be
+    # computed.
     found: Literal["finite", "inf", "nan", "failed"]
-    max_abs: float | None = None
-    why: str = ""
+    max_abs: float | None = None  # largest magnitude of the output, if it was finite
+    why: str = ""  # what it failed from
 
     def told(self, dtype: str) -> str:
         """Return it as a sentence, beside a result in ``dtype`` that was not finite."""
@@ -192,51 +151,45 @@ class Float32Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecord:
-    """Where values became infinite or nan first, found by watching all modules.
-
-    Attributes:
-        module: Qualified name; empty for the model itself.
-        type: Class of the module; empty for what runs outside of all modules, as loss functions do.
-        phase: ``"forward"``: its output; ``"backward"``: the gradient of its input or of one of
-            its parameters; ``"data"``: a module was given such values, and neither a module nor
-            a function of torch was seen to make them; ``"given"``: no module was, but what runs
-            outside of them may have; ``"weight"``: a parameter held them that is used outside of
-            the watched modules;
-            ``"input cast"``, ``"output cast"``: the cast of what went in or came out;
-            ``"output cast backward"``: the cast of the gradient of its output.
-        input_max_abs: Largest finite magnitude that went into the module: forward input, or
-            gradient of output; ``None`` where nothing floating and finite did.
-        output_found: ``"inf"`` or ``"nan"``.
-        dtype: Of what became non-finite.
-        operation: The operation that did, such as ``"matmul"``, or, outside of all modules, the one
-            that was given such values; empty where that is not known.
-        where: Its line of the program, such as ``"model.py:12"``; empty where that is not known.
-        frames: What was seen before, the latest last; at most 8.
-        operation_max_abs: Largest finite magnitude of the tensors that the operation was given in
-            its forward; ``None`` where that is not known, or nothing floating and finite was.
-        operation_min: The smallest of the same values, with its sign; ``None`` as above.
-        float32: Of a forward: what the same module makes of the same input in float32; ``None``
-            where that was not tried.
-        stack: The lines of the program that led to the operation in its forward, the innermost
-            first, such as ``"model.py:12, in forward"``.
-        held: Name of the parameter, the buffer or what else a module keeps that was infinite or nan
-            already; empty where it was another value.
-    """
+    """Where values became infinite or nan first, found by watching all modules."""
 
     kind: ClassVar[str] = "trace"
-    module: str
+    module: str  # qualified name; empty for the model itself
+    # Class of the module; empty for what runs outside of all modules, as loss functions do.
     type: str
+    # ``"forward"``: its output; ``"backward"``: the gradient of its input or of one of its
+    # parameters; ``"data"``: a module was given such values, and neither a module nor a function of
+    # torch was seen to make them; ``"given"``: no module was, but what runs outside of them may
+    # have; ``"weight"``: a parameter held them that is used outside of the watched modules;
+    # ``"input cast"``, ``"output cast"``: the cast of what went in or came out; ``"output cast
+    # backward"``: the cast of the gradient of its output.
     phase: Phase
+    # Largest finite magnitude that went into the module: forward input, or gradient of output;
+    # ``None`` where nothing floating and finite did.
     input_max_abs: float | None
-    output_found: Literal["inf", "nan"]
-    dtype: str
+    output_found: Literal["inf", "nan"]  # ``"inf"`` or ``"nan"``
+    dtype: str  # of what became non-finite
+    # The operation that did, such as ``"matmul"``, or, outside of all modules, the one that was
+    # given such values; empty where that is not known.
     operation: str = ""
+    # Its line of the program, such as ``"model.py:12"``; empty where that is not known.
     where: str = ""
+    # What was seen before, the latest last; at most 8.
     frames: list[FrameRecord] = field(default_factory=list[FrameRecord])
+    # Largest finite magnitude of the tensors that the operation was given in its forward; ``None``
+    # where that is not known, or nothing floating and finite was. Of a product that runs in float32
+    # on the CPU, what it made before that was rounded.
     operation_max_abs: float | None = None
+    # Of a forward: what the same module makes of the same input in float32; ``None`` where that was
+    # not tried.
     float32: Float32Record | None = None
+    # The lines of the program that led to the operation in its forward, the innermost first, such
+    # as ``"model.py:12, in forward"``.
     stack: list[str] = field(default_factory=list[str])
+    # The smallest of the same values, with its sign; ``None`` as above.
     operation_min: float | None = None
+    # Name of the parameter, the buffer or what else a module keeps that was infinite or nan
+    # already; empty where it was another value.
     held: str = ""
 
     @property
@@ -305,94 +258,58 @@ class TraceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverflowRecord:
-    """What overflowed before a step, which was skipped unless the loss scale is static.
-
-    Attributes:
-        step: Number of the call of ``optimizer.step``.
-        loss_id: Which loss's backward overflowed.
-        parameters: Qualified names of parameters with non-finite gradients, in the order in which
-            the backward made them.
-        candidates: How many of them, from the first on, may have been the first: 1 where the order
-            is known.
-        was_skipped: Whether the step was.
-        largest: For each of them the largest finite magnitude in its gradient, scale included;
-            ``None`` where it is not known.
-        loss_was_finite: Whether the loss was finite before scaling.
-        old_scale: Loss scale of that backward.
-        new_scale: Loss scale afterwards.
-        trace: What watching the modules found, if they were watched.
-        kinds: For each parameter ``"nan"`` if there is one in its gradient, else ``"inf"``; empty
-            in older files.
-        optimizer: Index of the optimizer.
-    """
+    """What overflowed before a step, which was skipped unless the loss scale is static."""
 
     kind: ClassVar[str] = "overflow"
-    step: int
-    loss_id: int
+    step: int  # number of the call of ``optimizer.step``
+    loss_id: int  # which loss's backward overflowed
+    # Qualified names of parameters with non-finite gradients, in the order in which the backward
+    # made them.
     parameters: list[str]
+    # For each of them the largest finite magnitude in its gradient, scale included; ``None`` where
+    # it is not known.
     largest: list[float | None]
-    loss_was_finite: bool
-    old_scale: float
-    new_scale: float
-    trace: TraceRecord | None = None
+    loss_was_finite: bool  # whether the loss was finite before scaling
+    old_scale: float  # loss scale of that backward
+    new_scale: float  # loss scale afterwards
+    trace: TraceRecord | None = None  # what watching the modules found, if they were watched
+    # For each parameter ``"nan"`` if there is one in its gradient, else ``"inf"``.
     kinds: list[Literal["inf", "nan"]] = field(default_factory=list[Literal["inf", "nan"]])
-    optimizer: int = 0
+    optimizer: int = 0  # index of the optimizer
+    # How many of them, from the first on, may have been the first: 1 where the order is known.
     candidates: int = 1
-    was_skipped: bool = True
+    was_skipped: bool = True  # whether the step was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStatistics:
-    """What is known of one tensor at one step.
+    """What is known of one tensor at one step."""
 
-    Attributes:
-        name: Qualified name of the parameter or module.
-        what: ``"gradient"`` and ``"weight"`` of a parameter; ``"input"``, ``"output"``, ``"input
-            gradient"`` and ``"output gradient"`` of a module.
-        dtype: Of the tensor, such as ``"float16"``.
-        form: The half format that the counts below are taken against.
-        elements: How many there are; all counts are of elements.
-        zeros: Exactly zero.
-        nonfinite: Infinite or nan.
-        below_subnormal: Not zero, and less than the smallest positive value of the format, with
-            the loss scale on: lost, or rounded up to it, if stored so.
-        below_normal: The same below its smallest normal value: digits are lost.
-        unscaled_below_subnormal: The same without the loss scale.
-        unscaled_below_normal: The same without the loss scale.
-        max_abs: Largest finite magnitude, with the loss scale on.
-        rms: Root mean square of the finite values, with the loss scale on.
-        scale: The loss scale that is on the values; 1 for what is never scaled.
-        headroom: Powers of two between ``max_abs`` and the format's largest value; ``None`` if
-            all is zero.
-        stalled: Of half weights: elements with a gradient that is not zero whose value the step
-            left as it was. ``None`` where that was not looked at.
-        histogram: Counts by ``floor(log2(abs(x)))``, with the scale on; ``None`` if not asked for.
-    """
-
-    name: str
+    name: str  # qualified name of the parameter or module
+    # ``"gradient"`` and ``"weight"`` of a parameter; ``"input"``, ``"output"``, ``"input
+    # gradient"`` and ``"output gradient"`` of a module.
     what: What
-    dtype: str
-    form: str
-    elements: int
-    zeros: int
-    nonfinite: int
+    dtype: str  # of the tensor, such as ``"float16"``
+    form: str  # the half format that the counts below are taken against
+    elements: int  # how many there are; all counts are of elements
+    zeros: int  # exactly zero
+    nonfinite: int  # infinite or nan
+    # Not zero, and less than the smallest positive value of the format, with the loss scale on:
+    # lost, or rounded up to it, if stored so.
     below_subnormal: int
-    below_normal: int
-    unscaled_below_subnormal: int
-    unscaled_below_normal: int
-    max_abs: float
-    rms: float
-    scale: float = 1.0
+    below_normal: int  # the same below its smallest normal value: digits are lost
+    unscaled_below_subnormal: int  # the same without the loss scale
+    unscaled_below_normal: int  # the same without the loss scale
+    max_abs: float  # largest finite magnitude, with the loss scale on
+    rms: float  # root mean square of the finite values, with the loss scale on
+    scale: float = 1.0  # the loss scale that is on the values; 1 for what is never scaled
+    # Powers of two between ``max_abs`` and the format's largest value; ``None`` if all is zero.
     headroom: float | None = None
+    # Of half weights: elements with a gradient that is not zero whose value the step left as it
+    # was. ``None`` where that was not looked at.
     stalled: int | None = None
+    # Counts by ``floor(log2(abs(x)))``, with the scale on; ``None`` if not asked for.
     histogram: dict[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be drawn: a histogram has a column for each exponent in between."""
-        if self.histogram and not -1100 < min(self.histogram) <= max(self.histogram) < 1100:
-            raise ValueError("histogram: these are no exponents of float64")
-        if not self.scale > 0:
-            raise ValueError(f"scale: {self.scale} is no loss scale")
 
     @property
     def nonzero(self) -> int:
@@ -407,22 +324,17 @@ class TensorStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsRecord:
-    """Statistics of the tensors of one step.
-
-    Attributes:
-        step: Number of the call of ``optimizer.step`` that used the gradients.
-        loss_id: Whose backward made the gradients; of several, the last one. 0 where it was seen
-            in no ``scale_loss`` block, as of gradients that the script has set to zero since.
-        tensors: Gradients first, then weights, each in the order of the optimizer's groups; then
-            what was watched of modules, in the order in which it was seen.
-        optimizer: Index of the optimizer.
-    """
+    """Statistics of the tensors of one step."""
 
     kind: ClassVar[str] = "numerics"
-    step: int
+    step: int  # number of the call of ``optimizer.step`` that used the gradients
+    # Whose backward made the gradients; of several, the last one. 0 where it was seen in no
+    # ``scale_loss`` block, as of gradients that the script has set to zero since.
     loss_id: int
+    # Gradients first, then weights, each in the order of the optimizer's groups; then what was
+    # watched of modules, in the order in which it was seen.
     tensors: list[TensorStatistics]
-    optimizer: int = 0
+    optimizer: int = 0  # index of the optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,7 +395,13 @@ Record = (
 
 
 _KINDS: dict[str, type[Any]] = {kind.kind: kind for kind in get_args(Record)}
-_WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_INSIDE: Final[dict[str, type[Any]]] = {  # fields that have records inside
+    "trace": TraceRecord,
+    "frames": FrameRecord,
+    "float32": Float32Record,
+    "tensors": TensorStatistics,
+    "casts": CastRecord,
+}
 
 
 def to_json(record: Record) -> dict[str, Any]:
@@ -497,91 +415,36 @@ def to_line(record: Record) -> str:
 
 
 def from_json(line: Mapping[str, Any]) -> Record | None:
-    """Return the record of one line, or ``None`` if its kind is unknown."""
-    kind = line.get("kind")
-    if not isinstance(kind, str):
+    """Return the record of one line, or ``None`` if its kind is unknown.
+
+    Raises `TypeError` or `ValueError` where a field is missing or cannot be what it should.
+    """
+    if not isinstance(line.get("kind"), str):
         raise ValueError("it has no kind")
-    record = _KINDS.get(kind)
-    return None if record is None else _reader(record)(line)
+    record = _KINDS.get(line["kind"])
+    return None if record is None else _made(record, line)
 
 
-Reader = Callable[[Any], Any]
+def _made(kind: type[Any], entries: Mapping[str, Any]) -> Any:
+    hints = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    return kind(**{k: _value(k, hints[k], v) for k, v in entries.items() if k in hints})
 
 
-@cache
-def _reader(hint: Any) -> Reader:
-    """What turns a value of a line into one of the type ``hint``."""
-    if dataclasses.is_dataclass(hint):
-        return partial(_read_fields, cast("type[Any]", hint))
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):  # with None: there are no others
-        return partial(_read_optional, _reader(inner[0]))
-    if origin is list:
-        return partial(_read_list, _reader(inner[0]))
-    if origin is dict:
-        return partial(_read_dict, inner[0], _reader(inner[1]))
-    if origin is Literal:  # newer versions may know more words
-        return partial(_read_plain, str)
-    return _read_float if hint is float else partial(_read_plain, hint)
+def _value(name: str, hint: str, value: Any) -> Any:
+    """What JSON made of a field's value as the field has it."""
+    if value is None:
+        return None
+    if name in _INSIDE:
+        make = partial(_made, _INSIDE[name])
+        return [*map(make, cast("list[Any]", value))] if isinstance(value, list) else make(value)
+    has_floats = "float" in hint or "Range" in hint
+    if hint.startswith("dict[int"):
+        return {int(key): float(one) if has_floats else one for key, one in value.items()}
+    return _floats(value) if has_floats else value
 
 
-@cache
-def _field_readers(kind: type[Any]) -> dict[str, Reader]:
-    hints = get_type_hints(kind)
-    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-
-
-def _read_fields(kind: type[Any], value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{value!r} is not an object")
-    entries = cast("Mapping[str, Any]", value)
-    values: dict[str, Any] = {}
-    for name, read in _field_readers(kind).items():
-        if name in entries:
-            try:
-                values[name] = read(entries[name])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ValueError(f"a field is missing: {error}") from error
-
-
-def _read_optional(read: Reader, value: Any) -> Any:
-    return None if value is None else read(value)
-
-
-def _read_list(read: Reader, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list")
-    return [read(item) for item in cast("list[Any]", value)]
-
-
-def _read_dict(key: type[Any], read: Reader, value: Any) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{value!r} is not an object")
-    return {key(name): read(item) for name, item in cast("Mapping[Any, Any]", value).items()}
-
-
-def _read_float(value: Any) -> float:
-    if isinstance(value, str) and value in _WORDS:
-        return _WORDS[value]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _as_float(value)
-    raise ValueError(f"{value!r} is not a number")
-
-
-def _read_plain(kind: type[Any], value: Any) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} is not of the type {kind.__name__}")
-    if kind is int:
-        _as_float(value)  # as readers of records do
-    return value
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ValueError("it is larger than any float64") from error
+def _floats(value: Any) -> Any:
+    """Numbers, in lists or not, also those that JSON has no word for."""
+    if isinstance(value, list):
+        return [*map(_floats, cast("list[Any]", value))]
+    return None if value is None else float(value)

@@ -75,15 +75,6 @@ def measure(tensors: Sequence[torch.Tensor]) -> list[Measured]:
     return [Measured(tally, t.dtype) for tally, t in zip(tallies, tensors, strict=True)]
 
 
-def count_exponents(tensor: torch.Tensor) -> torch.Tensor:
-    """Count the elements of ``tensor`` by ``floor(log2(abs(x)))``. Does not synchronise.
-
-    It is real floating point and dense, of any shape, layout, device; not mutated. Returns int64,
-    shape ``(BINS,)``, on its device; see `preamp.kernels.ops.Tally`.
-    """
-    return backend().tally([tensor])[0].counts
-
-
 def add_up(parts: Iterable[TensorStatistics]) -> list[TensorStatistics]:
     """Unite statistics of parts of the same tensors, in the order of the first of each.
 
@@ -98,14 +89,9 @@ def add_up(parts: Iterable[TensorStatistics]) -> list[TensorStatistics]:
 
 
 _COUNTS = (
-    "elements",
-    "zeros",
-    "nonfinite",
-    "below_subnormal",
-    "below_normal",
-    "unscaled_below_subnormal",
-    "unscaled_below_normal",
-)
+    "elements zeros nonfinite below_subnormal below_normal unscaled_below_subnormal "
+    "unscaled_below_normal"
+).split()
 
 
 def _sum(parts: Sequence[TensorStatistics]) -> TensorStatistics:

@@ -21,13 +21,8 @@ from preamp.numerics.records import (
 class TensorBoardWriter:
     """A listener of a `History` that writes what it hears with a ``SummaryWriter``.
 
-    ``engine.history.listen(TensorBoardWriter("runs/1"))`` is all it takes. The tags are
-    ``loss``, ``loss_scale``, ``skipped`` (1 or 0), ``gradient_norm`` and ``learning_rate``, and for
-    each tensor ``headroom/<name>``, ``zeros/<name>``, ``below_subnormal/<name>``,
-    ``below_normal/<name>`` and ``stalled/<name>``, shares of its elements from 0 to 1 but for the
-    headroom, and ``exponents/<name>`` with ``numerics="full"``. Losses after the first are
-    ``loss/1``, and their gradients ``loss1.<name>``; optimizers after the first have
-    ``/optimizer1`` behind the tag, before the name.
+    ``engine.history.listen(TensorBoardWriter("runs/1"))`` is all it takes. The page on numerics
+    lists the tags.
     """
 
     def __init__(self, target: str | os.PathLike[str] | Any) -> None:
@@ -43,8 +38,8 @@ class TensorBoardWriter:
         """
         self._writer: Any = target
         self._owns_writer = isinstance(target, (str, os.PathLike))
-        if isinstance(target, (str, os.PathLike)):
-            self._writer = _summary_writer(os.fspath(cast("str | os.PathLike[str]", target)))
+        if self._owns_writer:
+            self._writer = _summary_writer(os.fspath(cast("str", target)))
         elif not all(hasattr(target, name) for name in ("add_scalar", "add_histogram_raw")):
             raise bad_type(
                 f"TensorBoardWriter was given {with_article(type(target).__name__)}",

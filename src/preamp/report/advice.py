@@ -6,18 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from preamp.report import casts, collapse, layers, losses, settings, skips, tensors, timeline, words
-from preamp.report.blocks import Advice, Advised, Block, Figure, Section, Text
+from preamp.report import layers, losses, skips, tensors, words
 from preamp.report.finding import RULES, Finding, Severity, Verdict
 from preamp.report.gather import Run
 
 _MEASUREMENTS: Final[tuple[Callable[[Run], Iterator[Finding]], ...]] = (
-    collapse.broken_runs,
-    settings.decay_too_large,
-    settings.momentum_is_one,
-    settings.rate_vanishes,
-    settings.loss_stays,
-    losses.losses_rise,
+    losses.diverges,
+    losses.overflows_taken,
+    losses.loss_not_finite,
+    skips.overflows_at_any_scale,
     skips.no_step_taken,
     skips.overflows_in_one_place,
     skips.many_skips,
@@ -26,12 +23,8 @@ _MEASUREMENTS: Final[tuple[Callable[[Run], Iterator[Finding]], ...]] = (
     tensors.gradients_all_zero,
     tensors.gradients_lost,
     tensors.little_headroom,
-    tensors.no_gradient_arrives,
-    tensors.gradients_always_zero,
     layers.updates_stalled,
-    casts.casts_of_one_line,
 )
-_BEGAN = "Marked is where it began."
 
 
 def advise(run: Run) -> list[Finding]:
@@ -42,14 +35,7 @@ def advise(run: Run) -> list[Finding]:
     found = [finding for measure in _MEASUREMENTS for finding in measure(run)]
     serious = [finding for finding in found if finding.severity > Severity.NOTE]
     hidden = {id for finding in serious for id in finding.rule.hides}
-    shown = (finding for finding in found if finding.id not in hidden)
-    return sorted(
-        (f for f in shown if not any(_explains(cause, f) for cause in serious)), key=_rank
-    )
-
-
-def _explains(cause: Finding, later: Finding) -> bool:
-    return later.id in cause.rule.hides_later and 0 < cause.step <= later.step
+    return sorted((finding for finding in found if finding.id not in hidden), key=_rank)
 
 
 def _rank(finding: Finding) -> tuple[int, int, int]:
@@ -71,7 +57,7 @@ def judge(run: Run, findings: Sequence[Finding]) -> Verdict:
     facts = " ".join(filter(None, [_more(serious), _skips(run), _loss(run), *unseen.values()]))
     if serious:
         first = serious[0]
-        kind = first.severity.word.lower()
+        kind = first.severity.name.lower()
         return Verdict(kind=kind, title=first.line, where=first.where, text=facts)
     notes = words.counted(len(findings), "note") if findings else ""
     kind, title = "good", "Nothing to report"
@@ -131,52 +117,3 @@ def _unseen(run: Run) -> dict[str, str]:
             'judged; numerics="light" looks at them.'
         )
     return found
-
-
-def advice_section(run: Run, prefix: str, findings: Sequence[Finding]) -> Section:
-    """Make the part that says what to do; ``prefix`` is of all ids."""
-    block: Block = Text(text=f"{judge(run, []).title}.")
-    if findings:
-        block = Advice(items=_beside(run, findings, prefix))
-    return Section(name=f"{prefix}advice", title="What to do", blocks=[block])
-
-
-def _beside(run: Run, findings: Sequence[Finding], prefix: str) -> list[Advised]:
-    """Put findings beside their pictures. Each picture is drawn once; others refer to it."""
-    items: list[Advised] = []
-    for index, finding in enumerate(findings):
-        drawn = next((f for f in findings[:index] if f.rule.picture == finding.rule.picture), None)
-        figure = see = None
-        if finding.rule.picture == "tensor":
-            figure = _of_tensor(finding, f"{prefix}shown-{index}")
-        elif finding.rule.picture == "casts":
-            see = (f"{prefix}casts", "the cast audit")
-        elif drawn is None:
-            steps = [f.step for f in findings if f.rule.picture == finding.rule.picture]
-            figure = _of_steps(run, finding, steps, f"{prefix}shown-{finding.rule.picture}")
-            see = None if figure else (f"{prefix}skips", "the skipped steps")
-        elif _of_steps(run, finding, (), "") is not None:
-            see = (
-                f"{prefix}shown-{finding.rule.picture}-title",
-                f"the {finding.rule.picture} above",
-            )
-        items.append(Advised(finding=finding, figure=figure, see=see))
-    return items
-
-
-def _of_steps(run: Run, finding: Finding, began: Sequence[int], name: str) -> Figure | None:
-    """Draw losses or loss scales; ``None`` where there are none to be drawn."""
-    is_loss = finding.rule.picture == "loss"
-    draw = timeline.loss_chart if is_loss else timeline.scale_chart
-    body = draw(run, name, sorted({*began}))
-    title = "Loss by step" if is_loss else "Loss scale by step"
-    return None if body is None else Figure(title=title, body=body, caption=_BEGAN)
-
-
-def _of_tensor(finding: Finding, name: str) -> Figure | None:
-    """Draw the number by step."""
-    curve = finding.curve
-    body = None if curve is None else timeline.curve_chart(curve, name, finding.step)
-    if curve is None or body is None:
-        return None
-    return Figure(title=f"{curve.name}, by step", body=body, caption=_BEGAN)

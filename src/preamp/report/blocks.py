@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from preamp.report.finding import Finding, Verdict
-from preamp.report.svg import Html
-
-WITH_NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the next run'
+from preamp.report.html import Html
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,23 +17,8 @@ class Figure:
 
     kind: ClassVar[str] = "figure"
     title: str  # what it shows; text from outside is escaped
-    body: Html  # the picture and its legend
+    body: Html  # the picture
     caption: str = ""  # what to see in it, or how to read it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A column of a table."""
-
-    title: str  # heading
-    is_number: bool = False  # whether to align to the right
-    is_wide: bool = False  # whether it takes the room that is left
-    unit: str = ""  # second line of the heading; may be empty
-
-
-def columns(*titles: str, numbers: Sequence[str] = (), wide: Sequence[str] = ()) -> list[Column]:
-    """Make columns of their titles."""
-    return [Column(title=t, is_number=t in numbers, is_wide=t in wide) for t in titles]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,57 +28,21 @@ class Table:
     kind: ClassVar[str] = "table"
     name: str  # id, alone on the page
     caption: str  # what it lists
-    columns: Sequence[Column]  # from left to right
+    columns: Sequence[str]  # their headings, from left to right
+    numbers: Sequence[str]  # those of them that are aligned to the right
+    wide: Sequence[str]  # those that take the room that is left
     rows: Sequence[Sequence[str]]  # cells, escaped unless they are `Html`
-    # Makes the table a part that is opened on demand; empty for one that is always open.
-    summary: str = ""
-    is_fluid: bool = False  # whether it fits every width, so that it need not scroll
-    after: str = ""  # what stands below, such as a legend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A paragraph."""
+    """A paragraph, also of what is missing and what to switch on; code between backticks."""
 
     kind: ClassVar[str] = "text"
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
-    """A part that is not there."""
-
-    kind: ClassVar[str] = "missing"
-    what: str  # what would be here
-    do: str  # what to switch on, in words; code between backticks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advised:
-    """One finding, and what shows it."""
-
-    finding: Finding
-    figure: Figure | None  # the picture that shows it, unless it is somewhere else
-    see: tuple[str, str] | None  # id and name of that place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What the rules found."""
-
-    kind: ClassVar[str] = "advice"
-    items: Sequence[Advised]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Names and values, as a list or, in the header, as tiles."""
-
-    kind: ClassVar[str] = "facts"
-    facts: Sequence[tuple[str, str]]
-
-
-Block = Figure | Table | Text | Missing | Advice | Facts
+Block = Figure | Table | Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +57,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """One run of several."""
+    """One run."""
 
     name: str  # id, alone on the page
-    title: str  # heading
+    title: str  # heading; empty for the only run of a page
     verdict: Verdict  # the run in a few sentences
     facts: Sequence[tuple[str, str]]  # about the run
+    findings: Sequence[Finding]  # what to do, the gravest first
     sections: Sequence[Section]  # its parts
 
 
@@ -124,11 +72,6 @@ class Page:
     """All of it."""
 
     title: str  # heading and window title
-    # One for each run, with its name; the name of a single one is empty.
-    verdicts: Sequence[tuple[str, str, Verdict]]
-    facts: Sequence[tuple[str, str]]  # tiles of the header
-    sections: Sequence[Section]  # parts that belong to no run in particular, or to the only one
-    chapters: Sequence[Chapter]  # one for each run of several
-    closing: Sequence[Section]  # parts that come last
+    comparison: Sequence[Section]  # of several runs
+    chapters: Sequence[Chapter]  # one for each run
     made: str  # what made the page, and when
-    intro: str = ""  # a paragraph below the heading; may be empty

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Literal
+from typing import Final
 
 from preamp.report import words
-
-Picture = Literal["loss", "scale", "tensor", "casts"]
 
 
 class Severity(IntEnum):
@@ -24,11 +22,6 @@ class Severity(IntEnum):
     WARNING = 2
     CRITICAL = 3
 
-    @property
-    def word(self) -> str:
-        """The severity in a word."""
-        return self.name.capitalize()
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -36,76 +29,31 @@ class Rule:
 
     id: str  # stable name
     severity: Severity  # how much it matters, unless a finding is grave
-    picture: Picture  # what shows it
     hides: tuple[str, ...] = ()  # rules whose findings are consequences of this one's
-    hides_later: tuple[str, ...] = ()  # the same of findings that begin after this one's
-    when: str = "since"  # what stands before its step
 
 
-_LOSSES = ("diverges", "loss-not-finite", "loss-jumps", "loss-rises", "loss-stays")
-_DEAD = ("gradients-all-zero", "no-gradient-arrives", "gradients-always-zero", "gradients-lost")
 _SKIPS = ("many-skips", "skips-in-a-row", "no-step-taken", "overflow-in-one-place")
+_LOST = ("overflow-taken", "loss-not-finite", "weights-not-finite")
 
 RULES: Final = (
-    Rule("eps-is-zero", Severity.WARNING, "loss", ("weights-not-finite",)),
-    Rule(
-        "decay-too-large",
-        Severity.WARNING,
-        "loss",
-        ("weights-rewritten", "weights-not-finite", *_LOSSES, *_SKIPS),
-        _DEAD,
-    ),
-    Rule(
-        "momentum-is-one",
-        Severity.WARNING,
-        "loss",
-        ("loss-stays", "diverges", "loss-rises", "loss-jumps"),
-    ),
-    Rule(
-        "weights-rewritten",
-        Severity.WARNING,
-        "loss",
-        ("weights-not-finite", *_LOSSES, *_SKIPS),
-        _DEAD,
-    ),
-    Rule(
-        "diverges", Severity.WARNING, "loss", ("weights-not-finite", "loss-jumps", *_SKIPS), _DEAD
-    ),
-    Rule("loss-not-finite", Severity.CRITICAL, "loss", ("weights-not-finite",)),
-    Rule("weights-not-finite", Severity.CRITICAL, "loss"),
-    Rule(
-        "gradients-all-zero", Severity.CRITICAL, "tensor", ("gradients-always-zero", "loss-stays")
-    ),
-    Rule("overflow-at-any-scale", Severity.CRITICAL, "scale", _SKIPS),
-    Rule("no-step-taken", Severity.CRITICAL, "scale", ("overflow-in-one-place",)),
-    Rule("loss-jumps", Severity.WARNING, "loss", ("weights-not-finite", *_SKIPS), _DEAD, "at"),
-    Rule("overflow-in-one-place", Severity.WARNING, "scale"),
-    Rule("many-skips", Severity.WARNING, "scale"),
-    Rule("skips-in-a-row", Severity.WARNING, "scale"),
-    Rule("gradients-lost", Severity.WARNING, "tensor", ("gradients-always-zero",)),
-    Rule("updates-stalled", Severity.WARNING, "tensor"),
-    Rule("little-headroom", Severity.WARNING, "tensor"),
-    Rule("rate-vanishes", Severity.WARNING, "loss", ("loss-stays",)),
-    Rule("loss-stays", Severity.WARNING, "loss"),
-    Rule(
-        "no-gradient-arrives", Severity.WARNING, "tensor", ("gradients-always-zero", "loss-stays")
-    ),
-    Rule("loss-rises", Severity.NOTE, "loss"),
-    Rule("gradients-always-zero", Severity.NOTE, "tensor"),
-    Rule("casts-of-one-line", Severity.NOTE, "casts"),
+    Rule("diverges", Severity.WARNING, (*_LOST, "overflow-at-any-scale", *_SKIPS)),
+    Rule("overflow-taken", Severity.CRITICAL, ("loss-not-finite", "weights-not-finite")),
+    Rule("loss-not-finite", Severity.CRITICAL, ("weights-not-finite",)),
+    Rule("weights-not-finite", Severity.CRITICAL),
+    Rule("gradients-all-zero", Severity.CRITICAL),
+    Rule("overflow-at-any-scale", Severity.CRITICAL, _SKIPS),
+    Rule("no-step-taken", Severity.CRITICAL, ("overflow-in-one-place",)),
+    Rule("overflow-in-one-place", Severity.WARNING),
+    Rule("many-skips", Severity.WARNING),
+    Rule("skips-in-a-row", Severity.WARNING),
+    Rule("gradients-lost", Severity.WARNING),
+    Rule("updates-stalled", Severity.WARNING),
+    Rule("little-headroom", Severity.WARNING),
+    Rule("loss-rises", Severity.NOTE),
 )
 """All rules; of findings that matter as much, the first come first."""
 
 _BY_ID: Final = {rule.id: rule for rule in RULES}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A number over time that a finding rests on."""
-
-    name: str  # what it is
-    points: Sequence[tuple[float, float]]  # step and number
-    is_share: bool = True  # whether it lies between 0 and 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +66,6 @@ class Finding:
     do: str  # what can be done
     step: int = 0  # at which it began; 0 where that means nothing
     where: str = ""  # parameters, module, operation or loss; empty where that means nothing
-    curve: Curve | None = None  # the number by step, where the rule has no other picture
     is_grave: bool = False  # critical here, although the rule is not so as such
 
     @property
@@ -133,8 +80,8 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """What is wrong, and since when or at which step."""
-        return f"{self.title}, {self.rule.when} step {self.step:,}" if self.step else self.title
+        """What is wrong, and since when."""
+        return f"{self.title}, since step {self.step:,}" if self.step else self.title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import get_args
+from dataclasses import dataclass, field
 
 from preamp.numerics import (
     CastsRecord,
@@ -17,14 +17,13 @@ from preamp.numerics import (
     NumericsRecord,
     OverflowRecord,
     Record,
-    ResumeRecord,
     RunRecord,
     StepRecord,
     TensorStatistics,
 )
-from preamp.numerics.records import OfModules
 
-_OF_MODULES = get_args(OfModules)
+Point = tuple[int, float]  # step and value
+_NAMES = re.compile("'([^']*)'")
 _HALF_OF = {"O0": "", "O4": "bfloat16", "O5": "bfloat16"}
 
 
@@ -39,15 +38,11 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     # Causes of skipped steps, oldest first.
     overflows: list[OverflowRecord] = field(default_factory=list[OverflowRecord])
-    # Statistics of gradients and weights, oldest first.
+    # Statistics of gradients, weights, and what went through modules, oldest first.
     numerics: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
-    # Statistics of what went through modules, oldest first.
-    of_modules: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
     casts: CastsRecord | None = None  # the latest cast audit
     memory: MemoryRecord | None = None  # the latest count of bytes
-    # The steps of the checkpoints that it went on from.
-    resumed: list[int] = field(default_factory=list[int])
-    # Modules that keep_fp32 named, in this run or in one before it on the page.
+    # Modules that keep_fp32 named.
     kept: frozenset[str] = frozenset()
 
     @property
@@ -104,25 +99,25 @@ class Run:
             yield steps, f" of optimizer {optimizer}" if len(found) > 1 else ""
 
     @property
-    def first_losses(self) -> list[tuple[int, float]]:
+    def first_losses(self) -> list[Point]:
         """Step and loss of the first loss; empty if there is none."""
-        return next(iter(self.losses().values()), list[tuple[int, float]]())
+        return next(iter(self.losses().values()), list[Point]())
 
     @property
-    def first_scales(self) -> list[tuple[int, float]]:
+    def first_scales(self) -> list[Point]:
         """Step and loss scale of the first loss id; empty if there is none."""
-        return next(iter(self.scales().values()), list[tuple[int, float]]())
+        return next(iter(self.scales().values()), list[Point]())
 
-    def losses(self) -> dict[str, list[tuple[int, float]]]:
+    def losses(self) -> dict[str, list[Point]]:
         """Step and loss, by loss id; apart by optimizer where several record different ones."""
-        found: dict[int, dict[int, list[tuple[int, float]]]] = {}
+        found: dict[int, dict[int, list[Point]]] = {}
         for step in self.steps:
             for loss_id, loss in step.losses.items():
                 rows = found.setdefault(loss_id, {})
                 rows.setdefault(step.optimizer, []).append((step.step, loss))
         return dict(pair for loss_id in sorted(found) for pair in _named(loss_id, found[loss_id]))
 
-    def scales(self) -> dict[str, list[tuple[int, float]]]:
+    def scales(self) -> dict[str, list[Point]]:
         """Step and loss scale after it, by loss id; one optimizer's, since each tells them all."""
         counts = Counter(step.optimizer for step in self.steps)
         asked: dict[int, int] = {}
@@ -130,7 +125,7 @@ class Run:
             for loss_id in step.losses:
                 asked.setdefault(loss_id, step.optimizer)
         busiest = max(counts, key=lambda optimizer: counts[optimizer], default=0)
-        found: dict[int, list[tuple[int, float]]] = {}
+        found: dict[int, list[Point]] = {}
         for step in self.steps:
             for loss_id, value in step.scales.items():
                 is_asked = step.optimizer == asked.get(loss_id, busiest)
@@ -139,11 +134,9 @@ class Run:
         return {str(loss_id): found[loss_id] for loss_id in sorted(found)}
 
 
-def _named(
-    loss_id: int, rows: dict[int, list[tuple[int, float]]]
-) -> list[tuple[str, list[tuple[int, float]]]]:
+def _named(loss_id: int, rows: dict[int, list[Point]]) -> list[tuple[str, list[Point]]]:
     """Name one loss's rows; optimizers that step on the same losses have one row together."""
-    different: dict[int, list[tuple[int, float]]] = {}
+    different: dict[int, list[Point]] = {}
     for optimizer in sorted(rows):
         if not any(_is_same(rows[optimizer], other) for other in different.values()):
             different[optimizer] = rows[optimizer]
@@ -152,7 +145,7 @@ def _named(
     return [(f"{loss_id} of optimizer {index}", row) for index, row in different.items()]
 
 
-def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
+def _is_same(a: list[Point], b: list[Point]) -> bool:
     """Whether two rows are equal; nan equals nan."""
     return len(a) == len(b) and all(
         step == other and (loss == found or (math.isnan(loss) and math.isnan(found)))
@@ -175,63 +168,25 @@ def latest(run: Run) -> list[TensorStatistics]:
     return list(found.values())
 
 
-def gather(
-    records: History | Iterable[Record], name: str = "", kept: frozenset[str] = frozenset()
-) -> Run:
-    """Sort the records of a run as written, without those that a checkpoint took back.
-
-    ``kept`` are the modules that runs before it kept in float32.
-    """
-    records = records if isinstance(records, History) else list(records)
+def gather(records: History | Iterable[Record], name: str = "") -> Run:
+    """Sort the records of a run as written, without those that a checkpoint took back."""
     history = records if isinstance(records, History) else _replay(records)
     starts = history.of(RunRecord)
     casts, memory = history.of(CastsRecord), history.of(MemoryRecord)
-    numerics, of_modules = _split(history.of(NumericsRecord))
     return Run(
         name=name,
         start=starts[-1] if starts else None,
         steps=history.of(StepRecord),
         overflows=history.of(OverflowRecord),
-        numerics=numerics,
-        of_modules=of_modules,
+        numerics=history.of(NumericsRecord),
         casts=casts[-1] if casts else None,
         memory=memory[-1] if memory else None,
-        resumed=_resumed(records),
-        kept=kept.union(*(re.findall("'([^']*)'", s.policy.get("keep_fp32", "")) for s in starts)),
+        kept=frozenset(n for s in starts for n in _NAMES.findall(s.policy.get("keep_fp32", ""))),
     )
 
 
-def _split(records: Iterable[NumericsRecord]) -> tuple[list[NumericsRecord], list[NumericsRecord]]:
-    """The statistics of parameters, and those of modules."""
-    of_params: list[NumericsRecord] = []
-    of_modules: list[NumericsRecord] = []
-    for record in records:
-        modules = [t for t in record.tensors if t.what in _OF_MODULES]
-        if not modules:
-            of_params.append(record)
-            continue
-        of_modules.append(replace(record, tensors=modules))
-        if params := [t for t in record.tensors if t.what not in _OF_MODULES]:
-            of_params.append(replace(record, tensors=params))
-    return of_params, of_modules
-
-
-def _resumed(records: Iterable[Record]) -> list[int]:
-    """The steps that a run went on from; one that began anew in the same file went on from none."""
-    steps, last = list[int](), 0
-    for record in records:
-        if isinstance(record, StepRecord):
-            last = max(last, record.step)
-        elif isinstance(record, RunRecord) and last:
-            steps.append(last)
-        elif isinstance(record, ResumeRecord):
-            last = record.step
-            steps = [step for step in (*steps, last) if 0 < step <= last]
-    return sorted({*steps})
-
-
-def _replay(records: list[Record]) -> History:
-    history = History(kept=max(1, len(records)))
+def _replay(records: Iterable[Record]) -> History:
+    history = History(kept=sys.maxsize)
     for record in records:
         history.add(record)
     return history

@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Statistics of parameters, summed up by module and by time, and drawn as a heat map."""
+"""What each layer has near the ends of its format, in numbers and, where it overflowed, drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Final
+from typing import Final, get_args
 
 from preamp.numerics import TensorStatistics
+from preamp.numerics.records import OfModules
 from preamp.report import words
-from preamp.report.blocks import WITH_NUMERICS, Block, Missing, Section, Table, columns
-from preamp.report.finding import Curve, Finding, named
-from preamp.report.gather import Run, gradients_of, latest
-from preamp.report.svg import Html, legend_of, name, picture, stretched, tag
-from preamp.report.tensors import bad_since, totals
+from preamp.report.blocks import Block, Figure, Section, Table, Text
+from preamp.report.drawing import exponents_picture
+from preamp.report.finding import Finding, named
+from preamp.report.gather import Run, latest
+from preamp.report.html import name
+from preamp.report.skips import gradient_overflows
+from preamp.report.tensors import HEADROOM, bad_since, totals
 
-ROWS = 24  # modules that are drawn; the full list has the others
-DETAILS = 300  # modules in the full list
+ROWS = 60  # layers in the table
+PICTURES = 4  # layers whose exponents are drawn
 STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they were
-TIMES = 96  # columns of a heat map
 
+_SEEN = ("gradient", *get_args(OfModules))
 
-Tensors = Sequence[TensorStatistics]  # the gradients of one module at one time
+Tensors = Sequence[TensorStatistics]  # of one layer in one look
 
 
 def underflow(tensors: Tensors) -> float:
@@ -50,56 +53,68 @@ def _part(tensors: Tensors, counts: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One row of the heat map."""
+    """What was seen of the gradients of a module, or of what went through it."""
 
     name: str  # qualified name of the module
-    # Share of underflow by column, the worst of what falls into it; nan where nothing does that is
-    # finite and not zero.
-    cells: tuple[float, ...]
-    worst: float  # the highest share; nan if no gradient was finite and other than zero
-    worst_step: int  # its step
-    latest: Tensors  # what there was at the end
+    what: str  # ``"gradient"``, or a kind of `OfModules`
+    is_scaled: bool  # whether a dynamic scale brings it close to the end, and now and then beyond
+    looks: Sequence[Tensors]  # oldest first
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a value was infinite or nan that should not have been."""
+        return not self.is_scaled and any(t.nonfinite for tensors in self.looks for t in tensors)
+
+    @property
+    def headroom(self) -> float:
+        """The least of all looks; infinite where all was zero."""
+        rooms = (t.headroom for tensors in self.looks for t in tensors)
+        return min((room for room in rooms if room is not None), default=math.inf)
+
+    @property
+    def worst(self) -> float:
+        """The largest share of underflow; nan if nothing was finite and other than zero."""
+        return max(map(underflow, self.looks), key=_rank)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it is close to an overflow."""
+        return not self.is_scaled and self.headroom < HEADROOM
+
+    def cells(self, stalled: float) -> list[str]:
+        """What stands in its row."""
+        largest = max(t.max_abs for tensors in self.looks for t in tensors)
+        return [
+            name(self.name),
+            self.what,
+            "inf or nan" if self.is_broken else words.magnitude(largest),
+            words.headroom(self.headroom),
+            words.share(self.worst),
+            words.share(lost(self.looks[-1])),
+            words.share(zeros(self.looks[-1])),
+            words.share(stalled),
+        ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatMap:
-    """Underflow of all modules over time."""
-
-    first: int  # first step looked at
-    last: int  # last step looked at
-    layers: tuple[Layer, ...]  # worst first
-    form: str  # format that the shares are taken against
-
-
-def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
-    """Sum up the underflow of gradients by module; ``None`` if no gradient was looked at."""
-    looks = [record for record in run.numerics if gradients_of([record])]
-    if not looks:
-        return None
-    steps = sorted({record.step for record in looks})
-    columns = {
-        step: index * min(times, len(steps)) // len(steps) for index, step in enumerate(steps)
-    }
-    rows: dict[str, dict[int, list[TensorStatistics]]] = {}
-    for record in looks:
-        for tensor in gradients_of([record]):
-            row = rows.setdefault(module_of(tensor.name), {})
-            row.setdefault(record.step, []).append(tensor)
-    layers = [_layer(name, row, columns) for name, row in rows.items()]
-    layers.sort(key=lambda layer: (-_rank(layer.worst), -_rank(underflow(layer.latest))))
-    form = gradients_of(looks[-1:])[0].form
-    return HeatMap(first=steps[0], last=steps[-1], layers=tuple(layers), form=form)
-
-
-def _layer(name: str, row: Mapping[int, Tensors], columns: Mapping[int, int]) -> Layer:
-    cells = [math.nan] * (max(columns.values()) + 1)
-    shares = {step: underflow(tensors) for step, tensors in row.items()}
-    for step, share in shares.items():
-        cells[columns[step]] = max(cells[columns[step]], share, key=_rank)
-    worst = max(shares, key=lambda step: _rank(shares[step]))
-    return Layer(
-        name=name, cells=tuple(cells), worst=shares[worst], worst_step=worst, latest=row[max(row)]
-    )
+def layers_of(run: Run) -> list[Layer]:
+    """Sum up what was looked at by module, those in trouble first."""
+    found: dict[tuple[str, str], dict[tuple[int, int], list[TensorStatistics]]] = {}
+    for record in run.numerics:
+        for tensor in record.tensors:
+            if tensor.what in _SEEN:
+                module = module_of(tensor.name) if tensor.what == "gradient" else tensor.name
+                looks = found.setdefault((module, tensor.what), {})
+                looks.setdefault((record.step, record.optimizer), []).append(tensor)
+    layers = [
+        Layer(
+            name=module,
+            what=what,
+            is_scaled=run.is_dynamic and what == "gradient",
+            looks=[*looks.values()],
+        )
+        for (module, what), looks in found.items()
+    ]
+    return sorted(layers, key=lambda x: (not x.is_broken, not x.is_near, -_rank(x.worst)))
 
 
 def module_of(name: str) -> str:
@@ -112,146 +127,64 @@ def _rank(share: float) -> float:
     return -1.0 if math.isnan(share) else share
 
 
-SHADES: tuple[tuple[float, str], ...] = (
-    (0.0, "none"),
-    (0.01, "below 1 %"),
-    (0.05, "1 to 5 %"),
-    (0.2, "5 to 20 %"),
-    (0.5, "20 to 50 %"),
-    (float("inf"), "50 % or more"),
-)
-"""Upper end of each shade, left out itself, and its name. The first one is exactly nothing."""
-
-_HEIGHT = 18.0
-
-
-def shade_of(share: float) -> int:
-    """Return the shade of a share, by number."""
-    if share <= 0:
-        return 0
-    return next(i for i, (end, _) in enumerate(SHADES) if share < end)
-
-
-def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
-    """Draw one row."""
-    title = f"Underflow in {words.shown(layer.name)}"
-    steps = f"From step {heat.first:,} to step {heat.last:,}"
-    description = f"{steps} no gradient was finite and other than zero."
-    if not math.isnan(layer.worst):
-        description = (
-            f"{steps}; at most {words.share(layer.worst)}, at step {layer.worst_step:,}; at the"
-            f" end {words.share(underflow(layer.latest))}."
-        )
-    return _strip(layer.cells, name, title, description)
-
-
-def legend() -> Html:
-    """List the shades."""
-    return legend_of(
-        (tag("span", class_=f"swatch h{i}", aria_hidden="true"), name)
-        for i, (_, name) in enumerate(SHADES)
-    )
-
-
-def _strip(cells: Sequence[float], name: str, title: str, description: str) -> Html:
-    parts: list[Html] = []
-    left = 0
-    for shade, group in groupby(cells, lambda cell: None if math.isnan(cell) else shade_of(cell)):
-        width = len(list(group))
-        if shade is not None:
-            parts.append(tag("rect", x=left, width=width, height=_HEIGHT, class_=f"h{shade}"))
-        left += width
-    box = stretched(*parts, width=len(cells), height=_HEIGHT)
-    return picture(name, title, description, box, height=_HEIGHT, class_="strip")
-
-
-def axis(heat: HeatMap) -> str:
-    """Say what the ends of the strips are."""
-    if heat.first == heat.last:
-        return f"step {heat.first:,}"
-    return f"step {heat.first:,} → {heat.last:,}"
-
-
-def underflow_section(run: Run, prefix: str) -> Section:
-    """Make the part about underflow by layer; ``prefix`` is of all ids."""
-    found = heat_map(run)
-    title = "Underflow by layer"
-    if found is None:
-        missing = Missing(what="Gradients were not looked at", do=WITH_NUMERICS)
-        return Section(name=prefix, title=title, blocks=[missing])
+def layers_section(run: Run, prefix: str) -> Section:
+    """Make the part about layers; ``prefix`` is of all ids."""
+    layers = layers_of(run)
+    if not layers:
+        text = 'Gradients were not looked at. Pass `numerics="light"` to `preamp.initialize`.'
+        return Section(name=prefix, title="Layers", blocks=[Text(text=text)])
+    form = layers[0].looks[-1][0].form
     lead = (
-        f"Part of a layer's gradient, with the loss scale on, that is below the smallest normal"
-        f" {found.form} number and so loses digits, or all of them. Worst layers first; time runs"
-        f" from left to right, {axis(found)}. Where a gradient is zero altogether, or"
-        " nothing of it finite, there is no share."
+        f"How near values come to the ends of {form}, with the loss scale on. Headroom: by how many"
+        " powers of two the largest may grow. Underflow: the share below the smallest normal"
+        " number, in the worst look; lost: below the smallest of all. Stalled: half weights that a"
+        " step left as they were, for too small an update."
     )
     if not run.half:
-        lead += f" This run is in float32: the shares say what {found.form} would lose."
+        lead += f" This run is in float32: the shares say what {form} would lose."
     stalled = stalled_shares(run)
     if stalled and run.has_masters:
         lead += " Updates that stall are harmless here: masters keep them until they add up."
-    blocks: list[Block] = [_heat_table(found, prefix)]
-    if len(found.layers) > 1 or stalled:
-        blocks.append(_heat_details(found, stalled, prefix))
-    return Section(name=prefix, title=title, lead=lead, blocks=blocks)
-
-
-def _heat_table(found: HeatMap, prefix: str) -> Table:
-    rows = [
-        [
-            name(layer.name, 48),
-            words.share(layer.worst),
-            words.share(underflow(layer.latest)),
-            strip(layer, found, f"{prefix}-{index}"),
-        ]
-        for index, layer in enumerate(found.layers[:ROWS])
-    ]
-    numbers, last = ("worst", "latest"), "over time"
-    return Table(
-        name=f"{prefix}-map",
-        caption=f"Share of underflow by layer, {axis(found)}",
-        columns=columns("layer", *numbers, last, numbers=numbers, wide=(last,)),
-        rows=rows,
-        is_fluid=True,
-        after=legend(),
-    )
-
-
-def _heat_details(found: HeatMap, stalled: Mapping[str, float], prefix: str) -> Table:
-    """List the numbers; ``stalled`` are the shares of `stalled_shares`, where they are known."""
-    numbers = ["worst", "at step", "latest", "lost", "zeros", "headroom"]
-    numbers += ["stalled"] if stalled else []
-    shown = found.layers[:DETAILS]
-    more = f", the worst {DETAILS} of them" if len(found.layers) > DETAILS else ""
-    caption = (
-        "Worst and latest: below the smallest normal number. Lost: below the smallest number of"
-        " all. Zeros: exactly zero. Headroom: by how many powers of two the largest value may grow."
-        " All but the worst are of the latest look"
-    )
-    if stalled:
-        caption += ". Stalled: half weights that a step left as they were, for too small an update"
-    return Table(
-        name=f"{prefix}-all",
-        summary=f"The numbers of all {words.counted(len(found.layers), 'layer')}{more}",
-        caption=caption,
-        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
+    numbers = ("largest", "headroom", "underflow", "lost", "zeros", "stalled")
+    count = words.counted(len(layers), "layer")
+    table = Table(
+        name=f"{prefix}-list",
+        caption=f"{f'The first {ROWS} of {count}' if len(layers) > ROWS else count}, those in"
+        " trouble first",
+        columns=("layer", "what", *numbers),
+        numbers=numbers,
+        wide=("layer",),
         rows=[
-            [
-                name(layer.name),
-                words.share(layer.worst),
-                f"{layer.worst_step:,}",
-                *(words.share(part(layer.latest)) for part in (underflow, lost, zeros)),
-                words.headroom(
-                    min(
-                        (t.headroom for t in layer.latest if t.headroom is not None),
-                        default=math.inf,
-                    )
-                ),
-                *([words.share(stalled.get(layer.name, math.nan))] if stalled else []),
-            ]
-            for layer in shown
+            layer.cells(stalled.get(layer.name, math.nan) if layer.what == "gradient" else math.nan)
+            for layer in layers[:ROWS]
         ],
     )
+    return Section(name=prefix, title="Layers", lead=lead, blocks=[*_pictures(run, prefix), table])
+
+
+def _pictures(run: Run, prefix: str) -> Iterator[Block]:
+    """Draw the exponents of the gradients that overflowed first, most often first."""
+    overflows = [o for o in gradient_overflows(run) if o.parameters]
+    firsts = Counter(overflow.parameters[0] for overflow in overflows)
+    looks = [
+        (record.step, {t.name: t for t in record.tensors if t.what == "gradient" and t.histogram})
+        for record in run.numerics
+    ]
+    for index, (parameter, count) in enumerate(firsts.most_common(PICTURES)):
+        last = max(o.step for o in overflows if o.parameters[0] == parameter)
+        seen = [(step, by[parameter]) for step, by in looks if parameter in by and step <= last]
+        if not seen:
+            continue
+        step, tensor = seen[-1]
+        bad = words.counted(tensor.nonfinite, "value")
+        yield Figure(
+            title=f"Gradient of {words.shown(parameter)}",
+            body=exponents_picture(tensor, f"{prefix}-exponents-{index}"),
+            caption=f"It overflowed first in {words.counted(count, 'step')}. These are its values"
+            f" at step {step:,}, with a loss scale of {words.scale(tensor.scale)}"
+            f"{f'; {bad} infinite or nan are not drawn' if tensor.nonfinite else ''}. Shaded is"
+            f" what {tensor.form} holds in full; beyond the dashed lines it holds nothing.",
+        )
 
 
 def stalled_shares(run: Run) -> dict[str, float]:
@@ -274,7 +207,6 @@ def updates_stalled(run: Run) -> Iterator[Finding]:
     looked_at = [t for t in latest(run) if t.stalled is not None]
     stalled = sum(t.stalled or 0 for t in looked_at) / max(1, sum(t.elements for t in looked_at))
     if rows and stalled > STALLED_SHARE:
-        points = totals(run, lambda t: t.stalled)
         first, largest = next(iter(rows.items()))
         yield Finding(
             id="updates-stalled",
@@ -282,7 +214,6 @@ def updates_stalled(run: Run) -> Iterator[Finding]:
             number=f"{words.share(stalled)} of the half weights stayed as they were although they"
             f" have a gradient; {words.share(largest)} in {words.shown(first)}.",
             do="Keep float32 masters (O2, O5), or float32 weights (O1, O4).",
-            step=bad_since(points, lambda share: share > STALLED_SHARE),
+            step=bad_since(totals(run, lambda t: t.stalled), lambda share: share > STALLED_SHARE),
             where=named([name for name, share in rows.items() if share > STALLED_SHARE]),
-            curve=Curve(name="Part of the half weights that a step left as is", points=points),
         )

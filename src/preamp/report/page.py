@@ -10,21 +10,58 @@ from typing import cast
 from preamp.core.errors import bad_value, unavailable
 from preamp.core.extras import how_to_install
 from preamp.core.files import replace_text
-from preamp.numerics import History, Record
-from preamp.report import layers, memory, timeline, words
-from preamp.report.advice import advice_section, advise, judge
-from preamp.report.blocks import Block, Chapter, Facts, Figure, Page, Section, Table, columns
-from preamp.report.casts import casts_section
+from preamp.numerics import CastsRecord, History, Record
+from preamp.report import words
+from preamp.report.advice import advise, judge
+from preamp.report.blocks import Chapter, Page, Section, Table
 from preamp.report.finding import Finding
 from preamp.report.gather import Run, gather
-from preamp.report.modules import modules_section
+from preamp.report.html import Html, tag
+from preamp.report.layers import layers_section
 from preamp.report.skips import skips_section
-from preamp.report.svg import Html, tag
-from preamp.report.words import visible
+
+Records = History | Iterable[Record]
+Runs = Records | Mapping[str, Records]
 
 
-def fill(page: Page) -> str:
-    """Write a page as HTML; raises `PreampUnavailableError` where jinja2 is missing."""
+def render(records: Runs, *, title: str = "Training report") -> str:
+    """Write what is known of a run as one HTML page that refers to nothing outside itself.
+
+    ``records`` are a history, or the records of a file in their order; several of them, by name,
+    are compared. ``title`` heads the page. What is not recorded is named, with what to switch on.
+
+    Raises:
+        ValueError: A mapping without runs.
+        PreampUnavailableError: jinja2 or matplotlib is missing.
+    """
+    runs = _runs(records)
+    findings = [advise(run) for run in runs]
+    compares = isinstance(records, Mapping) and len(runs) > 1
+    return _fill(
+        Page(
+            title=title,
+            comparison=[_comparison(runs, findings)] if compares else [],
+            chapters=[
+                _chapter(run, f"run{index}", found)
+                for index, (run, found) in enumerate(zip(runs, findings, strict=True))
+            ],
+            made=_made(runs),
+        )
+    )
+
+
+def write(path: Path, records: Runs, *, title: str = "Training report") -> Path:
+    """Write the page of `render` to ``path``, and make its folder; returns the path.
+
+    All of it is written, or nothing, with ``OSError``. ``title`` and the other errors are those of
+    `render`.
+    """
+    path = Path(path)
+    replace_text(path, render(records, title=title))
+    return path
+
+
+def _fill(page: Page) -> str:
     # Late, because the library is imported without jinja2 and must not need it.
     try:
         import jinja2
@@ -49,82 +86,7 @@ def fill(page: Page) -> str:
 
 def _visible(value: object) -> object:
     """Spell what is invisible in text from outside; HTML is left alone."""
-    return visible(value) if type(value) is str else value
-
-
-Records = History | Iterable[Record]
-Runs = Records | Mapping[str, Records]
-
-
-def render(
-    records: Runs,
-    *,
-    title: str = "Training report",
-    intro: str = "",
-    before: Sequence[Section] = (),
-    after: Sequence[Section] = (),
-) -> str:
-    """Write what is known of a run as one HTML page that refers to nothing outside itself.
-
-    ``records`` are a history, or the records of a file in their order; several of them, by name,
-    are compared. ``title`` heads the page, and ``intro`` is a sentence below it. The sections
-    ``before`` and ``after`` stand around all others. What is not recorded is named on the page,
-    with what to switch on.
-
-    Raises:
-        ValueError: A mapping without runs.
-        PreampUnavailableError: jinja2 is missing.
-    """
-    runs = _runs(records)
-    findings = [advise(run) for run in runs]
-    verdicts = [
-        (f"run{i}", words.shown(run.name), judge(run, findings[i])) for i, run in enumerate(runs)
-    ]
-    if len(runs) == 1:
-        sections, chapters = [*before, *_sections(runs[0], "", findings[0])], list[Chapter]()
-    else:
-        sections = [*before, *_comparison(runs, findings)]
-        chapters = [
-            Chapter(
-                name=name,
-                title=words.shown(run.name),
-                verdict=verdict,
-                facts=_facts(run),
-                sections=_sections(run, f"{name}-", found, with_memory=False),
-            )
-            for run, (name, _, verdict), found in zip(runs, verdicts, findings, strict=True)
-        ]
-    page = Page(
-        title=title,
-        verdicts=verdicts,
-        facts=_facts(runs[0]) if len(runs) == 1 else [],
-        sections=sections,
-        chapters=chapters,
-        closing=after,
-        made=_made(runs),
-        intro=intro,
-    )
-    return fill(page)
-
-
-def write(
-    path: Path,
-    records: Runs,
-    *,
-    title: str = "Training report",
-    intro: str = "",
-    before: Sequence[Section] = (),
-    after: Sequence[Section] = (),
-) -> Path:
-    """Write the page of `render` to ``path``, and make its folder; returns the path.
-
-    All of it is written, or nothing, with ``OSError``. ``title``, ``intro``, the other arguments
-    and the errors are those of `render`.
-    """
-    path = Path(path)
-    page = render(records, title=title, intro=intro, before=before, after=after)
-    replace_text(path, page)
-    return path
+    return words.visible(value) if type(value) is str else value
 
 
 def _runs(records: Runs) -> list[Run]:
@@ -137,88 +99,59 @@ def _runs(records: Runs) -> list[Run]:
             "A report is on one run or on several",
             "Pass a history, or a mapping from names to histories",
         )
-    runs = list[Run]()
-    for name, one in named.items():
-        runs.append(gather(one, name, runs[-1].kept if runs else frozenset()))
-    return runs
+    return [gather(one, name) for name, one in named.items()]
 
 
-def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Section]:
-    blocks: list[Block] = [_run_table(runs, findings, "compare")]
-    loss = timeline.loss_comparison(runs, "compare-loss")
-    if loss is not None:
-        median = "Running medians. " if any(map(timeline.is_smoothed, runs)) else ""
-        text = f"{median}Lines that lie on each other train equally well."
-        blocks.append(Figure(title="Loss by step", body=loss, caption=text))
-    return [
-        Section(name="compare", title="Side by side", blocks=blocks),
-        memory.memory_section(runs, "memory"),
-    ]
-
-
-def _run_table(runs: Sequence[Run], findings: Sequence[Sequence[Finding]], prefix: str) -> Table:
-    """List the runs with their main numbers and findings; ``prefix`` is of the table's id."""
-    of_losses = "; last losses are running medians" if any(map(timeline.is_smoothed, runs)) else ""
-    numbers, last = ("steps", "skipped", "last loss", "loss scale", "memory"), "findings"
-    return Table(
-        name=f"{prefix}-table",
-        caption=f"The main numbers{of_losses}",
-        columns=columns("run", "level", *numbers, last, numbers=numbers, wide=(last,)),
-        rows=[_compared(run, index, findings[index]) for index, run in enumerate(runs)],
+def _chapter(run: Run, name: str, findings: Sequence[Finding]) -> Chapter:
+    return Chapter(
+        name=name,
+        title=words.shown(run.name),
+        verdict=judge(run, findings),
+        facts=_facts(run),
+        findings=findings,
+        sections=[skips_section(run, f"{name}-skips"), layers_section(run, f"{name}-layers")],
     )
 
 
-def _compared(run: Run, index: int, findings: Sequence[Finding]) -> list[str]:
-    losses = timeline.smoothed(run.first_losses)
-    scales = run.first_scales
-    memory = sum(run.memory.categories.values()) if run.memory else None
-    found = "; ".join(f"{f.severity.word}: {f.line}" for f in findings)
+def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> Section:
+    numbers, last = ("steps", "skipped", "last loss", "loss scale", "memory"), "verdict"
+    table = Table(
+        name="compare-table",
+        caption="The main numbers",
+        columns=("run", "level", *numbers, last),
+        numbers=numbers,
+        wide=(last,),
+        rows=[
+            _compared(run, f"#run{index}", judge(run, findings[index]).title)
+            for index, run in enumerate(runs)
+        ],
+    )
+    return Section(name="compare", title="Side by side", blocks=[table])
+
+
+def _compared(run: Run, place: str, verdict: str) -> list[str]:
+    losses, scales = run.first_losses, run.first_scales
     return [
-        tag("a", tag("bdi", words.shown(run.name)), href=f"#run{index}"),
+        tag("a", tag("bdi", words.shown(run.name)), href=place),
         words.shown(run.start.opt_level, 16) if run.start else words.MISSING,
         f"{len(run.steps):,}",
         f"{len(run.skipped):,}",
         words.magnitude(losses[-1][1]) if losses else words.MISSING,
         words.scale(scales[-1][1]) if scales else words.MISSING,
-        words.MISSING if memory is None else words.size(memory),
-        found or judge(run, []).title,
+        words.size(sum(run.memory.categories.values())) if run.memory else words.MISSING,
+        verdict,
     ]
-
-
-def _sections(
-    run: Run, prefix: str, findings: Sequence[Finding], *, with_memory: bool = True
-) -> list[Section]:
-    """Make all parts of a run's report, also of what is missing; ``prefix`` is of all ids."""
-    parts = [
-        advice_section(run, prefix, findings),
-        timeline.timeline_section(run, f"{prefix}timeline"),
-        skips_section(run, f"{prefix}skips"),
-        layers.underflow_section(run, f"{prefix}underflow"),
-        modules_section(run, f"{prefix}modules"),
-        *([memory.memory_section([run], f"{prefix}memory")] if with_memory else []),
-        casts_section(run, f"{prefix}casts"),
-        _setup(run, f"{prefix}setup"),
-    ]
-    return [part for part in parts if part is not None]
-
-
-def _setup(run: Run, prefix: str) -> Section | None:
-    if run.start is None:
-        return None
-    facts = [(words.shown(k, 40), words.shown(v)) for k, v in run.start.policy.items()]
-    return Section(name=prefix, title="Settings", blocks=[Facts(facts=facts)]) if facts else None
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     facts: list[tuple[str, str]] = []
-    start = run.start
+    start, scales = run.start, run.first_scales
     if start is not None:
         facts += [
             ("opt level", words.shown(start.opt_level, 16)),
             ("device", words.shown(start.device, 48)),
             ("parameters", f"{sum(start.parameters.values()):,}"),
         ]
-    scales = run.first_scales
     if run.steps:
         facts.append(("steps", f"{len(run.steps):,}"))
         facts.append(("skipped", f"{len(run.skipped):,}"))
@@ -226,11 +159,17 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("loss scale at the end", words.scale(scales[-1][1])))
     if run.memory:
         facts.append(("memory", words.size(sum(run.memory.categories.values()))))
-    if run.resumed:
-        facts.append(("went on from a checkpoint", words.counted(len(run.resumed), "time")))
+    if run.casts and run.casts.casts:
+        facts.append(("casts", _casts(run.casts)))
     if start is not None:
-        facts.append(("started", words.moment(start.started)))
+        facts.append(("started", words.shown(start.started.replace("T", " "), 32)))
     return facts
+
+
+def _casts(record: CastsRecord) -> str:
+    most = max(record.casts, key=lambda cast: cast.bytes)
+    total = sum(cast.bytes for cast in record.casts)
+    return f"{words.size(total)}, most at {words.shown(most.where, 48)}"
 
 
 def _made(runs: Sequence[Run]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Skipped steps and loss scales: findings on them, and the list of the skips with their causes."""
+"""Skipped steps and loss scales: findings on them, a picture, and the skips with their causes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Final
 
 from preamp.numerics import FORMATS, OverflowRecord, StepRecord, TraceRecord
 from preamp.report import words
-from preamp.report.blocks import Section, Table, Text, columns
+from preamp.report.blocks import Block, Figure, Section, Table, Text
+from preamp.report.drawing import scale_picture
 from preamp.report.finding import Finding
 from preamp.report.gather import Run
-from preamp.report.svg import joined, name, tag
+from preamp.report.html import joined, name, tag
 
 SAME_PLACE: Final = 3  # skipped steps that begin in one place before it is told of
 SKIPS_IN_ROW: Final = 12  # the default scale of 2**16 comes down to 16 in as many
@@ -26,7 +27,7 @@ SKIPPED_SPARE: Final = 2
 SMALL: Final = 2.0**-8  # part of the largest number that gradients are small below
 FLOOR: Final = 1.0
 
-FIRST, LAST = 20, 30
+FIRST, LAST = 5, 10
 """Skipped steps that are listed one by one: from the start, and from the end."""
 
 CAUSES = 40  # parameters that the others are summed up by
@@ -354,20 +355,27 @@ def _schedule(steps: Sequence[StepRecord]) -> str:
 
 
 def skips_section(run: Run, prefix: str) -> Section:
-    """Make the part about skipped steps; ``prefix`` is of all ids."""
+    """Make the part about the loss scale and skipped steps; ``prefix`` is of all ids."""
+    blocks = list[Block]()
+    values = {value for points in run.scales().values() for _, value in points}
+    if len(values) > 1:
+        text = "It halves at each overflow and doubles after a row of steps without one."
+        drawn = scale_picture(run, f"{prefix}-scale")
+        blocks.append(Figure(title="Loss scale by step", body=drawn, caption=text))
+    elif values:
+        blocks.append(Text(text=f"The loss scale is {words.scale(*values)} in all steps."))
     listed = _tables(run, prefix)
-    lead = (
-        "A step is skipped when a gradient is infinite or not a number; the loss scale then falls."
-    )
-    title = "Skipped steps"
-    if any(not overflow.was_skipped for overflow in run.overflows):
-        lead, title = f"{lead} At a static loss scale it is taken all the same.", "Overflows"
-    if not listed:
-        return Section(name=prefix, title=title, blocks=[Text(text="No step was skipped.")])
-    named = (
-        "Named is the parameter whose gradient was the first, in the order of the backward pass."
-    )
-    return Section(name=prefix, title=title, lead=f"{lead} {named}", blocks=listed)
+    title, lead = "Loss scale and skipped steps", ""
+    if listed:
+        lead = (
+            "A step is skipped when a gradient is infinite or not a number; the loss scale then"
+            " falls."
+        )
+        if any(not overflow.was_skipped for overflow in run.overflows):
+            lead, title = f"{lead} At a static one it is taken all the same.", "Overflows"
+        lead += " Named is the parameter whose gradient was the first, in the order of the backward"
+    blocks += listed or [Text(text="No step was skipped.")]
+    return Section(name=prefix, title=title, lead=f"{lead}." if lead else "", blocks=blocks)
 
 
 def _tables(run: Run, prefix: str) -> list[Table]:
@@ -384,7 +392,6 @@ def _tables(run: Run, prefix: str) -> list[Table]:
     # Each optimizer counts its own steps.
     has_several = any(step.optimizer for step in run.steps) or any(index for _, index in steps)
     numbers = ("step", *(["optimizer"] if has_several else []), "loss scale")
-    titles = (*numbers, "cause", "first in", "largest finite", "trace")
     rows = [
         [f"{step:,}", *([str(index)] if has_several else []), *_cause(causes.get((step, index)))]
         for step, index in listed
@@ -392,7 +399,9 @@ def _tables(run: Run, prefix: str) -> list[Table]:
     table = Table(
         name=f"{prefix}-list",
         caption=caption,
-        columns=columns(*titles, numbers=(*numbers, "largest finite"), wide=("first in", "trace")),
+        columns=(*numbers, "cause", "first in", "largest finite", "trace"),
+        numbers=(*numbers, "largest finite"),
+        wide=("first in", "trace"),
         rows=rows,
     )
     return [table] if len(listed) == len(steps) else [table, _by_cause(run, prefix)]
@@ -421,8 +430,7 @@ def _kind(overflow: OverflowRecord) -> str:
     loss = f" (loss {overflow.loss_id})" if overflow.loss_id else ""
     if not overflow.loss_was_finite:
         return f"the loss itself was not finite{loss}"
-    kinds: Sequence[str] = getattr(overflow, "kinds", ())  # newer files have them
-    return f"gradient is {kinds[0] if kinds else 'inf or nan'}{loss}"
+    return f"gradient is {overflow.kinds[0] if overflow.kinds else 'inf or nan'}{loss}"
 
 
 def _first(overflow: OverflowRecord) -> str:
@@ -477,6 +485,8 @@ def _by_cause(run: Run, prefix: str) -> Table:
     return Table(
         name=f"{prefix}-causes",
         caption=f"All {_what(run)}s by cause",
-        columns=columns("first in", "cause", "steps", numbers=("steps",), wide=("first in",)),
+        columns=("first in", "cause", "steps"),
+        numbers=("steps",),
+        wide=("first in",),
         rows=rows,
     )

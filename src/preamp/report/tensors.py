@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Findings on tensors: gradients that vanish or do not arrive, values close to overflow."""
+"""Findings on tensors: gradients that vanish, values close to overflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from preamp.numerics import TensorStatistics
 from preamp.report import words
-from preamp.report.finding import Curve, Finding, more, named
+from preamp.report.finding import Finding, more, named
 from preamp.report.gather import Run, gradients_of, latest
 
 LARGE_SCALE: Final = 2.0**15  # from which a scale is large enough for any loss of usual size
@@ -18,8 +18,6 @@ SUBNORMAL_SHARE: Final = 0.5  # part below the normal range from which zeros bes
 HEADROOM: Final = 2.0  # powers of two below the largest value of the format
 
 LEARNT: Final = 0.1  # part of the first loss that the last before a loss of zero comes down to
-
-DEAD_LOOKS: Final = 3  # in a row without a gradient, of parameters that nothing reaches any more
 
 Number = Callable[[TensorStatistics], float]
 
@@ -63,7 +61,6 @@ def gradients_all_zero(run: Run) -> Iterator[Finding]:
         do=_revive(run, scale),
         step=step,
         where=f"all {gradients}, {words.shown(tensors[0].name)} to {words.shown(tensors[-1].name)}",
-        curve=Curve(name="Part of all gradient values that is zero", points=points),
     )
 
 
@@ -107,9 +104,8 @@ def little_headroom(run: Run) -> Iterator[Finding]:
     near = [
         t
         for t in (latest(run) if run.half else ())
-        if t.headroom is not None
-        and t.headroom < HEADROOM
-        and not (run.is_dynamic and t.what == "gradient")
+        if t.what == "weight" or (t.what == "gradient" and not run.is_dynamic)
+        if t.headroom is not None and t.headroom < HEADROOM
     ]
     for tensor in sorted(near, key=_headroom)[:1]:
         points = _over_time(run, tensor, _headroom)
@@ -123,7 +119,6 @@ def little_headroom(run: Run) -> Iterator[Finding]:
             " float32, or use bfloat16 (O4, O5).",
             step=bad_since(points, lambda value: value < HEADROOM),
             where=named([t.name for t in near]),
-            curve=Curve(name="Headroom in powers of two", points=points, is_share=False),
         )
 
 
@@ -146,71 +141,7 @@ def gradients_lost(run: Run) -> Iterator[Finding]:
             do=_room(room, run),
             step=bad_since(points, lambda share: share > LOST_SHARE),
             where=named([t.name for t in losing]),
-            curve=Curve(name="Part of the gradient that is lost", points=points),
         )
-
-
-def gradients_always_zero(run: Run) -> Iterator[Finding]:
-    """Yield the parameters that never had a gradient other than zero, where others had."""
-    alive: dict[str, bool] = {}
-    for tensor in gradients_of(run.numerics):
-        if tensor.elements:  # a rank may have an empty part of a sharded tensor
-            was_alive = alive.get(tensor.name, False)
-            alive[tensor.name] = was_alive or tensor.zeros < tensor.elements
-    dead = [name for name, lives in alive.items() if not lives]
-    if dead and len(run.numerics) > 1:
-        looks = words.counted(len(run.numerics), "look")
-        points = [(float(r.step), 1.0) for r in run.numerics]
-        yield Finding(
-            id="gradients-always-zero",
-            title="A gradient is always zero",
-            number=f"The gradient of {words.shown(dead[0])} had no value other than zero in"
-            f" {looks}{more(len(dead) - 1)}.",
-            do="Check that it is used, and that what comes before it is not saturated.",
-            step=run.numerics[0].step,
-            where=named(dead),
-            curve=Curve(name="Part of the gradient that is zero", points=points),
-        )
-
-
-def no_gradient_arrives(run: Run) -> Iterator[Finding]:
-    """Yield that the first parameters of the model get no gradient any more, and later ones do.
-
-    One whose last values were close to the smallest number has faded, which is another matter.
-    """
-    looks = [r for r in run.numerics if gradients_of([r])]
-    rows: dict[str, list[tuple[int, TensorStatistics]]] = {}
-    for record in looks:
-        for t in gradients_of([record]):
-            if t.elements:
-                rows.setdefault(t.name, []).append((record.step, t))
-    order = [name for name in (run.start.parameters if run.start else rows) if name in rows]
-    since = dict[str, int]()
-    for name in order:
-        row = rows[name]
-        alive = next(
-            (i for i in range(len(row), 0, -1) if row[i - 1][1].zeros < row[i - 1][1].elements), 0
-        )
-        if len(row) - alive < DEAD_LOOKS or (alive and _is_subnormal(row[alive - 1][1])):
-            break
-        since[name] = row[alive][0]
-    if not since or len(since) == len(order):
-        return
-    names, step = list(since), max(since.values())
-    dead = [record.step for record in looks if record.step >= step]
-    points = [(float(x), t.zeros / t.elements) for x, t in rows[names[0]]]
-    yield Finding(
-        id="no-gradient-arrives",
-        title=f"No gradient reaches {words.shown(names[0])}",
-        number=f"It had no value other than zero in {words.counted(len(dead), 'look')}"
-        f"{more(len(names) - 1)}; the first after it that had one is"
-        f" {words.shown(order[len(names)])}.",
-        do="Look at what lies between: a relu or another function that is saturated, a detach, a"
-        " norm over a single value.",
-        step=step,
-        where=named(names),
-        curve=Curve(name="Part of the gradient that is zero", points=points),
-    )
 
 
 def lost_share(tensor: TensorStatistics) -> float:

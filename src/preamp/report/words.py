@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from datetime import datetime
 
 MISSING = "–"
 NAME_LIMIT = 72  # characters of a name that are shown; the middle of longer ones is left out
@@ -102,13 +101,3 @@ def size(count: float) -> str:
         unit += 1
     digits = 0 if unit == 0 or count >= 100 else 1
     return f"{count:,.{digits}f} {_UNITS[unit]}"
-
-
-def moment(text: str) -> str:
-    """Write a date and time of ISO 8601 for people; other text stays as it is."""
-    try:
-        when = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return shown(text, 32)
-    zone = when.tzname() or ""
-    return f"{when:%Y-%m-%d %H:%M} {zone}".strip()

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from preamp.core.tensors import find_again, stored_grad
 from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Seen, sample_of
-from preamp.numerics import FORMATS, is_eps_zero
+from preamp.numerics import FORMATS
 
 EPS_IS_ZERO = define_rule(
     id="PA201",
@@ -100,7 +101,7 @@ class Eps(Detector):
         for group in optimizer.param_groups:
             params: list[torch.Tensor] = group["params"]
             half = [p for p in params if p.dtype is torch.float16 and stored_grad(p) is not None]
-            if half and is_eps_zero(group, form):
+            if half and is_eps_zero(group):
                 count, eps = sum(param.numel() for param in half), group["eps"]
                 self.report(
                     EPS_IS_ZERO,
@@ -111,6 +112,17 @@ class Eps(Detector):
                     smallest_positive=form.smallest_subnormal,
                     weights=count,
                 )
+
+
+def is_eps_zero(options: Mapping[str, Any]) -> bool:
+    """Whether an optimizer divides float16 weights by a root plus an eps that is zero there.
+
+    ``options`` are those of one of its groups. Fused optimizers compute in float32, and a sum of
+    squares that does not begin at zero never is.
+    """
+    added = options["eps"], options.get("initial_accumulator_value", 0.0)
+    largest_lost = FORMATS["float16"].smallest_subnormal / 2  # zero is even
+    return not options.get("fused") and all(0 <= value <= largest_lost for value in added)
 
 
 @dataclass(slots=True)
