@@ -150,8 +150,8 @@ def test_what_has_no_argument_means_engines_made_through_amp() -> None:
     amp.initialize(*two, opt_level="O1", verbosity=0, loss_scale=4.0)
     started("O5", 2)  # preamp's own spelling is not among them
     assert amp.state_dict() == {
-        "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
-        "loss_scaler1": {"loss_scale": 4.0, "unskipped": 0},
+        "loss_scaler0": {"loss_scale": 4.0, "unskipped": 0},  # of the latest call
+        "loss_scaler1": {"loss_scale": 2.0**16, "unskipped": 0},
     }
     assert amp._amp_state.opt_properties.opt_level == "O1"
     with amp.scale_loss(loss_of(one[0], 0), one[1]) as scaled:  # the first still has its own scale
