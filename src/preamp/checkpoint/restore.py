@@ -159,7 +159,7 @@ def _check_optimizer(
         isinstance(key, torch.Tensor) for key in (*numbers, *state)
     ):
         raise TypeError("the numbers of the parameters are no numbers, or not different")
-    _check_mappings(*(state[number] for number in numbers if number in state))
+    _check_mappings(state, *(state[number] for number in numbers if number in state))
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in groups]
     if sizes != theirs:

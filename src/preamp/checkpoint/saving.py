@@ -180,7 +180,8 @@ def load_checkpoint(
 
 def _is_of_this_rank(loaded: Loaded, path: Path, *, must_be: bool) -> bool:
     """Whether a file has this rank's random states; if not, that is said, or raised."""
-    number, ranks = loaded.content["ranks"]
+    saved = loaded.content["ranks"]
+    number, ranks = saved[0], saved[1]
     if (number, ranks) == (rank(), world_size()):
         return True
     got = f"{path} has the random states of rank {number} of {ranks}"

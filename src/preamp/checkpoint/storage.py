@@ -133,7 +133,8 @@ def saved_at(path: Path) -> int | None:
         return None
 
 
-_NO_NUMBER = ("Boolean value of Tensor", "a Tensor with")
+# What torch says of a tensor where a number or a mapping should be
+_NO_TENSOR = ("Boolean value of Tensor", "a Tensor with", "Tensor.__contains__", "values expected")
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 
 
@@ -157,7 +158,7 @@ def taken_apart() -> Generator[None]:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         # torch's other errors may be of the device, or its memory.
-        if isinstance(error, RuntimeError) and not str(error).startswith(_NO_NUMBER):
+        if isinstance(error, RuntimeError) and not str(error).startswith(_NO_TENSOR):
             raise
         raise worded(
             CheckpointError,
