@@ -417,6 +417,39 @@ def test_an_argument_that_its_function_cast_while_the_loss_stayed_finite() -> No
     assert (run.trace.operation, run.trace.input_max_abs) == ("linear", float(x[0, 0]))
 
 
+class Rows(nn.Module):
+    """A product whose left argument has a row of nan, which the loss does not use."""
+
+    def __init__(self, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.ones(3, 4))
+        self.values = nn.Parameter(torch.full((4, 4), 8.0))
+        self.product = product
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tensor([[True], [False], [False]])
+        rows = self.scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return self.product(rows, self.values)[1:]
+
+
+OF_ROWS = {
+    "matmul": torch.matmul,
+    "linear": F.linear,
+    "einsum": functools.partial(torch.einsum, "ij,jk->ik"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_of_gradients_that_come_together_nan_is_told_before_inf(name: str, is_large: bool) -> None:
+    """That of the left argument is too large for float16, that of the right one has nan."""
+    run = Run("O1", Rows(OF_ROWS[name]), overflow="trace")
+    run.engine.scaler(0).set_scale(2.0**12 if is_large else 2.0)
+    assert run.step().isfinite()
+    assert run.trace.phase == "backward"
+    assert run.trace.output_found == "nan"
+
+
 # -- the message -------------------------------------------------------------------------------
 
 

@@ -78,7 +78,7 @@ def compute(
         return Float32Record(found="failed", why=f"it casts to {halves[0]} itself")
     if lost := _lost_in_cast(module, master_of):
         return Float32Record(found="failed", why=lost)
-    is_nan = any(math.isnan(one.values()[0]) for one in wrong)
+    is_nan = any(one.has_nan for one in wrong)
     return Float32Record(found="nan" if is_nan else "inf")
 
 

@@ -95,6 +95,11 @@ class Reading:
         return all(map(math.isfinite, self.values()))
 
     @property
+    def has_nan(self) -> bool:
+        """Whether any value is nan. Synchronises."""
+        return math.isnan(self.values()[0])
+
+    @property
     def is_minus_infinity(self) -> bool:
         """Whether all that is not finite is minus infinity, and there is some. Synchronises."""
         low, high = self.values()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +45,7 @@ class _Origin:
             type=self.seen.place.type,
             phase="output cast backward" if self.seen.is_cast else self.phase,
             input_max_abs=_largest(self.inputs),
-            output_found="nan" if math.isnan(self.bad.values()[0]) else "inf",
+            output_found="nan" if self.bad.has_nan else "inf",
             dtype=dtype_name(self.bad.dtype),
             operation=self.seen.name if by is None else by.name,
             where=shown(calls[0][:2]) if calls else "",
@@ -145,7 +144,7 @@ class Search:
 
     def _backward(self, seen: Pass) -> _Origin:
         """That it is a backward's; one that runs wide was given what its first pass was."""
-        bad, by = next(one for one in seen.outputs if not one.is_finite), seen.operation
+        bad, by = _bad_output(seen), seen.operation
         first = seen
         if by is not None and by.given is not by.inputs:
             own = (one for one in self._step.backwards if one.backward == seen.backward)
@@ -312,12 +311,21 @@ def _without_masks(bad: Sequence[Reading]) -> Sequence[Reading]:
     return other or bad
 
 
+def _bad_output(seen: Pass) -> Reading:
+    """One of the gradients that were not finite: one with nan, where there is one.
+
+    A backward makes several at once, and which comes first says nothing.
+    """
+    bad = [one for one in seen.outputs if not one.is_finite]
+    return next((one for one in bad if one.has_nan), bad[0])
+
+
 def _cast(seen: Pass) -> _Origin | None:
     """The cast within its function of an argument that is too large, if the loss stayed finite."""
     call, by = seen.call, seen.operation
     if call is None or by is None:
         return None
-    bad = next(one for one in seen.outputs if not one.is_finite)
+    bad = _bad_output(seen)
     limit = torch.finfo(bad.dtype).max
     given = call.inputs if call.given is None else call.given
     if not any(one in given and one.max_abs > limit for one in by.inputs):
