@@ -16,7 +16,6 @@ import torch
 from preamp import engine as rooms
 from preamp.compat.amp_state import amp_state
 from preamp.compat.handle import AmpHandle
-from preamp.compat.lists import check_unchanged
 from preamp.compat.stash import attach_stashes
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state
@@ -61,7 +60,6 @@ def initialize(
 
     Raises:
         PreampStateError: Also for an ``FP16_Optimizer``.
-        TypeError: Also where a list of ``amp.lists`` was replaced.
     """
     arguments = locals()
     if enabled:
@@ -82,7 +80,6 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
         say("Processing user overrides (additional kwargs that are not None)...")
         say("After processing overrides, optimization options are:")
         _say_options(policy)
-    check_unchanged()
     return rooms.Entrance(
         allow_half_model=amp_state.allow_incoming_model_not_fp32,
         widens_any_half=True,
@@ -100,7 +97,8 @@ def _take_note(engine: rooms.Engine, verbosity: int) -> None:
     if engine.policy.enabled:
         attach_stashes(engine)
         if engine.casts_functions:
-            amp_state.handle = _handle_of(engine)
+            # Of the engine's undo alone: the handle does not keep the engine alive.
+            amp_state.handle = AmpHandle(engine.cast_undo.unwind)
     engine.on_close(partial(amp_state.closed, weakref.ref(engine)))
     amp_state.made(engine, verbosity)
 
@@ -121,12 +119,6 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
             "It keeps masters and a loss scale of its own, and so would amp",
             "Pass the optimizer inside it, or leave amp out",
         )
-
-
-def _handle_of(engine: rooms.Engine) -> AmpHandle:
-    handle = AmpHandle()
-    handle.take_over(engine.cast_undo.unwind)  # which does not keep the engine alive
-    return handle
 
 
 @contextmanager
