@@ -139,23 +139,19 @@ def scale_loss(
     """
     if amp_state.is_off:  # anything may be passed then
         given: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        optimizers = given
-        if not any(isinstance(item, torch.optim.Optimizer) for item in given):
+        if all(rooms.find_engine(item) is None for item in given):
             yield loss
             return
+        optimizers = given
     members = rooms.as_optimizers(optimizers)
     engines = {rooms.find_engine(optimizer) for optimizer in members}
-    if engines == {None}:
-        if amp_state.is_off:
-            yield loss
-            return
-        if amp_state.engine is None:
-            raise bad_state(
-                "amp.scale_loss was called before amp.initialize",
-                "It takes optimizers that went through amp.initialize",
-                "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
-                "before the training loop; enabled=False turns amp off",
-            )
+    if engines == {None} and amp_state.engine is None:
+        raise bad_state(
+            "amp.scale_loss was called before amp.initialize",
+            "It takes optimizers that went through amp.initialize",
+            "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
+            "before the training loop; enabled=False turns amp off",
+        )
     if len(engines) > 1 or None in engines:
         rooms.common_engine(members, initialize="amp.initialize")  # raises
     with rooms.scale_loss(

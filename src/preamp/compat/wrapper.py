@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value, with_article
+from preamp.core.errors import bad_state, bad_type, bad_value, with_article
 from preamp.engine import find_engine
 
 _MARK = "_preamp_is_wrapped"
@@ -44,21 +44,14 @@ class OptimizerWrapper:
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = value
 
-    def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled or copied."""
-        raise _no_copies()
+    def _refuse_copies(self, state: object = None) -> NoReturn:
+        raise bad_state(
+            "An FP16_Optimizer cannot be pickled or copied",
+            "Its masters belong to one model",
+            "Save optimizer.state_dict(), and load it into one made for the other model",
+        )
 
-    def __setstate__(self, state: object) -> NoReturn:
-        """Refuse to be unpickled."""
-        raise _no_copies()
-
-
-def _no_copies() -> PreampStateError:
-    return bad_state(
-        "An FP16_Optimizer cannot be pickled or copied",
-        "Its masters belong to one model",
-        "Save optimizer.state_dict(), and load it into one made for the other model",
-    )
+    __getstate__ = __setstate__ = _refuse_copies
 
 
 def check_optimizer(optimizer: Any) -> None:
