@@ -112,7 +112,7 @@ def scaler_state(source: object) -> ScalerState:
         return state
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise bad_value(
-            f"A loss scaler's state {reprlib.repr(source)} cannot be read ({error!r})",
+            f"A loss scaler's state {reprlib.repr(cast('Any', source))} cannot be read ({error!r})",
             f"Needed are {', '.join(ScalerState.__annotations__)}, or the attributes of one "
             "of Apex's loss scalers",
             "Pass what state_dict() returned, or what torch.load() read of a file of Apex",
