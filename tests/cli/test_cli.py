@@ -112,7 +112,6 @@ def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path
         ),
         (("empty.jsonl",), ("empty.jsonl holds no record", "at least one line", "Pass the file")),
         (("text.jsonl",), ("Line 1 of", "is not a record of a run", "Pass another file")),
-        (("run.jsonl", "run.jsonl"), ("is named twice", "shown once", "Name each file once")),
         (
             ("run.jsonl", "-o", "run.jsonl"),
             ("would replace run.jsonl", "a file of its own", "Pass for example -o report.html"),

@@ -142,15 +142,18 @@ REBUILD = "Build the model and the optimizer as in the saved run; nothing was lo
         ),
         (
             other_sizes,
-            f"The state has flat masters of sizes [8, 7], this optimizer [8, 8]. {PLACE} {REBUILD}",
+            "The state has flat masters of shapes [(8,), (7,)], this optimizer [(8,), (8,)]. "
+            f"{PLACE} {REBUILD}",
         ),
         (
             other_groups,
-            f"The state has flat masters of sizes [8], this optimizer [8, 8]. {PLACE} {REBUILD}",
+            "The state has flat masters of shapes [(8,)], this optimizer [(8,), (8,)]. "
+            f"{PLACE} {REBUILD}",
         ),
         (
             useless_scale,
-            f"The state has cur_scale=-2.0. A loss scale is a number above 0. {NOTHING}",
+            "The state has cur_scale=-2.0. Scales and windows are finite numbers above 0, and "
+            f"steps are numbers. {NOTHING}",
         ),
     ],
 )

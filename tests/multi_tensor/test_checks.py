@@ -27,13 +27,15 @@ REFUSED: list[tuple[str, list[list[Any]], str]] = [
         "lengths",
         [[ones(2), ones(2)], [ones(2)]],
         "multi_tensor_scale got tensor lists of 2, 1 tensors. The lists of a call are equally "
-        "long. Pass one tensor in every list for each element.",
+        "long, and not empty. Pass one tensor in every list for each element, or leave the call "
+        "out.",
     ),
     (
         "nothing",
         [[], []],
-        "multi_tensor_scale got empty tensor lists. Each list holds at least one tensor. "
-        "Leave the call out when there is nothing to do.",
+        "multi_tensor_scale got tensor lists of 0, 0 tensors. The lists of a call are equally "
+        "long, and not empty. Pass one tensor in every list for each element, or leave the call "
+        "out.",
     ),
     (
         "sizes",

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``apex.amp._initialize``."""
+"""``apex.amp._initialize``: what scripts take from it."""
 
-from preamp.casting import disable_casts as disable_casts
-from preamp.compat.amp_state import amp_state as _amp_state
-from preamp.compat.amp_state import warn_or_err as warn_or_err
 from preamp.compat.frontend import applier as applier
-from preamp.compat.scaler import LossScaler as LossScaler
-from preamp.optim import LARC as LARC
 
-__all__ = ["LARC", "LossScaler", "_amp_state", "applier", "disable_casts", "warn_or_err"]
+__all__ = ["applier"]

@@ -9,21 +9,11 @@ from preamp.casting import register_bfloat16_function as register_bfloat16_funct
 from preamp.casting import register_float_function as register_float_function
 from preamp.casting import register_half_function as register_half_function
 from preamp.casting import register_promote_function as register_promote_function
-from preamp.compat.amp_state import amp_state as _amp_state
-from preamp.compat.handle import AmpHandle as AmpHandle
-from preamp.compat.handle import NoOpHandle as NoOpHandle
 from preamp.compat.handle import init as init
-from preamp.compat.lists import functional_overrides as functional_overrides
-from preamp.compat.lists import tensor_overrides as tensor_overrides
-from preamp.compat.lists import torch_overrides as torch_overrides
 
 __all__ = [
-    "AmpHandle",
-    "NoOpHandle",
-    "_amp_state",
     "bfloat16_function",
     "float_function",
-    "functional_overrides",
     "half_function",
     "init",
     "promote_function",
@@ -31,6 +21,4 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
-    "tensor_overrides",
-    "torch_overrides",
 ]

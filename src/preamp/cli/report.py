@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -41,11 +40,6 @@ def report(
 
 def _names(files: Sequence[Path]) -> list[str]:
     """Name runs after their files, or where that names two alike, after their paths."""
-    twice = [path for path, count in Counter(map(_target, files)).items() if count > 1]
-    if twice:
-        raise bad_value(
-            f"{twice[0]} is named twice", "Each run is shown once", "Name each file once"
-        )
     names = [path.stem for path in files]
     return names if len(set(names)) == len(names) else list(map(str, files))
 

@@ -16,7 +16,6 @@ import torch
 from preamp import engine as rooms
 from preamp.compat.amp_state import amp_state
 from preamp.compat.handle import AmpHandle
-from preamp.compat.lists import check_unchanged
 from preamp.compat.stash import attach_stashes
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state
@@ -61,7 +60,6 @@ def initialize(
 
     Raises:
         PreampStateError: Also for an ``FP16_Optimizer``.
-        TypeError: Also where a list of ``amp.lists`` was replaced.
     """
     arguments = locals()
     if enabled:
@@ -82,7 +80,6 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
         say("Processing user overrides (additional kwargs that are not None)...")
         say("After processing overrides, optimization options are:")
         _say_options(policy)
-    check_unchanged()
     return rooms.Entrance(
         allow_half_model=amp_state.allow_incoming_model_not_fp32,
         widens_any_half=True,
@@ -100,7 +97,8 @@ def _take_note(engine: rooms.Engine, verbosity: int) -> None:
     if engine.policy.enabled:
         attach_stashes(engine)
         if engine.casts_functions:
-            amp_state.handle = _handle_of(engine)
+            # Of the engine's undo alone: the handle does not keep the engine alive.
+            amp_state.handle = AmpHandle(engine.cast_undo.unwind)
     engine.on_close(partial(amp_state.closed, weakref.ref(engine)))
     amp_state.made(engine, verbosity)
 
@@ -123,12 +121,6 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
         )
 
 
-def _handle_of(engine: rooms.Engine) -> AmpHandle:
-    handle = AmpHandle()
-    handle.take_over(engine.cast_undo.unwind)  # which does not keep the engine alive
-    return handle
-
-
 @contextmanager
 def scale_loss(
     loss: torch.Tensor,
@@ -147,23 +139,19 @@ def scale_loss(
     """
     if amp_state.is_off:  # anything may be passed then
         given: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        optimizers = given
-        if not any(isinstance(item, torch.optim.Optimizer) for item in given):
+        if all(rooms.find_engine(item) is None for item in given):
             yield loss
             return
+        optimizers = given
     members = rooms.as_optimizers(optimizers)
     engines = {rooms.find_engine(optimizer) for optimizer in members}
-    if engines == {None}:
-        if amp_state.is_off:
-            yield loss
-            return
-        if amp_state.engine is None:
-            raise bad_state(
-                "amp.scale_loss was called before amp.initialize",
-                "It takes optimizers that went through amp.initialize",
-                "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
-                "before the training loop; enabled=False turns amp off",
-            )
+    if engines == {None} and amp_state.engine is None:
+        raise bad_state(
+            "amp.scale_loss was called before amp.initialize",
+            "It takes optimizers that went through amp.initialize",
+            "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
+            "before the training loop; enabled=False turns amp off",
+        )
     if len(engines) > 1 or None in engines:
         rooms.common_engine(members, initialize="amp.initialize")  # raises
     with rooms.scale_loss(

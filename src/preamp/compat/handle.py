@@ -23,7 +23,6 @@ from preamp.casting import (
 )
 from preamp.casting.autocast_state import is_casting
 from preamp.compat.amp_state import amp_state
-from preamp.compat.lists import check_unchanged
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import unavailable, worded
 from preamp.core.undo import UndoStack
@@ -48,29 +47,20 @@ def _gone(name: str) -> Exception:
 class AmpHandle:
     """Function casts that are on, of ``amp.init`` or of an engine that ``amp.initialize`` made."""
 
-    def __init__(self) -> None:
-        self._undo = UndoStack()
+    def __init__(self, stop: Callable[[], None]) -> None:
+        """Casts are on until ``stop`` is called, which may be called again."""
+        self._stop = stop
         self._is_on = True
-
-    def cast(self, patch_type: torch.dtype, *, allow_banned: bool) -> None:
-        """Turn casts to ``patch_type`` on for this thread until `deactivate`."""
-        install_function_casts(self._undo, allow_banned=allow_banned, widens_any_half=True)
-        install_wide_where_slow(patch_type, self._undo)
-        push_thread_casts(device_types_here(), patch_type, self._undo, widens_any_half=True)
-
-    def take_over(self, stop: Callable[[], None]) -> None:
-        """Let `deactivate` end casts that an engine turned on, by calling ``stop``."""
-        self._undo.push(stop)
 
     def is_active(self) -> bool:
         """Whether the handle is on and functions are cast here."""
         return self._is_on and any(is_casting(kind) for kind in device_types_here())
 
     def deactivate(self) -> None:
-        """Take all casts back, the latest first; once."""
+        """Take all casts back, the latest first."""
         settle_thread()
         self._is_on = False
-        self._undo.unwind()
+        self._stop()
 
     _deactivate = deactivate  # Apex's name
 
@@ -94,14 +84,14 @@ class NoOpHandle(AmpHandle):
     """The handle of ``init(enabled=False)``: nothing is on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(stop=lambda: None)
         self._is_on = False
 
 
 class _Current:
     """The latest handle: what ``init`` is called for again, it replaces."""
 
-    handle: AmpHandle | None = None
+    handle: AmpHandle = NoOpHandle()
 
 
 def init(
@@ -122,7 +112,6 @@ def init(
 
     Raises:
         RuntimeError: ``patch_type`` is another dtype.
-        TypeError: A list of ``amp.lists`` was replaced.
 
     Mutates:
         Functions of torch and the thread's autocast state, until ``handle.deactivate()``;
@@ -135,13 +124,12 @@ def init(
             "Casts go to torch.float16 or torch.bfloat16",
             "Leave it out for torch.float16",
         )
-    check_unchanged()
-    if _Current.handle is not None:
-        _Current.handle.deactivate()
-        _Current.handle = None
+    _Current.handle.deactivate()
     if not enabled:
         return NoOpHandle()
-    handle = AmpHandle()
-    handle.cast(patch_type, allow_banned=allow_banned)
-    _Current.handle = amp_state.handle = handle
-    return handle
+    undo = UndoStack()
+    install_function_casts(undo, allow_banned=allow_banned, widens_any_half=True)
+    install_wide_where_slow(patch_type, undo)
+    push_thread_casts(device_types_here(), patch_type, undo, widens_any_half=True)
+    _Current.handle = amp_state.handle = AmpHandle(undo.unwind)
+    return _Current.handle

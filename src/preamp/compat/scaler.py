@@ -45,7 +45,7 @@ class LossScaler:
             min_loss_scale: Floor; falsy for none.
             max_loss_scale: Ceiling.
         """
-        rule: ScaleRule = StaticScale(init_scale=1.0)
+        rule: ScaleRule
         if loss_scale == "dynamic":
             rule = DynamicScale(
                 init_scale=init_scale,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from preamp.core.errors import bad_state, bad_value
 from preamp.core.files import lock, naming, open_regular, unlock
 from preamp.core.undo import run_all
-from preamp.numerics.records import NumericsRecord, Record, ResumeRecord, from_json, to_line
+from preamp.numerics.records import NumericsRecord, Record, ResumeRecord, from_json, to_json
 
 
 class Journal:
@@ -151,7 +151,7 @@ class History:
         """
         with self._lock:
             if self._journal is not None:
-                self._journal.append(to_line(record))
+                self._journal.append(json.dumps(to_json(record), allow_nan=False) + "\n")
             self._keep(record)
         for listener in tuple(self._listeners):
             listener(record)
@@ -238,17 +238,15 @@ def read_history(path: str | os.PathLike[str]) -> list[Record]:
 def _records_in(path: Path) -> Iterator[Record]:
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
-            if line.endswith(b"\n") and line.strip():
-                if (record := _parse(path, number, line)) is not None:
-                    yield record
-
-
-def _parse(path: Path, number: int, line: bytes) -> Record | None:
-    try:
-        return from_json(json.loads(line))
-    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise bad_value(
-            f"Line {number} of {path} is not a record of a run: {str(error)[:200]}",
-            "Each line is a JSON object that preamp wrote",
-            "Pass another file, or remove the line",
-        ) from error
+            if not (line.endswith(b"\n") and line.strip()):
+                continue
+            try:
+                record = from_json(json.loads(line))
+            except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+                raise bad_value(
+                    f"Line {number} of {path} is not a record of a run: {str(error)[:200]}",
+                    "Each line is a JSON object that preamp wrote",
+                    "Pass another file, or remove the line",
+                ) from error
+            if record is not None:
+                yield record

@@ -9,7 +9,6 @@ What a reader does not know, kinds and fields, it leaves out.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,6 @@ from typing import Any, ClassVar, Final, Literal, cast, get_args
 from preamp.core.pytree import plain
 from preamp.numerics.formats import FORMATS
 
-VERSION = 1
 OfModules = Literal["input", "output", "input gradient", "output gradient"]
 What = Literal["gradient", "weight", OfModules]
 
@@ -28,7 +26,7 @@ class RunRecord:
     """The start of a run, or of its continuation."""
 
     kind: ClassVar[str] = "run"
-    version: int = VERSION  # of the format of the file
+    version: int = 1  # of the format of the file
     preamp: str  # preamp's version
     torch: str  # torch's version
     device: str  # such as ``"cpu"`` or ``"NVIDIA H200"``
@@ -153,7 +151,6 @@ class Float32Record:
 class TraceRecord:
     """Where values became infinite or nan first, found by watching all modules."""
 
-    kind: ClassVar[str] = "trace"
     module: str  # qualified name; empty for the model itself
     # Class of the module; empty for what runs outside of all modules, as loss functions do.
     type: str
@@ -407,11 +404,6 @@ _INSIDE: Final[dict[str, type[Any]]] = {  # fields that have records inside
 def to_json(record: Record) -> dict[str, Any]:
     """Return ``record`` as what ``json.dumps(..., allow_nan=False)`` accepts."""
     return {"kind": record.kind, **plain(record)}
-
-
-def to_line(record: Record) -> str:
-    """Return ``record`` as a line, the end of the line included."""
-    return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
 def from_json(line: Mapping[str, Any]) -> Record | None:

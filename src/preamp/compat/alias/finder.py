@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.abc import InspectLoader, Loader
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -59,7 +58,7 @@ _OF_THE_ALIAS = frozenset(
 """Attributes that an alias module does not take from preamp's."""
 
 
-class AliasLoader(InspectLoader):
+class AliasLoader(Loader):
     """Fills an alias module with the attributes of preamp's module ``target``."""
 
     def __init__(self, target: str) -> None:
@@ -84,23 +83,6 @@ class AliasLoader(InspectLoader):
             }
         )
         vars(module)["__getattr__"] = functools.partial(_refuse_attribute, module.__name__)
-
-    def is_package(self, fullname: str) -> bool:
-        """Always, since Python asks a finder for names that are missing of packages alone."""
-        del fullname
-        return True
-
-    def get_source(self, fullname: str) -> str | None:
-        """Return the source of preamp's module, for tracebacks and debuggers."""
-        return self._real_loader().get_source(self._target)
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of preamp's module, which is what ``python -m`` runs."""
-        return self._real_loader().get_code(self._target)
-
-    def _real_loader(self) -> InspectLoader:
-        spec = importlib.util.find_spec(self._target)
-        return cast("InspectLoader", spec.loader if spec else None)
 
 
 class CompletingLoader(Loader):
@@ -145,6 +127,7 @@ class AliasFinder(DistributionFinder):
             return found
         refuse_missing(fullname)
         loader = AliasLoader(SUPPLIED[fullname])
+        # Packages, all of them: of other modules Python asks no finder for names that are missing.
         return ModuleSpec(fullname, loader, origin=SUPPLIED[fullname], is_package=True)
 
     def find_distributions(

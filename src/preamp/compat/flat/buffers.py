@@ -66,7 +66,7 @@ class FlatGroup(WeightPairs):
         """All gradients, still scaled, in one tensor with zeros for those missing, or ``None``."""
         if all(param.grad is None for param in self.params):
             return None
-        return flatten(list(map(_dense, self.params)))
+        return flatten(list(map(dense_gradient, self.params)))
 
     def idle_values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the slices of the master that have no gradient, and copies of their values."""
@@ -74,7 +74,8 @@ class FlatGroup(WeightPairs):
         return [(piece, piece.clone()) for param, piece in pairs if param.grad is None]
 
 
-def _dense(param: torch.Tensor) -> torch.Tensor:
+def dense_gradient(param: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``param``; zeros where it has none."""
     grad = param.grad
     if grad is None:
         return torch.zeros_like(param)

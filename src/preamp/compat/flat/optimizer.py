@@ -18,16 +18,14 @@ from preamp.compat.flat.refusals import (
     endless_overflow,
     is_usable,
 )
-from preamp.compat.fp16_utils.checks import (
-    check_loss,
-    check_mapping,
-    check_optimizer,
-    mark_wrapped,
-    missing_entries,
-    shape_mismatch,
-)
 from preamp.compat.fp16_utils.skips import MAX_SKIPS
-from preamp.compat.wrapper import OptimizerWrapper
+from preamp.compat.wrapper import (
+    OptimizerWrapper,
+    check_loss,
+    check_masters,
+    check_optimizer,
+    check_state,
+)
 from preamp.core.errors import bad_value
 from preamp.core.log import say
 from preamp.engine.optimizer_hooks import excuse_scheduler
@@ -98,14 +96,13 @@ class FP16_Optimizer(OptimizerWrapper):
         )
         for index, group in enumerate(init_optimizer.param_groups):
             check_group(group["params"], index)
-        super().__init__(init_optimizer)
         self._ops = backend()
         self._groups = [
             FlatGroup(group["params"], self._ops) for group in init_optimizer.param_groups
         ]
-        for group, own in zip(self.param_groups, self._groups, strict=True):
+        for group, own in zip(init_optimizer.param_groups, self._groups, strict=True):
             group["params"] = [own.master]
-        mark_wrapped(init_optimizer)
+        super().__init__(init_optimizer)
         self.fp16_groups = [group.params for group in self._groups]
         self.fp16_groups_flat = [group.flat for group in self._groups]
         self.fp32_groups_flat = [group.master for group in self._groups]
@@ -287,37 +284,20 @@ def _checked_state(
     state: Mapping[str, Any], own: Sequence[torch.Tensor]
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Return the attributes and masters of a state, of ours or Apex's, if they fit ``own``."""
-    check_mapping(state)
-    needed = (*_KEYS, *(_DYNAMIC_KEYS if state.get("dynamic_loss_scale") else ()))
-    missing = [key for key in needed if key not in state]
-    if missing:
-        raise missing_entries(missing, list(map(str, state)), "the flat FP16_Optimizer")
+    check_state(state, _KEYS, "the flat FP16_Optimizer")
+    names = _KEYS[:3] + (_DYNAMIC_KEYS if state["dynamic_loss_scale"] else ())
+    check_state(state, names, "the flat FP16_Optimizer")
     masters: list[torch.Tensor] = [master.detach() for master in state["fp32_groups_flat"]]
-    if [master.shape for master in masters] != [master.shape for master in own]:
-        saved = [master.numel() for master in masters]
-        raise shape_mismatch("flat masters of sizes", saved, [master.numel() for master in own])
-    fields = {key: state[key] for key in needed[:3] + needed[len(_KEYS) :]}
-    _check_numbers(fields)
+    shapes, wanted = ([tuple(master.shape) for master in each] for each in (masters, own))
+    check_masters("flat masters of shapes", shapes, wanted)
+    fields = {name: state[name] for name in names}
+    for name, value in fields.items():
+        is_count = name in ("cur_iter", "last_overflow_iter")
+        is_number = isinstance(value, (int, float)) and (is_count or is_usable(value))
+        if name != "dynamic_loss_scale" and not is_number:
+            raise bad_value(
+                f"The state has {name}={value!r}",
+                "Scales and windows are finite numbers above 0, and steps are numbers",
+                "Pass what state_dict() returned; nothing was loaded",
+            )
     return fields, masters
-
-
-def _check_numbers(fields: Mapping[str, Any]) -> None:
-    for key in ("cur_scale", "scale_factor", "scale_window"):
-        if key in fields and not (_is_number(fields[key]) and is_usable(fields[key])):
-            what = "A loss scale" if key == "cur_scale" else f"A {key}"
-            raise _unusable(key, fields[key], f"{what} is a number above 0")
-    for key in ("cur_iter", "last_overflow_iter"):
-        if key in fields and not _is_number(fields[key]):
-            raise _unusable(key, fields[key], "Steps are counted in whole numbers")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
-
-
-def _unusable(key: str, value: object, allowed: str) -> ValueError:
-    return bad_value(
-        f"The state has {key}={value!r}",
-        allowed,
-        "Pass what state_dict() returned; nothing was loaded",
-    )

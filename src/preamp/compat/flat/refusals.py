@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from preamp.compat.flat.buffers import dense_gradient
 from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, worded
 from preamp.optim import LARC
 from preamp.optim.fused.kinds import KINDS
@@ -96,7 +97,7 @@ def endless_overflow(
         f"parameter {place} of group {index}, of shape {tuple(param.shape)}"
         for index, group in enumerate(groups)
         for place, param in enumerate(group)
-        if param.grad is not None and not bool(torch.isfinite(_dense(param.grad)).all())
+        if not bool(torch.isfinite(dense_gradient(param)).all())
     ]
     more = f" and {len(where) - 1} more" if len(where) > 1 else ""
     return worded(
@@ -107,7 +108,3 @@ def endless_overflow(
         "Check that the loss is finite, call zero_grad() after each step, lower a static "
         "scale or the learning rate, or train in bfloat16",
     )
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad

@@ -8,20 +8,23 @@ from typing import Any
 
 import torch
 
-from preamp.compat.fp16_utils.checks import (
-    check_loss,
-    check_mapping,
-    check_optimizer,
-    mark_wrapped,
-    missing_entries,
-    shape_mismatch,
-)
 from preamp.compat.fp16_utils.half_params import HalfParams, ScaledGradients
-from preamp.compat.fp16_utils.scaler_state import scaler_state
-from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale, state_of
+from preamp.compat.fp16_utils.scaling import (
+    make_scaler,
+    scaler_from,
+    scaler_state,
+    set_scale,
+    state_of,
+)
 from preamp.compat.fp16_utils.skips import Skips
 from preamp.compat.scaler import LossScaler
-from preamp.compat.wrapper import OptimizerWrapper
+from preamp.compat.wrapper import (
+    OptimizerWrapper,
+    check_loss,
+    check_masters,
+    check_optimizer,
+    check_state,
+)
 from preamp.core.errors import bad_state
 from preamp.core.log import say
 from preamp.engine.optimizer_hooks import excuse_scheduler
@@ -90,9 +93,8 @@ class FP16_Optimizer(OptimizerWrapper):
         core = make_scaler(
             static_loss_scale, dynamic=bool(dynamic_loss_scale), options=dynamic_loss_args
         )
-        super().__init__(init_optimizer)
         self._params = HalfParams(init_optimizer, backend())
-        mark_wrapped(init_optimizer)
+        super().__init__(init_optimizer)
         self.fp16_groups = self._params.fp16_groups
         self.fp32_from_fp16_groups = self._params.fp32_from_fp16_groups
         self.fp32_from_fp32_groups = self._params.fp32_from_fp32_groups
@@ -338,15 +340,11 @@ class FP16_Optimizer(OptimizerWrapper):
             ValueError: An entry is missing or unreadable, or groups or shapes differ; nothing
                 was applied.
         """
-        check_mapping(state_dict)
-        missing = [key for key in _KEYS if key not in state_dict]
-        if missing:
-            raise missing_entries(missing, list(map(str, state_dict)), "fp16_utils.FP16_Optimizer")
+        check_state(state_dict, _KEYS, "fp16_utils.FP16_Optimizer")
         masters: Sequence[Sequence[torch.Tensor]] = state_dict["fp32_from_fp16"]
         shapes = [[tuple(master.shape) for master in group] for group in masters]
         wanted = [[tuple(own.shape) for own in group] for group in self.fp32_from_fp16_groups]
-        if shapes != wanted:
-            raise shape_mismatch("masters of shapes", shapes, wanted)
+        check_masters("masters of shapes", shapes, wanted)
         scaler = scaler_from(scaler_state(state_dict["loss_scaler"]))
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         with torch.no_grad():

@@ -14,7 +14,8 @@ from preamp.kernels import backend
 class _Scaling:
     """What both scalers do with the scale they have."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float = 1) -> None:
+        """Start with ``scale``, the factor of the loss."""
         self.cur_scale = scale
 
     @property
@@ -49,10 +50,6 @@ class LossScaler(_Scaling):
     Attributes:
         cur_scale: The scale.
     """
-
-    def __init__(self, scale: float = 1) -> None:
-        """Start with ``scale``, the factor of the loss."""
-        super().__init__(scale)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Return False: a constant scale does not look for overflow. ``params`` is ignored."""

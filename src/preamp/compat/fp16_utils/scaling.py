@@ -1,41 +1,50 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss scaler of the FP16 optimizers: made from Apex's arguments, saved as plain data."""
+"""The loss scaler of the FP16 optimizers: made from Apex's arguments, saved as plain data.
+
+Files of Apex have its scaler objects, whose attributes are understood as well.
+"""
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict, cast
 
-from preamp.compat.fp16_utils.scaler_state import ScalerState, scaler_state
-from preamp.core.errors import bad_type
+from preamp.core.errors import bad_type, bad_value
 from preamp.scaling import DynamicScale, LossScaler, ScaleRule, StaticScale
 
-_DEFAULTS: dict[str, Any] = {
-    "init_scale": 2.0**16,
-    "scale_factor": 2.0,
-    "scale_window": 2000,
-    "min_loss_scale": None,
-    "max_loss_scale": 2.0**24,
-}
+
+class ScalerState(TypedDict):
+    """Everything that a loss scaler goes on from."""
+
+    dynamic: bool  # whether the scale reacts to overflows
+    loss_scale: float
+    unskipped: int  # clean updates since the last overflow or growth
+    scale_factor: float  # growth and, inverted, backoff
+    scale_window: int  # clean updates before growth
+    min_loss_scale: float | None
+    max_loss_scale: float  # infinite for none
+
+
+_OPTIONS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
 
 
 def make_scaler(
     static_scale: float, *, dynamic: bool, options: Mapping[str, Any] | None
 ) -> LossScaler:
     """Make a scaler on the host from Apex's arguments; ``options`` count only if ``dynamic``."""
-    given = {**(options or {})} if dynamic else {}
-    unknown = sorted(set(given) - set(_DEFAULTS))
+    given = {**(options or {})} if dynamic else {"init_scale": static_scale}
+    unknown = sorted(set(given) - set(_OPTIONS))
     if unknown:
         raise bad_type(
             f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
-            f"Known are {', '.join(_DEFAULTS)}",
+            f"Known are {', '.join(_OPTIONS)}",
             "Leave the others out",
         )
-    known = {**_DEFAULTS, **given}
-    start = known.pop("init_scale")
-    known["min_loss_scale"] = known["min_loss_scale"] or None
-    scale = start if dynamic else static_scale
-    state = scaler_state({**known, "dynamic": dynamic, "loss_scale": scale, "unskipped": 0})
+    start = given.pop("init_scale", 2.0**16)
+    usual = state_of(LossScaler(DynamicScale()))
+    state = scaler_state({**usual, "dynamic": dynamic, "loss_scale": start, **given})
     if dynamic:
         state["loss_scale"] = min(state["loss_scale"], state["max_loss_scale"])
     return scaler_from(state)
@@ -76,3 +85,79 @@ def state_of(scaler: LossScaler) -> ScalerState:
         min_loss_scale=limits.min_scale,
         max_loss_scale=limits.max_scale,
     )
+
+
+def scaler_state(source: object) -> ScalerState:
+    """Return the state of a loss scaler as plain data.
+
+    Args:
+        source: A mapping in this very form, or what unpickling made of
+            ``apex.amp.scaler.LossScaler`` or of either scaler of ``apex.fp16_utils``.
+
+    Raises:
+        ValueError: ``source`` is none of these, or a number in it is not usable.
+    """
+    try:  # numbers may be tensors, which raise RuntimeError where they hold no number
+        found = cast("Any", source) if isinstance(source, Mapping) else _from_apex(vars(source))
+        state = ScalerState(
+            dynamic=bool(found["dynamic"]),
+            loss_scale=float(found["loss_scale"]),
+            unskipped=int(found["unskipped"]),
+            scale_factor=float(found["scale_factor"]),
+            scale_window=int(found["scale_window"]),
+            min_loss_scale=float(found["min_loss_scale"] or 0) or None,
+            max_loss_scale=float(found["max_loss_scale"]),
+        )
+        _check(state)
+        return state
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise bad_value(
+            f"A loss scaler's state {reprlib.repr(cast('Any', source))} cannot be read ({error!r})",
+            f"Needed are {', '.join(ScalerState.__annotations__)}, or the attributes of one "
+            "of Apex's loss scalers",
+            "Pass what state_dict() returned, or what torch.load() read of a file of Apex",
+        ) from error
+
+
+def _from_apex(found: Mapping[str, Any]) -> dict[str, Any]:
+    if "_loss_scale" in found:  # apex.amp.scaler.LossScaler, whose factor was always 2
+        return {
+            "dynamic": found["dynamic"],
+            "loss_scale": found["_loss_scale"],
+            "unskipped": found["_unskipped"],
+            "scale_factor": 2.0,
+            "scale_window": found.get("_scale_seq_len", 2000),
+            # Files from before June 2019 have no limits
+            "min_loss_scale": found.get("_min_loss_scale"),
+            "max_loss_scale": found.get("_max_loss_scale", 2.0**24),
+        }
+    dynamic = "cur_iter" in found  # else apex.fp16_utils.LossScaler
+    window, clean = 1000, 0
+    if dynamic:
+        window = int(found["scale_window"])
+        # Growth came whenever the distance from the last overflow was a multiple of the window.
+        clean = int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1
+    return {
+        "dynamic": dynamic,
+        "loss_scale": found["cur_scale"],
+        "unskipped": clean % window if window > 0 else 0,
+        "scale_factor": found.get("scale_factor", 2.0),
+        "scale_window": window,
+        "min_loss_scale": 1.0 if dynamic else None,
+        "max_loss_scale": math.inf,
+    }
+
+
+def _check(state: ScalerState) -> None:
+    floor = state["min_loss_scale"] or 0.0
+    usable = {
+        "loss_scale": math.isfinite(state["loss_scale"]) and state["loss_scale"] > 0,
+        "unskipped": state["unskipped"] >= 0,
+        "scale_factor": math.isfinite(state["scale_factor"]) and state["scale_factor"] >= 1,
+        "scale_window": state["scale_window"] >= 1,
+        "min_loss_scale": math.isfinite(floor) and floor >= 0,
+        "max_loss_scale": state["max_loss_scale"] > 0 and state["max_loss_scale"] >= floor,
+    }
+    wrong = [name for name, is_usable in usable.items() if not is_usable]
+    if wrong:
+        raise ValueError(f"out of range: {', '.join(wrong)}")

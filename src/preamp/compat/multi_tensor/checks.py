@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,8 +19,11 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_type, with_article, worded
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 Tensors = list[torch.Tensor]
+
+_refused = partial(worded, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,6 @@ class Call:
         return _refused(f"{self.op}: {got}", allowed, do)
 
 
-def _refused(got: str, allowed: str, do: str) -> RuntimeError:
-    return worded(RuntimeError, got, allowed, do)
-
-
 def checked(
     op: str, tensor_lists: TensorLists, names: Sequence[str], optional: Sequence[str] = ()
 ) -> Call:
@@ -93,22 +93,26 @@ def checked(
     something other than tensors, ``TypeError``.
     """
     lists = [list(tensors) for tensors in tensor_lists]
-    every = (*names, *optional)
     _check_counts(op, lists, names, optional)
-    first = lists[0][0]
-    for name, tensors in zip(every, lists, strict=False):
+    for name, tensors in zip((*names, *optional), lists, strict=False):
         for index, tensor in enumerate(tensors):
-            _check_element(op, f"{name}[{index}]", tensor, tensors[0])
-            _check_pair(op, f"{name}[{index}]", tensor, (f"{names[0]}[{index}]", lists[0][index]))
-            if tensor.device != first.device:
+            _check_tensor(op, f"{name}[{index}]", tensor, tensors[0])
+            if tensor.numel() != lists[0][index].numel():
+                raise _refused(
+                    f"{op} got a size mismatch: {name}[{index}] has {tensor.numel()} elements, "
+                    f"{names[0]}[{index}] has {lists[0][index].numel()}",
+                    "Tensors at the same place of each list have equally many elements",
+                    "Check the order of the lists",
+                )
+            if tensor.device != lists[0][0].device:
                 raise _refused(
                     f"{op}: A tensor was not on the same device as the first tensor: "
-                    f"{name}[{index}] is on {tensor.device}, {names[0]}[0] on {first.device}",
+                    f"{name}[{index}] is on {tensor.device}, {names[0]}[0] on {lists[0][0].device}",
                     "All tensors of a call lie on one device",
                     "Call the op once for each device",
                 )
     rows = [_aligned(row) for row in zip(*lists, strict=True)]
-    return Call(op, tuple(list(column) for column in zip(*rows, strict=True)), first.device)
+    return Call(op, tuple(list(column) for column in zip(*rows, strict=True)), lists[0][0].device)
 
 
 def raise_flag_(flag: torch.Tensor, found: torch.Tensor) -> None:
@@ -137,21 +141,15 @@ def _check_counts(
             "Pass them in this order as one list of lists",
         )
     lengths = [len(tensors) for tensors in lists]
-    if len(set(lengths)) > 1:
+    if len(set(lengths)) > 1 or not lengths[0]:
         raise _refused(
             f"{op} got tensor lists of {', '.join(map(str, lengths))} tensors",
-            "The lists of a call are equally long",
-            "Pass one tensor in every list for each element",
-        )
-    if not lengths[0]:
-        raise _refused(
-            f"{op} got empty tensor lists",
-            "Each list holds at least one tensor",
-            "Leave the call out when there is nothing to do",
+            "The lists of a call are equally long, and not empty",
+            "Pass one tensor in every list for each element, or leave the call out",
         )
 
 
-def _check_element(op: str, where: str, tensor: object, first: torch.Tensor) -> None:
+def _check_tensor(op: str, where: str, tensor: object, first: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise bad_type(
             f"{op}: {where} is {with_article(type(tensor).__name__)}",
@@ -171,38 +169,14 @@ def _check_element(op: str, where: str, tensor: object, first: torch.Tensor) -> 
             "The tensors of one list share a dtype",
             "Call the op once for each dtype",
         )
-    if not _is_dense(tensor):
-        layout = f"shape {tuple(tensor.shape)}"
-        if tensor.layout is torch.strided:
-            layout += f" and strides {tensor.stride()}"
-        else:
-            layout += f" and layout {tensor.layout}"
+    is_strided = tensor.layout is torch.strided
+    if not (is_strided and any(tensor.is_contiguous(memory_format=form) for form in FORMATS)):
+        how = f"strides {tensor.stride()}" if is_strided else f"layout {tensor.layout}"
         raise _refused(
-            f"{op}: {where} is not contiguous: it has {layout}",
+            f"{op}: {where} is not contiguous: it has shape {tuple(tensor.shape)} and {how}",
             "Tensors are dense and contiguous, channels_last or channels_last_3d",
             "Pass its contiguous() and copy back what the op changes",
         )
-
-
-def _check_pair(op: str, where: str, tensor: torch.Tensor, other: tuple[str, torch.Tensor]) -> None:
-    name, partner = other
-    if tensor.numel() != partner.numel():
-        raise _refused(
-            f"{op} got a size mismatch: {where} has {tensor.numel()} elements, "
-            f"{name} has {partner.numel()}",
-            "Tensors at the same place of each list have equally many elements",
-            "Check the order of the lists",
-        )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    return (
-        tensor.is_contiguous()
-        or tensor.is_contiguous(memory_format=torch.channels_last)
-        or tensor.is_contiguous(memory_format=torch.channels_last_3d)
-    )
 
 
 def _aligned(row: Sequence[torch.Tensor]) -> Tensors:

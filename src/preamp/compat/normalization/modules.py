@@ -122,7 +122,15 @@ class _MixedNorm(_LastDimensionsNorm):
             PreampStateError: ``elementwise_affine`` is False; a ``RuntimeError``.
             PreampUnavailableError: ``memory_efficient`` is true.
         """
-        _check_affine(type(self).__name__, elementwise_affine)
+        name = type(self).__name__
+        if elementwise_affine:
+            warnings.warn(f"{name} always has a weight: leave elementwise_affine out", stacklevel=2)
+        elif elementwise_affine is not None:
+            raise bad_state(
+                f"{name} was given elementwise_affine=False",
+                "Its output has the dtype of its weight, so it always has one",
+                f"Use {name.removeprefix('Mixed')} for a norm without weight",
+            )
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
 
@@ -157,15 +165,3 @@ class MixedFusedRMSNorm(_MixedNorm):
     """`FusedRMSNorm` whose output has the weight's dtype, whatever the input's."""
 
     _is_centred = False
-
-
-def _check_affine(name: str, elementwise_affine: bool | None) -> None:
-    if elementwise_affine is None:
-        return
-    if not elementwise_affine:
-        raise bad_state(
-            f"{name} was given elementwise_affine=False",
-            "Its output has the dtype of its weight, so it always has one",
-            f"Use {name.removeprefix('Mixed')} for a norm without weight",
-        )
-    warnings.warn(f"{name} always has a weight: leave elementwise_affine=True out.", stacklevel=3)
