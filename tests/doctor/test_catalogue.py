@@ -52,7 +52,7 @@ def test_selecting() -> None:
 
     assert ids() == list(RULES)
     assert ids(["PA101"]) == ["PA101"]
-    assert ids(["PA3", "PA201"], ["PA302"]) == ["PA201", "PA301"]
+    assert ids(["PA3", "PA201"], ["PA302"]) == ["PA201", "PA301", "PA304"]
     with pytest.raises(ValueError, match="There is no rule ''"):
         select_rules([""])
 

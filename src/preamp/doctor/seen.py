@@ -365,7 +365,7 @@ class Seen:
             yield from session.direct_params()
             yield from (twin.half for twin in masters)
             return
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", ()):  # none if its constructor failed
             yield from group["params"]
 
     def behind(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
@@ -395,7 +395,6 @@ class Seen:
         found = {
             id(param): param
             for optimizer in tuple(self.optimizers)
-            if hasattr(optimizer, "param_groups")
             for param in self.params(optimizer)
         }
         found |= {id(param): param for root in tuple(self.roots) for param in root.parameters()}

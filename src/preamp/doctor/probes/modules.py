@@ -202,7 +202,7 @@ class CompileProbe:
                     probe.leave_alone()
                 self._watch.seen.notes.append(
                     "The script uses torch.compile. From there on calls of modules were not looked "
-                    "at, and what is compiled has no graph to read: PA102, PA204, PA301 and PA302 "
+                    "at, and what is compiled has no graph to read: PA102, PA204 and PA301 to PA304 "
                     "see less. A compiled optimizer.step is not seen at all."
                 )
             model = args[0] if args else kwargs.get("model")
