@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -175,8 +175,7 @@ class CachedCasts(Detector):
         for node, weight in casts_of_leaves(loss.grad_fn):
             # Numbers alone, which live as long as the node does and keep nothing alive. Versions
             # would not do: torch's fused optimizers raise none.
-            metadata: dict[str, set[int]] = node.metadata
-            known = metadata.setdefault(_SERVED_AT, set())
+            known = cast("Any", node).metadata.setdefault(_SERVED_AT, set())
             known.add(steps.get(id(weight), 0))
             served[id(weight)] = min(len(known), served.get(id(weight), _SERVED))
         kept = sum(count >= _SERVED for count in served.values())
