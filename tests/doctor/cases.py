@@ -6,6 +6,7 @@ The line to be named is marked; everything else about a script with a bug is as 
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 
 START = """
@@ -149,6 +150,11 @@ for step in range(4):
     for master, p in zip(masters, model.parameters()):
         p.data.copy_(master.data)
 """
+)
+
+LOOP = BF16[BF16.index("for step") :]
+AROUND = 'with torch.autocast("cpu", torch.bfloat16):\n' + textwrap.indent(
+    LOOP.replace("    loss.backward()\n", "    loss.backward()  # <-\n"), "    "
 )
 
 TWO_LOSSES = GRAD_SCALER.replace(
@@ -478,6 +484,41 @@ BUGS = {
                 "    scaler.scale(loss.half()).backward()  # <-\n",
             ),
         ),
+    ),
+    "a half loss that is cast": Bug(
+        rule="PA302",
+        healthy=BY_HAND,
+        edits=(
+            (".half()).float(), y)\n", ".half()), y).float()\n"),
+            ("(loss * 128.0).backward()", "(loss * 128.0).backward()  # <-"),
+        ),
+        numbers={"dtype": "float16"},
+        says="The loss was cast after it had been computed in float16",
+    ),
+    "a half loss that is cast, a part of another": Bug(
+        rule="PA302",
+        healthy=BF16.replace("(model(x), y)", "(model(x), y)\n        output = model(x)"),
+        edits=(
+            (
+                "    loss.backward()\n",
+                "    again = F.mse_loss(output, torch.zeros_like(output)).float()\n"
+                "    ((again + loss) / 2).backward()  # <-\n",
+            ),
+        ),
+        numbers={"dtype": "bfloat16"},
+    ),
+    "a region around the loop": Bug(
+        rule="PA304",
+        healthy=BF16,
+        edits=((LOOP, AROUND), ("    with", "    if True:  # with")),
+        numbers={"weights": 4},
+        says="4 weights are used as they were cast 2 steps ago or earlier",
+    ),
+    "a region around a loop with regions": Bug(
+        rule="PA304",
+        healthy=BF16.replace("lr=1e-3)", "lr=1e-3, fused=True)"),
+        edits=((LOOP, AROUND),),
+        numbers={"weights": 4},
     ),
     "a half loss in scale_loss": Bug(
         rule="PA302",

@@ -224,8 +224,9 @@ def test_training_in_a_thread(tmp_path: Path) -> None:
     assert examination.notes == []
 
 
-def test_models_and_optimizers_are_not_kept_alive(tmp_path: Path) -> None:
-    examination, names = examine(FLOAT32, tmp_path)
+@pytest.mark.parametrize("text", [FLOAT32, BUGS["a region around the loop"].text], ids=len)
+def test_models_and_optimizers_are_not_kept_alive(text: str, tmp_path: Path) -> None:
+    examination, names = examine(text, tmp_path)
     names.clear()
     assert not list(examination.seen.optimizers)
     assert not list(examination.seen.roots)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from doctor.cases import BY_HAND, CLIP, FLOAT32, GRAD_SCALER, GRAD_SCALER_O2, START
+from doctor.cases import BUGS, BY_HAND, CLIP, FLOAT32, GRAD_SCALER, GRAD_SCALER_O2, START
 from doctor.harness import HERE, examine, marked_line, where
 from preamp.doctor import Severity
 
@@ -136,6 +136,19 @@ model.mask = nn.Parameter(torch.tensor([0.0, 0.0, 0.0, 0.0]), requires_grad=Fals
 y = y.clamp(max=2)
 model.mask[3] = -torch.inf
 optimizer ="""
+AROUND_LOOP = BUGS["a region around the loop"].text.replace(HERE, "")
+AROUND_STEP = (
+    START
+    + """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            (F.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+)
 RIGHT = {
     "a float32 model beside one under float16 autocast": loop(after=PLAIN),
     # It is in the float16 graph of the first, and its own step has a float32 graph.
@@ -213,6 +226,18 @@ RIGHT = {
     .replace("Adam(", "SGD(")
     .replace("lr=1e-3)", "lr=1e30)\nbest = copy.deepcopy(model)")
     + "with torch.no_grad():\n    best(x)\n",
+    "a region around the loop that keeps no casts": AROUND_LOOP.replace(
+        "torch.bfloat16)", "torch.bfloat16, cache_enabled=False)"
+    ),
+    "a region around each step and its accumulation": AROUND_STEP,
+    "a region around each step, and a graph that is never detached": AROUND_STEP.replace(
+        "/ 4).backward()", "/ 4 + last).backward(retain_graph=True)"
+    )
+    .replace("optimizer.step()", "last = last + model(x).sum() / 9\n        optimizer.step()")
+    .replace("for step", "model = nn.Sequential(model[0], model[3])\nlast = 0\nfor step"),
+    "an evaluation in a region around it": FLOAT32
+    + "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):\n"
+    "    [F.cross_entropy(model(x), y).item() for _ in range(4)]\n",
     "complex parameters": FLOAT32.replace(
         "F.cross_entropy(model(x), y)", "F.cross_entropy((model(x) * turn).real, y)"
     ).replace(
@@ -240,7 +265,14 @@ IN_FUNCTION = FLOAT32.replace(
     "Adam(model.parameters(), lr=1e-3)", f"Adam(model[:3].parameters())  {HERE}"
 )
 
+DECORATED = (
+    FLOAT32.replace("for step", "@torch.autocast('cpu', torch.bfloat16)\ndef train():\n  for step")
+    .replace("    ", "      ")
+    .replace(".backward()", f".backward()  {HERE}")
+)
+
 WRONG = {
+    "a region around a function with the loop": ("PA304", f"{DECORATED}train()\n"),
     "a clipped step without a scaler": (
         "PA102",
         NO_SCALER.replace("scaler.step(optimizer)", f"{CLIP}\n    optimizer.step()  {HERE}"),

@@ -9,7 +9,7 @@ from typing import Final
 from preamp.core.errors import bad_value
 from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
-from preamp.doctor.rules.half_compute import BatchNorm, HalfLoss
+from preamp.doctor.rules.half_compute import BatchNorm, CachedCasts, HalfLoss
 from preamp.doctor.rules.half_weights import Averages, Eps, LostUpdates
 from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
 from preamp.doctor.rules.outcome import Outcome
@@ -27,6 +27,7 @@ DETECTORS: Final[tuple[type[Detector], ...]] = (
     Averages,
     BatchNorm,
     HalfLoss,
+    CachedCasts,
     Membership,
     Accumulation,
     Frozen,

@@ -44,9 +44,7 @@ class ByOptimizer(Generic[T]):
 
     def __init__(self, make: Callable[[torch.optim.Optimizer], T]) -> None:
         self._make = make
-        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, T] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known = weakref.WeakKeyDictionary[torch.optim.Optimizer, T]()
         self.all: list[T] = []  # in the order in which they were asked for
 
     def __getitem__(self, optimizer: torch.optim.Optimizer) -> T:
@@ -109,9 +107,6 @@ class Detector:
 
     # -- what happens in a run ---------------------------------------------------------------
 
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has been built."""
-
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has been given parameters, perhaps while it is being built."""
 
@@ -169,9 +164,6 @@ class Detector:
         self, params: Sequence[torch.Tensor], scaler: object, scale: Callable[[], float]
     ) -> None:
         """``scaler`` is about to unscale the gradients of ``params``; ``scale`` synchronises."""
-
-    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
-        """A ``GradScaler`` has been built."""
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """``scaler.step(optimizer)`` is about to run; it may leave the step out or raise."""

@@ -21,6 +21,7 @@ from preamp.core.dtypes import is_half
 from preamp.core.tensors import host_reaches, local_of, stored_grad, version_of
 from preamp.doctor.rule import Place
 from preamp.engine import Engine, find_engine
+from preamp.engine.session import OptimizerSession
 from preamp.kernels.autograd import terms_of
 
 
@@ -213,10 +214,14 @@ class Gradients:
         mark = self._marks.get(id(param))
         return mark is not None and mark.was_half
 
-    def scaler_of(self, param: torch.Tensor) -> Any:
-        """The ``GradScaler`` whose scale the gradient of ``param`` carries, or ``None``."""
+    def scale_of(self, param: torch.Tensor) -> float:
+        """The scale that a ``GradScaler`` has put on the gradient of ``param``; nan if not known.
+
+        Synchronises.
+        """
         mark = self._marks.get(id(param))
-        return None if mark is None or mark.source.scaler is None else mark.source.scaler()
+        scaler = None if mark is None or mark.source.scaler is None else mark.source.scaler()
+        return math.nan if scaler is None else float(scaler.get_scale())
 
 
 def _state(param: torch.Tensor) -> State | None:
@@ -325,22 +330,27 @@ class OptimizerFacts:
     by_scaler: bool = False  # whether its latest step was one of ``GradScaler.step``
 
 
+def _session_of(optimizer: torch.optim.Optimizer) -> OptimizerSession | None:
+    engine = find_engine(optimizer)
+    return None if engine is None else engine.sessions.get(id(optimizer))
+
+
 class Seen:
     """The objects of a run."""
 
     def __init__(self) -> None:
         # Every optimizer, with what became of it.
-        self.optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerFacts] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerFacts]()
         # Modules that were called by the script, not by another module, with gradients on.
-        self.roots: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self.roots = weakref.WeakKeyDictionary[nn.Module, None]()
         self.gradients = Gradients()  # where gradients come from
         # The latest scaled losses whose backward has not run, by their node in the graph, since
         # a loss that is added to another one does not live on: scaler, whether an undivided mean.
         self.scaled: dict[Node, tuple[Any, bool]] = {}
         # How often each ``GradScaler`` was updated.
-        self.updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.updates = weakref.WeakKeyDictionary[Any, int]()
+        # The line that built each ``GradScaler``.
+        self.scalers_made = weakref.WeakKeyDictionary[Any, Place | None]()
         # Of losses that the script has multiplied by a loss scale, whose it was, by their lines.
         self._by_hand: dict[tuple[Place, ...], weakref.ref[Any] | None] = {}
         self.forwards = 0  # calls of models by the script
@@ -348,6 +358,7 @@ class Seen:
         self.steps = 0  # of optimizers so far; those that an engine skips are not among them
         self.skipped = 0  # those of them that were left out
         self.compiles = False  # whether the script has called ``torch.compile``
+        self.has_optimizers = False  # whether the script has built any; evaluations do not
         self.zeroed = 0  # calls of ``Optimizer.zero_grad``
         self.reads_gradients = False  # whether the script computes with gradients but no step
         self.notes: list[str] = []  # what could not be looked at, in sentences
@@ -358,14 +369,12 @@ class Seen:
 
     def params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The model's parameters that ``optimizer`` updates: halves in place of their masters."""
-        engine = find_engine(optimizer)
-        session = None if engine is None else engine.sessions.get(id(optimizer))
-        masters = None if session is None else session.masters
-        if session is not None and masters is not None:
+        session = _session_of(optimizer)
+        if session is not None and session.masters is not None:
             yield from session.direct_params()
-            yield from (twin.half for twin in masters)
+            yield from (twin.half for twin in session.masters)
             return
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", ()):  # none if its constructor failed
             yield from group["params"]
 
     def behind(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
@@ -395,7 +404,6 @@ class Seen:
         found = {
             id(param): param
             for optimizer in tuple(self.optimizers)
-            if hasattr(optimizer, "param_groups")
             for param in self.params(optimizer)
         }
         found |= {id(param): param for root in tuple(self.roots) for param in root.parameters()}
@@ -403,8 +411,7 @@ class Seen:
 
     def counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """How many steps of ``optimizer`` were applied so far, and how many skipped."""
-        engine = find_engine(optimizer)
-        session = None if engine is None else engine.sessions.get(id(optimizer))
+        session = _session_of(optimizer)
         if session is not None:
             return session.steps_applied, session.steps_skipped
         facts = self.facts(optimizer)

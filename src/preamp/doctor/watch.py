@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from preamp.doctor.catalogue import DETECTORS
-from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.detector import Findings
 from preamp.doctor.rule import Rule
 from preamp.doctor.seen import Seen
 from preamp.kernels.observe import fakes_tensors
@@ -41,7 +41,6 @@ class Watch:
         ]
         self._lock = threading.RLock()
         self._process: int | None = None  # the examined one
-        self._failed: set[int] = set()
         self._looking = 0
 
     @property
@@ -58,21 +57,13 @@ class Watch:
 
     def tell(self, event: str, *values: Any) -> None:
         """Tell the detectors of an event; one that fails is noted, and told of nothing again."""
-        with self._lock:
-            self._looking += 1
-            try:
-                for detector in self._detectors:
-                    if id(detector) not in self._failed:
-                        self._tell_one(detector, event, values)
-            finally:
-                self._looking -= 1
-
-    def _tell_one(self, detector: Detector, event: str, values: tuple[Any, ...]) -> None:
-        try:
-            getattr(detector, event)(*values)
-        except Exception as error:  # whatever a rule gets wrong must not end the user's run
-            self._failed.add(id(detector))
-            self._note_failure(", ".join(rule.id for rule in detector.RULES), error)
+        with self._look():
+            for detector in tuple(self._detectors):
+                try:
+                    getattr(detector, event)(*values)
+                except Exception as error:  # whatever a rule gets wrong must not end the user's run
+                    self._detectors.remove(detector)
+                    self._note_failure(", ".join(rule.id for rule in detector.RULES), error)
 
     @property
     def is_looking(self) -> bool:
@@ -81,13 +72,19 @@ class Watch:
 
     def attempt(self, look: Callable[..., T], *values: Any) -> T | None:
         """Return ``look(*values)``; ``None`` with a note if that failed."""
-        with self._lock:
-            self._looking += 1
+        with self._look():
             try:
                 return look(*values)
             except Exception as error:  # as above
                 self._note_failure("A probe", error)
                 return None
+
+    @contextmanager
+    def _look(self) -> Generator[None]:
+        with self._lock:
+            self._looking += 1
+            try:
+                yield
             finally:
                 self._looking -= 1
 

@@ -13,6 +13,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from preamp.core.dtypes import HALF_DTYPES
+
 TELLS_HOOKS: Final = hasattr(cast("Any", torch)._C._autograd.SavedTensor, "unpack_hook")
 """Whether torch says what hooks unpack a saved tensor without calling them; 2.6 does not."""
 
@@ -80,6 +82,30 @@ def terms_of(root: torch.Tensor, stop: Container[Node]) -> list[Node]:
         elif len(pending) < _FEW:
             pending += [after for after, _ in node.next_functions if after is not None]
     return found
+
+
+def half_loss_dtype(root: torch.Tensor) -> torch.dtype | None:
+    """The half dtype in which a loss function of torch has computed a term of ``root``.
+
+    As far as `terms_of` tells, which passes by casts. Functions of Python's are left out: what they
+    compute in does not show.
+    """
+    for node in terms_of(root, ()):
+        is_loss = "Loss" in node.name() or "CrossEntropy" in node.name()
+        if is_loss and not isinstance(node, BackwardCFunction):
+            for made in cast("Any", node)._input_metadata:
+                if made.dtype in HALF_DTYPES:
+                    return made.dtype
+    return None
+
+
+def casts_of_leaves(root: Node) -> Iterator[tuple[Node, torch.Tensor]]:
+    """The casts of leaves in the graph above ``root``, each with its leaf."""
+    for node in _nodes_above(root):
+        for after in _following(node) if node.name().startswith("ToCopy") else ():
+            leaf = _leaf_of(after)
+            if leaf is not None:
+                yield node, leaf
 
 
 def reached_from(root: torch.Tensor, targets: Container[Node]) -> set[Node]:

@@ -14,11 +14,12 @@ from preamp.doctor.watch import Watch
 Around = Callable[..., Any]
 
 
-def around(owner: Any, name: str, wrap: Around, undo: UndoStack) -> None:
+def around(watch: Watch, owner: Any, name: str, wrap: Around, undo: UndoStack) -> None:
     """Put ``wrap(function, *args, **kwargs)`` around ``owner.name``; ``undo`` takes it off again.
 
     Nothing happens if the owner has no such attribute, since torch's versions differ. ``wrap`` must
-    call ``function`` once, with what it was given, and return what that returned.
+    call ``function`` once, with what it was given, and return what that returned. It is passed by
+    while ``watch`` is not active.
     """
     if not hasattr(owner, name):
         return
@@ -26,6 +27,8 @@ def around(owner: Any, name: str, wrap: Around, undo: UndoStack) -> None:
     def layer(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def observed(*args: Any, **kwargs: Any) -> Any:
+            if not watch.is_active:
+                return function(*args, **kwargs)
             return wrap(function, *args, **kwargs)
 
         return observed
@@ -33,22 +36,20 @@ def around(owner: Any, name: str, wrap: Around, undo: UndoStack) -> None:
     PATCHES.add(owner, name, Rank.PROBE, layer, undo)
 
 
-def telling(
-    watch: Watch, event: str, *, which: int = 0, late: bool = False, of_result: bool = False
-) -> Around:
-    """What tells detectors of ``event`` and of a call's argument number ``which``.
+def telling(watch: Watch, event: str, *, late: bool = False, of_result: bool = False) -> Around:
+    """What tells detectors of ``event`` and of a call's first argument.
 
     It does so before the call, or, ``late``, once it has returned; ``of_result`` instead of what it
     has returned.
     """
 
     def tell(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        is_told = watch.is_active and (of_result or len(args) > which)
+        is_told = of_result or bool(args)
         if is_told and not (late or of_result):
-            watch.tell(event, args[which])
+            watch.tell(event, args[0])
         result = function(*args, **kwargs)
         if is_told and (late or of_result):
-            watch.tell(event, result if of_result else args[which])
+            watch.tell(event, result if of_result else args[0])
         return result
 
     return tell

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -38,13 +37,13 @@ class ModuleProbes:
             register_module_forward_hook(self._leave, always_call=True),
         )
         for name in ("item", "__float__"):
-            around(torch.Tensor, name, self._read, self._hooks)
+            around(watch, torch.Tensor, name, self._read, self._hooks)
         for name in ("isnan", "isinf", "isfinite"):
-            around(torch, name, self._read, self._hooks)
+            around(watch, torch, name, self._read, self._hooks)
         loaded = telling(watch, "weights_loaded", late=True)
-        around(nn.Module, "load_state_dict", loaded, undo)
-        around(torch, "save", telling(watch, "saved"), undo)
-        around(torch, "load", telling(watch, "loaded", of_result=True), undo)
+        around(watch, nn.Module, "load_state_dict", loaded, undo)
+        around(watch, torch, "save", telling(watch, "saved"), undo)
+        around(watch, torch, "load", telling(watch, "loaded", of_result=True), undo)
 
     def leave_alone(self) -> None:
         """Look at no calls any more."""
@@ -80,7 +79,7 @@ class ModuleProbes:
     def _read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args else None
         is_loss = isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.numel() == 1
-        if is_loss and self._watch.is_active and not self._watch.is_looking:
+        if is_loss and not self._watch.is_looking:
             self._watch.tell("loss_read", tensor)
         return function(*args, **kwargs)
 
@@ -99,7 +98,6 @@ class OperationProbes:
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
         watch.after_step.append(self._step_taken)
-        undo.push(partial(watch.after_step.remove, self._step_taken))
         self._mode: ObservedOps | None = None
         self._thread = 0
         self._is_over = False
@@ -108,7 +106,7 @@ class OperationProbes:
         self._backwards = 0
         self._addresses: set[int] = set()  # of gradients
         self._is_read = self._is_changed = False  # gradients, by the script
-        around(torch.autograd, "backward", self._backward, self._patches)
+        around(watch, torch.autograd, "backward", self._backward, self._patches)
 
     def _step_taken(self) -> None:
         """Start after the first step, and stop after the second."""
@@ -120,7 +118,7 @@ class OperationProbes:
     def _backward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         self._backwards += 1
-        if self._backwards == _BACKWARDS and not self._watch.seen.steps and self._watch.is_active:
+        if self._backwards == _BACKWARDS and not self._watch.seen.steps:
             self._start()
         if self._mode is not None:
             self._addresses = self._watch.attempt(self._gradients) or set()
@@ -192,21 +190,21 @@ class CompileProbe:
     ) -> None:
         self._watch = watch
         self._probes = (modules, operations)
-        around(torch, "compile", self._compile, undo)
+        around(watch, torch, "compile", self._compile, undo)
 
     def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active:
-            if not self._watch.seen.compiles:
-                self._watch.seen.compiles = True
-                for probe in self._probes:
-                    probe.leave_alone()
-                self._watch.seen.notes.append(
-                    "The script uses torch.compile. From there on calls of modules were not looked "
-                    "at, and what is compiled has no graph to read: PA102, PA204, PA301 and PA302 "
-                    "see less. A compiled optimizer.step is not seen at all."
-                )
-            model = args[0] if args else kwargs.get("model")
-            model = getattr(model, "__self__", model)  # Module.compile hands over a method
-            if isinstance(model, nn.Module):
-                self._watch.seen.roots[model] = None
+        seen = self._watch.seen
+        if not seen.compiles:
+            seen.compiles = True
+            for probe in self._probes:
+                probe.leave_alone()
+            seen.notes.append(
+                "The script uses torch.compile. From there on calls of modules were not looked at, "
+                "and what is compiled has no graph to read: PA102, PA204, PA301, PA302 and PA304 "
+                "see less. A compiled optimizer.step is not seen at all."
+            )
+        model = args[0] if args else kwargs.get("model")
+        model = getattr(model, "__self__", model)  # Module.compile hands over a method
+        if isinstance(model, nn.Module):
+            seen.roots[model] = None
         return function(*args, **kwargs)

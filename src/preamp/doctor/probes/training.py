@@ -49,33 +49,32 @@ class TrainingProbes:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         )
-        around(torch.optim.Optimizer, "__init__", self._make_optimizer, undo)
+        around(watch, torch.optim.Optimizer, "__init__", self._make_optimizer, undo)
         added = telling(watch, "group_added", late=True)
-        around(torch.optim.Optimizer, "add_param_group", added, undo)
-        around(torch.optim.Optimizer, "zero_grad", self._zero, undo)
+        around(watch, torch.optim.Optimizer, "add_param_group", added, undo)
+        around(watch, torch.optim.Optimizer, "zero_grad", self._zero, undo)
+        restored = telling(watch, "state_restored", late=True)
         for kind in (torch.optim.Optimizer, torch.amp.GradScaler, GradScaler):
-            around(kind, "load_state_dict", telling(watch, "state_restored", late=True), undo)
-        around(torch.autograd, "backward", self._backward, undo)
+            around(watch, kind, "load_state_dict", restored, undo)
+        around(watch, torch.autograd, "backward", self._backward, undo)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.CosineAnnealingWarmRestarts):
-            around(kind, "step", telling(watch, "schedule_stepped"), undo)
+            around(watch, kind, "step", telling(watch, "schedule_stepped"), undo)
         for name in _CLIPPING:
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-                around(owner, name, self._clip, undo)
+                around(watch, owner, name, self._clip, undo)
 
     # -- optimizers --------------------------------------------------------------------------
 
     def _make_optimizer(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if self._watch.is_active:
-            facts = self._watch.seen.facts(args[0])
-            facts.made = self._watch.attempt(current_place)
-            facts.lines = self._watch.attempt(current_places) or ()
-            self._watch.tell("optimizer_made", args[0])
+        facts = self._watch.seen.facts(args[0])
+        facts.made = self._watch.attempt(current_place)
+        facts.lines = self._watch.attempt(current_places) or ()
+        self._watch.seen.has_optimizers = True
         return result
 
     def _zero(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active:
-            self._watch.seen.zeroed += 1
+        self._watch.seen.zeroed += 1
         return function(*args, **kwargs)
 
     def _before_step(
@@ -115,7 +114,7 @@ class TrainingProbes:
 
     def _clip(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("parameters")
-        if not self._watch.is_active or given is None:
+        if given is None:
             return function(*args, **kwargs)
         given, params = _read_twice(given)
         marked = self._watch.attempt(self._before_clipping, function.__name__, params, args, kwargs)
@@ -138,8 +137,6 @@ class TrainingProbes:
         return self._watch.seen.gradients.marked(params)
 
     def _backward(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        if not self._watch.is_active:
-            return function(*args, **kwargs)
         known = self._watch.attempt(self._before_backward, args, kwargs)
         with self._watch.noting_errors():
             result = function(*args, **kwargs)
@@ -234,19 +231,19 @@ class ScalerProbes:
 
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
-        around(torch.amp.GradScaler, "scale", self._scale, undo)
-        around(torch.amp.GradScaler, "unscale_", self._unscale, undo)
-        around(torch.amp.GradScaler, "step", self._step, undo)
-        around(torch.amp.GradScaler, "update", self._update, undo)
-        around(torch.amp.GradScaler, "__init__", self._make, undo)
-        around(Block, "begin", self._begin_block, undo)
-        around(Block, "finish", self._finish_block, undo)
-        around(LossScaler, "scale_loss", self._scale, undo)
+        around(watch, torch.amp.GradScaler, "scale", self._scale, undo)
+        around(watch, torch.amp.GradScaler, "unscale_", self._unscale, undo)
+        around(watch, torch.amp.GradScaler, "step", self._step, undo)
+        around(watch, torch.amp.GradScaler, "update", self._update, undo)
+        around(watch, torch.amp.GradScaler, "__init__", self._make, undo)
+        around(watch, Block, "begin", self._begin_block, undo)
+        around(watch, Block, "finish", self._finish_block, undo)
+        around(watch, LossScaler, "scale_loss", self._scale, undo)
 
     def _scale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(scaler, *args, **kwargs)
         losses = args[0] if args else next(iter(kwargs.values()), None)
-        if self._watch.is_active and (isinstance(scaler, LossScaler) or scaler.is_enabled()):
+        if isinstance(scaler, LossScaler) or scaler.is_enabled():
             for loss in tensors_in(losses):
                 self._watch.tell("loss_made", loss)
             self._watch.attempt(self._note_scaled, scaler, losses, result)
@@ -259,27 +256,22 @@ class ScalerProbes:
 
     def _make(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(scaler, *args, **kwargs)
-        if self._watch.is_active:
-            self._watch.seen.updates[scaler] = 0
-            self._watch.tell("scaler_made", scaler)
+        self._watch.seen.updates[scaler] = 0
+        self._watch.seen.scalers_made[scaler] = self._watch.attempt(current_place)
         return result
 
     def _update(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result, updates = function(scaler, *args, **kwargs), self._watch.seen.updates
-        if self._watch.is_active:
-            updates[scaler] = updates.get(scaler, 0) + 1
-            self._watch.seen.scaled.clear()  # a backward that has not run yet never will
+        updates[scaler] = updates.get(scaler, 0) + 1
+        self._watch.seen.scaled.clear()  # a backward that has not run yet never will
         return result
 
     def _begin_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active:
-            self._watch.tell("backward_is_near", True)
-            self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_begins)
+        self._watch.tell("backward_is_near", True)
+        self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_begins)
         return function(block, *args, **kwargs)
 
     def _finish_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._watch.is_active:
-            return function(block, *args, **kwargs)
         if not block.scaler.is_identity:
             scaler = block.scaler
             self._watch.attempt(self._mark_block, block, self._tell_unscaled, scaler, scaler.value)
@@ -313,8 +305,8 @@ class ScalerProbes:
     ) -> torch.optim.Optimizer | None:
         """The optimizer of a call that is to be looked at."""
         optimizer = args[0] if args else kwargs.get("optimizer")
-        is_seen = self._watch.is_active and isinstance(optimizer, torch.optim.Optimizer)
-        return cast("torch.optim.Optimizer", optimizer) if is_seen and scaler.is_enabled() else None
+        is_seen = isinstance(optimizer, torch.optim.Optimizer) and scaler.is_enabled()
+        return cast("torch.optim.Optimizer", optimizer) if is_seen else None
 
     def _look_at_scaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         params = list(self._watch.seen.params(optimizer))

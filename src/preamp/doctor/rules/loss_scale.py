@@ -139,8 +139,7 @@ class Clipping(Detector):
         """Look whether any of the gradients is scaled."""
         scaled = self.seen.gradients.of(params, Origin.GRAD_SCALER)
         if scaled:
-            scaler = self.seen.gradients.scaler_of(scaled[0])
-            scale = float(scaler.get_scale()) if scaler is not None else float("nan")
+            scale = self.seen.gradients.scale_of(scaled[0])
             self._report(name, scaled, params, scale, _BEFORE_UNSCALE)
             return
         present = [param for param in params if stored_grad(param) is not None]
@@ -247,8 +246,7 @@ class Stepping(Detector):
         gradients, name = self.seen.gradients, type(optimizer).__name__
         scaled = gradients.of(params, Origin.GRAD_SCALER)
         if scaled:
-            scaler = gradients.scaler_of(scaled[0])
-            scale = float(scaler.get_scale()) if scaler is not None else float("nan")
+            scale = gradients.scale_of(scaled[0])
             what = f"{name}.step used {len(scaled)} gradients that carry the scale {scale:g}."
             count = len(scaled)
             self.report(BYPASSED, id(optimizer), what, loss_scale=scale, scaled_gradients=count)
@@ -356,7 +354,7 @@ class Scheduling(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._known: weakref.WeakKeyDictionary[Any, _Schedule] = weakref.WeakKeyDictionary()
+        self._known = weakref.WeakKeyDictionary[Any, _Schedule]()
         self._schedules: list[_Schedule] = []
 
     def backward_ended(self, source: Source, was_half: Container[int]) -> None:

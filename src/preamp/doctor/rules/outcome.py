@@ -171,16 +171,13 @@ class Outcome(Detector):
         self._trainings = ByOptimizer(self._training)
         self._all = self._trainings.all
         self._losses = _Losses(seen)
-        self._is_made = False  # an optimizer
         self._forwards = 0  # in training mode
         # Calls that raised, since the latest step: of backward and step, and of models by line.
         self._failed = 0
         self._refused: Counter[Place | None] = Counter()
         self._failed_at: Place | None = None
         # The line of each model's latest call, and those that a backward has followed.
-        self._called: weakref.WeakKeyDictionary[nn.Module, Place | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._called = weakref.WeakKeyDictionary[nn.Module, Place | None]()
         self._trained: set[Place | None] = set()
         self._has_called = False
         self._lost = math.inf  # how many steps were taken when weights ceased to be finite
@@ -188,10 +185,6 @@ class Outcome(Detector):
     def _training(self, optimizer: torch.optim.Optimizer) -> _Training:
         facts = self.seen.facts(optimizer)
         return _Training(type(optimizer).__name__, facts.made, facts.lines)
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """A script that only evaluates makes none."""
-        self._is_made = True
 
     # -- losses ------------------------------------------------------------------------------
 
@@ -243,9 +236,11 @@ class Outcome(Detector):
         """Count steps, those too that an engine has skipped, of which no event tells."""
         for optimizer in tuple(self.seen.optimizers):
             training = self._trainings[optimizer]
-            known = training.applied + training.skipped
+            applied, skipped = training.applied, training.skipped
             training.count(*self.seen.counts(optimizer))
-            if training.applied + training.skipped > known:
+            if training.skipped > skipped:  # running averages know of no skips
+                training.look_again((training.applied + training.skipped, self.seen.steps))
+            if training.applied > applied or training.skipped > skipped:
                 self._forget_errors()
 
     def _forget_errors(self) -> None:
@@ -255,12 +250,7 @@ class Outcome(Detector):
     def step_over(self) -> None:
         """Count it now: when the run ends, the optimizer may be gone."""
         self._forget_errors()
-        for optimizer in tuple(self.seen.optimizers):
-            training = self._trainings[optimizer]
-            skipped = training.skipped
-            training.count(*self.seen.counts(optimizer))
-            if training.skipped > skipped:  # running averages know of no skips
-                training.look_again((training.applied + training.skipped, self.seen.steps))
+        self._see_steps()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note when and where it is."""
@@ -409,7 +399,7 @@ class Outcome(Detector):
         counts = {"zero_grad was": self.seen.zeroed, "A model in training was": self._forwards}
         what, count = max(counts.items(), key=lambda item: item[1])
         has_trained = self.seen.steps or self._losses.backwards or self.seen.compiles
-        if self._is_made and count >= _SKIPPED and not has_trained:
+        if self.seen.has_optimizers and count >= _SKIPPED and not has_trained:
             what = f"{what} called {count} times, and there was no backward."
             do = "Call backward on the loss, and then the optimizer's step."
             self.report(NO_STEP, "backward", what, where=None, do=do, calls=count)

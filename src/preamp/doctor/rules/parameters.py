@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -141,45 +141,39 @@ class Membership(Detector):
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look before the first step: a ``GradScaler`` refuses one without gradients."""
         if self.seen.facts(optimizer).begun == 0:
-            self._note_owned()
-            trainable = list(self._trainable())
-            missing = [param for param in trainable if not self._is_owned(param)]
-            self._check_replaced(optimizer, trainable, missing)
+            self._check_replaced(optimizer, self._missing())
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note which parameters have a gradient, at the first few and some later steps."""
         begun = self.seen.facts(optimizer).begun
         if begun > _STEPS and begun & (begun - 1):
             return
-        self._note_owned()
-        trainable = list(self._trainable())
-        missing = [param for param in trainable if not self._is_owned(param)]
+        missing = self._missing()
         self._got_gradient |= {id(p) for p in missing if stored_grad(p) is not None}
         self._note_partly_owned()
         if begun in (1, _STEPS):
-            self._check_replaced(optimizer, trainable, missing)
+            self._check_replaced(optimizer, missing)
 
     def _note_owned(self) -> None:
         for optimizer in tuple(self.seen.optimizers):
             self.group_added(optimizer)
 
-    def _trainable(self) -> Iterator[torch.Tensor]:
-        done: set[int] = set()
-        for root in tuple(self.seen.roots):
-            for param in root.parameters():
-                if param.requires_grad and id(param) not in done:
-                    done.add(id(param))
-                    yield param
+    def _trainable(self) -> dict[int, torch.Tensor]:
+        """Those of all models that were called, by ``id``."""
+        params = (param for root in tuple(self.seen.roots) for param in root.parameters())
+        return {id(param): param for param in params if param.requires_grad}
+
+    def _missing(self) -> list[torch.Tensor]:
+        """Those that no optimizer has had."""
+        self._note_owned()
+        return [param for param in self._trainable().values() if not self._is_owned(param)]
 
     def _check_replaced(
-        self,
-        optimizer: torch.optim.Optimizer,
-        trainable: Iterable[torch.Tensor],
-        missing: Iterable[torch.Tensor],
+        self, optimizer: torch.optim.Optimizer, missing: Iterable[torch.Tensor]
     ) -> None:
         if find_engine(optimizer) is not None:  # engines look at this themselves
             return
-        in_models = {id(param) for param in trainable}
+        in_models = self._trainable()
         own = [param for group in optimizer.param_groups for param in group["params"]]
         orphans = [p for p in own if id(p) not in in_models and stored_grad(p) is None]
         lost: dict[torch.Size, list[torch.Tensor]] = {}
@@ -405,9 +399,7 @@ class Masters(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known = weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor]()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare the model with what it was at the last look, and with the masters."""

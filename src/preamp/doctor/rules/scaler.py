@@ -123,14 +123,11 @@ class ScalerUse(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._made: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
-        self._chains: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Chain] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._chains = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Chain]()
         self._looked_at = 0
         self._divided: set[float] = set()  # scales that the script has divided gradients by
         # Of each scaler, after how many updates a scaled loss had gradients for no parameter.
-        self._handed_on: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._handed_on = weakref.WeakKeyDictionary[Any, int]()
 
     def backward_ended(self, source: Source, was_half: Container[int]) -> None:
         """Note scaled gradients that came to no parameter: the script may go on from them."""
@@ -141,10 +138,6 @@ class ScalerUse(Detector):
         marks = (mark for param in self.seen.all_params() if (mark := last(param)) is not None)
         if not any(mark.source is source for mark in marks):
             self._handed_on[scaler] = source.updates
-
-    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
-        """Note the line."""
-        self._made[scaler] = current_place()
 
     def scaled_backward_begins(
         self, scaler: torch.amp.GradScaler, roots: Sequence[torch.Tensor]
@@ -217,7 +210,7 @@ class ScalerUse(Detector):
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Count the scalers that took over from each other."""
-        made = self._made.get(scaler)
+        made = self.seen.scalers_made.get(scaler)
         chain = self._chains.setdefault(optimizer, _Chain(made))
         if made is None or (chain.scalers and chain.scalers[-1]() is scaler):
             return
