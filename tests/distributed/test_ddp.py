@@ -1,34 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DistributedDataParallel, Reducer and process groups."""
+"""What DistributedDataParallel, Reducer and process groups refuse, on one process."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from distributed import ddp_checks, delayed_checks, failing_check
-from distributed.ranks import assert_pass, checks_of
 from preamp import PreampStateError
 from preamp.parallel import DistributedDataParallel, ReduceOp, Reducer, create_syncbn_process_group
-
-
-def test_on_two_ranks(tmp_path: Path) -> None:
-    assert_pass(checks_of(ddp_checks), 2, tmp_path)
-
-
-def test_delayed_reduction_on_two_ranks(tmp_path: Path) -> None:
-    assert_pass(checks_of(delayed_checks), 2, tmp_path)
-
-
-def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)check_fails_on_rank_1 on rank 1.*on purpose"):
-        assert_pass([failing_check.check_fails_on_rank_1], 2, tmp_path)
 
 
 @pytest.mark.apex("0 apex.parallel.DistributedDataParallel")

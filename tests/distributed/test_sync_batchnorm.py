@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""SyncBatchNorm: on several ranks, and on one, where it is a plain batch norm to the bit."""
+"""SyncBatchNorm on one process, where it is a plain batch norm to the bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import inspect
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +17,7 @@ from torch.nn import functional as F
 import preamp
 from cases.levels import LEVELS, LevelCase
 from cases.tolerances import assert_same
-from distributed import group_checks, sync_batchnorm_checks
-from distributed.ranks import assert_pass, checks_of
 from preamp.parallel import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
-
-
-@pytest.mark.more
-def test_on_two_ranks(tmp_path: Path) -> None:
-    assert_pass(checks_of(sync_batchnorm_checks), 2, tmp_path)
-
-
-@pytest.mark.apex("9.3 create_syncbn_process_group")
-def test_groups_among_four_ranks(tmp_path: Path) -> None:
-    assert_pass(checks_of(group_checks), 4, tmp_path)
-
-
-# -- one process -------------------------------------------------------------------------------
 
 SHAPES = [(4, 3), (4, 3, 5), (2, 3, 2, 2), (2, 3, 2, 1, 2)]
 OPTIONS: list[dict[str, Any]] = [
