@@ -223,7 +223,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("return has_half and has_float32", "return has_half"),
     ),
     ("core/pytree.py", "core " + CASTING): (
-        ('kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)', "list(mapped)"),
+        ("return kind(items, value.maxlen)", "return kind(items)"),
     ),
     ("casting/regions.py", CASTING): (
         ("if bracket.nesting == around and CASTS.disabled is None:", "if CASTS.disabled is None:"),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from preamp.core.late_numbers import LateNumber, read_numbers
 from preamp.core.pytree import cast_floating, map_leaves, map_tensors
 
 F16, F32 = torch.float16, torch.float32
@@ -432,3 +433,29 @@ def test_tensors_are_mapped_in_sequences_of_their_own_kind() -> None:
     assert found[0][1] is number
     unchanged = Pair([number], 3)
     assert map_tensors(torch.Tensor.double, unchanged) is unchanged
+
+
+# -- numbers of a tree that are read together -------------------------------------------------
+
+
+def test_each_number_is_of_its_kind() -> None:
+    tensor = torch.ones(2)
+    tree = {
+        "scale": LateNumber(float, torch.tensor(2.0**-149)),
+        "count": [LateNumber(int, torch.tensor(2**31 - 1, dtype=torch.int32)), None],
+        "flag": (LateNumber(bool, torch.tensor(True)), "text"),
+        "tensor": tensor,
+    }
+    read = read_numbers(tree)
+    assert read == {
+        "scale": 2.0**-149,
+        "count": [2**31 - 1, None],
+        "flag": (True, "text"),
+        "tensor": tensor,
+    }
+    assert [type(v) for v in (read["scale"], read["count"][0], read["flag"][0])] == [
+        float,
+        int,
+        bool,
+    ]
+    assert isinstance(tree["scale"], LateNumber)

@@ -1,19 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Initializing again, and what is freed when."""
+"""Initializing again, what is freed when, and ``Engine.close``, which takes back everything."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, LEVEL_NAMES
+from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, batch
+from engine.harness import (
+    HALF,
+    OPTIMIZERS,
+    differences,
+    halves_match,
+    make,
+    masters,
+    picture,
+    same,
+    started,
+    train_plain,
+    train_step,
+    weights,
+)
+from preamp import amp
 from preamp.optimizers import FusedAdam
 
 
@@ -178,3 +194,172 @@ def test_zero_grad_keeps_its_label_and_whoever_replaced_it(monkeypatch: pytest.M
     )
     optimizer.zero_grad()
     assert called == [True]
+
+
+# -- close, compared attribute by attribute ---------------------------------------------------
+
+
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+
+
+def numbers(names: list[str]) -> list[str]:
+    """Names in a picture that stand for numbers which rounding to half changes at O3."""
+    kinds = ("._parameters", "._buffers", ".grad")
+    return [name for name in names if name.endswith(kinds) or ".state." in name]
+
+
+@DOORS
+@ALL_LEVELS
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_untrained(door: Any, level: str, optimizer_name: str, with_state: bool) -> None:
+    """Right after initialize, closing leads back to the very same picture."""
+    model, optimizer = make(optimizer=optimizer_name)
+    if with_state:
+        train_plain(model, optimizer, 0)
+        optimizer.zero_grad()
+    before = picture(model, optimizer)
+    door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert differences(before, picture(model, optimizer)) != []
+    preamp.engine_of(model).close()
+    changed = differences(before, picture(model, optimizer))
+    assert changed == (numbers(changed) if level == "O3" else [])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
+
+
+@DOORS
+@ALL_LEVELS
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_trained(door: Any, level: str, optimizer_name: str) -> None:
+    """After training and a skipped step, only numbers differ from before."""
+    model, optimizer = make(optimizer=optimizer_name)
+    train_plain(model, optimizer, 0)
+    before = picture(model, optimizer)
+    door.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+    for step in range(3):
+        train_step(model, optimizer, step)
+    train_step(model, optimizer, 3, poison=True)
+    optimizer.zero_grad(set_to_none=False)
+    exact = masters(optimizer)
+    preamp.engine_of(model).close()
+    changed = differences(before, picture(model, optimizer))
+    assert changed == numbers(changed)
+    assert same([p.detach().float() for p in model.parameters()], [t.float() for t in exact])
+    assert set(optimizer.state) == set(model.parameters())
+    for param in model.parameters():
+        floats = {
+            value.dtype
+            for value in optimizer.state[param].values()
+            if isinstance(value, torch.Tensor)
+        }
+        assert floats == {torch.float32}
+
+
+@ALL_LEVELS
+def test_twice(level: str) -> None:
+    model, optimizer = started(level)
+    engine = preamp.engine_of(model)
+    engine.close()
+    assert engine.closed
+    after = picture(model, optimizer)
+    engine.close()
+    assert differences(after, picture(model, optimizer)) == []
+
+
+def test_the_second_close_leaves_a_later_engine_alone() -> None:
+    model, optimizer = started("O2")
+    first = preamp.engine_of(model)
+    first.close()
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    first.close()
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
+    assert preamp.engine_of(model) is not first
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_pending_gradients_of_float64_parameters(level: str) -> None:
+    model = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    with preamp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    preamp.engine_of(model).close()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype is model.weight.dtype is torch.float64
+    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("built", ["before", "after"])
+def test_scheduler_outlives_the_engine(level: str, built: str) -> None:
+    """A scheduler wraps ``step``; closing keeps its wrapper and training goes on with it."""
+    model, optimizer = make()
+    if built == "before":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if built == "after":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train_step(model, optimizer, 0)
+    scheduler.step()
+    preamp.engine_of(model).close()
+    before = weights(model)
+    train_plain(model, optimizer, 1)
+    scheduler.step()
+    assert not same(weights(model), before)
+    assert optimizer.param_groups[0]["lr"] == 0.125 / 4
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train_step(model, optimizer, 2)
+    scheduler.step()
+    assert halves_match(model)
+    assert preamp.engine_of(model).steps_applied == 1
+
+
+@ALL_LEVELS
+def test_after_close_nothing_is_found(level: str) -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert hasattr(optimizer, "_amp_stash")
+    preamp.engine_of(model).close()
+    assert not hasattr(optimizer, "_amp_stash")
+    assert amp._amp_state.engine is None
+    assert amp.state_dict() == {}
+    with pytest.raises(preamp.PreampStateError, match="has no engine"):
+        preamp.engine_of(model)
+
+
+@ALL_LEVELS
+def test_the_users_own_hooks_stay(level: str) -> None:
+    model, optimizer = make()
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("step before"))
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.register_forward_hook(lambda *_: calls.append("after"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("step after"))
+    preamp.engine_of(model).close()
+    train_plain(model, optimizer, 0)
+    assert calls == ["before", "after", "step before", "step after"]
+
+
+@ALL_LEVELS
+def test_what_was_added_meanwhile_stays(level: str) -> None:
+    model, optimizer = started(level)
+    extra = nn.Linear(2, 2).to(HALF[level] if level in HALF_WEIGHTS else torch.float32)
+    optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
+    preamp.engine_of(model).close()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [8, 2]
+    assert optimizer.param_groups[1]["params"][0] is extra.weight
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_device_and_memory_format_of_what_comes_back(level: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    stride = model[0].weight.stride()
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model[0].weight.stride() == stride
+    preamp.engine_of(model).close()
+    assert model[0].weight.stride() == stride
