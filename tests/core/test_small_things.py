@@ -129,28 +129,19 @@ def test_attribute_of_the_class_is_uncovered_again() -> None:
     assert thing.colour == "of the class"
 
 
-def test_attribute_of_the_instance_is_restored() -> None:
-    thing, undo = Thing(), UndoStack()
-    thing.colour = "before"
-    set_attribute(thing, "colour", "mine", undo)
+@pytest.mark.parametrize("later", ["theirs", None])
+def test_attributes_come_back_but_for_those_that_somebody_has_changed(later: str | None) -> None:
+    restored, changed, undo = Thing(), Thing(), UndoStack()
+    restored.colour = "before"
+    for thing in (restored, changed):
+        set_attribute(thing, "colour", "mine", undo)
+    if later is None:
+        del changed.colour
+    else:
+        changed.colour = later
     undo.unwind()
-    assert thing.colour == "before"
-
-
-def test_a_later_value_of_somebody_else_stays() -> None:
-    thing, undo = Thing(), UndoStack()
-    set_attribute(thing, "colour", "mine", undo)
-    thing.colour = "theirs"
-    undo.unwind()
-    assert thing.colour == "theirs"
-
-
-def test_an_attribute_that_somebody_deleted_stays_deleted() -> None:
-    thing, undo = Thing(), UndoStack()
-    set_attribute(thing, "colour", "mine", undo)
-    del thing.colour
-    undo.unwind()
-    assert vars(thing) == {}
+    assert restored.colour == "before"
+    assert vars(changed) == ({} if later is None else {"colour": later})
 
 
 # -- dtypes ----------------------------------------------------------------------------------
