@@ -174,72 +174,43 @@ def test_only_what_was_overridden_differs() -> None:
 
 # -- refusals --------------------------------------------------------------------------------
 
-CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
-    *(
-        (
-            level,
-            "cast_model_type",
-            dtype,
-            f"cast_model_type={dtype!r} with opt_level='{level}'. O1 and O4 keep the weights in "
-            "float32 and cast function by function. Leave cast_model_type out, or choose "
-            "opt_level='O2' or 'O3' ('O5' for bfloat16).",
-        )
-        for level in FUNCTION_LEVELS
-        for dtype in (F16, BF16, F64)
+CONTRADICTING: list[tuple[str, list[tuple[str, Any]], str]] = [
+    (
+        "cast_model_type",
+        [(level, dtype) for level in FUNCTION_LEVELS for dtype in (F16, BF16, F64)],
+        "O1 and O4 keep the weights in float32 and cast function by function. Leave "
+        "cast_model_type out, or choose opt_level='O2' or 'O3' ('O5' for bfloat16).",
     ),
-    *(
-        (
-            level,
-            "patch_torch_functions",
-            given,
-            f"patch_torch_functions=True with opt_level='{level}'. Functions are cast one by one "
-            "at O1 (float16) and O4 (bfloat16) only. Choose opt_level='O1' or 'O4', or leave "
-            "patch_torch_functions out.",
-        )
-        for level in OTHER_LEVELS
-        for given in (True, "True")
+    (
+        "patch_torch_functions",
+        [(level, given) for level in OTHER_LEVELS for given in (True, "True")],
+        "Functions are cast one by one at O1 (float16) and O4 (bfloat16) only. Choose "
+        "opt_level='O1' or 'O4', or leave patch_torch_functions out.",
     ),
-    *(
-        (
-            level,
-            "patch_torch_functions_type",
-            dtype,
-            f"patch_torch_functions_type={dtype!r} with opt_level='{level}'. O1 casts functions "
-            "to torch.float16, O4 to torch.bfloat16, other levels to nothing. Choose "
-            "opt_level='O1' or 'O4' by the dtype you want.",
-        )
-        for level, dtype in (
-            ("O0", F16),
-            ("O1", BF16),
-            ("O2", F16),
-            ("O3", F16),
-            ("O4", F16),
-            ("O5", BF16),
-        )
+    (
+        "patch_torch_functions_type",
+        [("O0", F16), ("O1", BF16), ("O2", F16), ("O3", F16), ("O4", F16), ("O5", BF16)],
+        "O1 casts functions to torch.float16, O4 to torch.bfloat16, other levels to nothing. "
+        "Choose opt_level='O1' or 'O4' by the dtype you want.",
     ),
-    *(
-        (
-            level,
-            "keep_batchnorm_fp32",
-            given,
-            f"keep_batchnorm_fp32={given!r} with opt_level='{level}'. O1 and O4 keep all weights "
-            "in float32, batch norm included. Leave keep_batchnorm_fp32 out.",
-        )
-        for level in FUNCTION_LEVELS
-        for given in (True, False, "False")
+    (
+        "keep_batchnorm_fp32",
+        [(level, given) for level in FUNCTION_LEVELS for given in (True, False, "False")],
+        "O1 and O4 keep all weights in float32, batch norm included. Leave keep_batchnorm_fp32 "
+        "out.",
     ),
-    *(
-        (
-            level,
-            "master_weights",
-            given,
-            f"master_weights={given!r} with opt_level='{level}'. O1 and O4 keep the weights in "
-            "float32, so there is nothing to keep a master of. Leave master_weights out, or "
-            "choose opt_level='O2' ('O5' for bfloat16).",
-        )
-        for level in FUNCTION_LEVELS
-        for given in (True, False)
+    (
+        "master_weights",
+        [(level, given) for level in FUNCTION_LEVELS for given in (True, False)],
+        "O1 and O4 keep the weights in float32, so there is nothing to keep a master of. Leave "
+        "master_weights out, or choose opt_level='O2' ('O5' for bfloat16).",
     ),
+]
+CONTRADICTIONS = [
+    (level, name, given, f"{name}={shown!r} with opt_level='{level}'. {text}")
+    for name, cases, text in CONTRADICTING
+    for level, given in cases
+    for shown in [True if name == "patch_torch_functions" else given]  # of a text what it means
 ]
 
 
