@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The harness interleaves, compares within groups, and its rows say where they come from."""
+"""The harness interleaves and compares, rows say where they come from, and tables what rows say."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from preamp_bench import harness, records
+import table
+from preamp_bench import harness, memory, records
 from preamp_bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
+from preamp_bench.memory import Peak
 
 SHORT = Effort(seconds=0, most=FEWEST_ROUNDS, warmup=1)
 
@@ -109,3 +111,66 @@ def test_rows_carry_their_provenance(tmp_path: Path) -> None:
 def test_a_reason_is_one_line(error: Exception, reason: str) -> None:
     assert records.reason_of(error) == reason
     assert records.not_measured("a", "g", reason)["reason"] == reason
+
+
+# -- peak memory ------------------------------------------------------------------------------
+
+
+MEGABYTES = 64
+CPU = torch.device("cpu")
+
+
+def fill() -> None:
+    torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
+def test_a_tensor_that_is_gone_again_counts() -> None:
+    fill()
+    peak = Peak(CPU)
+    before = peak.bytes()
+    fill()
+    after = peak.bytes()
+    assert before is not None
+    assert after is not None
+    assert before < MEGABYTES * 2**20 / 2
+    assert after > MEGABYTES * 2**20 * 0.9
+
+
+def test_what_nobody_counts_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert Peak(torch.device("meta")).bytes() is None
+    monkeypatch.setattr(memory, "_RESET", tmp_path / "missing" / "clear_refs")
+    assert Peak(CPU).bytes() is None
+
+
+# -- the table --------------------------------------------------------------------------------
+
+
+MACHINE = {"device": "CPU", "torch": "2.9", "python": "3.12", "commit": "abc", "threads": 1}
+UPDATE = {"parameters": 1000, "tensors": 10, "half": "float16", "clip": True}
+NAMES = {"torch, naive": 1234.5, "GradScaler + fused AdamW": 4.0, "preamp O2, FusedAdam": 2.0}
+
+
+def update(name: str, best: float, day: int = 1, **changes: object) -> records.Record:
+    date = {"date": f"2026-01-0{day}", "name": name, "best": best, "status": "measured"}
+    return {**MACHINE, **UPDATE, **date, **changes}
+
+
+def test_a_line_has_the_latest_run_of_the_newest_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [update(name, best, day=2) for name, best in NAMES.items()]
+    rows += [update("preamp O2 split, FusedAdam", 3.0, day=1)]  # of an earlier run
+    rows += [update("torch, naive", 5.0, day=1, device="another")]
+    rows += [update("torch, naive", 5.0, day=3, clip=False)]
+    rows += [{**rows[0], **records.not_measured("preamp O2 compact, FusedAdam", "", "why")}]
+    records.append(tmp_path / "step.jsonl", rows)
+    step = {"model": "gpt", "level": "O5"}
+    records.append(tmp_path / "train.jsonl", [update("preamp O5, FusedAdam", 9.0, **step)])
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["table.py"])
+    table.main()
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        "| update of 1,000 in 10 | O2 | 1,234 | 4.00 | – | 2.00 | – | – | 0.50 | abc |",
+        "| gpt | O5 | – | – | – | 9.00 | – | – | – | abc |",
+    ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import bench_storage
 from preamp_bench import step, torch_steps
 from preamp_bench.harness import Effort
 from preamp_bench.records import Record
@@ -172,3 +173,21 @@ def test_overflow_is_found_by_hand_too() -> None:
             before = [weight.detach().clone() for weight in work.weights]
             work.step()
             assert all(torch.equal(a, b) for a, b in zip(before, work.weights, strict=True))
+
+
+# -- the host's update ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_times_every_storage(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        rows = bench_storage.host_updates(4096, threads, seconds=0.0)
+    finally:
+        torch.set_num_threads(before)
+    groups = ["1 thread", "2 threads"][:threads]
+    names = [f"{name}, {group}" for group in groups for name in ("copy", *bench_storage.UPDATED)]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        each = bench_storage.UPDATED.get(row["name"].partition(",")[0], 4.0)
+        assert row["gb_s"] * row["best"] == pytest.approx(each * 4096 / 1e6)

@@ -57,11 +57,10 @@ def loss_of(models: Iterable[nn.Module], index: int) -> torch.Tensor:
 class Damage:
     """Makes the gradient of one parameter infinite or nan, when told to."""
 
-    def __init__(self, param: torch.Tensor, value: float, *, place: int = -1) -> None:
+    def __init__(self, param: torch.Tensor, value: float) -> None:
         """Hook ``param``; nothing happens until `armed` is set."""
         self.armed = False
         self._value = value
-        self._place = place
         param.register_hook(self._spoil)
 
     def _spoil(self, grad: torch.Tensor) -> torch.Tensor:
@@ -69,7 +68,7 @@ class Damage:
             return grad
         self.armed = False
         spoilt = grad.clone()
-        spoilt.view(-1)[self._place] = self._value
+        spoilt.view(-1)[-1] = self._value
         return spoilt
 
 

@@ -62,19 +62,18 @@ def _begin(
     work(rank, *arguments)
 
 
-def run_ranks(work: Callable[[int], Any], folder: Path, world: int = 2) -> list[Any]:
-    """Return ``[work(0), work(1), …]``, each called in a process of its own.
+def run_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
+    """Return ``[work(0), work(1)]``, each called in a process of its own.
 
     Args:
         work: A function of a module that child processes can import; returns plain data and
             tensors.
         folder: Empty folder for the rendezvous and the results.
-        world: Number of processes.
     """
-    ranks = start_ranks(_start, (work, str(folder), world), world)
+    ranks = start_ranks(_start, (work, str(folder), 2), 2)
     while not ranks.join():
         pass
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def _start(rank: int, work: Callable[[int], Any], folder: str, world: int) -> None:

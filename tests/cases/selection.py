@@ -71,15 +71,6 @@ def combinations(*axes: Iterable[Any], size: int = 1) -> list[tuple[Any, ...]]:
     return [rows[number] for number in sorted(covering(places, size if is_quick else size + 1))]
 
 
-def sampled(cases: Sequence[Any], every: int) -> list[Any]:
-    """Parameters: each ``every``-th case for both suites, the others for the full one."""
-    marks = [() if i % every == every // 2 else pytest.mark.full for i in range(len(cases))]
-    return [
-        pytest.param(case, marks=mark, id=case.name)
-        for case, mark in zip(cases, marks, strict=True)
-    ]
-
-
 def is_search(item: pytest.Item) -> bool:
     """Whether ``item`` tries more in the full suite than in the quick one."""
     is_marked = item.get_closest_marker("more") is not None

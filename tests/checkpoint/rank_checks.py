@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every rank checks about files of its own; run by ``test_ranks.py``."""
+"""What every rank checks about files of its own; run by ``test_run_state.py``."""
 
 from __future__ import annotations
 

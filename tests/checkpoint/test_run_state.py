@@ -15,7 +15,7 @@ from torch import nn, optim
 import preamp
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
-from checkpoint import run_state_checks
+from checkpoint import rank_checks, run_state_checks
 from checkpoint.run_state_checks import Training, assert_resumes, load_and_save_again
 from distributed.ranks import assert_pass, checks_of
 from preamp.optimizers import FusedAdam
@@ -35,6 +35,11 @@ def test_a_process_alone_resumes_bitwise(tmp_path: Path) -> None:
 @pytest.mark.more
 def test_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(run_state_checks), run_state_checks.RANKS, tmp_path)
+
+
+def test_files_of_one_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREAMP_TEST_FOLDER", str(tmp_path))
+    assert_pass(checks_of(rank_checks), 2, tmp_path)
 
 
 def test_from_one_rank_to_two_and_back(tmp_path: Path) -> None:

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line: options and refusals."""
+"""The command line: options, refusals, which frames of a traceback it shows, and its width."""
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import runpy
 import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from rich.cells import cell_len
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import preamp
 from preamp.cli import main as main_module
 from preamp.cli.app import app
+from preamp.cli.console import make_console, print_table
+from preamp.cli.run import own_part
+from preamp.doctor import RULES, explain_text
 from preamp.numerics import History, StepRecord
 
 
@@ -140,3 +151,130 @@ def test_report_refuses_what_it_cannot_read(
     assert sorted(Path().rglob("*")) == before
     assert Path("pipe").is_fifo()
     assert Path("run.jsonl").read_text(encoding="utf-8") == run
+
+
+# -- tracebacks -------------------------------------------------------------------------------
+
+
+def function_in(module: str, code: str) -> Callable[..., None]:
+    """Define ``f`` in a module of this name, and in a file of the same name."""
+    names = vars(ModuleType(module))
+    exec(compile(f"def f(*given):\n    {code}\n", module, "exec"), names)
+    return names["f"]
+
+
+RUN, DOCTOR, TORCH = "preamp.cli.run", "preamp.doctor.probes", "torch.nn.modules"
+
+
+@pytest.mark.parametrize(
+    ("modules", "wanted"),
+    [
+        (("__main__", RUN, "train"), ["train"]),
+        ((RUN, "train", "helper"), ["train", "helper"]),
+        ((RUN, "train", TORCH, DOCTOR, "model"), ["train", TORCH, "model"]),
+        ((RUN, "train", TORCH), ["train", TORCH]),
+        ((RUN, "train", "preamp.engine.core"), ["train", "preamp.engine.core"]),
+        ((RUN, "train", DOCTOR), ["train", DOCTOR]),
+        ((RUN, DOCTOR, TORCH), [RUN, DOCTOR, TORCH]),
+    ],
+    ids=[
+        "the script",
+        "what it imports",
+        "its model",
+        "torch",
+        "a refusal",
+        "a bug of the doctor",
+        "nothing of the script",
+    ],
+)
+def test_the_script_is_shown_without_the_command(
+    modules: tuple[str, ...], wanted: list[str]
+) -> None:
+    """These modules call each other, and the last one raises."""
+    *outer, last = modules
+    functions = [function_in(module, "given[0](*given[1:])") for module in outer]
+    functions.append(function_in(last, "raise KeyError"))
+    first, *others = functions
+    with pytest.raises(KeyError) as caught:
+        partial(first, *others)()
+    assert caught.value.__traceback__ is not None
+    assert caught.value.__traceback__.tb_next is not None
+    script = functions[modules.index("train")] if "train" in modules else function_in("none", "1")
+    part = own_part(caught.value.__traceback__.tb_next, script.__code__)
+    assert [frame.filename for frame in traceback.extract_tb(part)] == wanted
+
+
+# -- width ------------------------------------------------------------------------------------
+
+
+COLUMNS = pytest.mark.parametrize("columns", [60, 80, 120])
+COMMANDS = {
+    "estimate": ("estimate", "--params", "7e9", "--world-size", "8"),
+    "help": ("--help",),
+    "help of report": ("report", "--help"),
+    "help of run": ("run", "--help"),
+}
+NUMBER = re.compile(r"\d[\d.,]*")
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def widest(text: str) -> int:
+    return max(cell_len(line.rstrip()) for line in text.splitlines())
+
+
+@COLUMNS
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_follow_columns(
+    command: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = printed(monkeypatch, columns, *COMMANDS[command])
+    code = [line for line in text.splitlines() if line.startswith("  ") and "preamp" in line]
+    prose = "\n".join(line for line in text.splitlines() if line not in code)
+    assert 20 < widest(prose) <= columns
+    assert "…" not in prose.replace("xpu, …", "")
+
+
+def test_a_wider_terminal_gets_wider_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("estimate", "help", "help of run"):
+        narrow, wide = (printed(monkeypatch, width, *COMMANDS[command]) for width in (60, 120))
+        assert widest(narrow) < widest(wide), command
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_a_narrow_terminal_gets_all_numbers(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = (printed(monkeypatch, width, *COMMANDS["estimate"]) for width in (200, columns))
+    assert set(NUMBER.findall(wide)) == set(NUMBER.findall(narrow))
+
+
+def test_a_pipe_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    monkeypatch.setattr("sys.__stdout__", None)
+    assert make_console().width == 80
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads"),
+    [(30, ["name first second third"]), (20, ["name first second", "name third"])],
+)
+def test_a_table_goes_on_below_with_its_first_column(columns: int, heads: list[str]) -> None:
+    console = Console(width=columns, record=True, file=io.StringIO())
+    headings = ("name", "first", "second", "third")
+    print_table(console, headings, [("[a]", "1", "22", "333"), ("b", "4", "55", "666")])
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert [line for line in lines if line.startswith("name")] == heads
+    assert next(line for line in lines if line.startswith("[a]")).startswith("[a] 1 22")
+
+
+@COLUMNS
+def test_texts_of_the_doctor(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for rule in RULES.values():
+        _, *paragraphs = explain_text(rule).splitlines()
+        assert widest("\n".join(paragraphs)) <= min(columns, 96)

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
+import stat
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from preamp.core import log, ranks
+from preamp.core import files, log, ranks
 from preamp.core.dtypes import dtype_name, is_half, math_dtype
 from preamp.core.errors import (
     LossScaleError,
@@ -23,6 +27,7 @@ from preamp.core.errors import (
     message,
     with_article,
 )
+from preamp.core.files import lock, remove_leftovers, replacing
 from preamp.core.link import Link
 from preamp.core.tensors import find_again
 from preamp.core.undo import UndoStack, set_attribute
@@ -124,28 +129,19 @@ def test_attribute_of_the_class_is_uncovered_again() -> None:
     assert thing.colour == "of the class"
 
 
-def test_attribute_of_the_instance_is_restored() -> None:
-    thing, undo = Thing(), UndoStack()
-    thing.colour = "before"
-    set_attribute(thing, "colour", "mine", undo)
+@pytest.mark.parametrize("later", ["theirs", None])
+def test_attributes_come_back_but_for_those_that_somebody_has_changed(later: str | None) -> None:
+    restored, changed, undo = Thing(), Thing(), UndoStack()
+    restored.colour = "before"
+    for thing in (restored, changed):
+        set_attribute(thing, "colour", "mine", undo)
+    if later is None:
+        del changed.colour
+    else:
+        changed.colour = later
     undo.unwind()
-    assert thing.colour == "before"
-
-
-def test_a_later_value_of_somebody_else_stays() -> None:
-    thing, undo = Thing(), UndoStack()
-    set_attribute(thing, "colour", "mine", undo)
-    thing.colour = "theirs"
-    undo.unwind()
-    assert thing.colour == "theirs"
-
-
-def test_an_attribute_that_somebody_deleted_stays_deleted() -> None:
-    thing, undo = Thing(), UndoStack()
-    set_attribute(thing, "colour", "mine", undo)
-    del thing.colour
-    undo.unwind()
-    assert vars(thing) == {}
+    assert restored.colour == "before"
+    assert vars(changed) == ({} if later is None else {"colour": later})
 
 
 # -- dtypes ----------------------------------------------------------------------------------
@@ -203,3 +199,80 @@ def test_memory_is_found_while_somebody_has_it() -> None:
     assert find() is not None
     del rest
     assert find() is None
+
+
+# -- a file that is replaced as a whole, on file systems that cannot do everything ------------
+
+
+@pytest.mark.skipif(os.name != "posix", reason="only there folders are synced")
+@pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_folder_that_cannot_be_synced(
+    code: int, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network file systems answer EINVAL; the file is written. A broken disk is told."""
+    sync = os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = tmp_path / "run"
+
+    def write() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+
+    if fails:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            write()
+    else:
+        write()
+    assert path.read_bytes() == b"new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("has_none", [False, True], ids=["macOS", "its network disks"])
+def test_macos_empties_the_memory_of_the_disk(
+    has_none: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``fsync`` does not, there; where the stronger call is refused it has to do."""
+    calls: list[object] = []
+    sync = os.fsync
+
+    def control(handle: int, command: int) -> None:
+        calls.append(command)
+        if has_none:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    def fsync(handle: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        sync(handle)
+
+    only = SimpleNamespace(
+        F_FULLFSYNC=51, LOCK_EX=2, LOCK_NB=4, fcntl=control, flock=lambda handle, how: None
+    )
+    monkeypatch.setattr(files, "fcntl", only)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with replacing(tmp_path / "run") as file:
+        file.write(b"new")
+    assert calls == ([51, "file", "folder"] if has_none else [51, "folder"])
+
+
+def test_without_locks_files_are_replaced_and_drafts_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows: nobody can tell the draft of a dead process from that of a living one."""
+    monkeypatch.setattr(files, "fcntl", None)
+    path, left = tmp_path / "run", tmp_path / ".run.abc.part"
+    left.write_bytes(b"half")
+    for content in (b"old", b"new"):
+        with replacing(path) as file:
+            file.write(content)
+    with pytest.raises(ValueError, match="stop"), replacing(path) as file:
+        raise ValueError("stop")
+    remove_leftovers(tmp_path, lambda name: name == "run")
+    assert path.read_bytes() == b"new"
+    assert sorted(tmp_path.iterdir()) == [left, path]
+    assert lock(0) is None

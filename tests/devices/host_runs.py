@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A training that is run with masters and moments on the host and on the device, to be compared."""
+"""A training that is run with masters and moments on the host and on the device, to be compared.
+
+Both runs take the same back end. The pretended device brings copies late, over garbage, so a value
+that was read too early shows. Runs of few bytes make several of a model's few tensors.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import preamp
+from cases.levels import LEVELS
 from preamp.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -29,6 +36,9 @@ STORAGES: dict[str, dict[str, Any]] = {
     "compact": {"masters": "split", "moments": "8bit"},
 }
 WITH_MASTERS = [*itertools.product(("O2", "O5"), STORAGES)]
+EVERY = [*WITH_MASTERS, *[(one.name, "full") for one in LEVELS if not one.has_masters]]
+THERE = ("host", "released")
+"""Where masters and moments lie on the host; gradients too, as soon as they are made."""
 KINDS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind
     for kind in (FusedAdam, FusedADOPT, FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)
@@ -44,8 +54,23 @@ def ids(given: Any) -> str:
     return "-".join(given) if isinstance(given, tuple) else str(given)
 
 
+with_masters = pytest.mark.parametrize("kept", WITH_MASTERS, ids=ids)
+every_level = pytest.mark.parametrize("kept", EVERY, ids=ids)
+there = pytest.mark.parametrize("place", THERE)
+
+
+_empty = torch.empty
+
+
+def without_pinned_memory(*sizes: Any, **options: Any) -> torch.Tensor:
+    """``torch.empty`` of a host that has none."""
+    if options.get("pin_memory"):
+        raise RuntimeError("out of memory")
+    return _empty(*sizes, **options)
+
+
 class Run:
-    """A training of a small model at one place."""
+    """A training of a small model at one place: the device, or one of `THERE`."""
 
     def __init__(
         self,
@@ -53,15 +78,15 @@ class Run:
         kept: Kept,
         kind: str = "FusedLion",
         *,
-        norm: type[nn.Module] = nn.LayerNorm,
-        releases: bool = False,
+        norm: type[nn.Module] = nn.BatchNorm1d,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(16, 256), norm(256), nn.GELU(), nn.Linear(256, 4)).cuda()
         self.optimizer = KINDS[kind](self.net.parameters(), lr=1e-2)
         level, storage = kept
-        keeps: Any = {"place": place, "release_gradients": releases, **STORAGES[storage]}
+        keeps: Any = {"place": "device" if place == "device" else "host", **STORAGES[storage]}
+        keeps["release_gradients"] = place == "released"
         preamp.initialize(
             self.net,
             self.optimizer,
@@ -73,6 +98,10 @@ class Run:
         )
         self.engine = preamp.engine_of(self.net)
         self.number = 0
+        group = self.optimizer.param_groups[0]
+        if self.engine.policy.is_dynamic and "step" not in group:
+            # The device's counter is a tensor then, whose corrections are of float32.
+            group["step"] = torch.zeros((), dtype=torch.int32)
 
     def loss(self, factor: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.number)
@@ -123,7 +152,160 @@ def carry_over(first: Run, second: Run, folder: Path) -> None:
     second.number = first.number
 
 
-def count_on_device(run: Run) -> None:
-    """Under a dynamic scale the device's counter is a tensor, whose corrections are of float32."""
-    if run.engine.policy.is_dynamic and "step" not in run.optimizer.param_groups[0]:
-        run.optimizer.param_groups[0]["step"] = torch.zeros((), dtype=torch.int32)
+# -- loops ---------------------------------------------------------------------------------------
+
+
+def plain(run: Run) -> None:
+    run.steps(4)
+
+
+def clipped(run: Run) -> None:
+    for _ in range(4):
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def clipped_in_parts(run: Run) -> None:
+    """By norms of other orders too."""
+    for _ in range(3):
+        run.backward()
+        preamp.clip_grad_norm_(run.net[0].parameters(), 0.1)
+        preamp.clip_grad_norm_(run.net.parameters(), 0.3, norm_type=float("inf"))
+        preamp.clip_grad_norm_(run.optimizer, 0.2, norm_type=1.0)
+        run.end()
+
+
+def accumulated(run: Run) -> None:
+    for _ in range(3):
+        run.backward()
+        run.backward(0.5)
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def twice_in_a_block(run: Run) -> None:
+    for _ in range(3):
+        losses = run.loss(), run.loss(0.5)
+        with preamp.scale_loss(losses[0], run.optimizer) as scaled:
+            scaled.backward()
+            (losses[1] * scaled.detach() / losses[0].detach()).backward()
+        run.end()
+
+
+def overflowing(run: Run) -> None:
+    for number in range(5):
+        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
+        run.end()
+
+
+def delayed(run: Run) -> None:
+    """Gradients stay scaled until the last backward; they may be dropped or zeroed before."""
+    drops: list[Callable[[], Any]] = [
+        lambda: None,
+        run.optimizer.zero_grad,
+        lambda: run.optimizer.zero_grad(set_to_none=False),
+        lambda: run.net.zero_grad(set_to_none=False),
+        lambda: None,
+    ]
+    for drop in drops:
+        for delays in (False, True, True):
+            with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=delays) as scaled:
+                scaled.backward()
+        drop()
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
+
+
+def reached_in_part(run: Run) -> None:
+    """A delayed backward reaches one layer alone."""
+    for _ in range(3):
+        run.backward()
+        for delays in (True, False):
+            loss = run.net[3](torch.ones(2, 256).cuda()).float().square().mean()
+            options: Any = {"delay_unscale": delays}
+            with preamp.scale_loss(loss, run.optimizer, **options) as scaled:
+                scaled.backward()
+        run.end()
+
+
+def by_a_scaler(run: Run) -> None:
+    scaler = preamp.GradScaler(run.optimizer)
+    for number in range(6):
+        factor = float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0
+        for part in (factor, 0.5)[: 1 + number % 2]:
+            scaler.scale(run.loss(part)).backward()
+        if number in (1, 4):
+            scaler.unscale_(run.optimizer)
+        if number > 2:
+            preamp.clip_grad_norm_(run.optimizer, 0.5)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def dropped(run: Run) -> None:
+    """By the script, the optimizer, or a body that raises."""
+    run.steps(2)
+    run.backward()
+    run.net.zero_grad()
+    run.backward()
+    run.optimizer.zero_grad()
+    run.backward()
+    run.optimizer.zero_grad(set_to_none=False)
+    run.backward()
+    run.net.zero_grad(set_to_none=False)
+    run.backward()
+    with suppress(KeyError), preamp.scale_loss(run.loss(), run.optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    run.end()
+    run.steps(1)
+
+
+def clipped_by_torch(run: Run) -> None:
+    for _ in range(3):
+        run.backward()
+        torch.nn.utils.clip_grad_norm_(run.masters(), 0.5)
+        run.end()
+
+
+def written_to(run: Run) -> None:
+    """Half weights and masters, each in ways of which torch notes some."""
+    linear: Any = run.net[0]
+    with torch.no_grad():
+        linear.weight.mul_(0.5)
+    run.steps(1)
+    with torch.no_grad():
+        linear.weight[0] = 0.25
+    run.steps(1)
+    run.masters()[0].data.mul_(0.9)
+    run.steps(1)
+    with torch.no_grad():
+        for master in run.masters():
+            master.add_(0.01)
+    run.steps(1)
+    linear.weight.data.mul_(1.5)
+    run.engine.take_half_weights()
+    run.steps(1)
+
+
+def with_grad_scaler(run: Run) -> None:
+    scaler = preamp.GradScaler(run.optimizer)
+    for number in range(5):
+        loss = run.loss(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
+        scaler.scale(loss).backward()
+        if number % 2:
+            scaler.unscale_(run.optimizer)
+            torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.5)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+LOOPS = (plain, clipped, accumulated, overflowing, dropped)
+UNUSUAL = {
+    "host": (clipped_by_torch, written_to, with_grad_scaler),
+    "released": (clipped_in_parts, twice_in_a_block, delayed, reached_in_part, by_a_scaler),
+}

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import preamp
-from devices.test_host_storage import Run
+from devices.host_runs import Run
 from engine.test_interrupts import Line, interrupt, lines_of, sample
-from preamp.kernels import staged
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -28,9 +27,8 @@ Row = list[torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def small_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets a few tensors be several runs, and no finalizer be interrupted."""
-    monkeypatch.setattr(staged, "RUN", 4096)
+def without_collector(small_runs: None) -> Iterator[None]:
+    """Lets no finalizer be interrupted."""
     gc.disable()
     yield
     gc.enable()
@@ -114,7 +112,7 @@ def test_some_lines_where_a_scaler_unscales_what_waits(level: str) -> None:
     """No script can read these gradients, so none is copied to be shown."""
 
     def prepared() -> tuple[Run, Callable[[], None]]:
-        run = Run("host", (level, "split"), releases=True)
+        run = Run("released", (level, "split"))
         scaler = preamp.GradScaler(run.optimizer)
         scaler.scale(run.loss(1.0)).backward()
         return run, lambda: scaler.unscale_(run.optimizer)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import preamp
-from devices.test_host_storage import Run, ids
+from devices.host_runs import Run, ids
 from engine.harness import same
 
 # CUDA does not survive a fork.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Masters and moments on the host: the numbers of the same storage on the device, bit by bit.
 
-Both runs take the same back end. The pretended device brings copies late, over garbage, so a value
-that was read too early shows. Runs of few bytes make several of a model's few tensors.
+What only concerns gradients that wait there too is in ``test_release_on_the_host.py``.
 """
 
 from __future__ import annotations
@@ -21,164 +20,109 @@ from torch.utils._pytree import tree_map
 
 import preamp
 import preamp.kernels
+from cases.plain import counted
 from cases.waits import waits_refused
 from devices.host_runs import (
     KINDS,
+    LOOPS,
     STORAGES,
-    WITH_MASTERS,
+    THERE,
+    UNUSUAL,
+    Kept,
     Run,
     assert_same,
     carry_over,
-    count_on_device,
+    every_level,
     ids,
+    overflowing,
+    plain,
+    there,
+    with_masters,
+    without_pinned_memory,
 )
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import Update, staged
 from preamp.kernels.rules import LambRule
-from preamp.optimizers import FusedAdam, FusedLion
+from preamp.optimizers import FusedAdam, FusedLion, FusedSGD
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-EVERY_LEVEL = [*WITH_MASTERS, *[(level, "full") for level in ("O0", "O1", "O3", "O4")]]
-levels = pytest.mark.parametrize("kept", WITH_MASTERS, ids=ids)
-every_level = pytest.mark.parametrize("kept", EVERY_LEVEL, ids=ids)
-
-
-@pytest.fixture(autouse=True)
-def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a few tensors be several runs."""
-    monkeypatch.setattr(staged, "RUN", 4096)
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.usefixtures("small_runs"),
+]
 
 
-def both(train: Callable[[Run], None], kept: tuple[str, str], kind: str = "FusedLion") -> Run:
-    """Train at both places, compare, and return the run on the host."""
-    device, host = Run("device", kept, kind), Run("host", kept, kind)
+def both(
+    train: Callable[[Run], None], place: str, kept: Kept, kind: str = "FusedLion"
+) -> tuple[Run, Run]:
+    """Train on the device and at ``place``, compare, and return the runs.
+
+    A batch norm stays float32. Where others' gradients are added up on the host, and its own are
+    not, the norm of all is added up in another order than on the device.
+    """
+    norm = nn.LayerNorm if place == "host" else nn.BatchNorm1d
+    device, host = (Run(one, kept, kind, norm=norm) for one in ("device", place))
     for run in (device, host):
         train(run)
     assert_same(device, host)
-    return host
+    return device, host
 
 
-# -- loops ---------------------------------------------------------------------------------------
+# -- numbers, wherever gradients are ------------------------------------------------------------
 
 
-def plain(run: Run) -> None:
-    count_on_device(run)
-    run.steps(4)
-
-
-def clipped(run: Run) -> None:
-    count_on_device(run)
-    for _ in range(4):
-        run.backward()
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-
-
-def clipped_by_torch(run: Run) -> None:
-    count_on_device(run)
-    for _ in range(3):
-        run.backward()
-        torch.nn.utils.clip_grad_norm_(run.masters(), 0.5)
-        run.end()
-
-
-def accumulated(run: Run) -> None:
-    count_on_device(run)
-    for _ in range(3):
-        run.backward()
-        run.backward(0.5)
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-
-
-def overflowing(run: Run) -> None:
-    count_on_device(run)
-    for number in range(5):
-        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
-        run.end()
-
-
-def written_to(run: Run) -> None:
-    """Half weights and masters, each in ways of which torch notes some."""
-    linear: Any = run.net[0]
-    with torch.no_grad():
-        linear.weight.mul_(0.5)
-    run.steps(1)
-    with torch.no_grad():
-        linear.weight[0] = 0.25
-    run.steps(1)
-    run.masters()[0].data.mul_(0.9)
-    run.steps(1)
-    with torch.no_grad():
-        for master in run.masters():
-            master.add_(0.01)
-    run.steps(1)
-    linear.weight.data.mul_(1.5)
-    run.engine.take_half_weights()
-    run.steps(1)
-
-
-def with_grad_scaler(run: Run) -> None:
-    scaler = preamp.GradScaler(run.optimizer)
-    for number in range(5):
-        loss = run.loss(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
-        scaler.scale(loss).backward()
-        if number % 2:
-            scaler.unscale_(run.optimizer)
-            torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.5)
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("train", [plain, clipped, accumulated, overflowing])
+@pytest.mark.parametrize("train", LOOPS)
 @pytest.mark.parametrize("kind", KINDS)
 @every_level
+@there
 def test_the_host_trains_as_the_device(
-    kept: tuple[str, str], kind: str, train: Callable[[Run], None]
+    place: str, kept: Kept, kind: str, train: Callable[[Run], None]
 ) -> None:
     if kind == "FusedLARS" and kept[1] == "compact":
         kept = kept[0], "split"  # it keeps no moments in 8 bits
-    host = both(train, kept, kind)
-    assert {tensor.device.type for tensor in host.state()} == {"cpu"}
+    device, host = both(train, place, kept, kind)
+    assert {tensor.device.type for tensor in host.state()} <= {"cpu"}
     assert {p.device.type for p in host.net.parameters()} == {"cuda"}
     skipped = train is overflowing and host.engine.policy.is_dynamic
-    assert host.engine.steps_skipped == int(skipped)
+    assert host.engine.steps_skipped == device.engine.steps_skipped == int(skipped)
 
 
 @pytest.mark.filterwarnings("ignore:The b?float16 weight")
-@pytest.mark.parametrize("train", [clipped_by_torch, written_to, with_grad_scaler])
-@levels
-def test_unusual_loops(kept: tuple[str, str], train: Callable[[Run], None]) -> None:
-    both(train, kept)
+@pytest.mark.parametrize(
+    ("place", "train"), [(place, train) for place in THERE for train in UNUSUAL[place]]
+)
+@every_level
+def test_unusual_loops(place: str, kept: Kept, train: Callable[[Run], None]) -> None:
+    both(train, place, kept)
 
 
 # -- states from one place to another ------------------------------------------------------------
 
-ways = pytest.mark.parametrize(
-    "way", [("host", "device"), ("device", "host"), ("host", "host")], ids=ids
-)
+WAYS = [("host", "device"), ("device", "host"), ("host", "host")]
+WAYS_OF_RELEASED = [("released", "device"), ("device", "released"), ("released", "released")]
 
 
-@ways
-@levels
+@pytest.mark.parametrize("way", WAYS + WAYS_OF_RELEASED, ids=ids)
+@with_masters
 def test_a_checkpoint_goes_on_at_either_place(
-    kept: tuple[str, str], way: tuple[str, str], tmp_path: Path
+    kept: Kept, way: tuple[str, str], tmp_path: Path
 ) -> None:
     first, second = Run(way[0], kept), Run(way[1], kept)
     first.steps()
     second.steps(1)
     carry_over(first, second, tmp_path)
     for run in (first, second):
+        run.backward()
+        run.backward()
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        run.end()
         run.steps()
     assert_same(first, second)
-    assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
+    assert {t.device.type for t in second.state()} == {"cuda" if way[1] == "device" else "cpu"}
 
 
-@ways
-@levels
-def test_state_dicts_go_on_at_either_place(kept: tuple[str, str], way: tuple[str, str]) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=ids)
+@with_masters
+def test_state_dicts_go_on_at_either_place(kept: Kept, way: tuple[str, str]) -> None:
     first, second = Run(way[0], kept), Run(way[1], kept)
     first.steps()
     saved = first.net.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()
@@ -214,8 +158,8 @@ def test_state_made_before_initialize_moves_there_and_back() -> None:
 # -- around the step -----------------------------------------------------------------------------
 
 
-@levels
-def test_nothing_waits_but_the_step(kept: tuple[str, str]) -> None:
+@with_masters
+def test_nothing_waits_but_the_step(kept: Kept) -> None:
     run = Run("host", kept)
     for _ in range(2):
         run.backward()
@@ -284,8 +228,8 @@ def test_a_model_on_two_devices() -> None:
 # -- exact weights, copies, words ----------------------------------------------------------------
 
 
-@levels
-def test_exact_weights_and_copies_are_on_the_device(kept: tuple[str, str]) -> None:
+@with_masters
+def test_exact_weights_and_copies_are_on_the_device(kept: Kept) -> None:
     run = Run("host", kept)
     run.steps()
     exact = [master.detach().cpu().clone() for master in run.masters()]
@@ -312,7 +256,7 @@ def assert_are(net: nn.Module, exact: list[torch.Tensor], found: nn.Module) -> N
 
 
 def test_a_copied_pair_trains_on_as_one_of_the_device() -> None:
-    host = both(plain, ("O5", "split"))
+    _, host = both(plain, "host", ("O5", "split"))
     net, optimizer = copy.deepcopy((host.net, host.optimizer))
     before = [param.detach().clone() for param in net.parameters()]
     net(torch.ones(2, 16).cuda()).sum().backward()
@@ -321,10 +265,14 @@ def test_a_copied_pair_trains_on_as_one_of_the_device() -> None:
     assert changed == [True] * 6
 
 
-def test_explain_says_where_things_are() -> None:
-    text = Run("host", ("O2", "full")).engine.explain()
+@there
+def test_explain_says_where_things_are(place: str) -> None:
+    text = Run(place, ("O2", "full")).engine.explain()
     assert "storage: masters and moments lie on the host, which makes the update" in text
-    assert "one host synchronisation per step" in text
+    behind = ", and for gradients behind the last two" if place == "released" else ""
+    assert f"one host synchronisation per step{behind}" in text
+    goes = "storage: each gradient goes to the host as soon as it is made" in text
+    assert goes == (place == "released")
     assert "on the host" not in Run("device", ("O2", "full")).engine.explain()
 
 
@@ -344,29 +292,28 @@ def test_a_graph_is_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch)
         assert_unchanged(run, before)
 
 
-def test_pinned_memory_that_cannot_be_had_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("host", ("O5", "full"))
-    run.steps()
-    run.backward()
-    before = run.everything()
+@there
+@with_masters
+def test_pinned_memory_that_cannot_be_had_changes_nothing(
+    kept: Kept, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = Run(place, kept), Run(place, kept)
+    for one in (run, other):
+        one.steps()
+        one.backward()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", without_pinned_memory)
-        with pytest.raises(PreampUnavailableError, match="no 8192 bytes of pinned memory"):
+        with pytest.raises(PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
             run.optimizer.step()
-        assert_unchanged(run, before)
-        with pytest.raises(PreampUnavailableError, match="no 16384 bytes of pinned memory"):
-            Run("host", ("O5", "full"))  # whose largest weight has 16 x 256 elements
-    run.end()
-    assert not torch.equal(run.everything()[0], before[0])
+    for one in (run, other):
+        one.end()
+    assert_same(run, other)
 
 
-_empty = torch.empty
-
-
-def without_pinned_memory(*sizes: Any, **options: Any) -> torch.Tensor:
-    if options.get("pin_memory"):
-        raise RuntimeError("out of memory")
-    return _empty(*sizes, **options)
+def test_without_pinned_memory_there_is_no_such_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", without_pinned_memory)
+    with pytest.raises(PreampUnavailableError, match="no 16384 bytes of pinned memory"):
+        Run("host", ("O5", "full"))  # whose largest weight has 16 x 256 elements
 
 
 def assert_unchanged(run: Run, before: list[torch.Tensor]) -> None:
@@ -493,14 +440,14 @@ def test_a_step_that_finds_no_pinned_memory_is_not_half_taken(
         if number == 0:
             optimizer.step()
             optimizer.zero_grad()
-    given = [1]  # how many times there is some
+    given, empty = [1], torch.empty  # how many times there is some
 
     def scarce(*sizes: Any, **options: Any) -> torch.Tensor:
         if options.get("pin_memory") and not given:
             raise RuntimeError("out of memory")
         if options.get("pin_memory"):
             given.pop()
-        return _empty(*sizes, **options)
+        return empty(*sizes, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", scarce)
@@ -512,3 +459,30 @@ def test_a_step_that_finds_no_pinned_memory_is_not_half_taken(
     ]
     assert taken in ([True] * len(before), [False] * len(before))
     assert [group["step"] for group in optimizer.param_groups] == [1 + taken[0]] * 2
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Any] = {
+    "FusedAdam": FusedAdam,
+    "FusedLion": FusedLion,
+    "FusedSGD(lr=0.1, momentum=0.9)": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+}
+KEPT = [(level, "float32") for level in ("O0", "O1", "O2", "O4", "O5")]
+KEPT += [(level, "split") for level in ("O2", "O5")]
+
+
+@pytest.mark.parametrize(("level", "masters"), KEPT)
+@pytest.mark.parametrize("text", OPTIMIZERS)
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_both_places_are_counted_as_estimated(
+    moments: Any, text: str, level: str, masters: Any
+) -> None:
+    storage = preamp.Storage(masters=masters, moments=moments, place="host")
+    model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64)).cuda()
+    policy = preamp.OPT_LEVELS[level].replace(storage=storage)
+    found = preamp.estimate(model, policy, text)
+    optimizer = OPTIMIZERS[text](model.parameters())
+    batch = torch.ones(4, 64, device="cuda")
+    assert counted(model, optimizer, level, batch, storage=storage) == found.categories
+    assert found.on_device < found.total

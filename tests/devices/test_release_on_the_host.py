@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients released where masters and moments lie on the host: they wait there for their step.
 
-Runs take the same back end. The pretended device brings copies late, over garbage, so a value that
-was read too early shows. Runs of few bytes make several of a model's few tensors.
+That they train as the device does is in ``test_host_storage.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,47 +19,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from cases.levels import LEVELS
-from devices.host_runs import (
-    KINDS,
-    WITH_MASTERS,
-    Kept,
-    assert_same,
-    carry_over,
-    count_on_device,
-    ids,
-)
-from devices.host_runs import Run as HostRun
+from devices.host_runs import Kept, Run, assert_same, every_level, ids, overflowing, with_masters
 from preamp.core.away import values_of
-from preamp.core.errors import PreampStateError, PreampUnavailableError
-from preamp.kernels import staged
+from preamp.core.errors import PreampStateError
 from preamp.numerics import NumericsRecord, OverflowRecord
 from preamp.optimizers import FusedAdam, FusedLion
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-EVERY = [*WITH_MASTERS, *[(one.name, "full") for one in LEVELS if not one.has_masters]]
-with_masters = pytest.mark.parametrize("kept", WITH_MASTERS, ids=ids)
-
-
-@pytest.fixture(autouse=True)
-def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a few tensors be several runs."""
-    monkeypatch.setattr(staged, "RUN", 4096)
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.usefixtures("small_runs"),
+]
 
 
-class Run(HostRun):
-    """Releases gradients at the host."""
-
-    def __init__(self, place: str, kept: Kept, kind: str = "FusedLion", **options: Any) -> None:
-        releases = place == "host"
-        super().__init__(place, kept, kind, norm=nn.BatchNorm1d, releases=releases, **options)
-        count_on_device(self)
-
-    def away(self) -> list[bool]:
-        """Which gradients take no memory where they are."""
-        grads = [param.grad for param in self.net.parameters()]
-        return [grad is not None and grad.untyped_storage().nbytes() <= 4 for grad in grads]
+def away(run: Run) -> list[bool]:
+    """Which gradients take no memory where they are."""
+    grads = [param.grad for param in run.net.parameters()]
+    return [grad is not None and grad.untyped_storage().nbytes() <= 4 for grad in grads]
 
 
 def on_device() -> int:
@@ -70,159 +43,20 @@ def on_device() -> int:
     return torch.cuda.memory_allocated()
 
 
-# -- numbers -------------------------------------------------------------------------------------
-
-
-def plain(run: Run) -> None:
-    run.steps(4)
-
-
-def clipped(run: Run) -> None:
-    for _ in range(4):
-        run.backward()
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-
-
-def clipped_in_parts(run: Run) -> None:
-    """By norms of other orders too."""
-    for _ in range(3):
-        run.backward()
-        preamp.clip_grad_norm_(run.net[0].parameters(), 0.1)
-        preamp.clip_grad_norm_(run.net.parameters(), 0.3, norm_type=float("inf"))
-        preamp.clip_grad_norm_(run.optimizer, 0.2, norm_type=1.0)
-        run.end()
-
-
-def accumulated(run: Run) -> None:
-    for _ in range(3):
-        run.backward()
-        run.backward(0.5)
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-
-
-def twice_in_a_block(run: Run) -> None:
-    for _ in range(3):
-        losses = run.loss(), run.loss(0.5)
-        with preamp.scale_loss(losses[0], run.optimizer) as scaled:
-            scaled.backward()
-            (losses[1] * scaled.detach() / losses[0].detach()).backward()
-        run.end()
-
-
-def overflowing(run: Run) -> None:
-    for number in range(5):
-        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
-        run.end()
-
-
-def delayed(run: Run) -> None:
-    """Gradients stay scaled until the last backward; they may be dropped or zeroed before."""
-    drops: list[Callable[[], Any]] = [
-        lambda: None,
-        run.optimizer.zero_grad,
-        lambda: run.optimizer.zero_grad(set_to_none=False),
-        lambda: run.net.zero_grad(set_to_none=False),
-        lambda: None,
-    ]
-    for drop in drops:
-        for delays in (False, True, True):
-            with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=delays) as scaled:
-                scaled.backward()
-        drop()
-        run.backward()
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-
-
-def reached_in_part(run: Run) -> None:
-    """A delayed backward reaches one layer alone."""
-    for _ in range(3):
-        run.backward()
-        for delays in (True, False):
-            loss = run.net[3](torch.ones(2, 256).cuda()).float().square().mean()
-            options: Any = {"delay_unscale": delays}
-            with preamp.scale_loss(loss, run.optimizer, **options) as scaled:
-                scaled.backward()
-        run.end()
-
-
-def by_a_scaler(run: Run) -> None:
-    scaler = preamp.GradScaler(run.optimizer)
-    for number in range(6):
-        factor = float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0
-        for part in (factor, 0.5)[: 1 + number % 2]:
-            scaler.scale(run.loss(part)).backward()
-        if number in (1, 4):
-            scaler.unscale_(run.optimizer)
-        if number > 2:
-            preamp.clip_grad_norm_(run.optimizer, 0.5)
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad(set_to_none=number % 2 == 0)
-
-
-def dropped(run: Run) -> None:
-    """By the script, the optimizer, or a body that raises."""
-    run.steps(2)
-    run.backward()
-    run.net.zero_grad()
-    run.backward()
-    run.optimizer.zero_grad()
-    run.backward()
-    run.optimizer.zero_grad(set_to_none=False)
-    run.backward()
-    run.net.zero_grad(set_to_none=False)
-    run.backward()
-    with suppress(KeyError), preamp.scale_loss(run.loss(), run.optimizer) as scaled:
-        scaled.backward()
-        raise KeyError
-    run.end()
-    run.steps(1)
-
-
-@pytest.mark.parametrize("train", [plain, clipped, accumulated, overflowing, dropped])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
-def test_the_host_trains_as_the_device(kept: Kept, kind: str, train: Callable[[Run], None]) -> None:
-    if kind == "FusedLARS" and kept[1] == "compact":
-        kept = kept[0], "split"  # it keeps no moments in 8 bits
-    device, host = Run("device", kept, kind), Run("host", kept, kind)
-    for run in (device, host):
-        train(run)
-    assert_same(device, host)
-    assert {tensor.device.type for tensor in host.state()} <= {"cpu"}
-    assert {p.device.type for p in host.net.parameters()} == {"cuda"}
-    assert host.engine.steps_skipped == device.engine.steps_skipped
-
-
-UNUSUAL = [clipped_in_parts, twice_in_a_block, delayed, reached_in_part, by_a_scaler]
-
-
-@pytest.mark.parametrize("train", UNUSUAL)
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
-def test_unusual_loops(kept: Kept, train: Callable[[Run], None]) -> None:
-    device, host = Run("device", kept), Run("host", kept)
-    for run in (device, host):
-        train(run)
-    assert_same(device, host)
-
-
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
+@every_level
 def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
     """Neither after a backward, nor within the accumulation of several."""
     before = on_device()
-    run = Run("host", kept)
+    run = Run("released", kept)
     run.steps(2)
     weights = sum(t.nbytes for t in (*run.net.parameters(), *run.net.buffers()))
     for _ in range(2):
         for _ in range(3):
             run.backward()
-            assert run.away() == [True] * 6
+            assert away(run) == [True] * 6
             counted = preamp.count_memory(run.engine)
             assert counted["gradients"] == counted["optimizer state"] == 0
             assert counted["gradients on the host"] > 0
@@ -238,9 +72,9 @@ def places_on_host(run: Run) -> list[int]:
     return [values.data_ptr() for values in values_on_host(run)]
 
 
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
+@every_level
 def test_memory_on_the_host_stays_from_step_to_step(kept: Kept) -> None:
-    run = Run("host", kept)
+    run = Run("released", kept)
     places: list[list[int]] = []
     counts: list[int] = []
     for _ in range(4):
@@ -254,10 +88,10 @@ def test_memory_on_the_host_stays_from_step_to_step(kept: Kept) -> None:
     assert "gradients on the host" not in preamp.count_memory(run.engine)
 
 
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
+@every_level
 def test_gradients_that_somebody_holds_stay_as_they_are(kept: Kept) -> None:
     """The next ones get other memory, which is kept from then on."""
-    run = Run("host", kept)
+    run = Run("released", kept)
     run.steps(1)
     run.backward()
     held = [param.grad for param in run.net.parameters()]
@@ -314,28 +148,9 @@ def test_both_places_are_counted_as_estimated(masters: Any, moments: Any) -> Non
 # -- checkpoints, copies, the end ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [("host", "device"), ("device", "host"), ("host", "host")], ids=ids)
-@with_masters
-def test_a_checkpoint_goes_on_at_either_place(
-    kept: Kept, way: tuple[str, str], tmp_path: Path
-) -> None:
-    first, second = Run(way[0], kept), Run(way[1], kept)
-    first.steps()
-    second.steps(1)
-    carry_over(first, second, tmp_path)
-    for run in (first, second):
-        run.backward()
-        run.backward()
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-        run.steps()
-    assert_same(first, second)
-    assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
-
-
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
+@every_level
 def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path: Path) -> None:
-    first, second = Run("host", kept), Run("host", kept)
+    first, second = Run("released", kept), Run("released", kept)
     for run in (first, second):
         run.steps()
     saving = preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizer, asynchronous=True)
@@ -347,7 +162,7 @@ def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path:
 
 @with_masters
 def test_close_gives_all_back(kept: Kept) -> None:
-    run = Run("host", kept)
+    run = Run("released", kept)
     run.steps()
     exact = [master.detach().cpu().clone() for master in preamp.master_params(run.optimizer)]
     run.engine.close()
@@ -355,7 +170,7 @@ def test_close_gives_all_back(kept: Kept) -> None:
     assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
     assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6
     run.net(torch.ones(2, 16).cuda()).sum().backward()
-    assert run.away() == [False] * 6
+    assert away(run) == [False] * 6
     run.end()
 
 
@@ -449,33 +264,9 @@ def test_a_language_model_is_fine_tuned(level: str, way: tuple[str, str], tmp_pa
 # -- trouble -------------------------------------------------------------------------------------
 
 
-_empty = torch.empty
-
-
-def without_pinned_memory(*sizes: Any, **options: Any) -> torch.Tensor:
-    if options.get("pin_memory"):
-        raise RuntimeError("out of memory")
-    return _empty(*sizes, **options)
-
-
-@with_masters
-def test_without_pinned_memory_nothing_changes(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, other = Run("host", kept), Run("host", kept)
-    for one in (run, other):
-        one.steps()
-        one.backward()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", without_pinned_memory)
-        with pytest.raises(PreampUnavailableError, match="bytes of pinned memory"):
-            run.optimizer.step()
-    for one in (run, other):
-        one.end()
-    assert_same(run, other)
-
-
 @with_masters
 def test_gradients_come_back_at_the_end(kept: Kept) -> None:
-    device, host = Run("device", kept), Run("host", kept)
+    device, host = Run("device", kept), Run("released", kept)
     grads: list[list[torch.Tensor]] = []
     for run in (device, host):
         run.steps()
@@ -487,7 +278,7 @@ def test_gradients_come_back_at_the_end(kept: Kept) -> None:
 
 
 def test_a_dropped_engine_sends_nothing_away() -> None:
-    run = Run("host", ("O4", "full"))
+    run = Run("released", ("O4", "full"))
     run.steps()
     weight, engine = next(run.net.parameters()), weakref.ref(run.engine)
     del run
@@ -526,7 +317,7 @@ READS_OR_WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("way", READS_OR_WRITES)
 def test_a_script_that_reads_or_writes_there_is_told(way: str, level: str) -> None:
     """What is left on the device is no number. Nothing changes by that."""
-    run, other = (Run(place, (level, "full")) for place in ("host", "device"))
+    run, other = (Run(place, (level, "full")) for place in ("released", "device"))
     for one in (run, other):
         one.steps()
         one.backward()
@@ -540,7 +331,7 @@ def test_a_script_that_reads_or_writes_there_is_told(way: str, level: str) -> No
 
 
 def test_torch_clips_none_of_them() -> None:
-    run = Run("host", ("O5", "full"))
+    run = Run("released", ("O5", "full"))
     run.backward()
     with pytest.raises(PreampStateError, match="waits on the host"):
         torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
@@ -551,7 +342,7 @@ def test_a_backward_that_fails_leaves_no_copy_behind(level: str) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("from a hook")
 
-    runs = [Run(place, (level, "full")) for place in ("device", "host")]
+    runs = [Run(place, (level, "full")) for place in ("device", "released")]
     for run in runs:
         run.steps(1)
         handle = next(run.net.parameters()).register_hook(fail)  # the last one that is made
@@ -620,26 +411,20 @@ def test_parameters_of_any_shape(level: str) -> None:
 
 
 def test_gradients_go_again_after_others_were_asked_for() -> None:
-    run = Run("host", ("O5", "full"))
+    run = Run("released", ("O5", "full"))
     run.steps()
     with preamp.scale_loss(run.loss(), run.optimizer) as scaled:
         scaled.backward()
         torch.autograd.grad(run.loss(), list(run.net.parameters()))
-    assert all(run.away())
-
-
-def test_explain_says_where_things_are() -> None:
-    text = Run("host", ("O5", "split")).engine.explain()
-    assert "one host synchronisation per step, and for gradients behind the last two" in text
-    assert "storage: masters and moments lie on the host, which makes the update" in text
-    assert "storage: each gradient goes to the host as soon as it is made" in text
+    assert all(away(run))
 
 
 @pytest.mark.parametrize("numerics", ["light", "full"])
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
+@every_level
 def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
     """Of gradients and weights, of weights that a step left unchanged, of a skipped step."""
-    runs = [Run(place, kept, numerics=numerics, numerics_every=1) for place in ("device", "host")]
+    options: Any = {"numerics": numerics, "numerics_every": 1}
+    runs = [Run(place, kept, **options) for place in ("device", "released")]
     for run in runs:
         overflowing(run)
         with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=True) as scaled:
@@ -657,10 +442,10 @@ def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("kept", EVERY, ids=ids)
+@every_level
 def test_an_overflow_is_traced_as_on_the_device(kept: Kept) -> None:
     found: list[list[OverflowRecord]] = []
-    runs = [Run(place, kept, overflow="trace") for place in ("device", "host")]
+    runs = [Run(place, kept, overflow="trace") for place in ("device", "released")]
     for run in runs:
         run.steps(2)
         run.backward(float("inf"))

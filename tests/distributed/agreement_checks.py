@@ -15,7 +15,6 @@ from torch import nn
 import preamp
 from preamp.parallel import DistributedDataParallel
 
-RANKS = 2
 TORCH = nn.parallel.DistributedDataParallel
 
 

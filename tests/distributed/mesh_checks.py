@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import preamp
+from distributed.ranks import RUNS_ON_CPUS
 from preamp import optimizers
 from preamp.core.tensors import local_of
 from preamp.parallel.LARC import LARC
@@ -81,6 +82,8 @@ def check_gradients_that_are_sums_yet_to_be_added_up() -> None:
 
 def check_replicated_groups_of_fully_shard() -> None:
     """HSDP: shards within a row of the mesh, copies along the other dimension."""
+    if not RUNS_ON_CPUS:
+        return
     mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("copies", "shards"))
     torch.manual_seed(0)
     single = nn.Linear(5, 3)
@@ -104,6 +107,8 @@ def check_replicated_groups_of_fully_shard() -> None:
 
 def check_one_of_four_differs() -> None:
     """All four are told, also those that share no dimension of the mesh with it."""
+    if not RUNS_ON_CPUS:
+        return
     mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("copies", "shards"))
     model = nn.Linear(5, 3)
     fully_shard(model, mesh=mesh)

@@ -17,7 +17,6 @@ import preamp
 from cases.models import Damage
 from preamp.parallel import DistributedDataParallel
 
-RANKS = 2
 NAMES = ("last.weight", "middle.weight", "first.weight")
 """In the order of a backward."""
 

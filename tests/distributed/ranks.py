@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run checks on several processes at once, and report what failed where.
 
-All checks of a file share one start. A check is a function of
-a module; every rank calls it. A rank that fails stops, whereupon gloo tells the others, and a
-deadline covers what gloo does not notice.
+A check is a function of a module; every rank calls it. A rank that fails stops, whereupon gloo
+tells the others, and a deadline covers what gloo does not notice.
 """
 
 from __future__ import annotations
@@ -22,6 +21,12 @@ from cases.ranks import join_ranks, leave_ranks, start_ranks, wait_for_others
 Check = Callable[[], None]
 
 DEADLINE_SECONDS = 300
+
+RUNS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event") and torch.__version__[:4] != "2.8."
+"""Whether a model under ``fully_shard`` can.
+
+In torch 2.6 none could, and 2.8 adds float32 and bfloat16 gradients up that it has to average.
+"""
 
 
 def checks_of(module: ModuleType) -> list[Check]:

@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DistributedDataParallel, Reducer and process groups."""
+"""DistributedDataParallel, Reducer, groups and SyncBatchNorm, as far as one process shows them."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from pathlib import Path
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from distributed import ddp_checks, delayed_checks, failing_check
-from distributed.ranks import assert_pass, checks_of
+import preamp
+from cases.levels import LEVELS, LevelCase
+from cases.tolerances import assert_same
 from preamp import PreampStateError
-from preamp.parallel import DistributedDataParallel, ReduceOp, Reducer, create_syncbn_process_group
-
-
-def test_on_two_ranks(tmp_path: Path) -> None:
-    assert_pass(checks_of(ddp_checks), 2, tmp_path)
-
-
-def test_delayed_reduction_on_two_ranks(tmp_path: Path) -> None:
-    assert_pass(checks_of(delayed_checks), 2, tmp_path)
-
-
-def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)check_fails_on_rank_1 on rank 1.*on purpose"):
-        assert_pass([failing_check.check_fails_on_rank_1], 2, tmp_path)
+from preamp.parallel import (
+    DistributedDataParallel,
+    ReduceOp,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
 
 
 @pytest.mark.apex("0 apex.parallel.DistributedDataParallel")
@@ -128,3 +125,235 @@ def test_without_a_process_group(what: str, call: Any) -> None:
 @pytest.mark.apex("0 apex.parallel.ReduceOp")
 def test_reduce_op_is_torchs() -> None:
     assert ReduceOp is torch.distributed.ReduceOp
+
+
+# -- SyncBatchNorm on one process is a plain batch norm to the bit ----------------------------
+
+
+SHAPES = [(4, 3), (4, 3, 5), (2, 3, 2, 2), (2, 3, 2, 1, 2)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"momentum": None},
+    {"affine": False},
+    {"track_running_stats": False},
+]
+
+
+def plain_like(layer: SyncBatchNorm, dims: int) -> nn.Module:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[dims]
+    plain = kind(3, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    plain.load_state_dict(layer.state_dict())
+    return plain
+
+
+def filled(layer: Any) -> Any:
+    for name, value in layer.state_dict().items():
+        if value.is_floating_point():
+            value.copy_(torch.rand(value.shape) + 0.5 + ("bias" in name))
+    return layer
+
+
+@pytest.mark.apex("9.3 channel_last", "9.3 momentum=None", "9.3 evaluation", "10 A-33")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("channel_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_alone_it_is_a_plain_batch_norm(
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+    training: bool,
+    channel_last: bool,
+    dtype: torch.dtype,
+) -> None:
+    """A-33: evaluation works with channels last, two dimensions and without statistics."""
+    layer = filled(SyncBatchNorm(3, channel_last=channel_last, **options)).train(training)
+    plain = plain_like(layer, len(shape)).train(training)
+    for _ in range(2):
+        x = torch.randn(shape).to(dtype)
+        ours = layer(x.movedim(1, -1) if channel_last else x)
+        assert_same(ours.movedim(-1, 1) if channel_last else ours, plain(x))
+    for name, value in plain.state_dict().items():
+        assert_same(layer.state_dict()[name], value, name)
+
+
+@pytest.mark.apex("9.3 fuse_relu and forward(input, z)", "10 A-33")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("channel_last", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+def test_alone_with_residual_and_relu(training: bool, channel_last: bool, relu: bool) -> None:
+    layer = filled(SyncBatchNorm(3, channel_last=channel_last, fuse_relu=relu)).train(training)
+    plain = plain_like(layer, 4).train(training)
+    x, z = torch.randn(2, 3, 2, 2), torch.randn(2, 3, 2, 2)
+    wanted = plain(x) + z
+    given = [t.movedim(1, -1) if channel_last else t for t in (x, z)]
+    ours = layer(*given)
+    assert_same(ours.movedim(-1, 1) if channel_last else ours, F.relu(wanted) if relu else wanted)
+
+
+def test_alone_it_can_be_differentiated_twice() -> None:
+    layer = SyncBatchNorm(2).double()
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
+REFUSED_NORMS = [
+    (
+        {},
+        (torch.ones(1, 3),),
+        "SyncBatchNorm was given one value per channel, shape (1, 3). It needs more than one, "
+        "since one value has no variance. Pass a larger batch, or call eval() on the module.",
+    ),
+    (
+        {},
+        (torch.ones(4, 2),),
+        "SyncBatchNorm(3) was given an input of shape (4, 2) with channel_last=False. It takes "
+        "inputs of two dimensions or more with 3 channels. Set num_features and channel_last to "
+        "what the input is.",
+    ),
+    ({}, (torch.ones(3),), "SyncBatchNorm(3) was given an input of shape (3,)"),
+    ({"channel_last": True}, (torch.ones(4, 3, 2),), "shape (4, 3, 2) with channel_last=True"),
+    (
+        {},
+        (torch.ones(4, 3), torch.ones(3)),
+        "SyncBatchNorm was given z of shape (3,) with an input of shape (4, 3). z must have the "
+        "shape of the input. Bring the residual to that shape first.",
+    ),
+]
+
+
+@pytest.mark.apex("9.3 one value per channel: ValueError")
+@pytest.mark.parametrize(
+    ("arguments", "given", "text"), REFUSED_NORMS, ids=lambda value: str(value)[:30]
+)
+def test_refused_inputs(arguments: dict[str, Any], given: tuple[Any, ...], text: str) -> None:
+    layer = SyncBatchNorm(3, **arguments)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        layer(*given)
+    assert layer.num_batches_tracked.item() == 0
+
+
+@pytest.mark.apex("9.3 SyncBatchNorm(…)")
+def test_signatures_are_those_of_apex() -> None:
+    found = inspect.signature(SyncBatchNorm).parameters
+    assert {name: p.default for name, p in list(found.items())[1:]} == {
+        "eps": 1e-5,
+        "momentum": 0.1,
+        "affine": True,
+        "track_running_stats": True,
+        "process_group": None,
+        "channel_last": False,
+        "fuse_relu": False,
+    }
+    assert list(inspect.signature(convert_syncbn_model).parameters) == [
+        "module",
+        "process_group",
+        "channel_last",
+    ]
+    assert "channel_last=False, fuse_relu=True" in repr(SyncBatchNorm(3, fuse_relu=True))
+
+
+def test_no_group_needs_no_process_group() -> None:
+    assert create_syncbn_process_group(0) is None
+
+
+# -- conversion --------------------------------------------------------------------------------
+
+
+def tree() -> nn.Module:
+    shared = nn.BatchNorm1d(3, momentum=None)
+    return nn.ModuleDict(
+        {
+            "a": nn.Sequential(nn.Linear(3, 3), shared),
+            "b": nn.Sequential(shared, nn.BatchNorm3d(3, eps=0.5, affine=False)),
+            "c": nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+            "d": nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.LayerNorm(3)),
+        }
+    )
+
+
+@pytest.mark.apex("0 apex.parallel.convert_syncbn_model", "9.3 convert_syncbn_model")
+def test_conversion_carries_everything_over() -> None:
+    model = tree()
+    shared = model["a"][1]
+    filled(shared).weight.requires_grad_(False)
+    model["b"].eval()
+    before = dict(model.state_dict())
+    instance_norm, running = model["c"], shared.running_mean
+    assert convert_syncbn_model(model, channel_last=True) is model
+    new = model["a"][1]
+    assert type(new) is type(model["b"][1]) is type(model["d"][0]) is SyncBatchNorm
+    assert model["b"][0] is new
+    assert model["c"] is instance_norm
+    assert type(model["d"][1]) is nn.LayerNorm
+    assert new.weight is not shared.weight
+    assert new.running_mean is running
+    assert (new.momentum, new.training, new.channel_last) == (None, False, True)
+    assert (new.weight.requires_grad, new.bias.requires_grad) == (False, True)
+    assert (model["b"][1].eps, model["b"][1].weight) == (0.5, None)
+    assert (model["d"][0].running_mean, model["d"][0].training) == (None, True)
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        assert_same(value, before[name], name)
+
+
+def test_conversion_of_a_batch_norm_returns_its_replacement() -> None:
+    old = nn.BatchNorm1d(2, dtype=torch.float64)
+    new = convert_syncbn_model(old)
+    assert type(new) is SyncBatchNorm
+    assert new.weight.dtype is torch.float64
+
+
+def test_conversion_again_changes_the_arguments_only() -> None:
+    old = filled(SyncBatchNorm(3, fuse_relu=True))
+    new = convert_syncbn_model(old, channel_last=True)
+    assert (new.fuse_relu, new.channel_last) == (True, True)
+    assert_same(new.weight.detach(), old.weight.detach())
+
+
+def test_lazy_batch_norms_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.6 tells that they are new
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.LazyBatchNorm1d())
+    text = (
+        "The batch norm '1' does not know its number of channels yet. Allowed are batch norms with "
+        "parameters. Run one forward before convert_syncbn_model."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        convert_syncbn_model(model)
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 2)
+        self.norm = nn.BatchNorm2d(3)
+        self.last = nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.relu(self.norm(self.conv(x))).flatten(1))
+
+
+@pytest.mark.apex("9.3 levels treat it as a batch norm", "B 9: convert_syncbn_model before")
+@pytest.mark.parametrize("row", LEVELS, ids=lambda row: row.name)
+def test_levels_treat_it_as_a_batch_norm(row: LevelCase) -> None:
+    plain = Net()
+    models = [plain, convert_syncbn_model(copy.deepcopy(plain))]
+    found = []
+    x = torch.randn(4, 1, 3, 3)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = preamp.initialize(model, optimizer, opt_level=row.name, verbosity=0)
+        assert model.norm.weight.dtype is row.norm
+        assert model.conv.weight.dtype is row.weight
+        for _ in range(2):
+            loss = model(x).float().square().mean()
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.state_dict())
+        preamp.engine_of(model).close()
+    for name, value in found[0].items():
+        assert_same(found[1][name], value, name)

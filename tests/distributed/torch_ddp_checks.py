@@ -36,7 +36,7 @@ def loss_of(model: Any, index: int, **use: Any) -> torch.Tensor:
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.01)
 
 
 class Run:
@@ -47,6 +47,7 @@ class Run:
         level: str,
         model: Callable[[int], nn.Module] = Exact,
         *,
+        build: Callable[[Any], Any] = sgd,
         wrap: Any = TorchDDP,
         num_losses: int = 1,
         **wrapping: Any,
@@ -54,10 +55,8 @@ class Run:
         row = BY_NAME[level]
         self.model = model(dist.get_rank())  # the first rank's weights are those that count
         self.plain = model(0).to(torch.float32 if row.has_masters else row.weight)
-        self.optimizer, self.plain_optimizer = (
-            sgd(self.model.parameters()),
-            sgd(self.plain.parameters()),
-        )
+        self.optimizer = build(self.model.parameters())
+        self.plain_optimizer = build(self.plain.parameters())
         preamp.initialize(
             self.model,
             self.optimizer,
@@ -69,16 +68,22 @@ class Run:
         self.engine = preamp.engine_of(self.model)
         self.ddp = wrap(self.model, **wrapping)
 
-    def backward(self, index: int, loss_id: int = 0, factor: float = 1.0, **use: Any) -> None:
+    def backward(
+        self, index: int, loss_id: int = 0, factor: float = 1.0, delay: bool = False, **use: Any
+    ) -> None:
         loss = loss_of(self.ddp, RANKS * index + dist.get_rank(), **use) * factor
-        with preamp.scale_loss(loss, self.optimizer, loss_id) as scaled:
+        with preamp.scale_loss(loss, self.optimizer, loss_id, delay_unscale=delay) as scaled:
             scaled.backward()
+            self.reduce()
         dtype = next(self.plain.parameters()).dtype
         with preamp.disable_casts():
             for rank in range(RANKS):
                 x, coefficients = batch(RANKS * index + rank)
                 out = self.plain(x.to(dtype), **use).float()
                 ((out * coefficients).sum() / RANKS).backward()
+
+    def reduce(self) -> None:
+        """Nothing is left to do where the wrapper has reduced."""
 
     def step(self) -> None:
         self.optimizer.step()

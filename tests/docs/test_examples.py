@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cases.ranks import start_ranks
-from distributed.test_fully_sharded import RUNS_ON_CPUS
+from distributed.ranks import RUNS_ON_CPUS
 from preamp.kernels import cpu_lacks_matmul
 
 DEMO, *EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))

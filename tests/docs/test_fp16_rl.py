@@ -12,7 +12,7 @@ import torch
 
 from cases.ranks import run_ranks
 from code_blocks import blocks_of
-from distributed.test_fully_sharded import RUNS_ON_CPUS
+from distributed.ranks import RUNS_ON_CPUS
 
 PAGE = Path(__file__).parents[2] / "docs" / "fp16-rl.md"
 

@@ -679,77 +679,63 @@ def _two_of_one_weight() -> list[torch.optim.Optimizer]:
     return optimizers  # type: ignore[return-value]
 
 
-ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "device": (lambda: preamp.GradScaler("cuda"), TypeError, "first argument is the optimizer"),
-    "no engine": (
-        lambda: preamp.GradScaler(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)),
-        preamp.PreampStateError,
-        "GradScaler was given an SGD that was not initialized",
-    ),
-    "none": (lambda: preamp.GradScaler([]), preamp.PreampStateError, "given no optimizer"),
-    "two engines": (
-        lambda: preamp.GradScaler([_optimizer(), _optimizer()]),
-        preamp.PreampStateError,
-        "optimizers of different engines",
-    ),
-    "shared": (
-        lambda: preamp.GradScaler(_two_of_one_weight()),
-        preamp.PreampStateError,
-        "share parameters",
-    ),
-    "no loss": (lambda: preamp.GradScaler(_optimizer(), 1), IndexError, "loss_id=1"),
-    "scale": (
-        lambda: preamp.GradScaler(_optimizer(), init_scale=0.0),
-        ValueError,
-        "init_scale=0.0|scale=0.0 was given",
-    ),
-    "new scale": (
-        lambda: _of_one_backward().update("large"),  # type: ignore[arg-type]
-        ValueError,
-        "scale='large' was given to a GradScaler. It is a number above 0",
-    ),
-    "growth": (
-        lambda: preamp.GradScaler(_optimizer(), growth_factor=0.5),
-        ValueError,
-        "growth_factor=0.5 .* a number from 1",
-    ),
-    "model": (
-        lambda: preamp.GradScaler(_optimizer_and_model()[1]),  # type: ignore[arg-type]
-        TypeError,
-        "GradScaler was given an Exact",
-    ),
-    "backoff": (
-        lambda: preamp.GradScaler(_optimizer()).set_backoff_factor(1.0),
-        ValueError,
-        "between 0 and 1",
-    ),
-    "interval": (
-        lambda: preamp.GradScaler(_optimizer()).set_growth_interval(2.5),  # type: ignore[arg-type]
-        ValueError,
-        "growth_interval=2.5 .* a whole number",
-    ),
-    "state": (
-        lambda: preamp.GradScaler(_optimizer()).load_state_dict({"loss_scaler0": {}}),
-        ValueError,
-        "'loss_scaler0', and not 'scale'",
-    ),
-    "pickle": (
-        lambda: pickle.dumps(preamp.GradScaler(_optimizer())),
-        preamp.PreampStateError,
-        "state_dict",
-    ),
-    "closed": (lambda: _of_closed().scale(torch.ones(1)), preamp.PreampStateError, "Engine.close"),
-    "loss": (
-        lambda: preamp.GradScaler(_optimizer()).scale(torch.ones(1, dtype=torch.int64)),
-        TypeError,
-        "GradScaler.scale was given a torch.int64 tensor",
-    ),
+def _scaler(**options: Any) -> preamp.GradScaler:
+    return preamp.GradScaler(_optimizer(), **options)
+
+
+def _of_stranger() -> object:
+    return preamp.GradScaler(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
+
+
+Errors = dict[type[Exception], list[tuple[Callable[[], Any], str]]]
+ERRORS: Errors = {
+    preamp.PreampStateError: [
+        (_of_stranger, "GradScaler was given an SGD that was not initialized"),
+        (lambda: preamp.GradScaler([]), "given no optimizer"),
+        (
+            lambda: preamp.GradScaler([_optimizer(), _optimizer()]),
+            "optimizers of different engines",
+        ),
+        (lambda: preamp.GradScaler(_two_of_one_weight()), "share parameters"),
+        (lambda: pickle.dumps(_scaler()), "state_dict"),
+        (lambda: _of_closed().scale(torch.ones(1)), "Engine.close"),
+    ],
+    ValueError: [
+        (lambda: _scaler(init_scale=0.0), "init_scale=0.0|scale=0.0 was given"),
+        (
+            lambda: _of_one_backward().update("large"),  # type: ignore[arg-type]
+            "scale='large' was given to a GradScaler. It is a number above 0",
+        ),
+        (lambda: _scaler(growth_factor=0.5), "growth_factor=0.5 .* a number from 1"),
+        (lambda: _scaler().set_backoff_factor(1.0), "between 0 and 1"),
+        (
+            lambda: _scaler().set_growth_interval(2.5),  # type: ignore[arg-type]
+            "growth_interval=2.5 .* a whole number",
+        ),
+        (
+            lambda: _scaler().load_state_dict({"loss_scaler0": {}}),
+            "'loss_scaler0', and not 'scale'",
+        ),
+    ],
+    TypeError: [
+        (lambda: preamp.GradScaler("cuda"), "first argument is the optimizer"),
+        (
+            lambda: preamp.GradScaler(_optimizer_and_model()[1]),  # type: ignore[arg-type]
+            "GradScaler was given an Exact",
+        ),
+        (
+            lambda: _scaler().scale(torch.ones(1, dtype=torch.int64)),
+            "GradScaler.scale was given a torch.int64 tensor",
+        ),
+    ],
+    IndexError: [(lambda: _scaler(loss_id=1), "loss_id=1")],
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_bad_input(name: str) -> None:
-    call, kind, text = ERRORS[name]
+@pytest.mark.parametrize(
+    ("kind", "call", "text"), [(kind, *row) for kind, rows in ERRORS.items() for row in rows]
+)
+def test_bad_input(kind: type[Exception], call: Callable[[], Any], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
         call()
     assert str(caught.value).count(". ") >= 1

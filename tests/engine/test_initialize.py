@@ -109,22 +109,14 @@ def test_what_is_given_comes_back(
 def test_signature_is_apex_s() -> None:
     parameters = inspect.signature(amp.initialize).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == [
-        "models",
-        "optimizers",
-        "enabled",
-        "opt_level",
-        "cast_model_type",
-        "patch_torch_functions",
-        "keep_batchnorm_fp32",
-        "master_weights",
-        "loss_scale",
-        "cast_model_outputs",
-        "num_losses",
-        "verbosity",
-        "min_loss_scale",
-        "max_loss_scale",
-    ]
+    assert (
+        positional
+        == (
+            "models optimizers enabled opt_level cast_model_type patch_torch_functions "
+            "keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity "
+            "min_loss_scale max_loss_scale"
+        ).split()
+    )
     assert [parameters[name].default for name in positional[2:]] == [
         True,
         "O1",
@@ -184,16 +176,10 @@ BRIEFS = {
 def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(Net(), opt_level=level, loss_scale="128.0")
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
-    options = [
-        "enabled",
-        "opt_level",
-        "cast_model_type",
-        "patch_torch_functions",
-        "patch_torch_functions_type",
-        "keep_batchnorm_fp32",
-        "master_weights",
-        "loss_scale",
-    ]
+    options = (
+        "enabled opt_level cast_model_type patch_torch_functions patch_torch_functions_type "
+        "keep_batchnorm_fp32 master_weights loss_scale"
+    ).split()
     assert lines[0] == f"Selected optimization level {BRIEFS[level]}"
     assert lines[1] == "Defaults for this optimization level are:"
     assert [line.split(" : ")[0].strip() for line in lines[2:10]] == options

@@ -7,26 +7,40 @@ counted off with ``sys.settrace``, so that each is hit and none by chance.
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import linecache
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import OptState
+from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import EXACT, LEVEL_NAMES
+from cases.models import Exact, loss_of
+from cases.optimizers import clone_state
+from cases.pair import Pair
+from cases.tolerances import assert_same
 from engine.harness import differences, picture, train_plain, train_step
 from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.patches import PATCH_LOCK, PATCHES
 from preamp.casting.thread_casts import CASTS
+from preamp.core.undo import UndoStack
+from preamp.engine.block import Block
+from preamp.kernels.by_device import ByDevice
 
 FOLDER = str(Path(preamp.__file__).parent)
 
@@ -237,3 +251,553 @@ def test_some_lines(check: Callable[..., None], level: str, offset: int) -> None
 @pytest.mark.parametrize(("check", "level"), [(check_initialize, "O2"), (check_close, "O1")])
 def test_some_lines_with_statistics_and_tracing(check: Callable[..., None], level: str) -> None:
     check(level, every=50, offset=25, **WATCHED)
+
+
+# -- lines that begin or end a backward -------------------------------------------------------
+#
+# After each one the engine stands where it does without the block, or where it does after the whole
+# of it: a step, and a further iteration, give the very same numbers and loss scale.
+
+
+SCALE = 2.0**10
+
+
+class Run:
+    """One training, driven call by call; two of them can be compared."""
+
+    def __init__(self, level: str, count: int, scale: float | str, **options: Any) -> None:
+        self.models = [Exact(seed) for seed in range(count)]
+        self.optimizers: list[Any] = [
+            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5) for model in self.models
+        ]
+        preamp.initialize(
+            self.models, self.optimizers, opt_level=level, loss_scale=scale, verbosity=0, **options
+        )
+        self.engine = preamp.engine_of(self.models[0])
+        self.scaler: Any = None
+        if scale == "dynamic":
+            self.engine.scaler(0).set_scale(SCALE)
+            self.engine.scaler(0).growth_tracker.fill_(1998)
+        self.block: AbstractContextManager[torch.Tensor] | None = None
+
+    def enter(self, index: int, factor: float = 1.0, **options: Any) -> None:
+        self.block = preamp.scale_loss(
+            loss_of(self.models, index) * factor, self.optimizers, **options
+        )
+        self.scaled = self.block.__enter__()
+
+    def leave(self) -> None:
+        assert self.block is not None
+        block, self.block = self.block, None
+        block.__exit__(None, None, None)
+
+    def backward(self, index: int, factor: float = 1.0, **options: Any) -> None:
+        self.enter(index, factor, **options)
+        self.scaled.backward()
+        self.leave()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def finish(self, accumulates: bool = False) -> list[Any]:
+        """`go_on`, and close the engine: the next one would walk over those that are open."""
+        seen = self.go_on(accumulates)
+        self.engine.close()
+        return seen
+
+    def go_on(self, accumulates: bool = False) -> list[Any]:
+        """A step with what is there, then whole iterations; return all that came of it."""
+        seen = []
+        if accumulates:
+            self.backward(6)
+        seen.append(self.picture(with_grads=True))
+        self.step()
+        seen.append(self.picture())
+        self.zero()
+        for index in (7, 8):
+            self.backward(index)
+            self.step()
+            self.zero()
+            seen.append(self.picture())
+        return seen
+
+    def picture(self, *, with_grads: bool = False) -> Any:
+        scaler = self.engine.scaler(0)
+        masters = [list(preamp.master_params(optimizer)) for optimizer in self.optimizers]
+        seen = {
+            "weights": [[str(p.tolist()) for p in model.parameters()] for model in self.models],
+            "masters": [[str(p.tolist()) for p in params] for params in masters],
+            "state": [str(clone_state(optimizer)) for optimizer in self.optimizers],
+            "scale": (scaler.value(), int(scaler.growth_tracker), float(scaler.found_inf)),
+            "steps": (self.engine.steps_applied, self.engine.steps_skipped),
+        }
+        if with_grads:
+            seen["grads"] = [
+                [None if p.grad is None else str(p.grad.tolist()) for p in params]
+                for params in masters
+            ]
+        return seen
+
+
+Prepare = Callable[[Run], object]
+Part = Callable[[Run], Callable[[], object]]
+
+
+def nothing(run: Run) -> None:
+    del run
+
+
+def accumulated(run: Run) -> None:
+    run.backward(1)
+
+
+def left_scaled(run: Run) -> None:
+    run.backward(1, delay_unscale=True)
+
+
+def ending(**options: Any) -> Part:
+    """What runs from the end of the body on."""
+
+    def part(run: Run) -> Callable[[], object]:
+        run.enter(2, **options)
+        run.scaled.backward()
+        return run.leave
+
+    return part
+
+
+def beginning(run: Run) -> Callable[[], object]:
+    return lambda: run.enter(2)
+
+
+def end_block(run: Run) -> None:
+    if run.block is not None:
+        run.scaled.backward()
+        run.leave()
+
+
+def prepared(level: str, count: int, prepare: Prepare) -> Run:
+    """A run that has taken a step."""
+    run = Run(level, count, 8.0 if level == "O5" else "dynamic")
+    run.backward(0)
+    run.step()
+    run.zero()
+    prepare(run)
+    return run
+
+
+def lines_in(run: Run, part: Part) -> list[Line]:
+    """Each line of a part the first and the last time; the whole of it is run."""
+    lines = sample(lines_of(part(run)), 1, 0)
+    end_block(run)
+    return lines
+
+
+def check(
+    level: str, count: int, prepare: Prepare, part: Part, chosen: Callable[[int, Line], bool]
+) -> None:
+    """Interrupt ``part`` at the lines that are ``chosen``, by number too, in a run for each."""
+    is_left = prepare is left_scaled or part is LEAVES_SCALED
+    other = prepared(level, 1, nothing)  # while it is open, casts stay where they are
+    allowed = [prepared(level, count, prepare).finish(is_left)]
+    run = prepared(level, count, prepare)
+    lines = [line for number, line in enumerate(lines_in(run, part)) if chosen(number, line)]
+    allowed.append(run.finish(is_left))
+    if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
+        allowed.append(prepared(level, count, nothing).finish(is_left))
+        run = prepared(level, count, prepare)
+        factor = float("inf") if part is OVERFLOWS else 1.0
+        run.backward(2, factor, delay_unscale=True)
+        allowed.append(run.finish(is_left))
+    hits = 0
+    for line in lines:
+        run = prepared(level, count, prepare)
+        hits += interrupt(part(run), line)
+        run.block = None
+        assert run.finish(is_left) in allowed, f"after an interrupt at {line}"
+    assert hits >= 0.8 * len(lines)
+    other.engine.close()
+
+
+LEAVES_SCALED = ending(delay_unscale=True)
+OVERFLOWS = ending(factor=float("inf"))
+PARTS = {
+    "end": ending(),
+    "end after overflow": OVERFLOWS,
+    "end that leaves gradients scaled": LEAVES_SCALED,
+    "beginning": beginning,
+}
+BEFORE = {"nothing": nothing, "accumulated": accumulated, "left scaled": left_scaled}
+
+
+KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]
+
+
+@functools.cache
+def turns(part: str, before: str) -> dict[tuple[str, int], tuple[str, int]]:
+    """By file and line: one of the levels and numbers of models that run the line."""
+    having: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for kind in KINDS:
+        run = prepared(*kind, BEFORE[before])
+        for place in {place_of(line) for line in lines_in(run, PARTS[part])}:
+            having.setdefault(place, []).append(kind)
+        run.engine.close()
+    return {
+        place: kinds[number % len(kinds)]
+        for number, (place, kinds) in enumerate(sorted(having.items()))
+    }
+
+
+def place_of(line: Line) -> tuple[str, int]:
+    return line.code.co_filename, line.number
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("level", "count"), KINDS)
+def test_every_line_of_a_block(level: str, count: int, part: str, before: str) -> None:
+    """Each at one of the levels, with one model or two."""
+    mine = {place for place, kind in turns(part, before).items() if kind == (level, count)}
+    assert mine
+    check(level, count, BEFORE[before], PARTS[part], lambda _, line: place_of(line) in mine)
+
+
+@pytest.mark.parametrize(
+    ("level", "count", "before", "part"),
+    [
+        ("O1", 1, "accumulated", "end"),
+        ("O2", 2, "nothing", "end"),
+        ("O2", 1, "accumulated", "end after overflow"),
+        ("O5", 2, "left scaled", "end"),
+        ("O1", 2, "nothing", "end that leaves gradients scaled"),
+        ("O2", 1, "accumulated", "beginning"),
+    ],
+)
+def test_some_lines_of_a_block(level: str, count: int, before: str, part: str) -> None:
+    check(level, count, BEFORE[before], PARTS[part], lambda number, _: number % 120 == 60)
+
+
+# -- a GradScaler ----------------------------------------------------------------------------------
+
+
+def loop(level: str, count: int, *, overflows: bool) -> tuple[Run, Any]:
+    """A run that has taken a step with a scaler, and made gradients twice for the next."""
+    run, scaler = loop_before(level, count)
+    factor = float("inf") if overflows else 1.0
+    scaler.scale(loss_of(run.models, 1) * factor).backward()
+    return run, scaler
+
+
+def loop_before(level: str, count: int) -> tuple[Run, Any]:
+    run = Run(level, count, "dynamic")
+    scaler = preamp.GradScaler(run.optimizers)
+    iterate(run, scaler, 0)
+    scaler.scale(loss_of(run.models, 3)).backward()
+    return run, scaler
+
+
+def iterate(run: Run, scaler: Any, index: int) -> None:
+    scaler.scale(loss_of(run.models, index)).backward()
+    for optimizer in run.optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    run.zero()
+
+
+def finish(run: Run, scaler: Any) -> list[Any]:
+    """The rest of the iteration, as far as it is not done, and two more."""
+    for optimizer in run.optimizers:
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.STEPPED:
+            scaler.step(optimizer)
+    scaler.update()
+    return go_on(run, scaler)
+
+
+def go_on(run: Run, scaler: Any) -> list[Any]:
+    run.zero()
+    seen = [run.picture()]
+    for index in (7, 8):
+        iterate(run, scaler, index)
+        seen.append(run.picture())
+    run.engine.close()
+    return seen
+
+
+def check_scaler(level: str, count: int, call: str, overflows: bool, every: int) -> None:
+    def begun() -> tuple[Run, Any, Callable[[], object]]:
+        run, scaler = loop(level, count, overflows=overflows)
+        if call == "update":
+            for optimizer in run.optimizers:
+                scaler.step(optimizer)
+            return run, scaler, scaler.update
+        return run, scaler, lambda: scaler.unscale_(run.optimizers[0])
+
+    other = Run(level, 1, "dynamic")  # while it is open, casts stay where they are
+    run, scaler, whole = begun()
+    # What has been added in place within a kernel cannot be told from what has not.
+    kernels = os.sep + "kernels" + os.sep
+    every_line = [line for line in lines_of(whole) if kernels not in line.code.co_filename]
+    lines = sample(every_line, every, 0)
+    if call == "update":
+        run, scaler, _ = begun()
+    allowed = [finish(run, scaler)]
+    if call == "unscale_":  # the latter backward may be taken back, of this optimizer
+        run, scaler = loop_before(level, count)
+        rest = loss_of(run.models[1:], 1) if count > 1 else torch.zeros((), requires_grad=True)
+        scaler.scale(rest * (float("inf") if overflows else 1.0)).backward()
+        allowed.append(finish(run, scaler))
+    hits = 0
+    for line in lines:
+        run, scaler, whole = begun()
+        hits += interrupt(whole, line)
+        is_over = call == "update" and not scaler._per_optimizer_states
+        seen = go_on(run, scaler) if is_over else finish(run, scaler)
+        assert seen in allowed, f"after an interrupt at {line}"
+    assert hits >= 0.8 * len(lines)
+    other.engine.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("call", ["update", "unscale_"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_many_lines_of_a_grad_scaler(level: str, count: int, call: str, overflows: bool) -> None:
+    check_scaler(level, count, call, overflows, every=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "every", "overflows"),
+    [("update", 7, True), ("update", 9, False), ("unscale_", 60, True)],
+)
+def test_some_lines_of_a_grad_scaler(call: str, every: int, overflows: bool) -> None:
+    check_scaler("O2", 1, call, overflows, every)
+
+
+# -- what listeners raise, and interrupts of what an interrupt has begun ---------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_listener_that_raises_after_the_end_is_heard_and_harmless(
+    level: str, error: type[BaseException]
+) -> None:
+    run, other = (Run(level, 1, "dynamic") for _ in range(2))
+
+    def fail(backward: object) -> None:
+        del backward
+        run.engine.events.block_over.remove(fail)
+        raise error
+
+    run.engine.events.block_over.append(fail)
+    with pytest.raises(error):
+        run.backward(2)
+    other.backward(2)
+    assert run.go_on() == other.go_on()
+
+
+@pytest.mark.parametrize("then", ["block", "clip", "step", "zero_grad"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_second_interrupt_leaves_is_done_by_the_next_call(
+    level: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = (Run(level, 1, "dynamic") for _ in range(2))
+    session = run.engine.sessions[id(run.optimizers[0])]
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(session.direct, "commit", fail)
+        unwind = UndoStack.unwind
+
+        def stop(stack: UndoStack) -> None:
+            if stack._steps:
+                stack._steps[-1]()
+
+        patch.setattr(UndoStack, "unwind", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.backward(2)
+        patch.setattr(UndoStack, "unwind", unwind)
+    assert session.is_open
+    other.backward(2)
+    for one in (run, other):
+        if then == "block":
+            one.backward(3)
+        elif then == "clip":
+            preamp.clip_grad_norm_(one.optimizers[0], 2.0**-12)
+        elif then == "step":
+            one.step()
+        one.zero()
+    assert run.go_on() == other.go_on()
+
+
+@pytest.mark.parametrize("step", ["_hear", "_end_ranks", "_look"])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_step_of_the_end_may_run_twice(
+    step: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was over when the interrupt came, and was not known to be."""
+    run, other = (Run("O2", 2, "dynamic") for _ in range(2))
+    original, calls = getattr(Block, step), []
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        original(*args, **options)
+        calls.append(step)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.backward(2, factor)
+    assert len(calls) == 2
+    other.backward(2, factor)
+    assert run.go_on() == other.go_on()
+
+
+# -- blocks that fail while they set aside or unscale -----------------------------------------
+
+
+levels = pytest.mark.parametrize("level", EXACT)
+
+
+class Failing:
+    """Lets an op run out of memory at its n-th call from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, op: str, call: int) -> None:
+        original = getattr(ByDevice, op)
+        self.failed = False
+        calls = itertools.count()
+
+        def fail_once(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == call:
+                self.failed = True
+                raise torch.OutOfMemoryError(op)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(ByDevice, op, fail_once)
+
+
+@levels
+@pytest.mark.parametrize(
+    ("op", "scale"), [("census", "dynamic"), ("scale_add_", "dynamic"), ("scale_add_", 128.0)]
+)
+@pytest.mark.parametrize("earlier", [False, True])
+def test_gradients_are_those_from_before_the_block(
+    level: str, op: str, scale: Any, earlier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(level, loss_scale=scale)
+    if earlier:
+        pair.backward(0)
+    before = pair.engine.loss_scale()
+    failing = Failing(monkeypatch, op, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        pair.ours(1)
+    assert failing.failed
+    assert pair.engine.loss_scale() == before
+    pair.check_grads()
+    pair.step()
+    pair.check("after the failed block")
+    pair.zero()
+    pair.train(2)
+    pair.check("after another step")
+
+
+@levels
+@pytest.mark.parametrize("call", [0, 1])
+def test_optimizers_of_one_block_fail_together(
+    level: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second optimizer's failure takes the first one's unscaling back."""
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    preamp.initialize(models, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
+    ones = torch.ones(1, 2)
+
+    def backward(factor: float) -> None:
+        loss = sum(model(ones).float().sum() for model in models) * factor
+        with preamp.scale_loss(loss, optimizers) as scaled:
+            scaled.backward()
+
+    backward(1.0)
+    Failing(monkeypatch, "scale_add_", call)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(2.0)
+    for optimizer in optimizers:
+        for param in preamp.master_params(optimizer):
+            assert_same(param.grad, torch.ones_like(param))
+
+
+@levels
+def test_a_delayed_accumulation_that_cannot_be_unscaled_is_dropped_whole(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(level, loss_scale=128.0)
+    pair.backward(0)
+    pair.ours(1, delay_unscale=True)
+    Failing(monkeypatch, "scale_add_", 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        pair.ours(2)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@levels
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_setting_aside_can_fail(
+    level: str, interrupt: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moving earlier gradients to the masters runs out of memory."""
+    pair = Pair(level, loss_scale=128.0)
+    pair.backward(0)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ByDevice, "widen_add", fail)
+        if preamp.engine_of(pair.model).has_masters:
+            with pytest.raises(interrupt):
+                pair.ours(1)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_forward_of_a_failed_block_is_forgotten(level: str) -> None:
+    """What ran under ``no_sync`` in it is no reason for the scale to wait for other ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        wrapper = DistributedDataParallel(model)
+        ones, engine = torch.ones(1, 2), preamp.engine_of(model)
+
+        def backward(factor: float, error: Exception | None = None) -> None:
+            loss = wrapper(ones).float().sum() * factor
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                if error is not None:
+                    raise error
+                scaled.backward()
+
+        backward(1.0)
+        optimizer.step()
+        with wrapper.no_sync(), pytest.raises(OSError, match="disk"):
+            backward(1.0, OSError("disk"))
+        before = engine.loss_scale()
+        backward(float("inf"))
+        assert engine.loss_scale() == before / 2
+        optimizer.step()
+        engine.close()
+    finally:
+        dist.destroy_process_group()

@@ -1,20 +1,44 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Initializing again, and what is freed when."""
+"""What initializing again, ``Engine.close`` and dropping an engine leave behind: nothing."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, LEVEL_NAMES
+from cases.levels import (
+    BY_KIND,
+    CASTING_FUNCTIONS,
+    F32_WEIGHTS,
+    HALF_WEIGHTS,
+    LEVEL_NAMES,
+    WITH_MASTERS,
+)
 from cases.models import Parts, batch
-from preamp.optimizers import FusedAdam
+from engine.harness import (
+    HALF,
+    OPTIMIZERS,
+    differences,
+    halves_match,
+    make,
+    masters,
+    picture,
+    same,
+    started,
+    train_plain,
+    train_step,
+    weights,
+)
+from preamp import amp
+from preamp.optimizers import FusedAdam, FusedSGD
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -101,7 +125,8 @@ def test_a_failed_call_leaves_the_earlier_engine_in_place() -> None:
 
 
 @pytest.fixture
-def without_collector() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
+    """Python collects reference cycles only where it is asked to."""
     gc.collect()
     gc.disable()
     yield
@@ -109,7 +134,7 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.usefixtures("without_collector")
+@pytest.mark.usefixtures("uncollected")
 def test_a_closed_engine_holds_nothing(level: str) -> None:
     """After close() everything goes with its last reference, without the cycle collector."""
     model = Parts()
@@ -178,3 +203,549 @@ def test_zero_grad_keeps_its_label_and_whoever_replaced_it(monkeypatch: pytest.M
     )
     optimizer.zero_grad()
     assert called == [True]
+
+
+# -- close, compared attribute by attribute ---------------------------------------------------
+
+
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+
+
+def numbers(names: list[str]) -> list[str]:
+    """Names in a picture that stand for numbers which rounding to half changes at O3."""
+    kinds = ("._parameters", "._buffers", ".grad")
+    return [name for name in names if name.endswith(kinds) or ".state." in name]
+
+
+@DOORS
+@ALL_LEVELS
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_untrained(door: Any, level: str, optimizer_name: str, with_state: bool) -> None:
+    """Right after initialize, closing leads back to the very same picture."""
+    model, optimizer = make(optimizer=optimizer_name)
+    if with_state:
+        train_plain(model, optimizer, 0)
+        optimizer.zero_grad()
+    before = picture(model, optimizer)
+    door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert differences(before, picture(model, optimizer)) != []
+    preamp.engine_of(model).close()
+    changed = differences(before, picture(model, optimizer))
+    assert changed == (numbers(changed) if level == "O3" else [])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
+
+
+@DOORS
+@ALL_LEVELS
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_trained(door: Any, level: str, optimizer_name: str) -> None:
+    """After training and a skipped step, only numbers differ from before."""
+    model, optimizer = make(optimizer=optimizer_name)
+    train_plain(model, optimizer, 0)
+    before = picture(model, optimizer)
+    door.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+    for step in range(3):
+        train_step(model, optimizer, step)
+    train_step(model, optimizer, 3, poison=True)
+    optimizer.zero_grad(set_to_none=False)
+    exact = masters(optimizer)
+    preamp.engine_of(model).close()
+    changed = differences(before, picture(model, optimizer))
+    assert changed == numbers(changed)
+    assert same([p.detach().float() for p in model.parameters()], [t.float() for t in exact])
+    assert set(optimizer.state) == set(model.parameters())
+    for param in model.parameters():
+        floats = {
+            value.dtype
+            for value in optimizer.state[param].values()
+            if isinstance(value, torch.Tensor)
+        }
+        assert floats == {torch.float32}
+
+
+@ALL_LEVELS
+def test_twice(level: str) -> None:
+    model, optimizer = started(level)
+    engine = preamp.engine_of(model)
+    engine.close()
+    assert engine.closed
+    after = picture(model, optimizer)
+    engine.close()
+    assert differences(after, picture(model, optimizer)) == []
+
+
+def test_the_second_close_leaves_a_later_engine_alone() -> None:
+    model, optimizer = started("O2")
+    first = preamp.engine_of(model)
+    first.close()
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    first.close()
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
+    assert preamp.engine_of(model) is not first
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_pending_gradients_of_float64_parameters(level: str) -> None:
+    model = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    with preamp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    preamp.engine_of(model).close()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype is model.weight.dtype is torch.float64
+    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("built", ["before", "after"])
+def test_scheduler_outlives_the_engine(level: str, built: str) -> None:
+    """A scheduler wraps ``step``; closing keeps its wrapper and training goes on with it."""
+    model, optimizer = make()
+    if built == "before":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if built == "after":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train_step(model, optimizer, 0)
+    scheduler.step()
+    preamp.engine_of(model).close()
+    before = weights(model)
+    train_plain(model, optimizer, 1)
+    scheduler.step()
+    assert not same(weights(model), before)
+    assert optimizer.param_groups[0]["lr"] == 0.125 / 4
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train_step(model, optimizer, 2)
+    scheduler.step()
+    assert halves_match(model)
+    assert preamp.engine_of(model).steps_applied == 1
+
+
+@ALL_LEVELS
+def test_after_close_nothing_is_found(level: str) -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert hasattr(optimizer, "_amp_stash")
+    preamp.engine_of(model).close()
+    assert not hasattr(optimizer, "_amp_stash")
+    assert amp._amp_state.engine is None
+    assert amp.state_dict() == {}
+    with pytest.raises(preamp.PreampStateError, match="has no engine"):
+        preamp.engine_of(model)
+
+
+@ALL_LEVELS
+def test_the_users_own_hooks_stay(level: str) -> None:
+    model, optimizer = make()
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("step before"))
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.register_forward_hook(lambda *_: calls.append("after"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("step after"))
+    preamp.engine_of(model).close()
+    train_plain(model, optimizer, 0)
+    assert calls == ["before", "after", "step before", "step after"]
+
+
+@ALL_LEVELS
+def test_what_was_added_meanwhile_stays(level: str) -> None:
+    model, optimizer = started(level)
+    extra = nn.Linear(2, 2).to(HALF[level] if level in HALF_WEIGHTS else torch.float32)
+    optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
+    preamp.engine_of(model).close()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [8, 2]
+    assert optimizer.param_groups[1]["params"][0] is extra.weight
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_device_and_memory_format_of_what_comes_back(level: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    stride = model[0].weight.stride()
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model[0].weight.stride() == stride
+    preamp.engine_of(model).close()
+    assert model[0].weight.stride() == stride
+
+
+# -- engines that are dropped without close ---------------------------------------------------
+
+
+NAMESPACES = (torch, torch.Tensor, nn.functional, torch.autograd)
+
+
+def _attributes() -> list[dict[str, Any]]:
+    return [dict(vars(namespace)) for namespace in NAMESPACES]
+
+
+def _casts() -> tuple[bool, torch.dtype, bool]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _train_and_drop(level: str, door: Any) -> list[weakref.ref[Any]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    settings = {"opt_level": level, "scope": "thread", "verbosity": 0}
+    model, optimizer = door.initialize(model, optimizer, **settings)
+    for _ in range(2):
+        with door.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = preamp.engine_of(optimizer)
+    return [weakref.ref(thing) for thing in (engine, model, optimizer, model[0].weight)]
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@pytest.mark.parametrize("level", BY_KIND)
+def test_models_optimizers_and_engines_are_freed(level: str, door: Any) -> None:
+    dropped = _train_and_drop(level, door)
+    gc.collect()
+    assert [ref() for ref in dropped] == [None] * len(dropped)
+
+
+@pytest.mark.parametrize("level", BY_KIND)
+def test_torch_is_as_it_was(level: str) -> None:
+    attributes, casts = _attributes(), _casts()
+    _train_and_drop(level, preamp)
+    gc.collect()
+    assert _casts() == casts
+    for before, after in zip(attributes, _attributes(), strict=True):
+        assert before.keys() == after.keys()
+        assert [name for name in before if before[name] is not after[name]] == []
+
+
+def test_amp_without_a_living_engine_has_no_state() -> None:
+    for level in ("O2", "O1"):  # O1's handle, which stays, must not hold the engine
+        _train_and_drop(level, amp)
+        gc.collect()
+        assert amp.state_dict() == {}
+        assert amp._amp_state.engine is None
+    assert not amp._amp_state.handle.is_active()
+    amp._amp_state.handle._deactivate()
+
+
+def _skip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with amp.scale_loss(model(torch.randn(8, 4)).sum(), optimizer) as scaled:
+        (scaled * float("inf")).backward()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_amps_state_has_nothing_of_what_was_dropped_before_a_call(level: str) -> None:
+    """As in a search over learning rates, or in a notebook's cell that runs again."""
+    for count in range(3):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        for _ in range(count):
+            _skip(model, optimizer)
+        scale = 2.0 ** (16 - count)
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
+        amp._amp_state.loss_scalers[0]._loss_scale = 64.0
+        assert preamp.engine_of(optimizer).loss_scale() == 64.0
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_amps_state_has_nothing_of_an_optimizer_that_another_replaced(level: str) -> None:
+    """The old one is dropped where the name is bound anew, after the call."""
+    model = nn.Linear(4, 2)
+    for _ in range(2):
+        model, optimizer = amp.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            opt_level=level,
+            loss_scale="dynamic",
+            verbosity=0,
+        )
+        amp._amp_state.loss_scalers[0]._loss_scale = 32.0
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 0}}
+        assert preamp.engine_of(optimizer).loss_scale() == 32.0
+        _skip(model, optimizer)
+
+
+def test_a_layer_shared_with_a_dropped_engine_is_free() -> None:
+    shared = nn.Linear(4, 4)
+    preamp.initialize(nn.Sequential(shared, nn.Linear(4, 2)), opt_level="O1", verbosity=0)
+    model = nn.Sequential(shared, nn.Linear(4, 2))
+    preamp.initialize(model, opt_level="O2", verbosity=0)  # with no collection in between
+    assert shared.weight.dtype is torch.float16
+    preamp.engine_of(model).close()
+
+
+# -- collected where the thread's casts cannot be taken back at once ---------------------------
+
+
+def _engine(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return preamp.initialize(model, optimizer, verbosity=0, **options)
+
+
+def _on_another_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def _collected_by_another_thread() -> None:
+    gc.disable()
+    try:
+        _train_and_drop("O1", preamp)
+        _on_another_thread(gc.collect)
+    finally:
+        gc.enable()
+
+
+def test_collected_by_another_thread_than_the_main_one() -> None:
+    _train_and_drop("O1", preamp)  # what torch imports at a first step is no change below
+    gc.collect()
+    attributes, casts = _attributes(), _casts()
+    _collected_by_another_thread()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    assert _attributes() == attributes
+    assert _casts() == casts
+
+
+def _product() -> torch.dtype:
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+ENTRANCES = ("forward", "step", "scale_loss", "initialize", "close", "GradScaler")
+
+
+def _enter(name: str) -> Callable[[], object]:
+    """Something that enters preamp, made beforehand."""
+    model, optimizer = _engine(opt_level="O0")
+    scaler = preamp.GradScaler(optimizer)
+
+    def block() -> None:
+        with preamp.scale_loss(torch.ones(()), optimizer):
+            pass
+
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: model(torch.ones(1, 4)),
+        "step": optimizer.step,
+        "scale_loss": block,
+        "initialize": lambda: _engine(opt_level="O0"),
+        "close": preamp.engine_of(model).close,
+        "GradScaler": lambda: scaler.scale(torch.ones(())),
+    }
+    return calls[name]
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_collected_by_another_thread_than_its_own(entrance: str) -> None:
+    """Its casts end where preamp is entered; casting/test_settle has functions and forks."""
+    seen: list[bool] = []
+
+    def run() -> None:
+        enter = _enter(entrance)
+        attributes, casts = _attributes(), _casts()
+        _collected_by_another_thread()
+        enter()
+        gc.collect()
+        seen.append(_attributes() == attributes)
+        seen.append(_casts() == casts)
+
+    _on_another_thread(run)
+    assert seen == [True, True]
+
+
+def test_a_thread_that_ends_with_its_casts_leaves_nothing() -> None:
+    attributes = _attributes()
+    _on_another_thread(_collected_by_another_thread)
+    gc.collect()
+    assert _attributes() == attributes
+    assert _product() is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
+def test_a_dropped_engine_does_not_cast_around_the_next(level: str) -> None:
+    """As in a notebook cell that runs again at another level."""
+    gc.disable()
+    try:
+        _train_and_drop("O1", amp)
+        model, _ = _engine(opt_level=level)
+        assert _product() is torch.float32
+        preamp.engine_of(model).close()
+    finally:
+        gc.enable()
+
+
+class _Fault(BaseException):
+    """What goes wrong in the functions below, as an interrupt does."""
+
+
+def _fail_in_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.register_forward_hook(_raise)
+    model(torch.randn(8, 4))
+
+
+def _fail_in_the_forward_itself(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with preamp.scale_loss(torch.ones(()), optimizer):
+        model(torch.randn(8, 5))
+
+
+def _fail_in_a_block(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with preamp.scale_loss(model(torch.randn(8, 4)).sum(), optimizer):
+        raise _Fault
+
+
+def _fail_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    out = model(torch.randn(8, 4))
+    out.register_hook(_raise)
+    with preamp.scale_loss(out.sum(), optimizer) as scaled:
+        scaled.backward()
+
+
+def _fail_in_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_pre_hook(_raise)
+    optimizer.step()
+
+
+def _fail_without_casts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with preamp.disable_casts():
+        _raise()
+
+
+def _fail_in_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.functional.mse_loss(model(torch.randn(8, 4)), torch.randn(3, 5))
+
+
+def _raise(*_: object) -> None:
+    raise _Fault
+
+
+FAILURES = [
+    _fail_in_forward,
+    _fail_in_the_forward_itself,
+    _fail_in_a_block,
+    _fail_in_backward,
+    _fail_in_a_step,
+    _fail_without_casts,
+    _fail_in_between,
+]
+
+
+def _here(run: Callable[[], object]) -> None:
+    run()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("where", [_here, _on_another_thread])
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@pytest.mark.parametrize("fail", FAILURES)
+def test_casts_end_with_the_exception_of_the_function_that_began_them(
+    fail: Callable[..., None], door: Any, where: Callable[[Callable[[], object]], None]
+) -> None:
+    """As long as its traceback lives, so do the models in it."""
+    seen: list[object] = []
+
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        door.initialize(model, optimizer, opt_level="O4", scope="thread", verbosity=0)
+        fail(model, optimizer)
+
+    def run() -> None:
+        casts = _casts()
+        try:
+            train()
+        except (_Fault, RuntimeError) as error:
+            kept = error
+        gc.collect()
+        seen.append(_product())
+        del kept
+        gc.collect()
+        seen.extend([_product(), _casts() == casts])
+
+    attributes = _attributes()
+    where(run)
+    assert seen == [torch.bfloat16, torch.float32, True]
+    assert _attributes() == attributes
+
+
+# -- a session whose cells fail ------------------------------------------------------------------
+
+
+def _interrupt_the_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.forward = _raise  # type: ignore[method-assign] # torch's hooks hear of no interrupt
+    with preamp.scale_loss(torch.ones(()), optimizer):
+        model(torch.randn(8, 4))
+
+
+def _fail_beside_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net, _ = _engine(opt_level=preamp.engine_of(optimizer).policy.opt_level)
+    net(torch.randn(8, 4))
+    _raise()
+
+
+def _fail_to_initialize(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    level = preamp.engine_of(optimizer).policy.opt_level
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=-1)
+
+
+def _train_plainly() -> list[torch.Tensor]:
+    """A model of plain torch, by functions that the casts of others would change."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(3, 4), torch.tensor([0, 1, 1])
+    other = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    loss = torch.zeros(())
+    for _ in range(3):
+        optimizer.zero_grad()
+        joined = torch.cat([other(x), x @ x.T], 1)
+        loss = nn.functional.cross_entropy(other(x), labels) + joined.exp().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        optimizer.step()
+    return [loss.detach(), *[p.detach() for p in other.parameters()]]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
+@pytest.mark.parametrize(
+    "fail", [*FAILURES, _interrupt_the_forward, _fail_beside_another, _fail_to_initialize]
+)
+def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
+    fail: Callable[..., None], level: str
+) -> None:
+    """The session keeps its variables and the latest traceback, and closes nothing."""
+    expected = _train_plainly()
+    model, optimizer = _engine(opt_level=level)
+    with pytest.raises((_Fault, RuntimeError, ValueError)) as failed:
+        fail(model, optimizer)
+    for ours, plain in zip(_train_plainly(), expected, strict=True):
+        assert ours.dtype is torch.float32
+        assert torch.equal(ours, plain)
+    assert failed.value.__traceback__ is not None
+
+
+def test_gradients_are_no_longer_released() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    storage = preamp.Storage(release_gradients=True)
+    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0, storage=storage)
+    with preamp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    weight, engine = model.weight, weakref.ref(preamp.engine_of(model))
+    assert weight.grad is None
+    del model, optimizer, scaled
+    gc.collect()
+    assert engine() is None
+    weight.sum().backward()
+    assert weight.grad is not None

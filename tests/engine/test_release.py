@@ -508,47 +508,35 @@ def test_bytes_of_a_parameter() -> None:
 
 # -- what is refused -------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Build, dict[str, Any], type[Exception], str]] = {
-    "dynamic scale": (
-        BUILDS["FusedAdam"],
-        {"opt_level": "O2"},
-        PreampPolicyError,
-        "a dynamic loss scale",
-    ),
-    "LAMB": (lambda params: FusedLAMB(params), {}, TypeError, "an optimizer is a FusedLAMB"),
-    "LARS": (lambda params: FusedLARS(params, lr=0.1), {}, TypeError, "is a FusedLARS"),
-    "mixed LAMB": (
-        lambda params: FusedMixedPrecisionLamb(params),
-        {},
-        TypeError,
-        "is a FusedMixedPrecisionLamb",
-    ),
-    "torch's": (lambda params: torch.optim.AdamW(params), {}, TypeError, "is an AdamW"),
+REFUSED_OPTIMIZERS: dict[str, tuple[Build, type[Exception], str]] = {
+    "LAMB": (lambda params: FusedLAMB(params), TypeError, "an optimizer is a FusedLAMB"),
+    "LARS": (lambda params: FusedLARS(params, lr=0.1), TypeError, "is a FusedLARS"),
+    "mixed LAMB": (FusedMixedPrecisionLamb, TypeError, "is a FusedMixedPrecisionLamb"),
+    "torch's": (torch.optim.AdamW, TypeError, "is an AdamW"),
     "early Adam": (
         lambda params: FusedAdam(params, max_grad_norm=1.0),
-        {},
         TypeError,
         "is a FusedAdam of early 2019's formula",
     ),
     "LARC": (
         lambda params: LARC(FusedSGD(params, lr=0.1)),
-        {},
         PreampStateError,
         "LARC was used with storage",
     ),
-    "numerics": (BUILDS["FusedAdam"], {"numerics": "light"}, PreampStateError, "beside numerics"),
-    "trace": (
-        BUILDS["FusedAdam"],
-        {"overflow": "trace"},
-        PreampStateError,
-        "beside overflow='trace'",
-    ),
 }
+REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dynamic scale": ({"opt_level": "O2"}, PreampPolicyError, "a dynamic loss scale"),
+    "numerics": ({"numerics": "light"}, PreampStateError, "beside numerics"),
+    "trace": ({"overflow": "trace"}, PreampStateError, "beside overflow='trace'"),
+}
+REFUSED = [(build, {}, kind, text) for build, kind, text in REFUSED_OPTIMIZERS.values()]
+REFUSED += [(BUILDS["FusedAdam"], *row) for row in REFUSED_OPTIONS.values()]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_initialize_refuses(what: str) -> None:
-    build, more, kind, text = REFUSED[what]
+@pytest.mark.parametrize(("build", "more", "kind", "text"), REFUSED)
+def test_initialize_refuses(
+    build: Build, more: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     model = Net()
     optimizer = build(model.parameters())
     before = copy.deepcopy(model.state_dict())

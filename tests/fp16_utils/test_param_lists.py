@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Masters kept by the script: copies forth and back, flat and one by one."""
+"""Masters kept by the script, casts of whole models, and the stand-alone scalers."""
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from preamp.core.errors import PreampStateError
 from preamp.fp16_utils import (
+    BN_convert_float,
+    DynamicLossScaler,
+    FP16Model,
+    LossScaler,
     clip_grad_norm,
+    convert_module,
     convert_network,
     master_params_to_model_params,
     model_grads_to_master_grads,
+    network_to_half,
     prep_param_lists,
     to_python_float,
+    tofp16,
 )
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -190,3 +201,212 @@ def test_to_python_float() -> None:
 @pytest.mark.apex("0 apex.fp16_utils.clip_grad_norm", "5.1 clip_grad_norm")
 def test_clip_grad_norm_is_torch_s() -> None:
     assert clip_grad_norm is torch.nn.utils.clip_grad_norm_
+
+
+# -- casts: which tensors, which batch norms, which inputs ------------------------------------
+
+
+class Net(nn.Module):
+    """Layers that conversions treat differently, and tensors of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 1)
+        self.bn = nn.BatchNorm1d(4)
+        self.plain_bn = nn.BatchNorm1d(4, affine=False)
+        self.ln = nn.LayerNorm(3)
+        self.own = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("count", torch.tensor(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ln(self.plain_bn(self.bn(self.conv(x)))) * self.own
+
+
+def dtypes(net: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in net.state_dict().items()}
+
+
+EXPECTED = {
+    "conv.weight": torch.float16,
+    "bn.weight": torch.float32,
+    "bn.running_mean": torch.float32,
+    "bn.num_batches_tracked": torch.int64,
+    "plain_bn.running_mean": torch.float16,
+    "ln.weight": torch.float16,
+    "own": torch.float16,
+    "table": torch.float16,
+    "count": torch.int64,
+}
+
+
+@pytest.mark.apex("0 apex.fp16_utils.tofp16", "5.1 tofp16")
+def test_tofp16_casts_what_is_floating() -> None:
+    ids, images = torch.tensor([257, 999]), torch.ones(2, dtype=torch.float64)
+    got = tofp16()({"ids": ids, "images": images})
+    assert got["ids"] is ids
+    assert got["images"].dtype is torch.float16
+
+
+@pytest.mark.apex("0 apex.fp16_utils.convert_network", "5.1 convert_network")
+@pytest.mark.parametrize("convert", [lambda n: convert_network(n, torch.float16), network_to_half])
+def test_batch_norms_with_weights_stay_float32(convert: Callable[..., nn.Module]) -> None:
+    net = Net()
+    params = dict(net.named_parameters())
+    convert(net)
+    found = dtypes(net)
+    assert {name: found[name] for name in EXPECTED} == EXPECTED
+    assert all(param is params[name] for name, param in net.named_parameters())
+
+
+@pytest.mark.apex("0 apex.fp16_utils.network_to_half", "5.1 network_to_half")
+def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> None:
+    net = Net()
+    half = network_to_half(net)
+    assert isinstance(half, nn.Sequential)
+    assert isinstance(half[0], tofp16)
+    assert half[1] is net
+    assert half.state_dict().keys() == {f"1.{name}" for name in net.state_dict()}
+    out = half(torch.ones(2, 2, 3))
+    assert out.dtype is torch.float16
+    out.float().sum().backward()
+    assert net.conv.weight.grad is not None
+
+
+@pytest.mark.apex("5.1 network_to_half", "10 A-31")
+def test_a31_batch_norms_are_not_rounded_on_the_way() -> None:
+    net = Net()
+    with torch.no_grad():
+        for value in (net.bn.weight, net.bn.running_var):
+            value.fill_(1.0 + 2.0**-20)
+    network_to_half(net)
+    assert net.bn.weight.tolist() == [1.0 + 2.0**-20] * 4
+    assert net.bn.running_var.tolist() == [1.0 + 2.0**-20] * 4
+
+
+@pytest.mark.apex("0 apex.fp16_utils.BN_convert_float", "5.1 BN_convert_float")
+def test_bn_convert_float_brings_back_only_batch_norms_with_weights() -> None:
+    net = Net().half()
+    assert BN_convert_float(net) is net
+    found = dtypes(net)
+    assert {name: found[name] for name in EXPECTED} == EXPECTED
+
+
+@pytest.mark.apex("0 apex.fp16_utils.convert_module", "5.1 convert_module")
+def test_convert_module_leaves_children_and_integers() -> None:
+    net = Net()
+    net.own.grad = torch.ones(3)
+    convert_module(net, torch.bfloat16)
+    found = dtypes(net)
+    assert found["own"] is found["table"] is torch.bfloat16
+    assert found["conv.weight"] is torch.float32
+    assert found["count"] is torch.int64
+    assert net.own.grad.dtype is torch.bfloat16
+
+
+@pytest.mark.apex("5.1 convert_network")
+def test_convert_network_keeps_recurrent_layers_working() -> None:
+    lstm = nn.LSTM(3, 4)
+    reference = copy.deepcopy(lstm)
+    x = torch.ones(2, 1, 3)
+    out, _ = convert_network(lstm, torch.bfloat16)(x.bfloat16())
+    torch.testing.assert_close(out.float(), reference(x)[0], rtol=0.05, atol=0.02)
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4000, 2)
+
+    def forward(self, ids: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        assert scale.dtype is torch.float16
+        return self.embedding(ids) * scale
+
+
+@pytest.mark.apex("0 apex.fp16_utils.FP16Model", "5.1 FP16Model", "10 A-31")
+def test_a31_fp16_model_leaves_integer_inputs() -> None:
+    model = FP16Model(Lookup())
+    ids = torch.tensor([2049, 3999])  # float16 has neither
+    out = model(ids, scale=torch.ones(1))
+    assert out.dtype is torch.float16
+    assert torch.equal(out, model.network.embedding.weight[ids])
+
+
+# -- the stand-alone scalers against their rule written as a loop -----------------------------
+
+
+def holder(*grads: torch.Tensor | None) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.zeros(2)) for _ in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
+
+
+@pytest.mark.apex("0 apex.fp16_utils.LossScaler", "5.2 LossScaler")
+def test_a_constant_scale_stays_and_sees_nothing() -> None:
+    scaler = LossScaler(128.0)
+    assert (scaler.cur_scale, scaler.loss_scale) == (128.0, 128.0)
+    assert scaler.has_overflow(holder(torch.tensor([torch.inf, 0.0]))) is False
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 128.0
+    assert LossScaler().loss_scale == 1
+
+
+@pytest.mark.apex("5.2 LossScaler")
+@pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)])
+def test_gradients_and_losses_are_scaled(scaler: LossScaler) -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert scaler.scale_gradient(None, (x.detach(), None), None)[1] is None
+    assert scaler.scale_gradient(None, (x.detach(),), None)[0].tolist() == [4.0, 4.0]
+    loss = x.pow(2).sum() / 2
+    scaler.backward(loss, retain_graph=True)
+    scaler.backward(loss)
+    assert x.grad.tolist() == [8.0, 8.0]
+    with pytest.raises(RuntimeError, match="second time"):
+        scaler.backward(loss)
+
+
+def test_half_losses_are_widened_first() -> None:
+    x = torch.full((1,), 2.0, requires_grad=True)
+    loss = (x * 1.0).half().sum()
+    LossScaler(2.0**15).backward(loss)  # 2 * 2**15 is beyond float16
+    assert x.grad.tolist() == [2.0**15]
+
+
+@pytest.mark.apex("0 apex.fp16_utils.DynamicLossScaler", "5.2 DynamicLossScaler")
+@given(
+    overflows=st.lists(st.booleans(), max_size=40),
+    factor=st.sampled_from([2.0, 4.0]),
+    window=st.integers(1, 7),
+    init=st.sampled_from([1.0, 8.0, 2.0**32]),
+)
+def test_the_dynamic_rule(overflows: list[bool], factor: float, window: int, init: float) -> None:
+    scaler = DynamicLossScaler(init_scale=init, scale_factor=factor, scale_window=window)
+    scale, clean = init, 0
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        clean = 0 if overflow else clean + 1
+        if overflow:
+            scale = max(scale / factor, 1)
+        elif clean % window == 0:
+            scale *= factor
+        assert scaler.loss_scale == scale
+    assert scaler.cur_iter == len(overflows)
+
+
+@pytest.mark.apex("5.2 DynamicLossScaler")
+def test_defaults() -> None:
+    scaler = DynamicLossScaler()
+    assert (scaler.cur_scale, scaler.scale_factor, scaler.scale_window) == (2**32, 2.0, 1000)
+    assert (scaler.cur_iter, scaler.last_overflow_iter) == (0, -1)
+
+
+@pytest.mark.apex("5.2 has_overflow")
+def test_overflow_is_found_in_any_gradient() -> None:
+    scaler = DynamicLossScaler()
+    finite = torch.tensor([3e38, 3e38])  # their float32 sum is infinite, they are not
+    assert not scaler.has_overflow(holder(None, finite))
+    assert not scaler.has_overflow(holder(None))
+    assert scaler.has_overflow(holder(finite, torch.tensor([torch.nan, 0.0])))
+    assert DynamicLossScaler._has_inf_or_nan(torch.tensor([torch.inf]))
+    assert not DynamicLossScaler._has_inf_or_nan(finite)

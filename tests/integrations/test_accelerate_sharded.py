@@ -14,7 +14,7 @@ from torch import nn
 
 import preamp
 from cases.tolerances import assert_same
-from distributed.test_fully_sharded import RUNS_ON_CPUS
+from distributed.ranks import RUNS_ON_CPUS
 from integrations.small import (
     START,
     WARNINGS,

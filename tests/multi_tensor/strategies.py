@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
 EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
-CHUNKS = (65536, 2048 * 32, 256 * 32, 1, 7)
 
 SHAPES = ((), (0,), (1,), (7,), (2, 3), (3, 0, 2), (13,), (101,), (2, 3, 2, 2), (1, 2, 2, 2, 3))
 shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Statistics of a tensor are exactly what numpy finds, where they are counts."""
+"""Statistics and counts by exponent are what numpy finds in float64, for every dtype and layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -16,9 +17,55 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases.back_ends import REFERENCE, every_way
-from numerics import oracle
-from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
+from cases.layouts import LAYOUTS
+from preamp.kernels.ops import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO
+from preamp.numerics import EXPONENTS, FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.statistics import add_up
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ENOUGH_FOR_A_TABLE = 1 << 13  # elements from which patterns are counted instead of values
+
+magnitudes = st.one_of(
+    st.floats(min_value=1e-45, max_value=1e38),
+    st.integers(-149, 127).map(lambda exponent: 2.0**exponent),
+    st.integers(-149, 127).map(lambda exponent: math.nextafter(2.0**exponent, 0.0)),
+    st.sampled_from((0.0, math.inf, math.nan, 65504.0, 1e-300, 1e300, 5e-324)),
+)
+values = st.tuples(magnitudes, st.booleans()).map(lambda pair: -pair[0] if pair[1] else pair[0])
+dtypes = st.sampled_from(DTYPES)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of a few values, or of so many of them that patterns are counted."""
+    few = torch.tensor(draw(st.lists(values, max_size=40)), dtype=torch.float64)
+    few = few.to(draw(dtypes))
+    if len(few) and draw(st.booleans()):
+        few = few.repeat(ENOUGH_FOR_A_TABLE // len(few) + 1)
+    return few
+
+
+def exactly(tensor: torch.Tensor) -> Any:
+    """The values as float64, by their bits: no processor flag can flush them."""
+    wide = tensor.detach().reshape(-1).contiguous()
+    if wide.dtype is torch.bfloat16:
+        bits = wide.view(torch.int16).numpy().astype(np.int32) << 16
+        return _widened(bits.view(np.float32))
+    return _widened(wide.numpy())
+
+
+def _widened(values: Any) -> Any:
+    with np.errstate(invalid="ignore"):  # numpy tells of every signalling nan
+        return values.astype(np.float64)
+
+
+def exponents(finite: Any) -> Any:
+    """``floor(log2(abs(x)))`` of values that are not zero."""
+    return np.frexp(finite)[1] - 1
+
+
+# -- statistics -------------------------------------------------------------------------------
+
 
 HALVES = (FORMATS["float16"], FORMATS["bfloat16"])
 scales = st.integers(-10, 24).map(lambda exponent: 2.0**exponent)
@@ -39,11 +86,11 @@ def below(values: Any, bound: float) -> int:
 
 
 @every_way
-@given(oracle.tensors(), st.sampled_from(HALVES), scales)
+@given(tensors(), st.sampled_from(HALVES), scales)
 def test_counts_are_numpys(
     ops: Any, tensor: torch.Tensor, form: NumberFormat, scale: float
 ) -> None:
-    values = oracle.exactly(tensor)
+    values = exactly(tensor)
     finite = values[np.isfinite(values)]
     found = statistics_of(tensor, form, scale, ops=ops)
     assert found.elements == values.size
@@ -62,9 +109,9 @@ def test_counts_are_numpys(
 
 
 @every_way
-@given(oracle.tensors())
+@given(tensors())
 def test_rms_neither_overflows_nor_underflows(ops: Any, tensor: torch.Tensor) -> None:
-    finite = oracle.exactly(tensor)
+    finite = exactly(tensor)
     finite = finite[np.isfinite(finite)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
     found = statistics_of(tensor, HALVES[0], ops=ops).rms
@@ -78,10 +125,10 @@ def test_rms_neither_overflows_nor_underflows(ops: Any, tensor: torch.Tensor) ->
 
 
 @every_way
-@given(oracle.tensors())
+@given(tensors())
 def test_histogram_is_numpys(ops: Any, tensor: torch.Tensor) -> None:
-    values = oracle.exactly(tensor)
-    inside = oracle.exponents(values[np.isfinite(values) & (values != 0)])
+    values = exactly(tensor)
+    inside = exponents(values[np.isfinite(values) & (values != 0)])
     wanted = dict(zip(*np.unique(np.clip(inside, -149, 127), return_counts=True), strict=True))
     assert statistics_of(tensor, HALVES[0], ops=ops).histogram == wanted
 
@@ -138,20 +185,20 @@ class Temporaries(TorchDispatchMode):
         return result
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda values: values,
     "transposed": lambda values: values.view(1 << 10, 1 << 10).t(),
     "channels last": lambda values: values.view(16, 64, 32, 32).permute(0, 3, 1, 2),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+@pytest.mark.parametrize("layout", VIEWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str) -> None:
     values = torch.ones(1 << 20, dtype=dtype)
     values[0] = math.nan
     values[1] = 0
-    values = LAYOUTS[layout](values)
+    values = VIEWS[layout](values)
     with Temporaries(values) as temporaries:
         REFERENCE.tally([values])
     assert 0 < temporaries.largest <= 1 << 18
@@ -176,7 +223,7 @@ def test_it_does_not_matter_how_elements_lie(ops: Any, tensor: torch.Tensor) -> 
     assert statistics_of(tensor, HALVES[0], ops=ops) == statistics_of(other, HALVES[0], ops=ops)
 
 
-@given(st.lists(oracle.tensors(), min_size=1, max_size=5), st.sampled_from(HALVES), scales)
+@given(st.lists(tensors(), min_size=1, max_size=5), st.sampled_from(HALVES), scales)
 def test_parts_add_up_to_the_whole(
     tensors: list[torch.Tensor], form: NumberFormat, scale: float
 ) -> None:
@@ -186,3 +233,132 @@ def test_parts_add_up_to_the_whole(
     whole = statistics_of(torch.cat(parts), form, scale)
     assert replace(found, rms=0.0) == replace(whole, rms=0.0)
     assert found.rms == pytest.approx(whole.rms, rel=1e-6, nan_ok=True)
+
+
+# -- counts by exponent -----------------------------------------------------------------------
+
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def counts_of(ops: Any, tensor: torch.Tensor) -> list[int]:
+    (found,) = ops.tally([tensor])
+    return found.counts.tolist()
+
+
+def expected(tensor: torch.Tensor) -> list[int]:
+    values = exactly(tensor)
+    counts = [0] * BINS
+    counts[ZERO] = int((values == 0).sum())
+    counts[NONFINITE] = int((~np.isfinite(values)).sum())
+    for exponent in exponents(values[np.isfinite(values) & (values != 0)]):
+        place = FIRST + int(exponent) - EXPONENTS.start
+        counts[min(max(place, BELOW), ABOVE)] += 1
+    return counts
+
+
+@every_way
+@given(tensors())
+def test_exponents_are_numpys(ops: Any, tensor: torch.Tensor) -> None:
+    before = tensor.clone()
+    assert counts_of(ops, tensor) == expected(tensor)
+    assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("times", [1, 16])
+def test_every_half_value_is_counted_right(ops: Any, dtype: torch.dtype, times: int) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for part in every.split(len(every) if times > 1 else 4096):  # both ways to count
+        assert counts_of(ops, part) == expected(part)
+
+
+@every_way
+@every_dtype
+def test_every_exponent_is_counted_right(ops: Any, dtype: torch.dtype) -> None:
+    powers = 2.0 ** torch.arange(-160, 140, dtype=torch.float64)
+    values = torch.cat([powers, -powers * 1.75, powers * (2 - 2.0**-8)]).to(dtype)
+    assert counts_of(ops, values) == expected(values)
+    many = values.repeat(12)
+    assert len(many) > ENOUGH_FOR_A_TABLE
+    assert counts_of(ops, many) == expected(many)
+
+
+@every_way
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", [(3, 2, 5, 4), (8, 4, 20, 30)], ids=str)
+def test_layouts(ops: Any, layout: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    made = torch.Generator().manual_seed(0)
+    values = (torch.randn(shape, generator=made) * torch.rand(shape, generator=made) ** 30).to(
+        dtype
+    )
+    laid = layout(values)
+    assert counts_of(ops, laid) == expected(values)
+
+
+@every_way
+@every_dtype
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)], ids=str)
+def test_nothing_is_counted_in_an_empty_tensor(
+    ops: Any, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    assert counts_of(ops, torch.empty(shape, dtype=dtype)) == [0] * BINS
+
+
+@every_way
+@every_dtype
+def test_a_scalar_and_a_parameter(ops: Any, dtype: torch.dtype) -> None:
+    scalar = torch.tensor(-3.0, dtype=dtype)
+    assert counts_of(ops, scalar)[FIRST + 1 - EXPONENTS.start] == 1
+    (found,) = measure([torch.nn.Parameter(scalar)])
+    assert not found.tally.counts.requires_grad
+
+
+@every_way
+@pytest.mark.parametrize("elements", [100, 20_000])
+def test_values_that_the_processor_flushes_to_zero_are_counted(ops: Any, elements: int) -> None:
+    tiny = torch.full((elements,), 2.0**-140)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal values")
+    try:
+        counts = counts_of(ops, tiny)
+    finally:
+        torch.set_flush_denormal(False)
+    assert counts[ZERO] == 0
+    assert counts[FIRST - 140 - EXPONENTS.start] == elements
+
+
+@every_way
+def test_blocks_are_summed(ops: Any) -> None:
+    values = torch.ones((1 << 18) * 2 + 5)  # two whole blocks and a rest
+    assert counts_of(ops, values)[FIRST - EXPONENTS.start] == len(values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_those_of_ml_dtypes(name: str) -> None:
+    form, info = FORMATS[name], ml_dtypes.finfo(name)
+    assert form.largest == float(info.max)
+    assert form.mantissa_bits == info.nmant
+    assert form.min_exponent == int(info.minexp)
+    assert form.smallest_subnormal == float(info.smallest_subnormal)
+    assert getattr(torch, name).itemsize * 8 == info.bits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_headroom(name: str) -> None:
+    form = FORMATS[name]
+    assert form.headroom(form.largest) == 0
+    assert form.headroom(form.largest / 8) == 3
+    assert form.headroom(0.0) is None
+    assert form.headroom(1.5) == pytest.approx(math.log2(form.largest / 1.5), abs=1e-9)
+    if name != "float64":
+        assert form.headroom(form.largest * 4) == -2
+        smallest = form.headroom(form.smallest_subnormal)
+        assert smallest == pytest.approx(math.log2(form.largest) - form.subnormal_exponent)
+
+
+@every_way
+def test_the_bits_of_the_sign_are_where_they_are_looked_for(ops: Any) -> None:
+    assert counts_of(ops, torch.full((10_000,), -1.0))[FIRST - EXPONENTS.start] == 10_000

@@ -20,48 +20,68 @@ def param(dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.ones(3, dtype=dtype))
 
 
-@pytest.mark.apex("7.0 amsgrad=True: RuntimeError")
-@pytest.mark.parametrize(
-    "name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedMixedPrecisionLamb"]
-)
-def test_amsgrad(name: str) -> None:
-    message = (
-        f"{name} got amsgrad=True. It has no AMSGrad variant. Leave amsgrad out, or use "
-        "torch.optim.AdamW(..., amsgrad=True)."
-    )
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        getattr(optimizers, name)([param()], amsgrad=True)
-
-
+ADAMS = ("FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedMixedPrecisionLamb")
+WITH_MOMENTUM = ("FusedSGD", "FusedLARS")
 ALL_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "trust_coefficient", "max_grad_norm")
 NUMBERS = {
     case.name: [name for name in ALL_NUMBERS if name in {**case.defaults, **case.needs}]
     for case in (*FUSED, EARLY_ADAM)
 }
 NUMBERS["FusedMixedPrecisionLamb"].append("step")
+EACH_NUMBER = [(name, number) for name, numbers in NUMBERS.items() for number in numbers]
 
-
-@pytest.mark.apex("7.0 negative numbers: ValueError")
-@pytest.mark.parametrize(
-    ("name", "number"), [(name, n) for name, numbers in NUMBERS.items() for n in numbers]
+BELOW = "{2} must be zero or larger. Pass a number >="
+NO_NUMBER = "{2} must be a number. Pass a number >= 0."
+BETAS = "betas are two numbers, each at least 0 and below 1."
+LARS = "Its update rule has no {2}; Apex accepts and ignores it. Leave {2} out."
+AMSGRAD = (
+    "It has no AMSGrad variant. Leave amsgrad out, or use torch.optim.AdamW(..., amsgrad=True)."
 )
-@pytest.mark.parametrize("value", [-1, -0.5, float("nan")])
-def test_negative_numbers(name: str, number: str, value: float) -> None:
-    needs = {"lr": 0.1} if name in ("FusedSGD", "FusedLARS") else {}
-    message = f"{name} got {number}={value!r}. {number} must be zero or larger. Pass a number >="
-    with pytest.raises(ValueError, match=re.escape(message)):
-        getattr(optimizers, name)([param()], **{**needs, number: value})
+
+# The optimizer, an option and its value, the error, and what the message says after both.
+Refused = tuple[str, str, Any, type[Exception], str]
+REFUSED: list[Refused] = [
+    *((name, "amsgrad", True, RuntimeError, AMSGRAD) for name in ADAMS),
+    *(
+        (name, number, value, ValueError, BELOW)
+        for name, number in EACH_NUMBER
+        for value in (-1, -0.5, float("nan"))
+    ),
+    # YAML reads 1e-3, without a point, as a string.
+    *((name, number, "1e-3", TypeError, NO_NUMBER) for name, number in EACH_NUMBER),
+    *(
+        (name, "betas", betas, ValueError, BETAS)
+        for name in ADAMS
+        for betas in ((0.9, 1.0), (-0.1, 0.9), (0.9,))
+    ),
+    *(
+        (name, "betas", betas, TypeError, BETAS)
+        for name in ("FusedAdam", "FusedLion", "FusedADOPT")
+        for betas in (0.9, ("0.9", "0.999"), None)
+    ),
+    ("FusedLARS", "dampening", 0.5, ValueError, LARS),
+    ("FusedLARS", "wd_after_momentum", True, ValueError, LARS),
+    *(
+        ("FusedNovoGrad", "norm_type", given, RuntimeError, "It knows 2, the L2 norm, and 0")
+        for given in (1, 3, "2")
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [(name, n) for name, numbers in NUMBERS.items() for n in numbers]
+@pytest.mark.apex(
+    "7 FusedLARS",
+    "7.0 amsgrad=True: RuntimeError",
+    "7.0 negative numbers: ValueError",
+    "7.0 FusedNovoGrad(norm_type=…): RuntimeError for others than",
 )
-def test_what_is_no_number(name: str, number: str) -> None:
-    """YAML reads ``1e-3``, without a point, as a string."""
-    needs = {"lr": 0.1} if name in ("FusedSGD", "FusedLARS") else {}
-    message = f"{name} got {number}='1e-3'. {number} must be a number. Pass a number >= 0."
-    with pytest.raises(TypeError, match=re.escape(message)):
-        getattr(optimizers, name)([param()], **{**needs, number: "1e-3"})
+@pytest.mark.parametrize(("name", "option", "value", "error", "text"), REFUSED)
+def test_refused_options(
+    name: str, option: str, value: Any, error: type[Exception], text: str
+) -> None:
+    needs = {"lr": 0.1} if name in WITH_MOMENTUM else {}
+    message = f"{name} got {option}={value!r}. {text.format(name, value, option)}"
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(optimizers, name)([param()], **{**needs, option: value})
 
 
 GROUPS = [(name, option) for name in NUMBERS for option in (("lr", -1.0), ("weight_decay", "0"))]
@@ -82,60 +102,36 @@ def test_groups_are_checked_as_arguments_are(name: str, option: tuple[str, Any])
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedMixedPrecisionLamb"]
-)
-@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (0.9,)])
-def test_betas(name: str, betas: Any) -> None:
-    message = f"{name} got betas={betas!r}. betas are two numbers, each at least 0 and below 1."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        getattr(optimizers, name)([param()], betas=betas)
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedLion", "FusedADOPT"])
-@pytest.mark.parametrize("betas", [0.9, ("0.9", "0.999"), None])
-def test_betas_that_are_no_numbers(name: str, betas: Any) -> None:
-    message = f"{name} got betas={betas!r}. betas are two numbers, each at least 0 and below 1."
-    with pytest.raises(TypeError, match=re.escape(message)):
-        getattr(optimizers, name)([param()], betas=betas)
-
-
 @pytest.mark.apex("7.0 negative numbers: ValueError")
-@pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
-@pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.5}])
-def test_nesterov_needs_momentum(name: str, options: dict[str, float]) -> None:
+@pytest.mark.parametrize("name", WITH_MOMENTUM)
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"momentum": 0.0}, ValueError, "nesterov=True with momentum=0.0, dampening="),
+        (
+            {"momentum": 0.9, "dampening": 0.5},
+            ValueError,
+            "nesterov=True with momentum=0.9, dampening=",
+        ),
+        ({"momentum": "0.9"}, TypeError, f"momentum='0.9'. {NO_NUMBER.format('', '', 'momentum')}"),
+    ],
+)
+def test_nesterov_needs_momentum(
+    name: str, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     groups = [{"params": [param()]}]
-    message = f"{name} got nesterov=True with momentum={options['momentum']!r}, dampening="
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(error, match=re.escape(f"{name} got {text}")):
         getattr(optimizers, name)(groups, lr=0.1, nesterov=True, **options)
     assert groups[0].keys() == {"params"}  # the defaults of what was refused are not in it
 
 
-@pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
-def test_a_momentum_that_is_no_number(name: str) -> None:
-    message = f"{name} got momentum='0.9'. momentum must be a number. Pass a number >= 0."
-    with pytest.raises(TypeError, match=re.escape(message)):
-        getattr(optimizers, name)([param()], lr=0.1, nesterov=True, momentum="0.9")
-
-
-@pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
+@pytest.mark.parametrize("name", WITH_MOMENTUM)
 def test_a_learning_rate_is_required(name: str) -> None:
     kind = getattr(optimizers, name)
     with pytest.raises(ValueError, match="required optimization parameter lr"):
         kind([param()])
     (group,) = kind([{"params": [param()], "lr": 0.5}]).param_groups
     assert group["lr"] == 0.5
-
-
-@pytest.mark.apex("7 FusedLARS")
-@pytest.mark.parametrize(("name", "value"), [("dampening", 0.5), ("wd_after_momentum", True)])
-def test_lars_refuses_what_its_formula_lacks(name: str, value: Any) -> None:
-    message = (
-        f"FusedLARS got {name}={value!r}. Its update rule has no {name}; Apex accepts and "
-        f"ignores it. Leave {name} out."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        optimizers.FusedLARS([param()], lr=0.1, momentum=0.9, **{name: value})
 
 
 @pytest.mark.apex("7.0 FusedAdam(master_weights=True)")
@@ -146,14 +142,6 @@ def test_masters_need_counters_on_the_device() -> None:
     )
     with pytest.raises(RuntimeError, match=re.escape(message)):
         optimizers.FusedAdam([param()], master_weights=True)
-
-
-@pytest.mark.apex("7.0 FusedNovoGrad(norm_type=…): RuntimeError for others than")
-@pytest.mark.parametrize("norm_type", [1, 3, "2"])
-def test_norm_type(norm_type: Any) -> None:
-    message = f"FusedNovoGrad got norm_type={norm_type!r}. It knows 2, the L2 norm, and 0"
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        optimizers.FusedNovoGrad([param()], norm_type=norm_type)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8])
@@ -176,28 +164,26 @@ def two_groups(case: FusedCase, bad: torch.Tensor) -> tuple[nn.Parameter, torch.
     return good, case.kind([{"params": [good]}, {"params": [other]}], **options)
 
 
-@pytest.mark.apex("7.0 sparse gradients: RuntimeError")
+SPARSE = "a sparse gradient of shape (3, 3). Its update rule is dense."
+COMPLEX = (
+    "a complex64 tensor. It updates float16, bfloat16, float32, float64. Give this parameter to an "
+    "optimizer of torch.optim."
+)
+
+
+@pytest.mark.apex("7.0 sparse gradients: RuntimeError", "7.0 other dtypes")
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [(torch.eye(3).to_sparse(), SPARSE), (torch.ones(3, dtype=torch.complex64), COMPLEX)],
+    ids=["sparse", "complex"],
+)
 @every_class
-def test_sparse_gradients(case: FusedCase) -> None:
-    good, optimizer = two_groups(case, torch.eye(3).to_sparse())
-    message = f"{case.name} got a sparse gradient of shape (3, 3). Its update rule is dense."
-    with pytest.raises(RuntimeError, match=re.escape(message)):
+def test_gradients_that_no_rule_takes(case: FusedCase, bad: torch.Tensor, text: str) -> None:
+    good, optimizer = two_groups(case, bad)
+    with pytest.raises(RuntimeError, match=re.escape(f"{case.name} got {text}")):
         optimizer.step()
     assert torch.equal(good, torch.ones(3))
     assert not optimizer.state
-
-
-@pytest.mark.apex("7.0 other dtypes")
-@every_class
-def test_complex_parameters(case: FusedCase) -> None:
-    good, optimizer = two_groups(case, torch.ones(3, dtype=torch.complex64))
-    message = (
-        f"{case.name} got a complex64 tensor. It updates float16, bfloat16, float32, float64. "
-        "Give this parameter to an optimizer of torch.optim."
-    )
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        optimizer.step()
-    assert torch.equal(good, torch.ones(3))
     assert not any(int(group.get("step", 0)) for group in optimizer.param_groups)
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from cases.fused import (
     wide,
 )
 from preamp import optimizers
+from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 
 SHAPES = ((3, 2), (4,), (), (2, 0), (5, 3))
 STEPS = 4
@@ -170,3 +173,162 @@ def test_any_layout(case: FusedCase, dtype: torch.dtype) -> None:
         results.append(param.detach().clone().contiguous())
     for other in results[1:]:
         assert_close(other, results[0].double(), dtype, "layout")
+
+
+# -- the same optimizer of torch, or a paper's own algorithm ----------------------------------
+
+
+OWN_SHAPES = ((3, 2), (4,), ())
+OWN_ADAM = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1}
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 6) -> list[torch.Tensor]:
+    params = parameters(OWN_SHAPES, torch.float64)
+    optimizer = make(params)
+    for step in range(steps):
+        for param, grad in zip(params, gradients(OWN_SHAPES, step, torch.float64), strict=True):
+            param.grad = grad
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.apex("7 FusedSGD", "7 FusedAdam", "7 FusedAdagrad")
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda p: FusedAdam(p, **OWN_ADAM), lambda p: torch.optim.AdamW(p, **OWN_ADAM)),
+        (
+            lambda p: FusedAdam(p, adam_w_mode=False, **OWN_ADAM),
+            lambda p: torch.optim.Adam(p, **OWN_ADAM),
+        ),
+        (
+            lambda p: FusedAdam(p, capturable=True, **OWN_ADAM),
+            lambda p: torch.optim.AdamW(p, **OWN_ADAM),
+        ),
+        (
+            lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1),
+            lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+        ),
+        *(
+            (lambda p, o=o: FusedSGD(p, **o), lambda p, o=o: torch.optim.SGD(p, **o))
+            for o in (
+                {"lr": 0.1},
+                {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+                {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+                {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+            )
+        ),
+    ],
+)
+def test_torch_computes_the_same(ours: Any, theirs: Any) -> None:
+    for a, b in zip(trained(ours), trained(theirs), strict=True):
+        assert torch.allclose(a, b, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.apex("7 FusedSGD")
+def test_decay_after_momentum_is_decoupled_decay() -> None:
+    """Then the momentum never sees the decay: p shrinks by lr * decay besides a plain step."""
+    options = {"lr": 0.1, "momentum": 0.9}
+    decayed = trained(lambda p: FusedSGD(p, weight_decay=0.5, wd_after_momentum=True, **options), 1)
+    plain = trained(lambda p: FusedSGD(p, **options), 1)
+    for start, a, b in zip(parameters(OWN_SHAPES, torch.float64), decayed, plain, strict=True):
+        assert torch.allclose(a, b - 0.1 * 0.5 * start, rtol=1e-13)
+
+
+class PaperNovoGrad(torch.optim.Optimizer):
+    """Algorithm 1 of arXiv:1905.11286: squared norms, no bias correction, no averaging."""
+
+    def __init__(self, params: Any, lr: float, beta1: float, beta2: float, decay: float) -> None:
+        super().__init__(params, {})
+        self.lr, self.beta1, self.beta2, self.decay = lr, beta1, beta2, decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state, square = self.state[param], param.grad.square().sum()
+            v = self.beta2 * state.get("v", square) + (1 - self.beta2) * square
+            normalised = param.grad / v.sqrt() + self.decay * param
+            m = self.beta1 * state["m"] + normalised if "m" in state else normalised
+            state.update(v=v, m=m)
+            param -= self.lr * m
+
+
+@pytest.mark.apex("7 FusedNovoGrad")
+def test_novograd_of_the_paper() -> None:
+    ours = trained(
+        lambda p: FusedNovoGrad(
+            p,
+            lr=0.05,
+            betas=(0.95, 0.0),
+            eps=0.0,
+            weight_decay=0.1,
+            bias_correction=False,
+            reg_inside_moment=True,
+            grad_averaging=False,
+        )
+    )
+    theirs = trained(lambda p: PaperNovoGrad(p, 0.05, 0.95, 0.0, 0.1))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-13)
+
+
+LAMB = {"lr": 0.5, "betas": (0.0, 0.0), "bias_correction": False, "eps": 0.0, "max_grad_norm": 0}
+
+
+@pytest.mark.apex("7 FusedLAMB")
+@pytest.mark.parametrize(
+    ("start", "decay", "nvlamb", "wanted"),
+    [
+        # u = g / |g| per element, so |u| = sqrt(2) and |p| = 5.
+        ([3.0, 4.0], 0.0, True, [3 - 0.5 * 5 / math.sqrt(2), 4 + 0.5 * 5 / math.sqrt(2)]),
+        ([3.0, 4.0], 0.0, False, [3 - 0.5, 4 + 0.5]),
+        ([0.0, 0.0], 0.0, True, [-0.5, 0.5]),  # no norm, no ratio
+        ([3.0, 4.0], 1.0, False, [3 - 0.5 * 4, 4 - 0.5 * 3]),  # u = (4, 3), as long as p
+    ],
+)
+def test_lamb_trust_ratio(
+    start: list[float], decay: float, nvlamb: bool, wanted: list[float]
+) -> None:
+    param = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    param.grad = torch.tensor([7.0, -0.25], dtype=torch.float64)
+    FusedLAMB([param], weight_decay=decay, use_nvlamb=nvlamb, **LAMB).step()
+    assert param.tolist() == pytest.approx(wanted, rel=1e-13)
+
+
+@pytest.mark.apex("7 FusedLAMB")
+def test_lamb_clips_all_groups_and_dtypes_together() -> None:
+    """max_grad_norm=1 divides by 13, the norm over a float16 and a float32 group."""
+    low = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    high = torch.nn.Parameter(torch.zeros(1))
+    options = {**LAMB, "betas": (0.0, 0.5), "eps": 1.0, "max_grad_norm": 1.0, "lr": 1.0}
+    optimizer = FusedLAMB([{"params": [low]}, {"params": [high]}], weight_decay=0.0, **options)
+    low.grad, high.grad = torch.tensor([3.0, 4.0]).half(), torch.tensor([12.0])
+    optimizer.step()
+    g = 12 / 13
+    assert high.item() == pytest.approx(-g / (math.sqrt(g * g / 2) + 1), rel=1e-6)
+    assert optimizer.state[low]["exp_avg"].tolist() == pytest.approx([3 / 13, 4 / 13], rel=1e-3)
+
+
+@pytest.mark.apex("7 FusedLAMB", "10 A-14")
+def test_lamb_without_clipping() -> None:
+    """A-14: Apex divides by infinity here."""
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), 1e6)
+    optimizer = FusedLAMB([param], max_grad_norm=0, betas=(0.5, 0.5))
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].tolist() == [5e5, 5e5]
+
+
+@pytest.mark.apex("7 FusedLARS")
+def test_lars_leaves_the_ratio_out_for_skipped_groups() -> None:
+    params = [torch.nn.Parameter(torch.tensor([3.0, 4.0])) for _ in range(2)]
+    optimizer = FusedLARS(
+        [{"params": params[:1]}, {"params": params[1:], "is_skipped": True}],
+        lr=0.5,
+        trust_coefficient=0.25,
+    )
+    for param in params:
+        param.grad = torch.tensor([0.0, 2.0])
+    optimizer.step()
+    assert params[0].tolist() == [3.0, 4.0 - 0.5 * 0.25 * 5 / 2 * 2]
+    assert params[1].tolist() == [3.0, 4.0 - 0.5 * 2]

@@ -18,55 +18,18 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 FUNCTION_LEVELS = ("O1", "O4")
 OTHER_LEVELS = ("O0", "O2", "O3", "O5")
 
+NAMES = ("cast_model_type", "patch_torch_functions", "patch_torch_functions_type")
+NAMES += ("keep_batchnorm_fp32", "master_weights", "loss_scale")
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "O0": {
-        "cast_model_type": F32,
-        "patch_torch_functions": False,
-        "patch_torch_functions_type": None,
-        "keep_batchnorm_fp32": None,
-        "master_weights": False,
-        "loss_scale": 1.0,
-    },
-    "O1": {
-        "cast_model_type": None,
-        "patch_torch_functions": True,
-        "patch_torch_functions_type": F16,
-        "keep_batchnorm_fp32": None,
-        "master_weights": False,
-        "loss_scale": "dynamic",
-    },
-    "O2": {
-        "cast_model_type": F16,
-        "patch_torch_functions": False,
-        "patch_torch_functions_type": None,
-        "keep_batchnorm_fp32": True,
-        "master_weights": True,
-        "loss_scale": "dynamic",
-    },
-    "O3": {
-        "cast_model_type": F16,
-        "patch_torch_functions": False,
-        "patch_torch_functions_type": None,
-        "keep_batchnorm_fp32": False,
-        "master_weights": False,
-        "loss_scale": 1.0,
-    },
-    "O4": {
-        "cast_model_type": None,
-        "patch_torch_functions": True,
-        "patch_torch_functions_type": BF16,
-        "keep_batchnorm_fp32": None,
-        "master_weights": False,
-        "loss_scale": 1.0,
-    },
-    "O5": {
-        "cast_model_type": BF16,
-        "patch_torch_functions": False,
-        "patch_torch_functions_type": None,
-        "keep_batchnorm_fp32": True,
-        "master_weights": True,
-        "loss_scale": 1.0,
-    },
+    level: dict(zip(NAMES, values, strict=True))
+    for level, values in {
+        "O0": (F32, False, None, None, False, 1.0),
+        "O1": (None, True, F16, None, False, "dynamic"),
+        "O2": (F16, False, None, True, True, "dynamic"),
+        "O3": (F16, False, None, False, False, 1.0),
+        "O4": (None, True, BF16, None, False, 1.0),
+        "O5": (BF16, False, None, True, True, 1.0),
+    }.items()
 }
 
 
@@ -211,72 +174,43 @@ def test_only_what_was_overridden_differs() -> None:
 
 # -- refusals --------------------------------------------------------------------------------
 
-CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
-    *(
-        (
-            level,
-            "cast_model_type",
-            dtype,
-            f"cast_model_type={dtype!r} with opt_level='{level}'. O1 and O4 keep the weights in "
-            "float32 and cast function by function. Leave cast_model_type out, or choose "
-            "opt_level='O2' or 'O3' ('O5' for bfloat16).",
-        )
-        for level in FUNCTION_LEVELS
-        for dtype in (F16, BF16, F64)
+CONTRADICTING: list[tuple[str, list[tuple[str, Any]], str]] = [
+    (
+        "cast_model_type",
+        [(level, dtype) for level in FUNCTION_LEVELS for dtype in (F16, BF16, F64)],
+        "O1 and O4 keep the weights in float32 and cast function by function. Leave "
+        "cast_model_type out, or choose opt_level='O2' or 'O3' ('O5' for bfloat16).",
     ),
-    *(
-        (
-            level,
-            "patch_torch_functions",
-            given,
-            f"patch_torch_functions=True with opt_level='{level}'. Functions are cast one by one "
-            "at O1 (float16) and O4 (bfloat16) only. Choose opt_level='O1' or 'O4', or leave "
-            "patch_torch_functions out.",
-        )
-        for level in OTHER_LEVELS
-        for given in (True, "True")
+    (
+        "patch_torch_functions",
+        [(level, given) for level in OTHER_LEVELS for given in (True, "True")],
+        "Functions are cast one by one at O1 (float16) and O4 (bfloat16) only. Choose "
+        "opt_level='O1' or 'O4', or leave patch_torch_functions out.",
     ),
-    *(
-        (
-            level,
-            "patch_torch_functions_type",
-            dtype,
-            f"patch_torch_functions_type={dtype!r} with opt_level='{level}'. O1 casts functions "
-            "to torch.float16, O4 to torch.bfloat16, other levels to nothing. Choose "
-            "opt_level='O1' or 'O4' by the dtype you want.",
-        )
-        for level, dtype in (
-            ("O0", F16),
-            ("O1", BF16),
-            ("O2", F16),
-            ("O3", F16),
-            ("O4", F16),
-            ("O5", BF16),
-        )
+    (
+        "patch_torch_functions_type",
+        [("O0", F16), ("O1", BF16), ("O2", F16), ("O3", F16), ("O4", F16), ("O5", BF16)],
+        "O1 casts functions to torch.float16, O4 to torch.bfloat16, other levels to nothing. "
+        "Choose opt_level='O1' or 'O4' by the dtype you want.",
     ),
-    *(
-        (
-            level,
-            "keep_batchnorm_fp32",
-            given,
-            f"keep_batchnorm_fp32={given!r} with opt_level='{level}'. O1 and O4 keep all weights "
-            "in float32, batch norm included. Leave keep_batchnorm_fp32 out.",
-        )
-        for level in FUNCTION_LEVELS
-        for given in (True, False, "False")
+    (
+        "keep_batchnorm_fp32",
+        [(level, given) for level in FUNCTION_LEVELS for given in (True, False, "False")],
+        "O1 and O4 keep all weights in float32, batch norm included. Leave keep_batchnorm_fp32 "
+        "out.",
     ),
-    *(
-        (
-            level,
-            "master_weights",
-            given,
-            f"master_weights={given!r} with opt_level='{level}'. O1 and O4 keep the weights in "
-            "float32, so there is nothing to keep a master of. Leave master_weights out, or "
-            "choose opt_level='O2' ('O5' for bfloat16).",
-        )
-        for level in FUNCTION_LEVELS
-        for given in (True, False)
+    (
+        "master_weights",
+        [(level, given) for level in FUNCTION_LEVELS for given in (True, False)],
+        "O1 and O4 keep the weights in float32, so there is nothing to keep a master of. Leave "
+        "master_weights out, or choose opt_level='O2' ('O5' for bfloat16).",
     ),
+]
+CONTRADICTIONS = [
+    (level, name, given, f"{name}={shown!r} with opt_level='{level}'. {text}")
+    for name, cases, text in CONTRADICTING
+    for level, given in cases
+    for shown in [True if name == "patch_torch_functions" else given]  # of a text what it means
 ]
 
 
@@ -293,13 +227,6 @@ def test_contradiction_is_refused(level: str, name: str, given: Any, text: str) 
         resolve(level, {name: given})
 
 
-@pytest.mark.apex(
-    "1.5 cast_model_type",
-    "1.5 patch_torch_functions",
-    "1.5 patch_torch_functions_type",
-    "1.5 keep_batchnorm_fp32",
-    "1.5 master_weights",
-)
 @pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
 def test_hard_override_warns_and_goes_on(level: str, name: str, given: Any, text: str) -> None:
     warning = f"^{re.escape(text)} Going on because hard_override is set.$"
@@ -308,54 +235,31 @@ def test_hard_override_warns_and_goes_on(level: str, name: str, given: Any, text
     assert getattr(policy, name) == {"True": True, "False": False}.get(given, given)
 
 
-@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [("01", "O1"), ("o2", "O2"), (1, "O1"), (0, "O0"), ("0", "O0"), ("5", "O5"), ("00", "O0")],
-)
-def test_level_with_a_zero_for_the_letter(given: Any, meant: str) -> None:
-    text = (
-        f"opt_level={given!r} is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. "
-        "Levels are strings that begin with the letter O, not the digit zero; "
-        f"here {meant!r} was probably meant."
-    )
-    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
-        resolve(given, {})
-
-
-@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
-@pytest.mark.parametrize("given", ["O9", "fp", None, [], True])
-def test_unknown_level(given: Any) -> None:
-    text = (
-        f"opt_level={given!r} is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. "
-        "Levels are strings that begin with the letter O, not the digit zero."
-    )
-    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
-        resolve(given, {})
-
-
+LETTER = "Levels are strings that begin with the letter O, not the digit zero"
 BFLOAT16 = "for bfloat16 'O5', or 'O4' to keep the weights in float32"
 FLOAT16 = "for float16 'O2', or 'O1' to keep the weights in float32"
+MEANT = {"01": "O1", "o2": "O2", 1: "O1", 0: "O0", "0": "O0", "5": "O5", "00": "O0"}
+UNKNOWN: list[tuple[Any, str]] = [
+    *((given, f"{LETTER}; here {meant!r} was probably meant.") for given, meant in MEANT.items()),
+    *((given, f"{LETTER}.") for given in ("O9", "fp", None, [], True)),
+    *(
+        (given, f"Pass {BFLOAT16}.")
+        for given in ("bf16", "BF16", "bfloat16", "bf16-mixed", torch.bfloat16)
+    ),
+    *(
+        (given, f"Pass {FLOAT16}.")
+        for given in ("fp16", "float16", "half", "16-mixed", 16, torch.float16)
+    ),
+    *((given, f"Pass {BFLOAT16}; {FLOAT16}.") for given in ("mixed", "amp")),
+    *((given, "For float32 pass 'O0'.") for given in ("fp32", "float32", torch.float32)),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        *((name, BFLOAT16) for name in ("bf16", "BF16", "bfloat16", "bf16-mixed", torch.bfloat16)),
-        *((name, FLOAT16) for name in ("fp16", "float16", "half", "16-mixed", 16, torch.float16)),
-        *((name, f"{BFLOAT16}; {FLOAT16}") for name in ("mixed", "amp")),
-        *((name, "For float32 pass 'O0'") for name in ("fp32", "float32", torch.float32)),
-    ],
-    ids=str,
-)
-def test_a_format_for_a_level_is_refused_with_the_levels_of_that_format(
-    given: Any, hint: str
-) -> None:
-    hint = hint if hint.startswith("For") else f"Pass {hint}"
-    text = (
-        f"opt_level={given!r} is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. "
-        f"{hint}."
-    )
+@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
+@pytest.mark.parametrize(("given", "hint"), UNKNOWN, ids=str)
+def test_an_unknown_level_is_refused_with_what_was_meant(given: Any, hint: str) -> None:
+    known = "Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'."
+    text = f"opt_level={given!r} is not known. {known} {hint}"
     with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
         resolve(given, {})
 
@@ -422,19 +326,14 @@ BAD_VALUES: list[tuple[str, Any, type[Exception], str]] = [
 
 
 @pytest.mark.apex("1.5 keep_batchnorm_fp32", "1.5 loss_scale", "1.5 max_loss_scale")
+@pytest.mark.parametrize("hard_override", [False, True])
 @pytest.mark.parametrize(("name", "given", "error", "text"), BAD_VALUES)
-def test_bad_value(name: str, given: Any, error: type[Exception], text: str) -> None:
+def test_bad_value(
+    name: str, given: Any, error: type[Exception], text: str, hard_override: bool
+) -> None:
     level = "O2"  # dynamic, and every argument is allowed there
     with pytest.raises(error, match=f"^{re.escape(text)}"):
-        resolve(level, {name: given})
-
-
-@pytest.mark.parametrize(("name", "given", "error", "text"), BAD_VALUES)
-def test_hard_override_does_not_excuse_bad_values(
-    name: str, given: Any, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
-        resolve("O2", {name: given}, hard_override=True)
+        resolve(level, {name: given}, hard_override=hard_override)
 
 
 def test_floor_above_ceiling() -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import preamp
 from cases import records as made
+from cases.planted import FAULTY, HEALTHY, Case, train
 from preamp.numerics import Float32Record, Record
 from preamp.report import render
 from preamp.report.advice import advise, judge
@@ -455,3 +458,22 @@ def test_keep_fp32_is_not_advised_where_it_did_not_help() -> None:
     kept = made.start(policy={"loss_scale": "dynamic", "keep_fp32": "'body.2'"})
     assert "keep_fp32=" in found([*CALM, seen], "loss-not-finite")[0].do
     assert "keep_fp32 of body.2 did not" in found([kept, *STEPS, seen], "loss-not-finite")[0].do
+
+
+# -- runs that really trained with a planted fault --------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*FAULTY, *HEALTHY], ids=lambda case: case.name)
+def test_a_report_begins_with_what_is_wrong(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = gather(train(case))
+    findings = advise(run)
+    assert re.fullmatch(case.first, judge(run, findings).title)
+    if case in FAULTY:
+        first = findings[0]
+        assert re.search(case.where, f"{first.title} {first.where} {first.number}")
+        assert re.search(case.do, first.do)
+    told = " ".join(finding.do for finding in findings)
+    assert not case.never or not re.search(case.never, told)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is drawn and counted is what was recorded, and nothing that matters is left out."""
+"""What is drawn, counted and worded is what was recorded, and nothing that matters is left out."""
 
 from __future__ import annotations
 
 import math
 import re
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from cases import records as made
 from cases.pages import Outline
-from preamp.report import layers
+from preamp.report import layers, words
 from preamp.report.blocks import Figure, Table
 from preamp.report.drawing import COLUMNS, exponents_picture, scale_picture, thin
 from preamp.report.gather import gather
@@ -169,3 +170,78 @@ def test_losses_under_one_id_are_told_apart_by_optimizer() -> None:
         "0 of optimizer 0": [(1, 1.0), (2, 1.0)],
         "0 of optimizer 1": [(1, 2.0), (2, 2.0)],
     }
+
+
+# -- numbers and names ------------------------------------------------------------------------
+
+
+@given(st.text(st.characters(exclude_categories=())), st.integers(8, 40))
+def test_a_shown_name_is_short_visible_and_can_be_written(name: str, limit: int) -> None:
+    shown = words.shown(name, limit)
+    assert len(shown) <= limit
+    assert not {"Cc", "Cf", "Cs", "Zl", "Zp"} & {unicodedata.category(c) for c in shown}
+    shown.encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("blocks.3.weight", "blocks.3.weight"),
+        ("a\nb", "a\\nb"),
+        ("\u202eabc", "\\u202eabc"),
+        ("\ud800", "\\ud800"),
+        ("משקל", "משקל"),
+        ("a" * 30 + "b" * 30, "a" * 5 + "…" + "b" * 4),
+    ],
+)
+def test_names(name: str, shown: str) -> None:
+    assert words.shown(name, 60 if len(name) < 60 else 10) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0 %"),
+        (1e-9, "<0.1 %"),
+        (0.0123, "1.2 %"),
+        (0.05, "5 %"),
+        (0.5, "50 %"),
+        (0.99999, ">99.9 %"),
+        (1.0, "100 %"),
+        (math.nan, "–"),
+    ],
+)
+def test_shares_are_0_and_100_only_for_nothing_and_all(value: float, text: str) -> None:
+    assert words.share(value) == text.replace(" ", "\u00a0")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.0, "1"),
+        (512.0, "512"),
+        (65536.0, "2¹⁶"),
+        (2.0**-24, "2⁻²⁴"),
+        (1000.0, "1,000"),
+        (0.0, "0"),
+        (math.inf, "infinite"),
+        (-math.inf, "−inf"),
+        (math.nan, "not a number"),
+    ],
+)
+def test_loss_scales(value: float, text: str) -> None:
+    assert words.scale(value) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.0 KiB"), (200 * 2**20, "200 MiB")],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert words.size(count) == text
+
+
+def test_magnitudes_and_counts() -> None:
+    assert words.magnitude(-1e-5) == "−1e−05"
+    assert words.magnitude(None) == "–"
+    assert (words.counted(1, "step"), words.counted(2000, "step")) == ("1 step", "2,000 steps")

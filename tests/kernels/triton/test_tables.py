@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import subprocess
@@ -17,10 +18,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from cases.rules import BF16, F16, F32, ROWS
+from cases.rules import BF16, F16, F32, ONE_EACH, ROWS, RuleRow
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import Update
 from preamp.kernels.places import sort
+from preamp.kernels.rules import AdamRule, BiasCorrection
 
 CHUNK = 8192
 
@@ -373,3 +375,75 @@ def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
     assert found["update_kernel"]["numbers"] == ["i64"]
     assert found["measure_chunks"]["wide"] == 1
     assert found["update_kernel"]["wide"] == 7  # four loads and three stores
+
+
+# -- how many kernels an op launches ----------------------------------------------------------
+
+
+one_each = pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.op)
+
+
+@one_each
+def test_launches_of_rules_do_not_grow_with_the_tensors(
+    ops: Any, device: torch.device, row: RuleRow, launches: Any
+) -> None:
+    counts = []
+    for tensors in (1, 50):
+        shapes = [(3,)] * (2 + row.states)
+        lists = [[torch.ones(s, device=device) for _ in range(tensors)] for s in shapes]
+        if row.op == "novograd_":
+            lists[-1] = [torch.ones((), device=device) for _ in range(tensors)]
+        with launches() as names:
+            ops.update_(*lists, rule=row.rule, update=Update())
+        counts.append(list(names))
+        assert len({tuple(tensor.tolist()) for tensor in lists[0]}) == 1
+    assert counts[0] == counts[1]
+    assert names.count("update_kernel") == (2 if row.op == "lamb_" else 1)
+
+
+def test_launches_do_not_grow_with_the_tensors(
+    ops: Any, device: torch.device, launches: Any
+) -> None:
+    """One per dtype signature; a census has a second, over tensors, for what chunks found."""
+    grads = [torch.ones(3, dtype=dtype, device=device) for dtype in (F16, F32) for _ in range(60)]
+    with launches() as names:
+        ops.census(grads, device)
+    assert names == ["measure_chunks", "gather_kernel"] * 2
+    with launches() as names:
+        ops.scale_add_(grads, 0.5, [None] * 120)
+    assert names == ["combine_kernel"] * 2
+    with launches() as names:
+        ops.widen_add(grads[:60], [torch.ones((), device=device)] * 60, [None] * 60)
+    assert names == ["combine_kernel"]
+
+
+# -- numbers that kernels compute from what lies on the device --------------------------------
+
+
+STEPS = (1, 2, 5, 6, 52, 60, 509, 700, 10**4, 10**6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99, 0.999])
+def test_bias_corrections_of_a_step_on_the_device(
+    ops: Any, device: torch.device, beta: float, dtype: torch.dtype
+) -> None:
+    """Without a second moment a step from zero is ``-1 / (1 - beta**step)``, with a moment of 1."""
+    rule = AdamRule(
+        lr=1.0,
+        beta1=beta,
+        beta2=0.0,
+        eps=0.0,
+        weight_decay=0.0,
+        decoupled=False,
+        bias_correction=BiasCorrection.MOMENTS,
+    )
+    for step in STEPS:
+        p, g, m, v = (torch.full((1,), x, dtype=dtype, device=device) for x in (0.0, 1, 1, 1))
+        update = Update(step=torch.tensor(step).to(device))
+        ops.update_([p], [g], [m], [v], rule=rule, update=update)
+        # The logarithm is rounded once, and then multiplied by the step.
+        log = torch.tensor(math.log(beta) if beta else -math.inf, dtype=dtype)
+        wanted = 1 / math.expm1((log * step).double().item())
+        eps = torch.finfo(dtype).eps
+        assert p.item() == pytest.approx(wanted, rel=3 * eps), step

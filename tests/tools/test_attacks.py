@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attacks on files find nothing in a short form, and notice what they are there to notice."""
+"""The attacks find nothing in a short form, and notice what they are there to notice."""
 
 from __future__ import annotations
 
 import json
+import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,8 +21,10 @@ import torch
 import attack_cases
 import attack_files
 import attack_saves
+import attack_threads
 import preamp
 from attack_files import attack
+from attack_frame import Forks, Report
 from attack_targets import SECONDS, Broken, Guard, Target
 from cases.selection import examples
 from preamp.checkpoint import read_checkpoint
@@ -155,3 +160,58 @@ def test_what_breaks_is_told_and_kept(
     kept = Path(told.split("kept in ")[1].strip())
     assert kept.read_text() == '"content"'
     assert not out.exists()
+
+
+# -- forks ------------------------------------------------------------------------------------
+
+
+def test_lines_of_several_are_whole_however_long_they_are() -> None:
+    def work(number: int, report: Report) -> None:
+        for _ in range(10):
+            report(f"{number}\n" * 40_000)
+        if number == 2:
+            raise SystemExit
+
+    lines, codes = Forks(work, 3).wait()
+    assert sorted(lines) == [f"{number} " * 40_000 for number in range(3) for _ in range(10)]
+    assert codes == [0, 0, 1]
+
+
+def test_all_are_killed() -> None:
+    def work(number: int, report: Report) -> None:
+        report(str(number))
+        time.sleep(3600)
+
+    forks = Forks(work, 2)
+    assert {next(forks.lines), next(forks.lines)} == {"0", "1"}
+    forks.kill()
+    assert forks.wait() == ([], [-signal.SIGKILL] * 2)
+
+
+# -- threads ----------------------------------------------------------------------------------
+
+
+@pytest.mark.more
+def test_threads_get_what_they_get_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, rounds, out = sys.getswitchinterval(), examples(24), tmp_path / "rows.jsonl"
+    try:
+        status = attack_threads.main(["--rounds", str(rounds), "--seed", "1", "--out", str(out)])
+    finally:
+        sys.setswitchinterval(before)
+    assert status == 0, capsys.readouterr().out
+    (row,) = records.read(out)
+    assert row["kinds"]["threads"]["rounds"] == rounds
+
+
+def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.main_thread()
+
+    def train(program: attack_threads.Program) -> list[torch.Tensor]:
+        return [torch.tensor(float(threading.current_thread() is here))]
+
+    monkeypatch.setattr(attack_threads, "train", train)
+    count, broken = attack_threads.attack(random.Random(1))
+    assert len(broken) == count
+    assert all("differs from what it does alone" in line for line in broken)

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The documentation check finds what is missing."""
+"""The checks of docs, of the wheel and of planted faults find what is missing."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import ModuleType
 
+import pytest
+
+import check_wheel
+import mutants
 from check_docs import main, undocumented, unexplained
+from code_blocks import blocks_of
 
 
 def documented() -> None:
@@ -65,3 +72,42 @@ def test_arguments_that_nothing_tells_of_are_named() -> None:
 
 def test_every_public_name_has_its_entry_and_every_argument_is_told() -> None:
     assert main() == 0
+
+
+# -- the wheel --------------------------------------------------------------------------------
+
+
+def test_pages_have_code_to_run() -> None:
+    for page in check_wheel.PAGES:
+        text = (check_wheel.ROOT / page).read_text(encoding="utf-8")
+        assert any(not block.reason for block in blocks_of(text))
+
+
+def test_the_repository_is_not_on_the_path_of_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(check_wheel.ROOT / "src"))
+    code = "import os, sys; sys.exit('PYTHONPATH' in os.environ or os.getcwd() in sys.argv[1])"
+    check_wheel.call([sys.executable, "-c", code, str(check_wheel.ROOT)], tmp_path)
+
+
+def test_a_command_that_fails_ends_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(folder: Path) -> Path:
+        check_wheel.call([sys.executable, "-c", "raise SystemExit(7)"], folder)
+        return folder
+
+    monkeypatch.setattr(check_wheel, "build", build)
+    monkeypatch.setattr(sys, "argv", ["check_wheel.py", "--keep", str(tmp_path / "new")])
+    assert check_wheel.main() == 1
+    assert "failed with status 7" in capsys.readouterr().err
+
+
+# -- planted faults ---------------------------------------------------------------------------
+
+
+def test_each_fault_stands_once_in_its_file() -> None:
+    faults = [(file, text) for (file, _), pairs in mutants.FAULTS.items() for text, _ in pairs]
+    assert len(faults) >= 40
+    assert [fault for fault in faults if mutants.text_of(fault[0]).count(fault[1]) != 1] == []
