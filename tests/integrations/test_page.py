@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each script of the page about other packages runs as it stands, where its package is installed."""
+"""Each script of the page on frameworks runs as it stands, where its package is installed."""
 
 from __future__ import annotations
 
