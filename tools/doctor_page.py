@@ -33,7 +33,7 @@ def render(page: str) -> str:
 def _section(rule: Rule) -> str:
     return (
         f"#### {rule.id}\n\n**{rule.title}** ({rule.severity.value}). {rule.why}\n\n"
-        f"*How it is seen.* {rule.how}\n\n*What to do.* {rule.do}\n"
+        f"- *How it is seen.* {rule.how}\n- *What to do.* {rule.do}\n"
     )
 
 

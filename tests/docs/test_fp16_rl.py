@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The script of the page learns on two ranks, waits for skipped steps, and resumes bit by bit."""
+"""The example learns on two ranks, waits for skipped steps, and resumes bit by bit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import pytest
 import torch
 
 from cases.ranks import run_ranks
-from code_blocks import blocks_of
 from distributed.ranks import RUNS_ON_CPUS
 
-PAGE = Path(__file__).parents[2] / "docs" / "fp16-rl.md"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "07_fp16_rl.py"
 
 pytestmark = pytest.mark.skipif(not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs")
 
 
 def script() -> dict[str, Any]:
-    (block,) = [block for block in blocks_of(PAGE.read_text("utf-8")) if "import os" in block.code]
     names: dict[str, Any] = {"__name__": "script"}
-    exec(compile(block.code, str(PAGE), "exec"), names)
+    exec(compile(EXAMPLE.read_text("utf-8"), str(EXAMPLE), "exec"), names)
     return names
 
 

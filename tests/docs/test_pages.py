@@ -81,15 +81,6 @@ def test_the_readme_shows_the_whole_way() -> None:
     assert "fp16" not in first_table
 
 
-def test_the_documentation_begins_with_the_table_and_the_loop_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    index = (DOCS / "index.md").read_text(encoding="utf-8")
-    for begin, end in (("\n|", "\n\n"), ("```python\n", "```")):
-        part = readme.partition(begin)[2].partition(end)[0]
-        assert "O5" in part
-        assert index.partition(begin)[2].partition(end)[0] == part
-
-
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 140

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each script on pages about other packages runs as it stands, where its package is installed."""
+"""Each script of the page on frameworks runs as it stands, where its package is installed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ import torch
 from code_blocks import Block, blocks_of
 from integrations.small import WARNINGS, fork_ranks, needs
 
-DOCS = Path(__file__).parents[2] / "docs"
-BLOCKS = [
-    block
-    for page in ("frameworks.md", "fp8.md")
-    for block in blocks_of((DOCS / page).read_text(encoding="utf-8"))
-]
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+BLOCKS = blocks_of(PAGE.read_text(encoding="utf-8"))
 
 pytestmark = WARNINGS
 

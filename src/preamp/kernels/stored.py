@@ -21,7 +21,7 @@ binades and a sign, `UNSIGNED` 8, and nothing above zero becomes zero there, sin
 divided by it. They take shifts and sums, where roots take a division and two roots of each element,
 and the same bits on every device for granted.
 
-docs/storage.md has how near they come to float32 moments, and other maps beside them.
+docs/storage.md says how near they come to float32 moments, and why no other map was taken.
 
 Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox 4x32-10;
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).

@@ -21,7 +21,7 @@ from preamp.numerics.records import (
 class TensorBoardWriter:
     """A listener of a `History` that writes what it hears with a ``SummaryWriter``.
 
-    ``engine.history.listen(TensorBoardWriter("runs/1"))`` is all it takes. The page on numerics
+    ``engine.history.listen(TensorBoardWriter("runs/1"))`` is all it takes. The page on records
     lists the tags.
     """
 
