@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SPDX = "# SPDX-License-Identifier: BSD-3-Clause"
 FUNCTION_LINES = 50
 PARAMETERS = 7
-EXAMPLE_LINES = 80
+EXAMPLE_LINES = 130
 DEMO_LINES = 300  # of the demo, which has a model, its text and a table
 
 WIDE_SIGNATURES = frozenset({"initialize"})
