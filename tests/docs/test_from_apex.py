@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of what works of Apex is in order, and each of its rows names tests that show it."""
+"""The page of what works of Apex is in order, and its rows name files of tests that show them."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,20 +34,19 @@ class Row(NamedTuple):
     names: list[str]  # with their section: "5.3 `step`"
     verdict: str
     difference: str
-    shown_by: list[str]  # file::test
+    shown_by: list[str]  # files of tests
 
 
 def rows_of(page: str) -> list[Row]:
-    """Names that share a row are separated by points in the middle of the line, as tests are."""
+    """Names that share a row are separated by points in the middle of the line, as files are."""
     rows, section = [], ""
     for line in page.splitlines():
         if heading := re.match(r"## ([\w.]+)\. ", line):
             section = heading[1]
         elif (cells := re.fullmatch(rf"\|{CELL * 4}", line)) and cells[2] != "here":
-            shown = [one.strip("`").partition("::") for one in cells[4].split(" · ")]
-            tests = [f"{file}::{test}" for file, _, some in shown for test in some.split(", ")]
+            files = [file.strip("`") for file in cells[4].split(" · ")]
             names = [f"{section} {name}" for name in cells[1].split(" · ")]
-            rows.append(Row(names, cells[2], cells[3], tests))
+            rows.append(Row(names, cells[2], cells[3], files))
     return rows
 
 
@@ -56,27 +54,11 @@ ROWS = rows_of(PAGE)
 NAMES = [name for row in ROWS for name in row.names]
 
 
-def what_runs(sources: Mapping[str, str]) -> set[str]:
-    """Tests, also those that are a state machine's, and checks that a test calls on ranks."""
-    found, everything = set[str](), "\n".join(sources.values())
-    for file, text in sources.items():
-        stem, prefixes = Path(file).stem, ("test_", "Test")
-        if not stem.startswith("test_"):
-            prefixes = ("check_",) if f"checks_of({stem})" in everything else ()
-        for node in ast.parse(text).body:
-            name = getattr(node, "name", "")
-            if isinstance(node, ast.Assign):
-                name = ast.unparse(node.targets[0])
-            if name.startswith(prefixes):
-                found.add(f"{file}::{name}")
-    return found
-
-
 def missing(rows: Sequence[Row], sources: Mapping[str, str]) -> set[str]:
-    """Tests that do not run, and words, as ``flatten`` of ``apex_C.flatten``, that no file has."""
-    found = {test for row in rows for test in row.shown_by} - what_runs(sources)
+    """Files that are not there, and words, ``flatten`` of ``apex_C.flatten``, that none has."""
+    found = {file for row in rows for file in row.shown_by} - set(sources)
     for row in rows:
-        texts = "\n".join(sources.get(test.split("::")[0], "") for test in row.shown_by)
+        texts = "\n".join(sources.get(file, "") for file in row.shown_by)
         for name in row.names:
             for code in re.findall(r"`([\w.]+)", name):
                 word = code.split(".")[-1]
@@ -85,23 +67,19 @@ def missing(rows: Sequence[Row], sources: Mapping[str, str]) -> set[str]:
     return found
 
 
-def test_rows_name_tests_that_run_and_have_their_words() -> None:
+def test_rows_name_files_that_have_their_words() -> None:
     assert missing(ROWS, SOURCES) == set(UNWRITTEN)
 
 
 def test_what_is_missing_is_found() -> None:
     page = """
 ## 5.3. A section
-| `a.step(x)` · `copy` | supported |  | `a/test_a.py::test_a, test_b` · `a/b_checks.py::check_b` |
+| `a.step(x)` · `copy` | supported |  | `a/test_a.py` · `a/b_checks.py` |
 | a word | differs | So. | |
-| `step` | refused | So. | `a/c_checks.py::check_c` |
+| `step` | refused | So. | `a/test_c.py` |
 """
-    sources = {
-        "a/test_a.py": "run(checks_of(b_checks))\ndef test_a(): stepped()",
-        "a/b_checks.py": "def check_b(): copy()",
-        "a/c_checks.py": "def check_c(): a.step()",
-    }
-    absent = {"a/test_a.py::test_b", "::", "a/c_checks.py::check_c", "5.3 step"}
+    sources = {"a/test_a.py": "def test_a(): stepped()", "a/b_checks.py": "def check_b(): copy()"}
+    absent = {"", "a/test_c.py", "5.3 step"}
     assert missing(rows_of(page), sources) == absent
 
 
