@@ -94,7 +94,6 @@ def test_metadata() -> None:
     assert metadata.version("torch")
 
 
-@pytest.mark.apex("A capability probes")
 def test_installing_imports_nothing_and_importing_changes_nothing(python: Run) -> None:
     """No GPU is touched, no function of torch is replaced, nothing foreign is loaded."""
     done = python("-c", """

@@ -111,7 +111,6 @@ def test_parents_come_before_children() -> None:
         assert not parent or names.index(parent) < names.index(name)
 
 
-@pytest.mark.apex("0 apex", "0 amp_C", "0 apex_C", "0 any other name")
 @pytest.mark.parametrize("module", NAMES)
 def test_names_of_apex_are_there_or_are_refused(module: str) -> None:
     names = NAMES[module].split()
@@ -120,7 +119,6 @@ def test_names_of_apex_are_there_or_are_refused(module: str) -> None:
     assert {f"{module}.{name}" for name in refused} <= set(table.REFUSED)
 
 
-@pytest.mark.apex("0 apex.fp16_utils", "0 apex.optimizers", "0 apex.normalization")
 @pytest.mark.parametrize("module", NAMES)
 def test_modules_know_their_names(module: str) -> None:
     loaded = importlib.import_module(module)
@@ -134,27 +132,6 @@ def test_modules_know_their_names(module: str) -> None:
     assert loaded.__file__ == importlib.import_module(table.SUPPLIED[module]).__file__
 
 
-@pytest.mark.apex(
-    "9.7",
-    "0 apex.transformer",
-    "0 apex.RNN",
-    "0 apex.mlp",
-    "0 apex.fused_dense",
-    "0 syncbn",
-    "0 fused_layer_norm_cuda",
-    "0 mlp_cuda",
-    "0 fused_dense_cuda",
-    "0 fused_adam_cuda",
-    "0 apex.amp.opt.OptimWrapper",
-    "0 kernel modules of SyncBatchNorm",
-    "8 multi_tensor_adagrad",
-    "8 multi_tensor_lamb_mp",
-    "8 multi_tensor_lamb_stage1_cuda",
-    "8 multi_tensor_lamb_stage2_cuda",
-    "8 multi_tensor_lars",
-    "8 multi_tensor_novograd",
-)
-@pytest.mark.apex("9.5 apex.parallel.multiproc")
 @pytest.mark.parametrize("module", table.REFUSED)
 def test_other_names_say_what_replaces_them(module: str) -> None:
     text = re.escape(f"{module} is not supplied under the alias for Apex. ")
@@ -180,7 +157,6 @@ def test_refused_names_are_no_attributes(module: str) -> None:
         getattr(loaded, child)
 
 
-@pytest.mark.apex("0 any other name")
 @pytest.mark.parametrize("module", NAMES)
 def test_unknown_names_get_advice(module: str) -> None:
     name = f"{module}.nonsense"
@@ -221,7 +197,6 @@ def test_a_module_that_another_finder_has_is_found(
         sys.modules.pop("apex.own", None)
 
 
-@pytest.mark.apex("0 apex.amp._amp_state.maybe_print and warn_or_err")
 def test_functions_beside_the_state(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +216,6 @@ def test_functions_beside_the_state(
         state.warn_or_err("no")
 
 
-@pytest.mark.apex("0 apex.parallel.sync_batchnorm and optimized_sync_batchnorm")
 def test_both_batch_norms_are_one() -> None:
     names = run(
         "from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as a\n"
@@ -273,7 +247,6 @@ def test_replacements_exist(name: str) -> None:
         module = getattr(module, part)
 
 
-@pytest.mark.apex("0 apex.parallel")
 def test_no_torch_distributed_no_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     apex = importlib.import_module("apex")
@@ -292,7 +265,6 @@ def run(text: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.apex("0 apex.amp")
 def test_attributes_after_a_plain_import() -> None:
     apex = run("import apex")["apex"]
     assert apex.amp.initialize is amp.initialize
@@ -300,7 +272,6 @@ def test_attributes_after_a_plain_import() -> None:
     assert isinstance(apex.contrib, types.ModuleType)
 
 
-@pytest.mark.apex("0 apex.amp._amp_state", "B 12: apex.amp._amp_state as object and module")
 def test_the_state_is_an_object_and_a_module() -> None:
     """``import apex.amp._amp_state`` must not put the module in the object's place."""
     names = run(
@@ -316,7 +287,6 @@ def test_the_state_is_an_object_and_a_module() -> None:
     amp._amp_state.verbosity = 1
 
 
-@pytest.mark.apex("0 apex.amp.__version__")
 @pytest.mark.parametrize("root", ["apex", "preamp"])
 def test_probes_by_the_version(root: str) -> None:
     """Trainers that import it tell their users to install Apex where that fails."""
@@ -328,7 +298,6 @@ def test_probes_by_the_version(root: str) -> None:
     assert names["module"].__version__ == names["text"] == "0.1.0"
 
 
-@pytest.mark.apex("B 12: apex.amp._initialize.applier")
 def test_import_forms() -> None:
     names = run(
         "import apex.amp as a\nfrom apex import amp\nfrom apex.amp import scaler, handle\n"
@@ -355,7 +324,6 @@ def test_star_import_of_fp16_utils_brings_every_name() -> None:
     assert {*NAMES["apex.fp16_utils"].split()} - files <= names.keys()
 
 
-@pytest.mark.apex("0 deprecation warnings")
 def test_initialize_is_not_deprecated() -> None:
     """Warnings are errors here."""
     names = run("from apex import amp\nimport torch\nmodel = torch.nn.Linear(1, 1)")
@@ -363,10 +331,6 @@ def test_initialize_is_not_deprecated() -> None:
     preamp.engine_of(names["model"]).close()
 
 
-@pytest.mark.apex(
-    "0 apex.contrib.optimizers.FP16_Optimizer",
-    "0 apex.contrib.optimizers.fused_sgd with step(grads=…)",
-)
 def test_contrib_has_the_optimizers_of_the_main_package() -> None:
     contrib = importlib.import_module("apex.contrib.optimizers")
     main = importlib.import_module("apex.optimizers")
@@ -377,7 +341,6 @@ def test_contrib_has_the_optimizers_of_the_main_package() -> None:
         contrib.FusedSGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step(grads=[torch.ones(1)])
 
 
-@pytest.mark.apex("0 apex.contrib.optimizers.FusedAdam")
 def test_contribs_adam_is_that_of_early_2019() -> None:
     """Its order of arguments, and its formula where nothing else selects it."""
     contrib = importlib.import_module("apex.contrib.optimizers.fused_adam")
@@ -399,7 +362,6 @@ def test_contribs_adam_is_that_of_early_2019() -> None:
     copied.step()
 
 
-@pytest.mark.apex("B 10: the module as an object with state")
 def test_module_passed_as_an_object_with_state() -> None:
     """Timm looks into ``amp.__dict__``, others keep the module as a checkpointable object."""
     aliased = importlib.import_module("apex.amp")
@@ -408,7 +370,6 @@ def test_module_passed_as_an_object_with_state() -> None:
     aliased.load_state_dict({})
 
 
-@pytest.mark.apex("A capability probes")
 def test_capability_probes() -> None:
     assert importlib.util.find_spec("apex") is not None
     assert importlib.util.find_spec("apex.amp") is not None
@@ -457,7 +418,6 @@ def test_module_does_not_leak_into_preamp() -> None:
     assert vars(amp) == before
 
 
-@pytest.mark.apex("0 apex.DeprecatedFeatureWarning")
 def test_deprecations_have_apex_category() -> None:
     apex = importlib.import_module("apex")
     assert issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
@@ -469,7 +429,6 @@ def test_deprecations_have_apex_category() -> None:
         apex.deprecated_warning("old")
 
 
-@pytest.mark.apex("0 apex.deprecated_warning", "10 A-39")
 def test_only_the_first_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("preamp.compat.alias.root.is_first_rank", lambda: False)
     importlib.import_module("apex").deprecated_warning("old")

@@ -70,7 +70,6 @@ ROWS = [(rule, where, name) for (rule, where), names in APEX.items() for name in
 RULES = {(row.namespace, row.name): row.rule for row in OP_TABLE}
 
 
-@pytest.mark.apex("4.2", "10 A-28")
 @pytest.mark.parametrize("rule", sorted({rule for rule, _ in APEX}))
 def test_functions_have_the_rule_of_apex(rule: str) -> None:
     """What the table does not mention is left alone; what torch does not have is not asked for."""

@@ -138,13 +138,6 @@ def _called(row: OpRow, half: torch.dtype, which: str) -> set[torch.dtype]:
         handle.remove()
 
 
-@pytest.mark.apex(
-    "4.2",
-    "4.2 low precision, torch.nn.functional",
-    "4.2 low precision, torch",
-    "4.2 low precision, torch.Tensor",
-    "10 A-28",
-)
 @pytest.mark.parametrize("rule_and_namespace", EXPECTED, ids=" ".join)
 def test_results_have_the_expected_dtype(rule_and_namespace: tuple[Rule, Namespace]) -> None:
     of_half = {"half": "half", "float": "float32"}

@@ -43,7 +43,6 @@ INSTALLS: tuple[Callable[[], Removable], ...] = (
 )
 
 
-@pytest.mark.apex("10 A-10")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
 def test_any_order_of_removal_restores_every_attribute(order: tuple[int, ...]) -> None:
     before = _attributes()
@@ -70,7 +69,6 @@ def test_installs_are_counted() -> None:
     assert torch.exp is original
 
 
-@pytest.mark.apex("4.1 functools.wraps")
 def test_wrapped_functions_keep_their_names() -> None:
     original = torch.exp
     handle = held(install_function_casts)
@@ -106,7 +104,6 @@ def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.Mon
     assert torch.chain_matmul is original
 
 
-@pytest.mark.apex("4.2 banned")
 def test_banned_function() -> None:
     half, target = torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3)
     handles = [held(install_function_casts), held(push_thread_casts, {"cpu"}, torch.bfloat16)]

@@ -51,7 +51,6 @@ def test_backward_runs_without_casts() -> None:
     assert after
 
 
-@pytest.mark.apex("B 9: activation checkpointing")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_model_has_the_gradients_of_the_plain_one(reentrant: bool) -> None:
     model = Probe()
@@ -69,7 +68,6 @@ def test_checkpointed_model_has_the_gradients_of_the_plain_one(reentrant: bool) 
     torch.testing.assert_close(model.linear.weight.grad, expected, rtol=0, atol=0)
 
 
-@pytest.mark.apex("4.1 recurrent layers, cells and packed sequences give half", "10 A-28")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("input_is_half", [True, False])
 @pytest.mark.parametrize(
@@ -93,7 +91,6 @@ def test_composite_layers_give_half(
     assert all(p.grad is not None and p.grad.dtype is F32 for p in model.parameters())
 
 
-@pytest.mark.apex("4.1 recurrent layers, cells and packed sequences give half")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_packed_sequences_and_evaluation(dtype: torch.dtype) -> None:
     lstm, encoder = nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)

@@ -120,12 +120,6 @@ def test_wide_products_have_the_dtype_of_the_rule(row: OpRow) -> None:
     handle.remove()
 
 
-@pytest.mark.apex(
-    "4.2 fp32, torch.nn.functional",
-    "4.2 fp32, torch",
-    "4.2 fp32, torch.Tensor",
-    "B 19: functions that half cannot run",
-)
 @pytest.mark.parametrize("row", _rows("float"))
 def test_float_functions_compute_in_float32_throughout(row: OpRow) -> None:
     for dtype in HALVES:
@@ -133,7 +127,6 @@ def test_float_functions_compute_in_float32_throughout(row: OpRow) -> None:
             _check_float_functions_compute_in_float32_throughout(row, dtype)
 
 
-@pytest.mark.apex("4.2 fp32, given the other half dtype")
 @pytest.mark.parametrize("row", _rows("float"))
 def test_float_functions_widen_either_half_dtype_under_apexs_names(row: OpRow) -> None:
     for dtype, other in (HALVES, reversed(HALVES)):
@@ -155,7 +148,6 @@ def _check_float_functions_compute_in_float32_throughout(row: OpRow, dtype: torc
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.apex("4.2 promote, torch", "4.2 sequence promote, torch", "4.2 promote, torch.Tensor")
 @pytest.mark.parametrize("kind", ["float", "mixed"])
 @pytest.mark.parametrize("row", _rows("promote", "sequence_promote"))
 def test_promoted_functions_compute_in_float32_throughout(row: OpRow, kind: str) -> None:
@@ -207,7 +199,6 @@ NO_GRADIENT |= {"ldl_factor", "ldl_factor_ex", "ldl_solve"}
 FIRST_ONLY = {"cross_entropy", "soft_margin_loss"}  # the other tensors are weights and targets
 
 
-@pytest.mark.apex("4.1 float64 tensors")
 @pytest.mark.parametrize("row", _rows(*CAST_RULES, "no_half_in_place", "match_self", "banned"))
 def test_neither_disabled_casts_nor_float64_are_touched(row: OpRow, casts: None) -> None:
     args = _arguments(row, torch.float16, "float")
@@ -221,9 +212,6 @@ def test_neither_disabled_casts_nor_float64_are_touched(row: OpRow, casts: None)
     assert all(t.dtype is torch.float64 for t in inside_double)
 
 
-@pytest.mark.apex(
-    "4.1 in place in float32 on a half tensor", "4.1 in-place guards inside disable_casts"
-)
 @pytest.mark.parametrize("row", _rows("no_half_in_place"))
 def test_in_place_float_functions_refuse_half(row: OpRow) -> None:
     for dtype in HALVES:
@@ -242,7 +230,6 @@ def _check_in_place_float_functions_refuse_half(row: OpRow, dtype: torch.dtype) 
         _call(row, args)
 
 
-@pytest.mark.apex("4.1 in place in float32 on a half tensor")
 def test_a_target_given_by_keyword_is_refused_too(casts: None) -> None:
     half = torch.zeros(2, dtype=torch.bfloat16)
 
@@ -253,7 +240,6 @@ def test_a_target_given_by_keyword_is_refused_too(casts: None) -> None:
     assert torch.exp_(input=torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.apex("4.1 in place otherwise: arguments follow the target", "10 A-38")
 @pytest.mark.parametrize("row", _rows("match_self"))
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ["half", "float", "mixed"])
@@ -274,7 +260,6 @@ def test_in_place_functions_cast_to_the_target(row: OpRow, dtype: torch.dtype, k
 STORING = [p for p in _rows("leave") if p.values[0].name.endswith("_")]
 
 
-@pytest.mark.apex("4.1 in place otherwise: arguments follow the target")
 @pytest.mark.parametrize("row", STORING)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ["half", "float", "mixed"])
@@ -297,7 +282,6 @@ def test_in_place_functions_take_what_half_cannot_hold() -> None:
     assert torch.equal(half, torch.full((2,), 3e-5).half())
 
 
-@pytest.mark.apex("4.1 half += float32 binds a new tensor")
 @pytest.mark.parametrize("name", ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"])
 def test_in_place_operators_with_float32_bind_a_new_tensor(name: str, casts: None) -> None:
     half = torch.full((2,), 2.0, dtype=torch.bfloat16)
@@ -309,11 +293,6 @@ def test_in_place_operators_with_float32_bind_a_new_tensor(name: str, casts: Non
     assert alias.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.apex(
-    "4.1 promotion of float64 or bfloat16 with float32",
-    "4.1 0-dim float32 promotes half",
-    "10 A-27",
-)
 def test_zero_dim_float_promotes_half(casts: None) -> None:
     product = torch.ones(3, dtype=torch.bfloat16) * torch.tensor(2.0)
     two_halves = torch.ones(3, dtype=torch.float16) * torch.ones(3, dtype=torch.bfloat16)
@@ -391,7 +370,6 @@ def test_what_autocast_casts_natively_arrives_as_it_is() -> None:
             assert got[1] is given[1]
 
 
-@pytest.mark.apex("4.2 not patched")
 def test_rows_are_unique_and_reasoned() -> None:
     assert len({(row.namespace, row.name) for row in OP_TABLE}) == len(OP_TABLE)
     assert all(row.reason.endswith(".") for row in OP_TABLE)

@@ -97,7 +97,6 @@ def test_regions_nest_and_recur() -> None:
     assert seen == [F16, BF16, BF16]
 
 
-@pytest.mark.apex("4.1 the weight cache", "10 A-7")
 def test_weights_replaced_between_forwards_are_seen() -> None:
     model = Probe()
     held(attach_cast_region, model, CPU, BF16)
@@ -115,7 +114,6 @@ def test_weights_replaced_between_forwards_are_seen() -> None:
     assert outputs == [4.0, 4.0, 8.0, 8.0, 12.0, 12.0]
 
 
-@pytest.mark.apex("4.1 the weight cache", "10 A-6")
 @pytest.mark.skipif(not weight_cache_keeps_gradients(), reason="this torch's cache is not used")
 def test_weight_is_cast_once_in_a_forward() -> None:
     model = Probe()
@@ -136,7 +134,6 @@ def test_weight_is_cast_once_in_a_forward() -> None:
     assert len(casts) == 2  # weight and bias
 
 
-@pytest.mark.apex("10 A-6")
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("first_use", [torch.no_grad, torch.inference_mode])
 def test_gradients_flow_when_a_weight_was_first_used_without_grad(
@@ -203,7 +200,6 @@ def torch_keeps_gradients() -> bool:
         return layer(x).requires_grad
 
 
-@pytest.mark.apex("4.1 how far casts reach", "B 14: a fresh layer outside the model is cast")
 def test_thread_casts_cover_functions_outside_models() -> None:
     handle = held(push_thread_casts, CPU, BF16)
     layer = nn.Linear(4, 4)(torch.ones(2, 4))
@@ -253,7 +249,6 @@ def test_thread_casts_may_change_inside_a_disabled_block() -> None:
     assert (inside, outside) == (F32, F16)
 
 
-@pytest.mark.apex("4.1 how far casts reach")
 def test_other_threads_have_no_thread_casts() -> None:
     handle = held(push_thread_casts, CPU, BF16)
     seen: list[torch.dtype] = []
@@ -326,7 +321,6 @@ def test_plain_model_respects_a_region_of_the_users_own() -> None:
 # -- blocks without casts ---------------------------------------------------------------------
 
 
-@pytest.mark.apex("10 A-8")
 def test_disable_casts_nests_and_survives_exceptions() -> None:
     model = Probe()
     held(attach_cast_region, model, CPU, BF16)
@@ -342,7 +336,6 @@ def test_disable_casts_nests_and_survives_exceptions() -> None:
     assert seen == [F32, F32, BF16, BF16]
 
 
-@pytest.mark.apex("0 apex.amp.disable_casts", "2.1 disable_casts")
 def test_disable_casts_inside_a_model() -> None:
     seen: list[torch.dtype] = []
 
@@ -359,7 +352,6 @@ def test_disable_casts_inside_a_model() -> None:
     assert seen == [F32, BF16]
 
 
-@pytest.mark.apex("2.1 disable_casts")
 def test_disable_casts_without_an_engine_leaves_autocast_on() -> None:
     with torch.autocast("cpu", dtype=BF16), disable_casts():
         dtype = product()

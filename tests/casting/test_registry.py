@@ -74,14 +74,6 @@ RULES: list[tuple[Callable[[Any, str], None], Callable[[Any], Any], tuple[torch.
 ]
 
 
-@pytest.mark.apex(
-    "0 apex.amp.register_half_function",
-    "0 apex.amp.register_float_function",
-    "0 apex.amp.register_promote_function",
-    "0 apex.amp.register_bfloat16_function",
-    "4.1 register_… after initialize",
-    "B 13: registered functions, before and after initialize",
-)
 @pytest.mark.parametrize(("register", "_decorate", "expected"), RULES)
 @pytest.mark.parametrize("before_engine", [True, False])
 def test_registration(
@@ -114,14 +106,6 @@ def test_registration(
     assert removed is _dtypes
 
 
-@pytest.mark.apex(
-    "0 apex.amp.half_function",
-    "0 apex.amp.float_function",
-    "0 apex.amp.promote_function",
-    "0 apex.amp.bfloat16_function",
-    "4.1 decorators",
-    "B 13: decorated functions, methods, static methods, builtins",
-)
 @pytest.mark.parametrize(("_register", "decorate", "expected"), RULES)
 def test_decorators(_register: Any, decorate: Callable[[Any], Any], expected: Any) -> None:
     half, single = torch.ones(1, dtype=F16), torch.ones(1)
@@ -148,7 +132,6 @@ def test_decorators(_register: Any, decorate: Callable[[Any], Any], expected: An
     assert Owner.method.__doc__ == "Documented."
 
 
-@pytest.mark.apex("4.1 decorators", "B 13: decorated functions, methods, static methods, builtins")
 def test_decorated_autograd_function() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
@@ -175,7 +158,6 @@ def test_decorated_autograd_function() -> None:
     assert x.grad.tolist() == [6.0, 6.0]
 
 
-@pytest.mark.apex("4.1 decorators", "B 13: decorated functions, methods, static methods, builtins")
 def test_decorated_c_function_is_not_cast_back_by_autocast() -> None:
     handle = held(push_thread_casts, {"cpu"}, BF16)
     product = float_function(torch.mm)(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2))
@@ -184,7 +166,6 @@ def test_decorated_c_function_is_not_cast_back_by_autocast() -> None:
     assert product.dtype is F32
 
 
-@pytest.mark.apex("B 13: registered functions, before and after initialize")
 def test_registration_overrides_the_table() -> None:
     original = torch.mm, torch.sigmoid, torch.exp
     register_float_function(torch, "mm")
@@ -245,9 +226,6 @@ def test_registering_again_replaces(module: types.ModuleType) -> None:
     assert depth == 1
 
 
-@pytest.mark.apex(
-    "4.1 registered methods of a class", "B 13: registered functions, before and after initialize"
-)
 def test_registered_class_method(module: types.ModuleType) -> None:
     class Owner:
         def method(self, x: torch.Tensor) -> Any:
@@ -261,7 +239,6 @@ def test_registered_class_method(module: types.ModuleType) -> None:
     assert active == (F32,)
 
 
-@pytest.mark.apex("A register_half_function(torch")
 def test_registered_half_function_sees_replaced_weights() -> None:
     register_half_function(torch, "einsum")
     weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -276,7 +253,6 @@ def test_registered_half_function_sees_replaced_weights() -> None:
     assert second.tolist() == [[8.0, 8.0]] * 2
 
 
-@pytest.mark.apex("4.1 lists of tensors and other things", "10 A-29")
 def test_nested_lists_are_cast(module: types.ModuleType) -> None:
     module.probe = lambda nested: [t.dtype for t in (nested[0], *nested[1])]
     register_half_function(module, "probe")
@@ -287,7 +263,6 @@ def test_nested_lists_are_cast(module: types.ModuleType) -> None:
     assert dtypes == [F16, F16, F16]
 
 
-@pytest.mark.apex("4.1 lists of tensors and other things")
 def test_tensors_beside_other_values_are_cast(module: types.ModuleType) -> None:
     """What is no floating tensor stays the object it is, and dicts are not looked into."""
     module.probe = lambda *args, **kwargs: (args, kwargs)
@@ -305,7 +280,6 @@ def test_tensors_beside_other_values_are_cast(module: types.ModuleType) -> None:
     assert args[2] is text
 
 
-@pytest.mark.apex("4.1 register_…: ValueError if there is no such name")
 @pytest.mark.parametrize("register", [rule[0] for rule in RULES])
 def test_missing_function_is_refused(register: Callable[[Any, str], None]) -> None:
     message = f"{register.__name__}(torch, 'sigmod'): there is no such attribute."
@@ -314,7 +288,6 @@ def test_missing_function_is_refused(register: Callable[[Any, str], None]) -> No
         register(torch, "sigmod")
 
 
-@pytest.mark.apex("4.1 register_… of what cannot be wrapped")
 @pytest.mark.parametrize("register", [rule[0] for rule in RULES])
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize(

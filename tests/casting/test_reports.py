@@ -52,7 +52,6 @@ def _initialize(model: nn.Module, level: str, lines: Lines, **options: Any) -> n
     return model
 
 
-@pytest.mark.apex("1.1 verbosity=2 prints every cast")
 @pytest.mark.parametrize("level", HALVES)
 def test_every_cast_is_printed(level: str, lines: Lines) -> None:
     dtype, name = HALVES[level]
@@ -72,7 +71,6 @@ def test_every_cast_is_printed(level: str, lines: Lines) -> None:
     assert lines() == [f"{name}->Float (cat)"] * 2
 
 
-@pytest.mark.apex("10 A-38")
 @pytest.mark.parametrize("level", HALVES)
 def test_recurrent_layer(level: str, lines: Lines) -> None:
     name = HALVES[level][1]
@@ -153,7 +151,6 @@ def test_printing_ends_with_the_engine_that_asked(lines: Lines) -> None:
     preamp.engine_of(quiet).close()
 
 
-@pytest.mark.apex("1.1 only the first rank prints")
 def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
@@ -185,7 +182,6 @@ def _count(value: Any, dtype: torch.dtype) -> int:
     return sum(_count(item, dtype) for item in value) if isinstance(value, (list, tuple)) else 0
 
 
-@pytest.mark.apex("1.1 verbosity=2 prints every cast")
 @pytest.mark.filterwarnings("ignore")
 def test_every_row_that_casts_is_printed(lines: Lines) -> None:
     """What is printed is what the arguments hold; that it is cast is the table's own test."""

@@ -21,7 +21,6 @@ def started(level: str, **arguments: Any) -> Any:
     return amp.initialize(*make(), opt_level=level, verbosity=0, **arguments)
 
 
-@pytest.mark.apex("10 A-17")
 @ALL_LEVELS
 def test_a17_scheduler_built_while_an_overflow_is_pending(level: str) -> None:
     model, optimizer = started(level, loss_scale="dynamic")
@@ -34,12 +33,6 @@ def test_a17_scheduler_built_while_an_overflow_is_pending(level: str) -> None:
     assert same(weights(model), before)
 
 
-@pytest.mark.apex(
-    "0 apex.amp.load_state_dict",
-    "3 its format, loss_scaler0 and so on",
-    "3 the order of entries",
-    "10 A-25",
-)
 def test_a25_keys_are_matched_by_number(capsys: pytest.CaptureFixture[str]) -> None:
     started("O2", num_losses=2)
     one, two = ({"loss_scale": scale, "unskipped": 3} for scale in (8.0, 16.0))
@@ -48,14 +41,12 @@ def test_a25_keys_are_matched_by_number(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.apex("3 loading into a static scale", "10 A-25")
 def test_a25_static_scales_keep_their_value() -> None:
     started("O2", loss_scale=128.0)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 3}})
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 3}}
 
 
-@pytest.mark.apex("3 unknown keys")
 @pytest.mark.parametrize(
     "entry", [None, 5, {}, {"loss_scale": 4.0}, {"loss_scale": "x", "unskipped": 0}]
 )
@@ -68,7 +59,6 @@ def test_a25_no_entry_is_applied_when_a_later_one_cannot_be_read(entry: Any) -> 
     assert amp.state_dict() == before
 
 
-@pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")
 def test_a25_more_or_fewer_entries(capsys: pytest.CaptureFixture[str]) -> None:
     started("O2", num_losses=2)
     entry = {"loss_scale": 8.0, "unskipped": 3}
@@ -86,14 +76,12 @@ def test_a25_more_or_fewer_entries(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-@pytest.mark.apex("3 scale_factor", "10 A-26")
 def test_a26_scale_factor() -> None:
     scaler = amp.LossScaler("dynamic", init_scale=16.0, scale_factor=8.0, scale_window=1)
     scaler.update_scale()
     assert scaler.loss_scale() == 128.0
 
 
-@pytest.mark.apex("3 update_scale()", "3 _has_overflow", "10 A-26")
 def test_a26_the_scale_has_a_floor() -> None:
     scaler = amp.LossScaler("dynamic", init_scale=2.0**-23)
     for _ in range(5):
@@ -102,7 +90,6 @@ def test_a26_the_scale_has_a_floor() -> None:
     assert scaler.loss_scale() == 2.0**-24
 
 
-@pytest.mark.apex("10 A-26")
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a26_no_gradient_is_left_unwritten_behind_a_bad_one(bad: int) -> None:
     scaler = amp.LossScaler("dynamic", init_scale=4.0)
@@ -113,7 +100,6 @@ def test_a26_no_gradient_is_left_unwritten_behind_a_bad_one(bad: int) -> None:
     assert scaler.update_scale() is True
 
 
-@pytest.mark.apex("10 A-26")
 def test_a26_finite_gradients_with_a_huge_sum_are_no_overflow() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)

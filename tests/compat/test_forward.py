@@ -54,7 +54,6 @@ def started(level: str, model: nn.Module | None = None, **arguments: Any) -> Any
     return made
 
 
-@pytest.mark.apex("1.8 model.forward after initialize")
 @CASTS
 def test_forward_by_hand_is_the_call(level: str) -> None:
     model = started(level)
@@ -66,7 +65,6 @@ def test_forward_by_hand_is_the_call(level: str) -> None:
     assert model.linear.weight.grad is not None
 
 
-@pytest.mark.apex("1.8 model.forward after initialize")
 def test_dtype_of_outputs() -> None:
     model = started("O3", cast_model_outputs=BF16)
     assert model.forward(X).dtype is BF16

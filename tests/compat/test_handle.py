@@ -37,13 +37,6 @@ def product() -> torch.dtype:
 # -- casts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "0 apex.amp.init",
-    "0 apex.amp.handle.AmpHandle",
-    "4.1 amp.init(…)",
-    "4.1 patch_type=torch.bfloat16",
-    "A handle._deactivate() in tests",
-)
 @pytest.mark.parametrize("patch_type", HALVES)
 def test_casts_hold_until_deactivated(patch_type: torch.dtype) -> None:
     handle = amp.init(patch_type=patch_type)
@@ -60,7 +53,6 @@ def test_casts_hold_until_deactivated(patch_type: torch.dtype) -> None:
     assert product() is torch.float32
 
 
-@pytest.mark.apex("4.1 handle: is_active, _disable_casts, _deactivate")
 def test_user_functions_are_cast() -> None:
     seen = amp.half_function(lambda x: x.dtype)
     handle = amp.init()
@@ -72,7 +64,6 @@ def test_user_functions_are_cast() -> None:
     assert [inside, disabled, seen(torch.ones(1))] == [torch.float16, torch.float32, torch.float32]
 
 
-@pytest.mark.apex("4.1 amp.init(…)")
 def test_banned_functions() -> None:
     half, target = torch.full((1,), 0.5, dtype=torch.float16), torch.ones(1)
     amp.init()
@@ -84,7 +75,6 @@ def test_banned_functions() -> None:
     assert F.binary_cross_entropy(half, target).dtype is torch.float32
 
 
-@pytest.mark.apex("4.1 handle: _clear_cache", "10 A-7")
 def test_weights_changed_between_forwards_are_seen() -> None:
     handle = amp.init()
     weight = nn.Parameter(torch.ones(1, 1))
@@ -98,7 +88,6 @@ def test_weights_changed_between_forwards_are_seen() -> None:
     assert outputs == [1.0, 2.0]
 
 
-@pytest.mark.apex("4.1 handle: is_active, _disable_casts, _deactivate", "10 A-8")
 def test_a08_disabled_blocks_nest_and_survive_exceptions() -> None:
     handle = amp.init()
     seen = []
@@ -111,7 +100,6 @@ def test_a08_disabled_blocks_nest_and_survive_exceptions() -> None:
     assert seen == [torch.float32, False, torch.float16, True]
 
 
-@pytest.mark.apex("10 A-9")
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_a09_models_at_other_levels_are_not_touched(level: str) -> None:
     class Net(nn.Module):
@@ -134,7 +122,6 @@ def test_a09_models_at_other_levels_are_not_touched(level: str) -> None:
     assert seen == [torch.float32, torch.float32]
 
 
-@pytest.mark.apex("10 A-9")
 def test_a09_a_second_init_replaces_the_first() -> None:
     original = torch.exp
     first = amp.init()
@@ -147,7 +134,6 @@ def test_a09_a_second_init_replaces_the_first() -> None:
     assert torch.exp is original
 
 
-@pytest.mark.apex("10 A-10")
 def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
     original = torch.mm
     amp.register_float_function(torch, "mm")
@@ -167,7 +153,6 @@ def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
 # -- turned off, and refused ------------------------------------------------------------------
 
 
-@pytest.mark.apex("0 apex.amp.handle.NoOpHandle", "4.1 amp.init(enabled=False)", "4.1 NoOpHandle")
 def test_disabled_init_changes_nothing() -> None:
     original = torch.mm
     amp.init()
@@ -182,12 +167,6 @@ def test_disabled_init_changes_nothing() -> None:
         assert torch.mm is original
 
 
-@pytest.mark.apex(
-    "4.1 handle.scale_loss(loss, optimizer)",
-    "4.1 handle.wrap_optimizer(optimizer, num_loss)",
-    "10 A-20",
-    "B 16: amp.init, handle.scale_loss, wrap_optimizer",
-)
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("name", ["scale_loss", "wrap_optimizer"])
 def test_losses_are_no_longer_scaled_and_the_error_has_the_edited_lines(
@@ -216,7 +195,6 @@ def test_the_edited_lines_train() -> None:
     preamp.engine_of(model).close()
 
 
-@pytest.mark.apex("4.1 amp.init(…)")
 def test_another_dtype_is_refused_and_the_earlier_handle_stays() -> None:
     handle = amp.init()
     text = (

@@ -46,12 +46,10 @@ def test_names() -> None:
     assert set(names) <= set(amp.__all__) & set(amp.__dict__)
 
 
-@pytest.mark.apex("0 apex.amp.scaler.LossScaler")
 def test_scaler_module() -> None:
     assert LossScaler is amp.LossScaler
 
 
-@pytest.mark.apex("0 apex.amp.scale_loss", "2.1 six arguments")
 def test_signature_of_scale_loss() -> None:
     parameters = inspect.signature(amp.scale_loss).parameters
     assert (
@@ -61,11 +59,6 @@ def test_signature_of_scale_loss() -> None:
     assert [p.default for p in list(parameters.values())[2:]] == [0, None, False, False]
 
 
-@pytest.mark.apex(
-    "0 _amp_state.hard_override",
-    "3 amp.state_dict() when amp is off or was never initialized",
-    "B 10: amp.state_dict() without initialize",
-)
 def test_state_before_initialize() -> None:
     assert amp.state_dict() == {}
     amp.load_state_dict({})
@@ -78,7 +71,6 @@ def test_state_before_initialize() -> None:
     assert state.loss_scalers == []
 
 
-@pytest.mark.apex("0 apex.amp.master_params", "2.1 master_params(optimizer)")
 def test_master_params_of_any_optimizer() -> None:
     model, optimizer = make()
     assert list(amp.master_params(optimizer)) == list(model.parameters())
@@ -88,12 +80,6 @@ def test_master_params_of_any_optimizer() -> None:
 # -- the state object ------------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "0 _amp_state.loss_scalers",
-    "3 _loss_scale",
-    "A writing loss_scalers[0]._loss_scale",
-    "B 12: fields of the loss scaler",
-)
 def test_scale_written_right_after_initialize() -> None:
     model, optimizer = started("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 2**20
@@ -103,7 +89,6 @@ def test_scale_written_right_after_initialize() -> None:
         assert scaled.item() == 8.0 * 2**20
 
 
-@pytest.mark.apex("3 _scale_seq_len", "3 _unskipped", "B 12: fields of the loss scaler")
 def test_window_and_counter_are_written() -> None:
     model, optimizer = started("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
@@ -114,9 +99,6 @@ def test_window_and_counter_are_written() -> None:
     assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
 
 
-@pytest.mark.apex(
-    "0 _amp_state.opt_properties", "1.4 attribute or options[name]", "B 12: opt_properties"
-)
 @ALL_LEVELS
 def test_options_are_read(level: str) -> None:
     started(level)
@@ -128,11 +110,6 @@ def test_options_are_read(level: str) -> None:
     assert properties.options["loss_scale"] == preamp.OPT_LEVELS[level].loss_scale
 
 
-@pytest.mark.apex(
-    "0 _amp_state.min_loss_scale",
-    "0 _amp_state.max_loss_scale",
-    "3 _max_loss_scale, _min_loss_scale",
-)
 def test_range_is_read() -> None:
     started("O2", min_loss_scale=128.0, max_loss_scale=1024.0)
     assert amp._amp_state.min_loss_scale == 128.0
@@ -142,7 +119,6 @@ def test_range_is_read() -> None:
     assert amp._amp_state.loss_scalers[0].loss_scale() == 1024.0
 
 
-@pytest.mark.apex("0 _amp_state.verbosity")
 def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started("O2")
     amp._amp_state.verbosity = 1
@@ -152,7 +128,6 @@ def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 ")
 
 
-@pytest.mark.apex("0 _amp_state.hard_override")
 def test_hard_override() -> None:
     amp._amp_state.hard_override = True
     with pytest.warns(UserWarning, match="hard_override is set"):
@@ -160,11 +135,6 @@ def test_hard_override() -> None:
     assert amp._amp_state.opt_properties.keep_batchnorm_fp32 is True
 
 
-@pytest.mark.apex(
-    "0 _amp_state.handle",
-    "A handle._deactivate() in tests",
-    "B 12: _amp_state.handle._deactivate()",
-)
 def test_handle_is_deactivated() -> None:
     """Tests of frameworks switch O1 off by hand between cases; losses are scaled all the same."""
     original = torch.exp
@@ -184,9 +154,6 @@ def test_handle_is_deactivated() -> None:
     assert len(list(amp.master_params(optimizer))) == 8
 
 
-@pytest.mark.apex(
-    "A handle._deactivate() in tests", "B 14: a fresh layer outside the model is cast"
-)
 def test_a_deactivated_handle_leaves_other_casts_on() -> None:
     started("O1")
     first = amp._amp_state.handle
@@ -201,7 +168,6 @@ def test_levels_without_function_casts_make_no_handle() -> None:
     assert not hasattr(amp._amp_state, "handle")
 
 
-@pytest.mark.apex("1.1 an FP16_Optimizer is refused with RuntimeError")
 @pytest.mark.parametrize("form", [lambda it: it, lambda it: [it]], ids=["single", "list"])
 @pytest.mark.parametrize("kind", [fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer])
 def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
@@ -218,7 +184,6 @@ def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
     amp.initialize(model, form(wrapper), enabled=False)
 
 
-@pytest.mark.apex("B 12: hasattr(optimizer")
 def test_is_it_initialised() -> None:
     _, optimizer = make()
     assert not hasattr(optimizer, "_amp_stash")
@@ -229,7 +194,6 @@ def test_is_it_initialised() -> None:
 # -- arguments from flags --------------------------------------------------------------------
 
 
-@pytest.mark.apex("B 2: arguments as text from argparse")
 @ALL_LEVELS
 def test_strings_from_argparse(level: str) -> None:
     parser = argparse.ArgumentParser()
@@ -254,7 +218,6 @@ def test_strings_from_argparse(level: str) -> None:
     assert halves_match(model)
 
 
-@pytest.mark.apex("1.5 loss_scale", "B 2: arguments as text from argparse")
 @pytest.mark.parametrize("given", [1, 1.0, "1.0", True])
 def test_scale_of_one(given: Any) -> None:
     model, optimizer = started("O2", loss_scale=given)
@@ -263,7 +226,6 @@ def test_scale_of_one(given: Any) -> None:
     assert halves_match(model)
 
 
-@pytest.mark.apex("B 2: all arguments through inspect.signature")
 def test_arguments_from_a_dict() -> None:
     arguments = {"opt_level": "O2", "loss_scale": "dynamic", "min_loss_scale": 1, "verbosity": 0}
     model, optimizer = amp.initialize(*make(), **arguments)
@@ -274,7 +236,6 @@ def test_arguments_from_a_dict() -> None:
 # -- loops -----------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("2.2 O2", "A clipping amp.master_params(optimizer), inside or after the")
 @ALL_LEVELS
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_clipping_the_masters(level: str, where: str) -> None:
@@ -313,7 +274,6 @@ def penalty_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return slope.square().sum()
 
 
-@pytest.mark.apex("B 7: several backwards, double backward")
 @ALL_LEVELS
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_gradient_penalty_has_the_exact_gradient(level: str, blocks: int) -> None:
@@ -332,9 +292,6 @@ def test_gradient_penalty_has_the_exact_gradient(level: str, blocks: int) -> Non
     assert torch.equal(ours.grad.double(), oracle.linear.weight.grad)
 
 
-@pytest.mark.apex(
-    "2.1 .grad inside the block is this backward's alone", "B 7: gradients reduced inside the block"
-)
 @MASTERS
 def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
     model = nn.Linear(2, 1, bias=False)
@@ -349,7 +306,6 @@ def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
     assert model.weight.tolist() == [[0.5, 0.5]]
 
 
-@pytest.mark.apex("B 3: input gradients at O2 without masters, two blocks")
 def test_adversarial_input_gradients() -> None:
     """O2 without masters: ``delta.grad`` is still scaled, and two blocks precede one step."""
     model, optimizer = started("O2", master_weights=False, loss_scale="4.0")
@@ -368,11 +324,6 @@ def test_adversarial_input_gradients() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.apex(
-    "2.7 num_losses and loss_id",
-    "A logging loss_scalers[i].loss_scale()",
-    "A two networks, two optimizers, three losses",
-)
 @ALL_LEVELS
 def test_two_networks_and_three_losses(level: str) -> None:
     """The adversarial pair: lists of models and optimizers, a scaler for each loss."""
@@ -397,11 +348,6 @@ def test_two_networks_and_three_losses(level: str) -> None:
 # -- state -----------------------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "2.6 _lazy_init_maybe_master_weights, _amp_lazy_init",
-    "A BERT trainers' resume through",
-    "B 11: BERT-style resume",
-)
 @MASTERS
 def test_resume_of_language_model_scripts(level: str) -> None:
     """Force the lazy initialization, load the optimizer, copy the saved masters."""
@@ -426,12 +372,6 @@ def test_resume_of_language_model_scripts(level: str) -> None:
     assert halves_match(other)
 
 
-@pytest.mark.apex(
-    "2.6 _amp_stash",
-    "2.6 _lazy_init_maybe_master_weights, _amp_lazy_init",
-    "A _amp_lazy_init(), then the lists of _amp_stash",
-    "B 12: hasattr(optimizer",
-)
 @ALL_LEVELS
 def test_private_names_of_the_optimizer(level: str) -> None:
     model, optimizer = started(level)
@@ -471,7 +411,6 @@ def test_stash_tells_of_skips_and_scaled_gradients(level: str) -> None:
     assert optimizer._amp_stash.already_patched is False
 
 
-@pytest.mark.apex("2.6 lists of gradients in _amp_stash")
 def test_stash_has_no_lists_of_gradients_set_aside() -> None:
     """Where they are between two backwards is not what it was, so a list would be a wrong one."""
     _, optimizer = started("O2")
@@ -481,7 +420,6 @@ def test_stash_has_no_lists_of_gradients_set_aside() -> None:
     assert stash.all_fp32_params == stash.all_fp32_from_fp32_params
 
 
-@pytest.mark.apex("0 apex.amp.frontend.Properties", "0 apex.amp.frontend.opt_levels")
 def test_levels_and_options_of_the_frontend() -> None:
     """Levels are frozen policies; Apex had objects that were called with the options to fill."""
     for name, level in amp.frontend.opt_levels.items():
@@ -493,7 +431,6 @@ def test_levels_and_options_of_the_frontend() -> None:
         _ = options.nonsense
 
 
-@pytest.mark.apex("2.2 O0, O3 defaults")
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
     _, optimizer = started(level)
@@ -504,7 +441,6 @@ def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
 
 
-@pytest.mark.apex("0 apex.amp._initialize.applier", "B 12: apex.amp._initialize.applier")
 def test_applier_maps_nested_batches() -> None:
     given = {"a": [torch.ones(1), "text"], "b": (torch.zeros(1),)}
     got = amp._initialize.applier(given, lambda x: x + 1)
@@ -512,7 +448,6 @@ def test_applier_maps_nested_batches() -> None:
     assert given["a"][0].item() == 1.0
 
 
-@pytest.mark.apex("B 10: the module as an object with state")
 def test_module_as_an_object_with_state() -> None:
     """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
     started("O2")
@@ -524,7 +459,6 @@ def test_module_as_an_object_with_state() -> None:
     assert amp.state_dict() == saved["amp"]
 
 
-@pytest.mark.apex("0 apex.amp.state_dict", "3 amp.state_dict(destination=None)")
 def test_destination() -> None:
     started("O2")
     mine: dict[str, Any] = {"mine": 1}
@@ -550,7 +484,6 @@ def test_add_param_group(level: str) -> None:
 # -- registration ----------------------------------------------------------------------------
 
 
-@pytest.mark.apex("B 13: registered functions, before and after initialize")
 def test_registered_float_function_after_initialize() -> None:
     started("O1")
     x = torch.ones(2, dtype=torch.float16)
@@ -563,7 +496,6 @@ def test_registered_float_function_after_initialize() -> None:
             handle.remove()
 
 
-@pytest.mark.apex("B 13: decorated functions, methods, static methods, builtins")
 def test_float_function_as_decorator() -> None:
     started("O1")
 
@@ -588,7 +520,6 @@ def backward_by_hand(model: nn.Module, optimizer: Any, number: int, factor: floa
     return scaler.update_scale()
 
 
-@pytest.mark.apex("2.6 _prepare_amp_backward, _post_amp_backward")
 @ALL_LEVELS
 def test_backward_by_hand(level: str) -> None:
     """``_prepare_amp_backward`` and ``_post_amp_backward``, twice for one step."""
@@ -603,7 +534,6 @@ def test_backward_by_hand(level: str) -> None:
         assert same(ours.grad, theirs.grad)
 
 
-@pytest.mark.apex("2.6 _prepare_amp_backward, _post_amp_backward")
 @ALL_LEVELS
 def test_an_overflow_by_hand_skips_the_step(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started(level, loss_scale="dynamic")

@@ -21,9 +21,6 @@ LISTED = amp.lists.functional_overrides.FP32_FUNCS
 TEXT = r"^A list of amp\.lists was to be changed\. .* Call amp\.register_half_function\("
 
 
-@pytest.mark.apex(
-    "4.2 amp.lists", "4.2 BANNED_FUNCS", "4.2 BFLOAT16_FUNCS", "0 apex.amp.lists", "0 apex.amp.amp"
-)
 @pytest.mark.parametrize("namespace", MODULES)
 @pytest.mark.parametrize("name", RULES)
 def test_lists_are_the_op_table(namespace: str, name: str) -> None:
@@ -44,7 +41,6 @@ def delete(names: Any) -> None:
     del names[0]
 
 
-@pytest.mark.apex("4.2 amp.lists, edited")
 @pytest.mark.parametrize(
     "edit",
     [
@@ -66,7 +62,6 @@ def test_editing_names_what_to_call(edit: Callable[[Any], Any]) -> None:
     assert [*LISTED] == before
 
 
-@pytest.mark.apex("4.2 amp.lists, edited")
 def test_a_list_in_the_place_of_another_is_refused() -> None:
     with pytest.raises(TypeError, match=TEXT):
         amp.lists.functional_overrides.FP32_FUNCS = [*LISTED, "relu"]

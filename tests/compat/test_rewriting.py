@@ -60,7 +60,6 @@ def train(
     return [param.detach().clone() for param in amp.master_params(optimizer)]
 
 
-@pytest.mark.apex("2.1 changing those half gradients in place")
 @pytest.mark.parametrize("change", [clip, clip_values, replace])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_script_that_writes_to_half_gradients_runs_on(
@@ -93,7 +92,6 @@ def test_it_goes_on_after_the_steps_that_are_watched() -> None:
         assert_same(ours, exact)
 
 
-@pytest.mark.apex("2.1 changing them for the first time later")
 def test_who_begins_late_is_refused() -> None:
     """By then masters take half gradients as they lie, and what was written over is lost."""
     model, optimizer = made()
@@ -196,7 +194,6 @@ def test_without_masters_a_change_counts(
     assert take_step(door, arguments, change, backwards=backwards, late=late) == 4.0
 
 
-@pytest.mark.apex("2.1 changing those half gradients in place")
 @DOORS
 @CHANGES
 @LATE
@@ -207,7 +204,6 @@ def test_without_a_loss_scale_a_change_counts(
     assert take_step(door, arguments, change, late=late) == 4.0
 
 
-@pytest.mark.apex("2.1 changing accumulated half gradients without a loss scale")
 @DOORS
 @pytest.mark.parametrize("change", [halve, halved, clip_to_one])
 @LATE
@@ -219,7 +215,6 @@ def test_without_a_loss_scale_a_change_of_a_part_is_refused(
         take_step(door, arguments, change, backwards=2, late=late)
 
 
-@pytest.mark.apex("2.1 changing those half gradients in place")
 @CHANGES
 @BACKWARDS
 @SCALED
@@ -230,7 +225,6 @@ def test_with_a_loss_scale_a_change_has_no_effect_under_apexs_names(
         assert take_step(amp, arguments, change, backwards=backwards) == 8.0
 
 
-@pytest.mark.apex("2.1 changing them for the first time later")
 @CHANGES
 @BACKWARDS
 @SCALED

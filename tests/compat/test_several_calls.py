@@ -61,7 +61,6 @@ def scales() -> list[float]:
 # -- a copy beside the model in training --------------------------------------------------------
 
 
-@pytest.mark.apex("1.1 another call with new objects", "B 10: amp.state_dict()")
 @ALL_LEVELS
 @pytest.mark.parametrize("first", [True, False])
 def test_an_evaluation_copy_takes_nothing_over(level: str, first: bool) -> None:
@@ -94,7 +93,6 @@ def test_what_a_copy_is_given_does_not_reach_the_model_in_training(
     assert state.opt_properties.opt_level == "O2"
 
 
-@pytest.mark.apex("1.1 enabled=False")
 def test_a_copy_with_amp_off_turns_nothing_off() -> None:
     run = started("O2")
     skip(run, 3)
@@ -131,11 +129,6 @@ def pair(level: str = "O2", *, losses: int = 1) -> tuple[Any, Any]:
     return generator, started(level, 1, num_losses=losses)
 
 
-@pytest.mark.apex(
-    "1.1 another call with new objects",
-    "0 _amp_state.loss_scalers",
-    "3 amp.state_dict(destination=None)",
-)
 @ALL_LEVELS
 def test_all_in_training_are_meant_the_latest_first(level: str) -> None:
     generator, discriminator = pair(level, losses=2)
@@ -151,7 +144,6 @@ def test_all_in_training_are_meant_the_latest_first(level: str) -> None:
     assert amp._amp_state.engine is preamp.engine_of(discriminator[0])
 
 
-@pytest.mark.apex("0 _amp_state.verbosity")
 def test_verbosity_reaches_all(capsys: pytest.CaptureFixture[str]) -> None:
     for run in pair():
         amp._amp_state.verbosity = 1
@@ -191,7 +183,6 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
     assert amp.state_dict() == scalers
 
 
-@pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")
 def test_one_calls_file_goes_to_the_latest_call(capsys: pytest.CaptureFixture[str]) -> None:
     """As one that Apex wrote, which had the latest call's alone; or a model of before is kept."""
     pair()
@@ -201,7 +192,6 @@ def test_one_calls_file_goes_to_the_latest_call(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")
 def test_two_calls_file_in_one_calls_run(capsys: pytest.CaptureFixture[str]) -> None:
     started()
     amp.load_state_dict({"loss_scaler0": entry(8.0), "loss_scaler1": entry(4.0)})
@@ -232,7 +222,6 @@ def test_an_unreadable_entry_of_the_second_leaves_the_first(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.apex("2.6 _prepare_amp_backward, _post_amp_backward")
 @ALL_LEVELS
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_backward_by_hand_of_the_second(level: str, index: int) -> None:
@@ -259,7 +248,6 @@ def test_a_backward_by_hand_of_the_second(level: str, index: int) -> None:
 # -- what an earlier run has left alive ---------------------------------------------------------
 
 
-@pytest.mark.apex("1.1 another call with new objects", "A writing loss_scalers[0]._loss_scale")
 @ALL_LEVELS
 @pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("collects", [True, False])
@@ -286,7 +274,6 @@ def test_scales_are_written_while_an_earlier_run_is_alive(
     assert preamp.engine_of(_alive[0][1]).loss_scale() == 2.0  # as it was left
 
 
-@pytest.mark.apex("1.1 another call with new objects", "A writing loss_scalers[0]._loss_scale")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_two_models_and_losses_tried_in_turn(level: str) -> None:
     """Each try poisons one loss's backward, and expects its scale alone to fall from 4."""
@@ -308,7 +295,6 @@ def test_two_models_and_losses_tried_in_turn(level: str) -> None:
         assert amp._amp_state.engine is preamp.engine_of(optimizer)
 
 
-@pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")
 def test_a_file_written_beside_an_earlier_run_is_of_the_latest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -358,7 +344,6 @@ def test_two_optimizers_of_one_model_by_two_calls(level: str) -> None:
 # -- parameters without an optimizer -----------------------------------------------------------
 
 
-@pytest.mark.apex("2.1 master_params(optimizer)")
 def test_master_params_before_initialize() -> None:
     text = (
         "amp.master_params was called without an optimizer before amp.initialize. Without one it "
@@ -372,7 +357,6 @@ def test_master_params_before_initialize() -> None:
         del kept
 
 
-@pytest.mark.apex("2.1 master_params(optimizer)")
 def test_master_params_with_amp_off() -> None:
     model, optimizer = amp.initialize(*make(), enabled=False)
     assert list(amp.master_params()) == list(model.parameters())

@@ -179,13 +179,11 @@ class MyList(list[Any]):
     pass
 
 
-@pytest.mark.apex("1.8 Tensor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_floating_tensors_are_cast(dtype: torch.dtype) -> None:
     assert cast_floating(t().to(dtype), F16).dtype is F16
 
 
-@pytest.mark.apex("1.8 Tensor")
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 )
@@ -194,7 +192,6 @@ def test_other_tensors_are_not(dtype: torch.dtype) -> None:
     assert cast_floating(x, F16) is x
 
 
-@pytest.mark.apex("1.8 other Iterable")
 @pytest.mark.parametrize("make", [list, tuple, collections.deque, MyList, set, frozenset])
 def test_sequences_and_sets(make: Any) -> None:
     got = cast_floating(make([t(), "s", 3]), F16)
@@ -208,14 +205,12 @@ def test_deque_keeps_its_length_limit() -> None:
     assert cast_floating(collections.deque([t()], maxlen=3), F16).maxlen == 3
 
 
-@pytest.mark.apex("1.8 other Iterable")
 def test_named_tuple() -> None:
     got = cast_floating(Pair(t(), "b"), F16)
     assert type(got) is Pair
     assert (got.a.dtype, got.b) == (F16, "b")
 
 
-@pytest.mark.apex("1.8 anything else")
 @pytest.mark.parametrize("make", [Record, Frozen, Slotted])
 def test_dataclasses(make: Any) -> None:
     given = make(t())
@@ -225,7 +220,6 @@ def test_dataclasses(make: Any) -> None:
     assert given.x.dtype is F32
 
 
-@pytest.mark.apex("1.8 Mapping")
 def test_dict_keeps_keys_and_order() -> None:
     got = cast_floating({"b": t(), 1: "x"}, F16)
     assert type(got) is dict
@@ -233,7 +227,6 @@ def test_dict_keeps_keys_and_order() -> None:
     assert got["b"].dtype is F16
 
 
-@pytest.mark.apex("1.8 Mapping")
 def test_dict_subclass_with_attributes() -> None:
     given = Output(logits=t(), ids=torch.ones(1, dtype=torch.int64))
     got = cast_floating(given, F16)
@@ -257,7 +250,6 @@ def test_nesting() -> None:
     assert got["a"][0].b[0].x.dtype is F16
 
 
-@pytest.mark.apex("1.8 object with to")
 @pytest.mark.parametrize(
     "make", [Batch, lambda: Slots(["x"], [t()]), lambda: Bag(t(), t()), lambda: Single([t()])]
 )
@@ -269,7 +261,6 @@ def test_what_is_no_container_or_cannot_be_rebuilt_is_left_alone(make: Any) -> N
         assert given[0].dtype is F32
 
 
-@pytest.mark.apex("1.8 object with to")
 @pytest.mark.parametrize("kind", [Moved, Edge])
 def test_a_field_named_to(kind: Any) -> None:
     ids = torch.tensor([257, 999])
@@ -287,7 +278,6 @@ def test_a_dataclass_with_a_method_to_is_cast_by_its_fields() -> None:
     assert given.x.tolist() == torch.tensor([1001.3]).tolist()
 
 
-@pytest.mark.apex("1.8 Mapping")
 @pytest.mark.parametrize("make", [lambda **items: Fields(items), lambda **items: Table(3, **items)])
 def test_a_mapping_that_is_no_dict(make: Any) -> None:
     given = make(x=t(), ids=torch.tensor([999]))
@@ -340,7 +330,6 @@ class Stream:
         raise StopIteration
 
 
-@pytest.mark.apex("1.8 other Iterable")
 def test_iterators_come_back_as_they_are() -> None:
     for stream in (Stream(), iter([torch.ones(1)]), (torch.ones(1) for _ in range(2))):
         assert map_leaves(torch.Tensor.half, stream) is stream
@@ -352,7 +341,6 @@ NOTHING_TO_CAST = ([1, "a"], (torch.ones(1, dtype=torch.int64),), {"a": 1}, Pair
 NOTHING_TO_CAST += (Output(a=1), MappingProxyType({"a": 1}), [t().half()])
 
 
-@pytest.mark.apex("1.8 anything else")
 @pytest.mark.parametrize(
     "value", NO_CONTAINERS + NOTHING_TO_CAST, ids=lambda value: type(value).__name__
 )
@@ -360,7 +348,6 @@ def test_what_needs_no_cast_comes_back_as_it_is(value: Any) -> None:
     assert cast_floating(value, F16) is value
 
 
-@pytest.mark.apex("1.8 object with to")
 def test_modules_are_not_touched() -> None:
     module = nn.Linear(2, 2)
     assert cast_floating(module, F16) is module

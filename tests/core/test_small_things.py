@@ -170,7 +170,6 @@ def test_the_only_process_speaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "hello\n"
 
 
-@pytest.mark.apex("1.1 only the first rank prints")
 @pytest.mark.parametrize(("rank", "expected"), [(0, "once\neach\n"), (1, "each\n")])
 def test_in_a_job_rank_0_speaks(
     rank: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

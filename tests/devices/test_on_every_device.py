@@ -48,12 +48,6 @@ def _train(level: str, device: str, steps: int = 8) -> tuple[nn.Module, preamp.E
     return net, preamp.engine_of(optimizer), losses
 
 
-@pytest.mark.apex(
-    "1.1 parameters on the CPU or any other device",
-    "4.1 tensors on the CPU",
-    "10 A-37",
-    "B 19: parameters and tensors on the CPU",
-)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_training_follows_float32(level: str, device: str) -> None:
@@ -76,7 +70,6 @@ def test_half_weights_are_rounded_masters(level: str, device: str) -> None:
         assert torch.equal(twin.half, twin.master.to(twin.half.dtype))
 
 
-@pytest.mark.apex("10 A-37")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_skips_the_step(level: str, device: str) -> None:
@@ -129,7 +122,6 @@ def test_torch_takes_its_multi_tensor_path_for_masters() -> None:
     assert any("_foreach_" in event.key for event in profile.key_averages())
 
 
-@pytest.mark.apex("4.1 tensors on the CPU", "B 19: parameters and tensors on the CPU")
 @needs_cuda
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_tensors_on_other_devices_are_not_cast(level: str) -> None:

@@ -43,7 +43,6 @@ def gradients(ddp: Any, mine: float) -> list[float]:
     return sorted({value for p in ddp.parameters() for value in p.grad.tolist()})
 
 
-@pytest.mark.apex("9.1 DistributedDataParallel(module)")
 def check_parameters_come_from_rank_0_and_buffers_do_not() -> None:
     model = Scale()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -58,19 +57,6 @@ def _means(dtype: torch.dtype, **arguments: Any) -> None:
     assert gradients(wrapped(dtype, **arguments), (3.0, 8.0)[dist.get_rank()]) == [5.5]
 
 
-@pytest.mark.apex(
-    "9.1 DistributedDataParallel(module)",
-    "9.1 message_size",
-    "9.1 delay_allreduce",
-    "9.1 retain_allreduce_buffers",
-    "9.1 allreduce_always_fp32",
-    "9.1 num_allreduce_streams",
-    "9.1 gradient_predivide_factor",
-    "9.1 gradient_average_split_factor",
-    "9.1 prof",
-    "10 A-35",
-    "B 17: old DDP arguments",
-)
 def check_gradients_are_means() -> None:
     for dtype in DTYPES:
         for arguments in (
@@ -87,7 +73,6 @@ def check_gradients_are_means() -> None:
             _means(dtype, **arguments)
 
 
-@pytest.mark.apex("9.1 retain_allreduce_buffers")
 def check_retained_buffers_are_torchs() -> None:
     ddp = wrapped(retain_allreduce_buffers=True)
     assert gradients(ddp, 1.0) == [1.0]
@@ -95,14 +80,12 @@ def check_retained_buffers_are_torchs() -> None:
     assert not hasattr(ddp, "allreduce_buffers")
 
 
-@pytest.mark.apex("9.1 allreduce_trigger_params")
 def check_trigger_params_change_nothing() -> None:
     model = Scale()
     ddp = DistributedDataParallel(model, allreduce_trigger_params=[model.first])
     assert gradients(ddp, float(dist.get_rank())) == [0.5]
 
 
-@pytest.mark.apex("9.1 allreduce_communicators")
 def check_communicators_reduce() -> None:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     ddp = wrapped(num_allreduce_streams=2, allreduce_communicators=(groups, [None, None]))
@@ -110,7 +93,6 @@ def check_communicators_reduce() -> None:
     assert gradients(ddp, float(dist.get_rank())) == [0.5]
 
 
-@pytest.mark.apex("9.1 gradient_average")
 def check_sums_on_request() -> None:
     for dtype in DTYPES:
         mine = (3.0, 8.0)[dist.get_rank()]
@@ -119,7 +101,6 @@ def check_sums_on_request() -> None:
         assert gradients(predivided, mine) == [5.5]
 
 
-@pytest.mark.apex("9.1 allreduce_always_fp32", "9.1 gradient_predivide_factor")
 def check_half_sums_stay_in_range() -> None:
     big = 40000.0  # twice this is infinite in float16
     half = torch.float16
@@ -129,7 +110,6 @@ def check_half_sums_stay_in_range() -> None:
     assert gradients(in_float32, big) == [big]
 
 
-@pytest.mark.apex("9.1 message_size", "B 17: old DDP arguments")
 def check_bucket_sizes() -> None:
     def sizes(**arguments: Any) -> list[int]:
         found: list[int] = []
@@ -154,7 +134,6 @@ def check_bucket_sizes() -> None:
     assert sizes(message_size=4, dtype=torch.float16) == [5]
 
 
-@pytest.mark.apex("9.1 disable_allreduce, enable_allreduce")
 def check_allreduce_can_be_turned_off() -> None:
     ddp, mine = wrapped(), float(dist.get_rank())
     ddp.disable_allreduce()
@@ -166,7 +145,6 @@ def check_allreduce_can_be_turned_off() -> None:
         assert gradients(ddp, mine) == [mine]
 
 
-@pytest.mark.apex("9.1 delay_allreduce", "B 17: old DDP arguments")
 def check_delayed_reduction_needs_no_gradient_for_every_parameter() -> None:
     ddp = wrapped(delay_allreduce=True)
     for _ in range(2):
@@ -175,7 +153,6 @@ def check_delayed_reduction_needs_no_gradient_for_every_parameter() -> None:
     assert ddp.module.second.grad is None
 
 
-@pytest.mark.apex("10 A-35")
 def check_copies_through_pickle_reduce_as_told() -> None:
     mine = float(dist.get_rank()) + 1
     for arguments, expected in (({}, [1.5]), ({"gradient_average": False}, [3.0])):
@@ -189,7 +166,6 @@ def check_copies_through_pickle_reduce_as_told() -> None:
         assert gradients(torch.load(file, weights_only=False), mine) == expected
 
 
-@pytest.mark.apex("9.1 DistributedDataParallel(module)")
 def check_it_is_torchs_class() -> None:
     ddp = wrapped()
     assert isinstance(ddp, nn.parallel.DistributedDataParallel)
@@ -197,7 +173,6 @@ def check_it_is_torchs_class() -> None:
     assert list(ddp.state_dict()) == ["module.first", "module.second", "module.count"]
 
 
-@pytest.mark.apex("1.1 models in DataParallel or DistributedDataParallel are", "10 A-1")
 def check_a01_initialize_refuses_wrapped_models() -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(preamp.PreampStateError, match="wrapped in DistributedDataParallel already"):
@@ -205,7 +180,6 @@ def check_a01_initialize_refuses_wrapped_models() -> None:
     assert ddp.module.weight.dtype is torch.float32
 
 
-@pytest.mark.apex("B 9: wrapping in DDP or DataParallel afterwards")
 def check_the_engine_is_found_behind_it() -> None:
     model = preamp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
     engine = preamp.engine_of(model)
@@ -213,9 +187,6 @@ def check_the_engine_is_found_behind_it() -> None:
     engine.close()
 
 
-@pytest.mark.apex(
-    "0 apex.parallel.distributed.flat_dist_call", "9.1 flat_dist_call", "B 17: flat_dist_call"
-)
 def check_flat_calls() -> None:
     rank = dist.get_rank()
     tensors = [torch.full((2,), rank + 1.0, dtype=dtype) for dtype in (*DTYPES, torch.float32)]
@@ -230,7 +201,6 @@ def check_flat_calls() -> None:
     assert [t.tolist() for t in mine] == [[1.0, 1.0], [1.0]]
 
 
-@pytest.mark.apex("0 apex.parallel.Reducer", "9.1 Reducer(module)")
 def check_reducer_of_a_module() -> None:
     model = Scale()
     model.first.data.fill_(dist.get_rank())
@@ -242,20 +212,17 @@ def check_reducer_of_a_module() -> None:
     assert model.second.grad is None
 
 
-@pytest.mark.apex("9.1 Reducer(gradients)")
 def check_reducer_of_gradients() -> None:
     grads = [torch.full((2,), float(dist.get_rank()), dtype=dtype) for dtype in DTYPES]
     Reducer([grads[0], (grads[1], [grads[2]]), iter(grads[3:])]).reduce()
     assert [g.tolist() for g in grads] == [[0.5, 0.5]] * 4
 
 
-@pytest.mark.apex("9.1 Reducer(gradients)")
 def check_reducer_refuses_other_things() -> None:
     with pytest.raises(TypeError, match="Reducer was given a NoneType among the gradients"):
         Reducer([torch.zeros(1), None])
 
 
-@pytest.mark.apex("0 apex.parallel.create_syncbn_process_group", "9.3 create_syncbn_process_group")
 def check_syncbn_groups() -> None:
     assert create_syncbn_process_group(0) is None
     both, alone = create_syncbn_process_group(2), create_syncbn_process_group(1)

@@ -114,7 +114,6 @@ class _Widened(nn.Module):
         return self.model(x.double(), *use)
 
 
-@pytest.mark.apex("9.1 delay_allreduce")
 def check_every_backward_is_reduced() -> None:
     for use in USES:
         for arguments in ({}, {"gradient_predivide_factor": 2.0}, {"allreduce_always_fp32": True}):
@@ -125,7 +124,6 @@ def check_every_backward_is_reduced() -> None:
                 torch.testing.assert_close(param.grad, wanted.float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.apex("9.1 delay_allreduce")
 def check_the_moment_of_the_backward_counts() -> None:
     """Turned off and on between forward and backward, as scripts of Apex may."""
     rank, model = dist.get_rank(), Parts()

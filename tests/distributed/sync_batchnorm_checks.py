@@ -76,9 +76,6 @@ def plain_run(
     return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
 
 
-@pytest.mark.apex(
-    "0 apex.parallel.SyncBatchNorm", "9.3 SyncBatchNorm(…)", "9.3 unequal batches", "10 A-34"
-)
 def check_training_equals_one_batch() -> None:
     for dtype, spatial, split in combinations(DTYPES, SPATIAL, SPLITS, size=2):
         whole = normal(sum(split), CHANNELS, *spatial, offset=4.0).to(dtype).double()
@@ -102,7 +99,6 @@ def check_training_equals_one_batch() -> None:
         assert layer.num_batches_tracked.item() == 1
 
 
-@pytest.mark.apex("9.3 channel_last")
 def check_channels_last_are_the_same_numbers() -> None:
     for spatial, relu, residual in combinations(SPATIAL, (False, True), (False, True), size=2):
         x, z, dy = (normal(4, CHANNELS, *spatial) for _ in range(3))
@@ -126,7 +122,6 @@ def check_channels_last_are_the_same_numbers() -> None:
             assert not residual or torch.equal(dz, mine(dy, (1, 3)) * (y > 0))
 
 
-@pytest.mark.apex("9.3 fuse_relu and forward(input, z)")
 def check_relu_and_residual_follow_the_norm() -> None:
     x, z, dy = (normal(6, CHANNELS, 2) for _ in range(3))
     layer = layer_for(torch.float64, fuse_relu=True)
@@ -141,7 +136,6 @@ def check_relu_and_residual_follow_the_norm() -> None:
     torch.testing.assert_close(own.grad, mine(leaf.grad, (2, 4)))
 
 
-@pytest.mark.apex("9.3 momentum=None")
 def check_options_of_a_plain_batch_norm() -> None:
     options = [
         {"momentum": None},
@@ -170,7 +164,6 @@ def check_running_statistics_can_be_frozen() -> None:
     assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
 
 
-@pytest.mark.apex("9.3 evaluation")
 def check_evaluation_talks_to_nobody() -> None:
     layer = layer_for(torch.float64).eval()
     if dist.get_rank() == 0:  # would wait for the other one
@@ -220,7 +213,6 @@ def check_statistics_do_not_cancel() -> None:
     torch.testing.assert_close(found, whole.var((0, 2), correction=0), rtol=1e-3, atol=0)
 
 
-@pytest.mark.apex("9.3 one value per channel: ValueError")
 def check_one_value_on_each_rank_is_enough() -> None:
     layer = layer_for(torch.float32)
     whole = normal(2, CHANNELS).float()

@@ -28,7 +28,6 @@ from preamp.parallel import (
 )
 
 
-@pytest.mark.apex("0 apex.parallel.DistributedDataParallel")
 def test_signature_is_that_of_apex() -> None:
     parameters = list(inspect.signature(DistributedDataParallel).parameters.values())
     assert [(p.name, p.default) for p in parameters[1:]] == [
@@ -91,19 +90,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.apex(
-    "9.1 shared_param: ValueError",
-    "9.1 allreduce_trigger_params",
-    "9.1 num_allreduce_streams",
-    "9.1 allreduce_communicators",
-)
 @pytest.mark.parametrize(("arguments", "text"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refused_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         DistributedDataParallel(nn.Linear(1, 1), **arguments)
 
 
-@pytest.mark.apex("9.1 without a process group: an error")
 @pytest.mark.parametrize(
     ("what", "call"),
     [
@@ -122,7 +114,6 @@ def test_without_a_process_group(what: str, call: Any) -> None:
         call()
 
 
-@pytest.mark.apex("0 apex.parallel.ReduceOp")
 def test_reduce_op_is_torchs() -> None:
     assert ReduceOp is torch.distributed.ReduceOp
 
@@ -153,7 +144,6 @@ def filled(layer: Any) -> Any:
     return layer
 
 
-@pytest.mark.apex("9.3 channel_last", "9.3 momentum=None", "9.3 evaluation", "10 A-33")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("training", [True, False])
@@ -177,7 +167,6 @@ def test_alone_it_is_a_plain_batch_norm(
         assert_same(layer.state_dict()[name], value, name)
 
 
-@pytest.mark.apex("9.3 fuse_relu and forward(input, z)", "10 A-33")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("channel_last", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
@@ -222,7 +211,6 @@ REFUSED_NORMS = [
 ]
 
 
-@pytest.mark.apex("9.3 one value per channel: ValueError")
 @pytest.mark.parametrize(
     ("arguments", "given", "text"), REFUSED_NORMS, ids=lambda value: str(value)[:30]
 )
@@ -233,7 +221,6 @@ def test_refused_inputs(arguments: dict[str, Any], given: tuple[Any, ...], text:
     assert layer.num_batches_tracked.item() == 0
 
 
-@pytest.mark.apex("9.3 SyncBatchNorm(…)")
 def test_signatures_are_those_of_apex() -> None:
     found = inspect.signature(SyncBatchNorm).parameters
     assert {name: p.default for name, p in list(found.items())[1:]} == {
@@ -272,7 +259,6 @@ def tree() -> nn.Module:
     )
 
 
-@pytest.mark.apex("0 apex.parallel.convert_syncbn_model", "9.3 convert_syncbn_model")
 def test_conversion_carries_everything_over() -> None:
     model = tree()
     shared = model["a"][1]
@@ -335,7 +321,6 @@ class Net(nn.Module):
         return self.last(F.relu(self.norm(self.conv(x))).flatten(1))
 
 
-@pytest.mark.apex("9.3 levels treat it as a batch norm", "B 9: convert_syncbn_model before")
 @pytest.mark.parametrize("row", LEVELS, ids=lambda row: row.name)
 def test_levels_treat_it_as_a_batch_norm(row: LevelCase) -> None:
     plain = Net()

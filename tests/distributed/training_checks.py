@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -55,13 +54,11 @@ def _train(run: WrappedRun, backwards: int = 1, *, delay: bool = False) -> None:
     run.check()
 
 
-@pytest.mark.apex("9.1 training at every level on two ranks")
 def check_plain_training() -> None:
     for level, build in combinations(LEVEL_NAMES, (sgd, adam, larc)):
         _train(Run(level, build))
 
 
-@pytest.mark.apex("9.1 training at every level on two ranks")
 def check_accumulation_with_a_reduction_each() -> None:
     for level in LEVEL_NAMES:
         _train(Run(level), 2)
@@ -79,13 +76,11 @@ def check_other_ways_to_reduce() -> None:
         _train(Run(level, **way))
 
 
-@pytest.mark.apex("B 7: gradients reduced inside the block")
 def check_reducing_by_hand() -> None:
     for level in LEVEL_NAMES:
         _train(ReducedRun(level), 2)
 
 
-@pytest.mark.apex("9.1 training at every level on two ranks")
 def check_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     for level in LEVEL_NAMES:
         run = Run(level)

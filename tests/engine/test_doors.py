@@ -647,7 +647,6 @@ def test_a_backward_of_the_loss_itself_is_refused(level: str, scale: Any, earlie
     pair.check()
 
 
-@pytest.mark.apex("2.1 several backwards in the block")
 @levels
 @pytest.mark.parametrize("scale", [None, "dynamic", 128.0])
 def test_other_ways_to_use_what_the_block_yields_are_fine(level: str, scale: Any) -> None:

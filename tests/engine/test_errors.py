@@ -131,11 +131,6 @@ ARGUMENTS: list[tuple[Callable[[Any, Any], dict[str, Any]], tuple[type[Exception
 ]
 
 
-@pytest.mark.apex(
-    "1.1 the same optimizer again: RuntimeError",
-    "1.2 models: tuple or anything else → TypeError",
-    "1.2 optimizers: tuple, generator or anything else",
-)
 @DOORS
 @pytest.mark.parametrize(("change", "expected"), ARGUMENTS)
 def test_wrong_arguments(
@@ -147,7 +142,6 @@ def test_wrong_arguments(
         door.initialize(**{**given, **change(model, optimizer)})
 
 
-@pytest.mark.apex("1.1 the same optimizer again: RuntimeError")
 @ALL_LEVELS
 def test_optimizer_of_another_engine(level: str) -> None:
     model, optimizer = started(level, optimizer="adam")
@@ -161,7 +155,6 @@ def test_optimizer_of_another_engine(level: str) -> None:
         preamp.initialize(other, optimizer, opt_level="O2", verbosity=0)
 
 
-@pytest.mark.apex("1.1 models that are half already are refused")
 @DOORS
 @pytest.mark.parametrize(
     ("cast", "dtype"), [(nn.Module.half, "float16"), (nn.Module.bfloat16, "bfloat16")]
@@ -182,7 +175,6 @@ def test_model_that_is_half(door: Any, level: str, cast: Any, dtype: str) -> Non
         door.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
-@pytest.mark.apex("1.1 models that are half already are refused")
 def test_model_with_a_half_buffer_in_a_list() -> None:
     model, other = Net(), nn.Linear(2, 2)
     model.bn.running_mean = model.bn.running_mean.half()
@@ -193,7 +185,6 @@ def test_model_with_a_half_buffer_in_a_list() -> None:
     assert differences(before, picture(model, other)) == []
 
 
-@pytest.mark.apex("1.1 the same half model again: RuntimeError")
 @MASTERS
 def test_model_of_another_engine(level: str) -> None:
     model, optimizer = started(level)
@@ -218,15 +209,11 @@ def test_half_models_on_request() -> None:
     assert halves_match(model)
 
 
-@pytest.mark.apex(
-    "0 _amp_state.allow_incoming_model_not_fp32", "1.1 models that are half already are refused"
-)
 def test_half_models_on_request_through_the_state() -> None:
     amp._amp_state.allow_incoming_model_not_fp32 = True
     amp.initialize(Net().half(), opt_level="O2", verbosity=0)
 
 
-@pytest.mark.apex("1.1 models in DataParallel or DistributedDataParallel are")
 @DOORS
 @pytest.mark.parametrize("kind", [nn.DataParallel, nn.parallel.DistributedDataParallel])
 def test_model_in_a_wrapper_of_ranks(door: Any, kind: Any) -> None:
@@ -246,7 +233,6 @@ def test_model_in_a_wrapper_of_ranks(door: Any, kind: Any) -> None:
 # -- a failure halfway -----------------------------------------------------------------------
 
 
-@pytest.mark.apex("1.1 a failure halfway")
 @ALL_LEVELS
 @pytest.mark.parametrize("nth", [0, 1])
 def test_a_failure_in_the_last_hooks_takes_all_back(
@@ -277,7 +263,6 @@ def test_a_failure_in_the_last_hooks_takes_all_back(
     train_step(model, optimizer, 2)
 
 
-@pytest.mark.apex("1.1 a failure halfway")
 def test_failed_amp_initialize_keeps_the_current_engine() -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -308,10 +293,6 @@ def test_scale_loss_before_initialize() -> None:
         enter(preamp, loss, optimizer)
 
 
-@pytest.mark.apex(
-    "2.1 before initialize: RuntimeError",
-    "B 15: scale_loss without initialize: the documented error",
-)
 def test_amp_scale_loss_before_initialize() -> None:
     model, optimizer = used()
     text = (
@@ -324,7 +305,6 @@ def test_amp_scale_loss_before_initialize() -> None:
         enter(amp, loss, optimizer)
 
 
-@pytest.mark.apex("2.1 an optimizer that was not initialized")
 @DOORS
 def test_scale_loss_with_a_foreign_optimizer(door: Any) -> None:
     model, optimizer = make()
@@ -341,7 +321,6 @@ def test_scale_loss_with_a_foreign_optimizer(door: Any) -> None:
         enter(door, loss, [optimizer, stranger])
 
 
-@pytest.mark.apex("2.1 optimizers of two calls in one block")
 @DOORS
 def test_scale_loss_over_two_engines(door: Any) -> None:
     one, first = door.initialize(*make(0), opt_level="O2", verbosity=0)
@@ -396,7 +375,6 @@ def test_detect_overflow_with_something_else(overflow: Any, given: Any, kind: st
 
 # The loss is refused before the engine looks at its level, so that these two do not interact.
 @pytest.mark.pairs
-@pytest.mark.apex("2.1 a loss that is no floating tensor")
 @DOORS
 @ALL_LEVELS
 @pytest.mark.parametrize(
@@ -421,7 +399,6 @@ def test_loss_that_is_none(door: Any, level: str, loss: Any, described: str) -> 
         enter(door, loss, optimizer)
 
 
-@pytest.mark.apex("1.2 num_losses=0", "2.1 loss_id out of range")
 @DOORS
 @pytest.mark.parametrize(("count", "loss_id"), [(1, 1), (3, 3), (2, -1), (0, 0)])
 def test_wrong_loss_id(door: Any, count: int, loss_id: int) -> None:
@@ -490,7 +467,6 @@ def left_scaled(level: str) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@pytest.mark.apex("2.7 a step while gradients are left scaled")
 @ALL_LEVELS
 @pytest.mark.parametrize("by_class", [False, True])
 def test_step_with_scaled_gradients(level: str, by_class: bool) -> None:
@@ -543,7 +519,6 @@ def test_group_with_a_known_parameter(level: str, form: Callable[[Any], Any]) ->
         optimizer.add_param_group({"params": form(model.first.weight)})
 
 
-@pytest.mark.apex("2.1 changing those half gradients in place")
 @MASTERS
 def test_half_gradient_changed_in_place(level: str) -> None:
     model, optimizer = started(level, loss_scale=128.0)
@@ -567,7 +542,6 @@ def test_half_gradient_changed_in_place(level: str) -> None:
     assert model.first.weight.grad is None
 
 
-@pytest.mark.apex("1.7 model.float() afterwards, with masters")
 @MASTERS
 def test_model_made_float_after_initialize(level: str) -> None:
     model, optimizer = started(level)
@@ -583,7 +557,6 @@ def test_model_made_float_after_initialize(level: str) -> None:
     assert same(weights(model), before)
 
 
-@pytest.mark.apex("1.7 model.load_state_dict(assign=True) with masters")
 @MASTERS
 def test_assigning_load(level: str) -> None:
     model, optimizer = started(level)
@@ -659,7 +632,6 @@ def test_amp_state_before_initialize() -> None:
         amp.load_state_dict({"loss_scaler0": ENTRY})
 
 
-@pytest.mark.apex("10 A-25", "3 unknown keys")
 @pytest.mark.parametrize("key", ["scaler0", "loss_scaler", "loss_scalerx", "model", 0])
 def test_amp_state_with_unknown_keys(key: Any) -> None:
     model, optimizer = make()

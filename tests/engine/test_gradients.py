@@ -48,7 +48,6 @@ def test_master_gradients_are_made_when_read(level: str) -> None:
     pair.check()
 
 
-@pytest.mark.apex("2.1 .grad inside the block is this backward's alone")
 @with_masters
 def test_master_gradient_is_not_there_inside_the_body(level: str) -> None:
     """It would be scaled and incomplete; what came before is there."""
@@ -111,7 +110,6 @@ def test_a_plain_backward_over_a_dropped_scaled_one_is_refused(level: str) -> No
         pair.optimizer.step()
 
 
-@pytest.mark.apex("2.1 half gradients keep the scale after the block")
 @with_masters
 def test_half_gradients_keep_the_scale(level: str) -> None:
     pair = Pair(level, loss_scale=64.0)
@@ -121,7 +119,6 @@ def test_half_gradients_keep_the_scale(level: str) -> None:
         assert_same(half.grad, (plain.grad * 64).to(half.dtype))
 
 
-@pytest.mark.apex("2.1 master_params(optimizer)")
 @with_masters
 def test_masters_are_parameters_like_others(level: str) -> None:
     pair = Pair(level)
@@ -160,7 +157,6 @@ def test_clipping_makes_no_master_gradients(level: str) -> None:
         assert_same(param.grad, was)
 
 
-@pytest.mark.apex("B 5: a norm that is not finite, and step all the same")
 @levels
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("by", ["preamp", "torch"])

@@ -72,14 +72,6 @@ SHAPES: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 # The form of what comes back depends on the form of what is given; the level does not change it.
 @pytest.mark.pairs
-@pytest.mark.apex(
-    "1.2 Module, none → module",
-    "1.2 Module, Optimizer → pair",
-    "1.2 Module, list → pair",
-    "1.2 list, none → list",
-    "1.2 list, Optimizer → pair",
-    "1.2 list, list → pair",
-)
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("door", DOORS, ids=["preamp", "amp"])
@@ -103,9 +95,6 @@ def test_what_is_given_comes_back(
             assert all(a is b for a, b in zip(own, kept, strict=True))
 
 
-@pytest.mark.apex(
-    "0 apex.amp.initialize", "1.1 fourteen arguments, in order", "1.1 patch_torch_functions_type"
-)
 def test_signature_is_apex_s() -> None:
     parameters = inspect.signature(amp.initialize).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -129,9 +118,6 @@ def test_signature_is_apex_s() -> None:
     assert list(inspect.signature(preamp.initialize).parameters)[:14] == positional
 
 
-@pytest.mark.apex(
-    "1.1 fourteen arguments, in order", "B 2: all arguments through inspect.signature"
-)
 def test_all_arguments_explicitly_with_their_defaults() -> None:
     model = Net()
     optimizer = sgd(model)
@@ -141,16 +127,12 @@ def test_all_arguments_explicitly_with_their_defaults() -> None:
     assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"].replace(scope="thread")
 
 
-@pytest.mark.apex(
-    "0 cast_batchnorm= and keywords of other forks", "B 2: keywords of other forks: TypeError"
-)
 @pytest.mark.parametrize("keyword", ["combine_grad", "cast_batchnorm"])
 def test_unknown_keyword_of_another_fork(keyword: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
         amp.initialize(Net(), **{keyword: True})
 
 
-@pytest.mark.apex("1.1 torch.backends.cudnn.enabled = False")
 def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     model, optimizer = make()
@@ -171,7 +153,6 @@ BRIEFS = {
 }
 
 
-@pytest.mark.apex("1.1 printed lines")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(Net(), opt_level=level, loss_scale="128.0")
@@ -194,7 +175,6 @@ def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2] == "enabled                    : True"
 
 
-@pytest.mark.apex("1.1 verbosity=0")
 @pytest.mark.parametrize("verbosity", [0, False, "0"])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +185,6 @@ def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.apex("2.6 a skipped step prints Apex's line")
 def test_skipped_step_is_told_by_the_first_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,9 +267,6 @@ FIXED = {
 }
 
 
-@pytest.mark.apex(
-    "1.7 batch norms with weights stay float32 at O2 and O5", "B 19: float64 and integer buffers"
-)
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_conversion_of_half_models(level: str) -> None:
     model = Zoo()
@@ -304,19 +280,12 @@ def test_conversion_of_half_models(level: str) -> None:
             assert dtype is HALF[level], name
 
 
-@pytest.mark.apex("1.7 O0 makes float64 float32")
 def test_o0_makes_doubles_float32() -> None:
     model = Zoo()
     preamp.initialize(model, opt_level="O0", verbosity=0)
     assert {dtype for name, dtype in dtypes(model).items() if name not in FIXED} == {F32}
 
 
-@pytest.mark.apex(
-    "1.5 cast_model_type",
-    "1.7 O1 and O4 convert nothing",
-    "A master_weights=False at O2, cast_model_type=False",
-    "B 19: float64 and integer buffers",
-)
 @pytest.mark.parametrize(
     ("level", "options"),
     [
@@ -331,7 +300,6 @@ def test_what_converts_nothing(level: str, options: dict[str, Any]) -> None:
     assert same(weights(model), before)
 
 
-@pytest.mark.apex("1.5 keep_batchnorm_fp32")
 @pytest.mark.parametrize(
     ("level", "given", "kept"), [("O2", False, F16), ("O2", "False", F16), ("O3", "True", F32)]
 )
@@ -342,7 +310,6 @@ def test_keep_batchnorm(level: str, given: Any, kept: torch.dtype) -> None:
     assert model.plain_bn.running_mean.dtype is F16
 
 
-@pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_parameters_and_groups_keep_their_identity(level: str) -> None:
     model, optimizer = make()
@@ -359,7 +326,6 @@ def test_parameters_and_groups_keep_their_identity(level: str) -> None:
     assert all(dict(model.named_buffers())[name] is b for name, b in buffers.items())
 
 
-@pytest.mark.apex("1.7 existing gradients")
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_existing_gradients_are_converted(level: str) -> None:
     model, _ = make()
@@ -382,7 +348,6 @@ def test_existing_gradients_count(level: str) -> None:
     assert weight.weight.tolist() == [[0.75, 0.75]]
 
 
-@pytest.mark.apex("1.7 masters")
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_which_parameters_have_masters(level: str) -> None:
     model, optimizer = started(level)
@@ -393,11 +358,6 @@ def test_which_parameters_have_masters(level: str) -> None:
         assert param.dtype is F32
 
 
-@pytest.mark.apex(
-    "1.5 master_weights",
-    "A master_weights=False at O2, cast_model_type=False",
-    "B 3: input gradients at O2 without masters, two blocks",
-)
 @pytest.mark.parametrize(("level", "given"), [("O2", False), ("O2", "False"), ("O5", False)])
 def test_no_masters_and_a_scale_from_a_flag(level: str, given: Any) -> None:
     model, optimizer = started(level, master_weights=given, loss_scale="128.0")
@@ -419,7 +379,6 @@ def test_no_masters_and_a_scale_from_a_flag(level: str, given: Any) -> None:
     assert not same(weights(model)["first.weight"], before["first.weight"])
 
 
-@pytest.mark.apex("1.5 master_weights")
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_master_weights_can_be_asked_for(level: str) -> None:
     model, optimizer = started(level, master_weights=True)
@@ -431,7 +390,6 @@ def test_master_weights_can_be_asked_for(level: str) -> None:
 # -- lists of models -------------------------------------------------------------------------
 
 
-@pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("is_part", [False, True])
 def test_a_module_twice_or_beside_its_own_part(level: str, is_part: bool) -> None:
@@ -449,7 +407,6 @@ def test_a_module_twice_or_beside_its_own_part(level: str, is_part: bool) -> Non
     assert {p.dtype for p in model.parameters()} == {F32}
 
 
-@pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_frozen_copies_for_averaging(level: str) -> None:
     model, optimizer = make()
@@ -467,7 +424,6 @@ def test_frozen_copies_for_averaging(level: str) -> None:
     assert same(weights(average), weights(model))
 
 
-@pytest.mark.apex("B 9: evaluation without an optimizer")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_model_alone_for_evaluation(level: str) -> None:
     model, _ = make()
@@ -485,7 +441,6 @@ def test_model_alone_for_evaluation(level: str) -> None:
 # -- enabled=False ---------------------------------------------------------------------------
 
 
-@pytest.mark.apex("1.1 enabled=False", "2.2 disabled", "B 15: enabled=False")
 @pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 def test_disabled_passes_everything_through(door: Any) -> None:
     model, optimizer = make()
@@ -510,7 +465,6 @@ def test_disabled_passes_everything_through(door: Any) -> None:
     assert list(door.master_params(optimizer)) == list(model.parameters())
 
 
-@pytest.mark.apex("1.1 enabled=False", "B 18: a mock of an optimizer")
 @pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 def test_disabled_asks_nothing_of_its_arguments(door: Any) -> None:
     """With amp off scripts pass tuples, mocks and wrappers; they come back as they are."""
@@ -523,7 +477,6 @@ def test_disabled_asks_nothing_of_its_arguments(door: Any) -> None:
     assert door.initialize(wrapped, enabled=False) is wrapped
 
 
-@pytest.mark.apex("B 15: enabled=False")
 @pytest.mark.parametrize(
     "optimizers", [MagicMock(), (), [], None, "text"], ids=["mock", "tuple", "list", "none", "text"]
 )
@@ -534,9 +487,6 @@ def test_disabled_scale_loss_asks_nothing_of_its_optimizers(optimizers: Any) -> 
         assert scaled is loss
 
 
-@pytest.mark.apex(
-    "10 A-25", "3 amp.state_dict() when amp is off or was never initialized", "B 15: enabled=False"
-)
 def test_disabled_state() -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, enabled=False)
@@ -672,15 +622,6 @@ def check_container(kind: str, found: Any, given: torch.dtype, expected: torch.d
 INPUT_DTYPE = {"O0": F32, "O1": F32, "O2": F16, "O3": F16, "O4": F32, "O5": BF16}
 
 
-@pytest.mark.apex(
-    "1.8 Mapping",
-    "1.8 Tensor",
-    "1.8 anything else",
-    "1.8 object with to",
-    "1.8 other Iterable",
-    "1.8 str, ndarray",
-    "B 8: forward arguments of every kind",
-)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_inputs(level: str, by_keyword: bool) -> None:
@@ -706,7 +647,6 @@ def test_the_callers_containers_are_not_changed() -> None:
     assert given["list"][0].dtype is F32
 
 
-@pytest.mark.apex("1.8 object with to")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 def test_objects_that_move_themselves_go_in_and_out_as_they_are(door: Any, level: str) -> None:
@@ -725,7 +665,6 @@ def test_objects_that_move_themselves_go_in_and_out_as_they_are(door: Any, level
 # -- outputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs", "10 A-19")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("scope", ["model", "thread"])
 def test_outputs(level: str, scope: Any) -> None:
@@ -774,7 +713,6 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
 @pytest.mark.parametrize("call", FORWARDS, ids=lambda call: call.level)
 def test_forwards(call: Forward) -> None:
     model = echo(call.level, **call.options)
@@ -834,7 +772,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.apex("1.7 a float32 tensor made inside a half model", "1.7 recurrent layers")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_float32_inside(level: str, name: str) -> None:
@@ -855,7 +792,6 @@ def test_float32_inside(level: str, name: str) -> None:
 # -- calling again ---------------------------------------------------------------------------
 
 
-@pytest.mark.apex("2.6 step")
 def test_bound_methods_are_methods() -> None:
     _, optimizer = started("O2")
     for name in ("step", "zero_grad", "add_param_group"):

@@ -100,7 +100,6 @@ def test_an_optimizer_initialized_earlier_goes_on(level: str) -> None:
     assert hooks_of(model) == 0
 
 
-@pytest.mark.apex("10 A-9")
 def test_initializing_again_at_a_level_without_casts_ends_the_casts() -> None:
     """A-9: O1's casts stayed on for good."""
     model = Parts()

@@ -208,19 +208,6 @@ def run(case: Case) -> None:
 
 
 @pytest.mark.each
-@pytest.mark.apex(
-    "10 A-24",
-    "10 A-5",
-    "2.2 O0, O3 defaults",
-    "2.2 O1",
-    "2.2 O2",
-    "2.6 a skipped step changes nothing",
-    "2.6 only optimizers of the overflowing loss skip",
-    "2.6 zero_grad",
-    "2.7 num_losses and loss_id",
-    "2.7 three ways to zero gradients",
-    "B 6: only the model is zeroed",
-)
 @pytest.mark.parametrize("accumulate", [1, 3], ids=lambda n: f"every{n}")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("optimizer", MAIN, ids=lambda row: row.name)
@@ -328,7 +315,6 @@ def test_muon(level: str) -> None:
         pair.check(f"step {index}")
 
 
-@pytest.mark.apex("2.2 static scale ≠ 1")
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 def test_a_static_scale_applies_infinite_gradients(level: str, scale: float) -> None:

@@ -63,12 +63,6 @@ def is_plain(level: str) -> bool:
 # -- models ----------------------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "1.8 model.forward after initialize",
-    "10 A-18",
-    "B 9: copies for averages",
-    "B 9: torch.save(model)",
-)
 @ALL_LEVELS
 def test_a_copy_is_a_model_of_its_own(level: str, duplicate: Any) -> None:
     """It has the exact weights, nothing of ours, and neither of the two hears of the other."""
@@ -215,7 +209,6 @@ def test_compiled_by_inductor() -> None:
     assert preamp.engine_of(model).steps_applied == 2
 
 
-@pytest.mark.apex("B 9: wrapping in DDP or DataParallel afterwards")
 @ALL_LEVELS
 def test_engine_is_found_through_data_parallel(level: str) -> None:
     model, optimizer = started(level)

@@ -45,7 +45,6 @@ def with_bound_step(level: str, build: Build, **options: Any) -> tuple[Pair, Any
     return Pair(level, remember, **options), steps[0]
 
 
-@pytest.mark.apex("B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -> None:
@@ -129,7 +128,6 @@ def test_a_closure_step_that_raised_leaves_nothing_to_the_next(level: str, bound
     assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (1, 1)
 
 
-@pytest.mark.apex("B 18: a mock of an optimizer")
 @levels
 def test_a_mock_of_an_optimizer(level: str) -> None:
     """Tests of frameworks pass one and count its steps."""
@@ -156,7 +154,6 @@ SCHEDULERS: tuple[Callable[[Any], Any], ...] = (
 
 # A scheduler counts calls of the step, and does not see the numbers that the level changes.
 @pytest.mark.threes
-@pytest.mark.apex("10 A-17", "B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("make", SCHEDULERS, ids=["step", "lambda", "one_cycle", "cosine"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -259,7 +256,6 @@ class CustomStep(torch.optim.Optimizer):
         return "done"
 
 
-@pytest.mark.apex("2.6 step", "B 18: an optimizer whose step takes other arguments")
 @levels
 def test_arguments_and_result_of_step_pass_through(level: str) -> None:
     pair = Pair(level, CustomStep)
@@ -273,7 +269,6 @@ def test_arguments_and_result_of_step_pass_through(level: str) -> None:
 # -- closures --------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
 @levels
 @pytest.mark.parametrize("bound_before", [False, True])
 @pytest.mark.parametrize("by_keyword", [False, True])
@@ -370,7 +365,6 @@ def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
     return closure
 
 
-@pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
 @pytest.mark.parametrize("level", EXACT)
 @pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
 @pytest.mark.parametrize("overflow", [False, True])

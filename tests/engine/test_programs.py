@@ -230,12 +230,6 @@ def smallest(case: Case) -> Case:
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 5))]
 
 
-@pytest.mark.apex(
-    "2.6 master gradients are gone after step",
-    "2.7 a plain block for each micro-batch",
-    "2.7 delay_unscale=True",
-    "B 4: accumulation with clipping each time, or delay_unscale",
-)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")  # a dynamic scale without a block
@@ -424,20 +418,6 @@ SHORT: dict[str, list[Call]] = {
 SCALES = ("dynamic", 128.0, 1.0)
 
 
-@pytest.mark.apex(
-    "10 A-2",
-    "10 A-22",
-    "10 A-23",
-    "10 A-3",
-    "2.1 an exception in the block",
-    "2.2 static 1.0 with master weights",
-    "2.6 master gradients are gone after step",
-    "2.7 plain and delayed blocks mixed",
-    "B 4: accumulation with clipping each time, or delay_unscale",
-    "B 5: a bad loss is left out",
-    "B 6: a step before any backward",
-    "B 6: one gradient set to None",
-)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("first", SHORT)
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 6, 9))])

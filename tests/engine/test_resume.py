@@ -107,14 +107,6 @@ def check_resume(level: str, optimizer: str, stop: int, order: str, **arguments:
 # The order of the loads decides what is overwritten; the step at which the run stopped only changes
 # the values, so that no fault needs the level, the optimizer, the order and that step together.
 @pytest.mark.threes
-@pytest.mark.apex(
-    "1.7 optimizer state follows its parameters",
-    "1.7 what model.state_dict() holds",
-    "10 A-4",
-    "2.6 state_dict, load_state_dict",
-    "B 10: loading before and after, and at another level",
-    "B 10: the usual checkpoint",
-)
 @ALL_LEVELS
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -139,7 +131,6 @@ def test_the_check_can_fail() -> None:
     assert not same(resumed.numbers(), whole.numbers())
 
 
-@pytest.mark.apex("B 10: loading before and after, and at another level")
 @ALL_LEVELS
 @pytest.mark.parametrize("then", LEVEL_NAMES)
 def test_resume_at_another_level(level: str, then: str) -> None:
@@ -176,7 +167,6 @@ def test_dynamic_scale_and_counters_are_restored(level: str) -> None:
 # -- the model's state_dict ------------------------------------------------------------------
 
 
-@pytest.mark.apex("1.7 model.state_dict() is float32 and a copy")
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_state_is_float32_and_does_not_alias(level: str) -> None:
     model, optimizer = started(level)
@@ -194,7 +184,6 @@ def test_state_is_float32_and_does_not_alias(level: str) -> None:
     assert not any(value.requires_grad for value in state.values())
 
 
-@pytest.mark.apex("10 A-40")
 @MASTERS
 def test_state_of_a_part_is_exact(level: str) -> None:
     model, optimizer = started(level)
@@ -209,7 +198,6 @@ def test_state_of_a_part_is_exact(level: str) -> None:
     assert halves_match(other)
 
 
-@pytest.mark.apex("1.7 float32 state loads into a half model")
 @MASTERS
 def test_half_values_load_too(level: str) -> None:
     """A file that somebody saved from the raw parameters holds half values."""
@@ -281,7 +269,6 @@ class Extra(nn.Module):
         self.note = state["note"]
 
 
-@pytest.mark.apex("1.7 extra state that is no tensor", "10 A-40")
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_extra_state(level: str) -> None:
     model = preamp.initialize(Extra(), opt_level=level, verbosity=0)
@@ -322,7 +309,6 @@ def test_tied_weights(level: str) -> None:
 # -- files of Apex ---------------------------------------------------------------------------
 
 
-@pytest.mark.apex("3 its format, loss_scaler0 and so on")
 @ALL_LEVELS
 def test_file_in_the_format_of_apex(level: str) -> None:
     """float32 model (widened halves), torch's optimizer dict, and the scalers' numbers."""

@@ -25,7 +25,6 @@ levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 # -- accumulation and delays ------------------------------------------------------------------
 
 
-@pytest.mark.apex("10 A-26", "2.7 delay_overflow_check=True")
 @levels
 @pytest.mark.parametrize("then", ["checked", "delayed"])
 def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
@@ -46,7 +45,6 @@ def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
     pair.check()
 
 
-@pytest.mark.apex("2.1 a loss that is no scalar")
 @levels
 def test_a_loss_that_is_no_scalar(level: str) -> None:
     pair = Pair(level)
@@ -58,12 +56,6 @@ def test_a_loss_that_is_no_scalar(level: str) -> None:
     pair.check()
 
 
-@pytest.mark.apex(
-    "10 A-21",
-    "2.1 tuples and other collections of optimizers",
-    "B 16: several optimizers in one scale_loss",
-    "B 18: a tuple of optimizers",
-)
 @pytest.mark.parametrize("container", [tuple, list, iter, set], ids=lambda kind: kind.__name__)
 @levels
 def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any]) -> None:
@@ -88,7 +80,6 @@ def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any
 # -- which parameters take part --------------------------------------------------------------
 
 
-@pytest.mark.apex("1.1 float64 parameters in an optimizer")
 @levels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
@@ -136,7 +127,6 @@ def test_parameters_of_three_dtypes_in_one_optimizer() -> None:
 # -- add_param_group -------------------------------------------------------------------------
 
 
-@pytest.mark.apex("2.6 add_param_group")
 @levels
 @pytest.mark.parametrize("form", ["list", "generator", "one"])
 def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
@@ -161,7 +151,6 @@ def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
 # -- skipped steps ---------------------------------------------------------------------------
 
 
-@pytest.mark.apex("2.1 one update of the scale per block, not per step")
 @levels
 def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
     pair = Pair(level, loss_scale="dynamic")
@@ -191,7 +180,6 @@ def _skip(pair: Pair) -> None:
     pair.optimizer.step()
 
 
-@pytest.mark.apex("2.6 overflows without end")
 @levels
 def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
     pair = Pair(level, loss_scale="dynamic", max_consecutive_skips=3)
@@ -218,7 +206,6 @@ def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
     pair.check()
 
 
-@pytest.mark.apex("1.5 min_loss_scale", "2.6 overflows without end")
 def test_the_scale_falling_to_its_minimum_is_an_error() -> None:
     pair = Pair("O2", max_consecutive_skips=None)
     pair.engine.scaler(0).set_scale(2.0**-22)
@@ -264,7 +251,6 @@ def _sparse_loss(model: nn.Module, step: int) -> torch.Tensor:
     return (model(index).float() * torch.tensor([1.0, 2.0]) * 2.0**-8).sum()
 
 
-@pytest.mark.apex("2.1 sparse gradients")
 @pytest.mark.parametrize("level", F32_WEIGHTS)
 @pytest.mark.parametrize("scale", ["dynamic", 128.0, None])
 @pytest.mark.parametrize(
@@ -303,7 +289,6 @@ def test_sparse_gradients(level: str, scale: Any, build: Any, accumulate: int) -
 # -- blocks that do not end well -------------------------------------------------------------
 
 
-@pytest.mark.apex("2.1 a block inside another of the same optimizer")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
     pair = Pair(level)

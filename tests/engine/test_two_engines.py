@@ -65,9 +65,6 @@ def alone(
     return result, norms
 
 
-@pytest.mark.apex(
-    "1.1 another call with new objects", "4.1 how far casts reach", "B 14: casts of the model only"
-)
 # One engine can disturb the other through casts, which optimizers and clips do not act on.
 @pytest.mark.threes
 @pytest.mark.parametrize(
@@ -143,7 +140,6 @@ def test_models_that_are_cast_are_left_out_of_another_engines_function_casts(lev
     assert same(model(x), expected)
 
 
-@pytest.mark.apex("1.1 another call with new objects")
 def test_what_has_no_argument_means_engines_made_through_amp() -> None:
     one, two = make(), make(1)
     amp.initialize(*one, opt_level="O2", verbosity=0)
@@ -277,7 +273,6 @@ def elsewhere(run: Callable[[], Any]) -> Any:
     return results[0]
 
 
-@pytest.mark.apex("4.2 fp32, given the other half dtype")
 @pytest.mark.parametrize(
     ("level", "other"), [("O1", torch.bfloat16), ("O4", torch.float16)], ids=["O1", "O4"]
 )
@@ -307,7 +302,6 @@ def test_float_functions_of_the_other_half_dtype(
     assert half.seen == {other}
 
 
-@pytest.mark.apex("4.2 fp32, given the other half dtype")
 @pytest.mark.parametrize(("half", "other"), [(torch.float16, torch.bfloat16)])
 def test_float_functions_of_the_other_half_dtype_under_a_handle(
     half: torch.dtype, other: torch.dtype

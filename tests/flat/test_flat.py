@@ -94,7 +94,6 @@ def assert_bound(model: nn.Module, optimizer: FP16_Optimizer) -> None:
 # -- training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("0 apex.contrib.optimizers.FP16_Optimizer", "6 FP16_Optimizer(…) of early 2019")
 @DTYPES
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize(
@@ -116,7 +115,6 @@ def test_steps_are_those_of_separate_float32_parameters(
         assert_bound(model, optimizer)
 
 
-@pytest.mark.apex("6 backward")
 def test_backwards_are_summed() -> None:
     model, optimizer = wrapped(static_loss_scale=16.0)
     before = master_values(optimizer)
@@ -126,7 +124,6 @@ def test_backwards_are_summed() -> None:
     assert torch.equal(master_values(optimizer), before - 3.0)
 
 
-@pytest.mark.apex("6 step")
 def test_the_early_protocol_gets_scaled_norms_and_clips_per_group() -> None:
     model, optimizer = wrapped(
         lambda params: EarlyAdam(params, max_grad_norm=0.5), static_loss_scale=8.0
@@ -143,7 +140,6 @@ def test_the_early_protocol_gets_scaled_norms_and_clips_per_group() -> None:
     assert moments == pytest.approx([0.5 * 3.0 * clip, 0.5 * 0.125], rel=1e-5)
 
 
-@pytest.mark.apex("6 step(closure)")
 def test_a_closure_is_called_once_before_the_step() -> None:
     model, optimizer = wrapped(static_loss_scale=4.0)
     before = master_values(optimizer)
@@ -163,7 +159,6 @@ def test_a_closure_is_called_once_before_the_step() -> None:
 # -- odd gradients (A-32) ------------------------------------------------------------------------
 
 
-@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("name", BUILDS)
 def test_a32_parameters_without_a_gradient_do_not_move(name: str) -> None:
     model, optimizer = wrapped(BUILDS[name], static_loss_scale=4.0)
@@ -178,7 +173,6 @@ def test_a32_parameters_without_a_gradient_do_not_move(name: str) -> None:
     assert_bound(model, optimizer)
 
 
-@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("name", BUILDS)
 def test_a32_no_gradient_at_all(name: str) -> None:
     model, optimizer = wrapped(BUILDS[name])
@@ -188,7 +182,6 @@ def test_a32_no_gradient_at_all(name: str) -> None:
     assert optimizer.cur_iter == 1
 
 
-@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("name", BUILDS)
 def test_a32_empty_groups_and_empty_parameters(name: str) -> None:
     param = nn.Parameter(torch.ones(3).half())
@@ -230,7 +223,6 @@ def test_frozen_parameters_stay_and_may_be_unfrozen() -> None:
 # -- writes from outside (A-32) ------------------------------------------------------------------
 
 
-@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("how", ["data", "in place", "load_state_dict", "model.to"])
 def test_a32_weights_written_later_count(how: str) -> None:
     model, optimizer = wrapped()
@@ -254,7 +246,6 @@ def test_a32_weights_written_later_count(how: str) -> None:
     assert_bound(model, optimizer)
 
 
-@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("use", [FP16_Optimizer.step, FP16_Optimizer.state_dict])
 def test_a32_models_cast_later_are_refused(use: Callable[[FP16_Optimizer], Any]) -> None:
     model, optimizer = wrapped()
@@ -271,7 +262,6 @@ def test_a32_models_cast_later_are_refused(use: Callable[[FP16_Optimizer], Any])
 # -- overflow and the scale ----------------------------------------------------------------------
 
 
-@pytest.mark.apex("6 _update_scale")
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_overflows_skip_the_step_with_either_kind_of_scale(
@@ -296,7 +286,6 @@ def test_a_quiet_dynamic_scale_prints_nothing(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.apex("6 dynamic_loss_args", "6 _update_scale")
 def test_the_dynamic_rule() -> None:
     options = {"init_scale": 4.0, "scale_window": 2}
     model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args=options, verbose=False)
@@ -310,11 +299,6 @@ def test_the_dynamic_rule() -> None:
     assert (optimizer.cur_iter, optimizer.last_overflow_iter) == (10, 9)
 
 
-@pytest.mark.apex(
-    "6 FP16_Optimizer(…) of early 2019",
-    "6 cur_scale, cur_iter, last_overflow_iter, scale_factor",
-    "6 state, param_groups",
-)
 def test_fields() -> None:
     _, optimizer = wrapped(dynamic_loss_scale=True)
     assert (optimizer.cur_scale, optimizer.cur_iter) == (2.0**16, 0)
@@ -326,7 +310,6 @@ def test_fields() -> None:
     assert optimizer.state is optimizer.optimizer.state
 
 
-@pytest.mark.apex("0 apex.optimizers.FP16_Optimizer", "6 backward")
 def test_signatures() -> None:
     def names(method: Any) -> list[str]:
         return [name for name in inspect.signature(method).parameters if name != "self"]
@@ -337,7 +320,6 @@ def test_signatures() -> None:
     assert defaults["set_grads_to_None"].default is True
 
 
-@pytest.mark.apex("6 zero_grad")
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad(to_none: bool) -> None:
     model, optimizer = wrapped()
@@ -356,7 +338,6 @@ def test_a_first_skipped_step_does_not_upset_schedulers() -> None:
     assert scheduler.last_epoch == 1
 
 
-@pytest.mark.apex("6 overflows without end")
 def test_overflows_without_end_are_an_error() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True, verbose=False)
     steps = []
@@ -421,7 +402,6 @@ def test_groups_of_different_dtypes() -> None:
     assert half.tolist() == brain.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.apex("6 optimizers that look at whole parameters")
 def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     text = (
         "init_optimizer is LBFGS, which does not update each element by itself. The flat "
@@ -434,7 +414,6 @@ def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
         FP16_Optimizer(torch.optim.Adafactor(params(torch.float16)))
 
 
-@pytest.mark.apex("6 optimizers that look at whole parameters")
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedNovoGrad"])
 def test_optimizers_that_scale_by_norms_of_parameters_are_refused(name: str) -> None:
     inner = getattr(preamp.optimizers, name)(params(torch.float16), lr=0.1)
@@ -442,14 +421,12 @@ def test_optimizers_that_scale_by_norms_of_parameters_are_refused(name: str) -> 
         FP16_Optimizer(inner)
 
 
-@pytest.mark.apex("6 optimizers that look at whole parameters")
 @pytest.mark.parametrize("adapt", [FusedMixedPrecisionLamb, lambda p: LARC(sgd(p))])
 def test_so_are_those_that_wrap_or_extend_them(adapt: Any) -> None:
     with pytest.raises(TypeError, match="does not update each element by itself"):
         FP16_Optimizer(adapt(params(torch.float16)))
 
 
-@pytest.mark.apex("6 an optimizer that has stepped already")
 def test_an_optimizer_with_state_is_refused() -> None:
     (param,) = params(torch.float32)
     inner = torch.optim.Adam([param])
@@ -506,7 +483,6 @@ def test_numbers_given_as_text_are_numbers() -> None:
     assert (optimizer.cur_scale, optimizer.scale_window) == (128.0, 2.0)
 
 
-@pytest.mark.apex("6 groups added later")
 def test_groups_added_later_are_refused() -> None:
     _, optimizer = wrapped()
     optimizer.optimizer.add_param_group({"params": params(torch.float16)})
@@ -540,7 +516,6 @@ def train(model: torch.nn.Module, optimizer: FP16_Optimizer, *batches: int) -> N
         optimizer.step()
 
 
-@pytest.mark.apex("6 state_dict")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -573,7 +548,6 @@ def test_resuming_is_going_on(dtype: torch.dtype, name: str, dynamic: bool) -> N
     assert optimizer.cur_scale == (128.0 if dynamic else 64.0)
 
 
-@pytest.mark.apex("6 state_dict")
 def test_the_tensors_are_not_copied() -> None:
     _, optimizer = wrapped()
     saved = optimizer.state_dict()["fp32_groups_flat"]
@@ -589,7 +563,6 @@ def test_model_weights_written_before_saving_are_saved() -> None:
     assert optimizer.state_dict()["fp32_groups_flat"][0][:6].tolist() == [3.0] * 6
 
 
-@pytest.mark.apex("6 load_state_dict")
 def test_loading_binds_parameters_that_were_given_other_data() -> None:
     model, optimizer = wrapped()
     state = copy.deepcopy(optimizer.state_dict())
@@ -628,7 +601,6 @@ PLACE = "Groups and parameters are those that the state was saved with, in the s
 REBUILD = "Build the model and the optimizer as in the saved run; nothing was loaded."
 
 
-@pytest.mark.apex("6 load_state_dict")
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
@@ -680,7 +652,6 @@ def test_states_that_do_not_fit_are_refused_as_a_whole(spoil: Any, text: str) ->
     assert before == after
 
 
-@pytest.mark.apex("6 load_state_dict")
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -29,9 +29,6 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.apex(
-    "6 early FusedAdam(…, max_grad_norm=…)", "A early FusedAdam in the flat FP16_Optimizer"
-)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scaling", [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])

@@ -46,7 +46,6 @@ def amp_prints(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("5.3 FP16_Optimizer(…)", "5.3 bfloat16 and float64 parameters")
 @DTYPES
 @SCALES
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
@@ -62,7 +61,6 @@ def test_steps_are_those_of_plain_torch(
         assert_agree(model, optimizer, plain)
 
 
-@pytest.mark.apex("5.3 backward", "10 A-30", "B 16: FP16_Optimizer in every step of its protocol")
 @pytest.mark.parametrize("update_each", [True, False])
 @pytest.mark.parametrize("window", [1, 2000])
 def test_several_backwards_are_summed(update_each: bool, window: int) -> None:
@@ -80,7 +78,6 @@ def test_several_backwards_are_summed(update_each: bool, window: int) -> None:
         assert_agree(model, optimizer, plain)
 
 
-@pytest.mark.apex("10 A-30")
 def test_a30_no_gradient_now_means_none_even_if_there_was_one() -> None:
     model, optimizer = wrapped(static_loss_scale=2.0)
     optimizer.backward(model.loss())
@@ -93,7 +90,6 @@ def test_a30_no_gradient_now_means_none_even_if_there_was_one() -> None:
     assert torch.equal(model.low, before[0])
 
 
-@pytest.mark.apex("5.3 update_master_grads")
 @pytest.mark.parametrize("update_each", [True, False])
 def test_a_parameter_left_out_of_the_second_backward_keeps_its_gradient(update_each: bool) -> None:
     model, optimizer = wrapped(static_loss_scale=8.0)
@@ -107,7 +103,6 @@ def test_a_parameter_left_out_of_the_second_backward_keeps_its_gradient(update_e
         assert gradients(optimizer) == [[5.0] * 2, [7.0] * 2]
 
 
-@pytest.mark.apex("5.3 update_master_grads")
 def test_an_overflow_is_not_forgotten_over_the_next_backward() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 16.0})
     optimizer.backward(model.low.float().sum() + model.wide.sum() * 3e38)
@@ -128,7 +123,6 @@ def test_gradients_between_optimizer_and_model() -> None:
     assert gradients(optimizer) == [[0.5, 0.5]] * 2
 
 
-@pytest.mark.apex("5.3 zero_grad", "5.3 update_master_grads")
 @pytest.mark.parametrize("ways", ["hh", "ho", "oh", "hhh", "hoh", "ohh"])
 @pytest.mark.parametrize("window", [None, 1, 2000])
 def test_backwards_by_hand_are_summed(ways: str, window: int | None) -> None:
@@ -222,7 +216,6 @@ def test_a_second_optimizer_of_the_same_weights_sums_too(keeps: bool) -> None:
     assert copy.deepcopy(model).wide.grad is None
 
 
-@pytest.mark.apex("5.3 loss_scale")
 def test_scale_set_by_hand_between_backwards() -> None:
     model, optimizer = wrapped(static_loss_scale=4.0)
     optimizer.backward(model.loss(), update_master_grads=False)
@@ -245,7 +238,6 @@ def test_sparse_gradients() -> None:
     assert change.abs().sum(dim=1).count_nonzero() == 1
 
 
-@pytest.mark.apex("5.3 bfloat16 and float64 parameters")
 def test_float64_parameters_are_the_optimizer_s_own() -> None:
     model = nn.Linear(2, 1, bias=False).double()
     before = model.weight.detach().clone()
@@ -255,7 +247,6 @@ def test_float64_parameters_are_the_optimizer_s_own() -> None:
     assert torch.equal(model.weight, before - 1.0)
 
 
-@pytest.mark.apex("5.3 backward")
 def test_retain_graph() -> None:
     model, optimizer = wrapped()
     loss = (model.low.float() * model.wide).sum()
@@ -267,11 +258,6 @@ def test_retain_graph() -> None:
 # -- groups --------------------------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "5.3 FP16_Optimizer(…)",
-    "5.3 state, param_groups",
-    "B 16: FP16_Optimizer in every step of its protocol",
-)
 def test_lists_run_parallel_to_the_groups() -> None:
     model = convert_network(Exact(), torch.float16)
     frozen = model.linear.bias.requires_grad_(False)
@@ -307,7 +293,6 @@ def test_state_made_before_moves_to_the_masters() -> None:
     assert inner.state[master]["momentum_buffer"].dtype is torch.float32
 
 
-@pytest.mark.apex("5.3 frozen or added parameters")
 @pytest.mark.parametrize("late", ["unfrozen", "added"])
 def test_late_parameters_get_masters(late: str) -> None:
     model = Weights()
@@ -347,7 +332,6 @@ def test_writes_to_half_weights_reach_the_masters(how: str) -> None:
 # -- overflow ------------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("5.3 step", "5.3 clip_master_grads", "5.3 inspect_master_grad_data")
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["low", "wide"])
 def test_an_overflow_skips_the_step_and_halves_the_scale(
@@ -380,7 +364,6 @@ def test_a_static_scale_does_not_look() -> None:
     assert not torch.isfinite(model.low).any()
 
 
-@pytest.mark.apex("5.3 dynamic_loss_args")
 def test_the_dynamic_scale_grows_and_stops_at_its_limits() -> None:
     limits = {"init_scale": 8, "scale_factor": 4, "scale_window": 2}
     limits |= {"min_loss_scale": 4.0, "max_loss_scale": 64.0}
@@ -403,7 +386,6 @@ def test_a_first_skipped_step_does_not_upset_schedulers() -> None:
     assert scheduler.last_epoch == 1
 
 
-@pytest.mark.apex("5.3 overflows without end")
 @pytest.mark.parametrize(
     ("options", "steps", "words"),
     [
@@ -443,7 +425,6 @@ def test_the_parameter_that_overflows_is_named(capsys: pytest.CaptureFixture[str
     assert "inf first in 'optimizers[0].param_groups[0][0]'" in capsys.readouterr().out
 
 
-@pytest.mark.apex("5.3 a skipped step")
 @pytest.mark.parametrize("convert", [fp16_utils.network_to_half, fp16_utils.FP16Model])
 def test_the_parameter_is_called_as_in_its_model(
     convert: Callable[[nn.Module], nn.Module], capsys: pytest.CaptureFixture[str]
@@ -459,7 +440,6 @@ def test_the_parameter_is_called_as_in_its_model(
     assert out.count("\n") == 1
 
 
-@pytest.mark.apex("5.3 a skipped step")
 def test_other_ranks_do_not_tell_of_skipped_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,7 +454,6 @@ def test_other_ranks_do_not_tell_of_skipped_steps(
 # -- clipping ------------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("5.3 clip_master_grads", "B 16: FP16_Optimizer in every step of its protocol")
 def test_clipping_takes_everything_the_optimizer_updates() -> None:
     model, optimizer = wrapped(static_loss_scale=4.0)
     optimizer.backward(model.loss(3.0))
@@ -494,7 +473,6 @@ def quadratic(weight: torch.Tensor) -> torch.Tensor:
     return ((weight.float() - torch.tensor([0.25, -3.0])) ** 2 * torch.tensor([1.0, 4.0])).sum()
 
 
-@pytest.mark.apex("5.3 step(closure)")
 @DTYPES
 def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
     """The oracle is LBFGS on f(p.to(half)) with float32 p: autograd does the casts."""
@@ -530,7 +508,6 @@ def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
     assert not any(firsts)
 
 
-@pytest.mark.apex("5.3 step(closure)")
 def test_a_closure_runs_again_until_it_does_not_overflow() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True)
     factors = iter([torch.nan, torch.nan, 1.0])
@@ -577,12 +554,6 @@ def test_a_closure_that_raises_leaves_a_usable_optimizer() -> None:
 # -- what scripts look at ------------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "0 apex.fp16_utils.FP16_Optimizer",
-    "5.3 FP16_Optimizer(…)",
-    "5.3 zero_grad",
-    "B 16: FP16_Optimizer in every step of its protocol",
-)
 def test_signatures() -> None:
     def names(method: Any) -> dict[str, Any]:
         found = inspect.signature(method).parameters.values()
@@ -603,7 +574,6 @@ def test_signatures() -> None:
     }
 
 
-@pytest.mark.apex("5.3 loss_scale")
 def test_the_scaler_is_the_one_of_amp() -> None:
     _, optimizer = wrapped(dynamic_loss_scale=True)
     assert optimizer.dynamic_loss_scale
@@ -612,7 +582,6 @@ def test_the_scaler_is_the_one_of_amp() -> None:
     assert optimizer.loss_scale == 32.0
 
 
-@pytest.mark.apex("5.3 FP16_Optimizer(…)")
 def test_parameters_are_told_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     FP16_Optimizer(sgd(Weights().parameters()))
     assert capsys.readouterr().out.splitlines() == [

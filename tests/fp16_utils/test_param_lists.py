@@ -43,14 +43,6 @@ def net(dtype: torch.dtype = torch.float16) -> nn.Sequential:
     return model
 
 
-@pytest.mark.apex(
-    "0 apex.fp16_utils.prep_param_lists",
-    "0 apex.fp16_utils.model_grads_to_master_grads",
-    "0 apex.fp16_utils.master_params_to_model_params",
-    "5.1 prep_param_lists",
-    "5.1 model_grads_to_master_grads",
-    "5.1 master_params_to_model_params",
-)
 @HALVES
 @FLAT
 def test_training_by_hand_is_training_of_float32_masters(dtype: torch.dtype, flat: bool) -> None:
@@ -87,14 +79,12 @@ def test_masters_are_copies_even_of_float32_parameters() -> None:
         assert model.weight.abs().sum() > 0
 
 
-@pytest.mark.apex("5.1 prep_param_lists")
 def test_a_flat_master_has_a_gradient_of_zeros() -> None:
     _, (master,) = prep_param_lists(net(), flat_master=True)
     assert master.shape == (3 * 2 + 2 + 2,)
     assert torch.equal(master.grad, torch.zeros_like(master))
 
 
-@pytest.mark.apex("5.1 model_grads_to_master_grads")
 def test_a_missing_gradient_clears_the_masters() -> None:
     params, masters = prep_param_lists(net())
     for master in masters:
@@ -148,7 +138,6 @@ def test_a_flat_master_needs_every_gradient() -> None:
     assert masters[0].grad.abs().sum() == 0
 
 
-@pytest.mark.apex("5.1 prep_param_lists")
 def test_a_flat_master_needs_one_dtype() -> None:
     model = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
     with refused(
@@ -170,7 +159,6 @@ def test_a_flat_master_needs_a_parameter() -> None:
     assert prep_param_lists(nn.ReLU()) == ([], [])
 
 
-@pytest.mark.apex("5.1 master_params_to_model_params")
 @pytest.mark.parametrize(
     ("flat", "allowed"),
     [
@@ -191,14 +179,12 @@ def test_lists_that_do_not_belong_together(flat: bool, allowed: str, copy: Any) 
     assert all(map(torch.equal, params, before))
 
 
-@pytest.mark.apex("0 apex.fp16_utils.to_python_float", "5.1 to_python_float")
 def test_to_python_float() -> None:
     assert to_python_float(torch.tensor([2.5])) == 2.5
     assert to_python_float(np.float32(2.5)) == 2.5
     assert to_python_float([2.5, 1.0]) == 2.5
 
 
-@pytest.mark.apex("0 apex.fp16_utils.clip_grad_norm", "5.1 clip_grad_norm")
 def test_clip_grad_norm_is_torch_s() -> None:
     assert clip_grad_norm is torch.nn.utils.clip_grad_norm_
 
@@ -240,7 +226,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.apex("0 apex.fp16_utils.tofp16", "5.1 tofp16")
 def test_tofp16_casts_what_is_floating() -> None:
     ids, images = torch.tensor([257, 999]), torch.ones(2, dtype=torch.float64)
     got = tofp16()({"ids": ids, "images": images})
@@ -248,7 +233,6 @@ def test_tofp16_casts_what_is_floating() -> None:
     assert got["images"].dtype is torch.float16
 
 
-@pytest.mark.apex("0 apex.fp16_utils.convert_network", "5.1 convert_network")
 @pytest.mark.parametrize("convert", [lambda n: convert_network(n, torch.float16), network_to_half])
 def test_batch_norms_with_weights_stay_float32(convert: Callable[..., nn.Module]) -> None:
     net = Net()
@@ -259,7 +243,6 @@ def test_batch_norms_with_weights_stay_float32(convert: Callable[..., nn.Module]
     assert all(param is params[name] for name, param in net.named_parameters())
 
 
-@pytest.mark.apex("0 apex.fp16_utils.network_to_half", "5.1 network_to_half")
 def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> None:
     net = Net()
     half = network_to_half(net)
@@ -273,7 +256,6 @@ def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> Non
     assert net.conv.weight.grad is not None
 
 
-@pytest.mark.apex("5.1 network_to_half", "10 A-31")
 def test_a31_batch_norms_are_not_rounded_on_the_way() -> None:
     net = Net()
     with torch.no_grad():
@@ -284,7 +266,6 @@ def test_a31_batch_norms_are_not_rounded_on_the_way() -> None:
     assert net.bn.running_var.tolist() == [1.0 + 2.0**-20] * 4
 
 
-@pytest.mark.apex("0 apex.fp16_utils.BN_convert_float", "5.1 BN_convert_float")
 def test_bn_convert_float_brings_back_only_batch_norms_with_weights() -> None:
     net = Net().half()
     assert BN_convert_float(net) is net
@@ -292,7 +273,6 @@ def test_bn_convert_float_brings_back_only_batch_norms_with_weights() -> None:
     assert {name: found[name] for name in EXPECTED} == EXPECTED
 
 
-@pytest.mark.apex("0 apex.fp16_utils.convert_module", "5.1 convert_module")
 def test_convert_module_leaves_children_and_integers() -> None:
     net = Net()
     net.own.grad = torch.ones(3)
@@ -304,7 +284,6 @@ def test_convert_module_leaves_children_and_integers() -> None:
     assert net.own.grad.dtype is torch.bfloat16
 
 
-@pytest.mark.apex("5.1 convert_network")
 def test_convert_network_keeps_recurrent_layers_working() -> None:
     lstm = nn.LSTM(3, 4)
     reference = copy.deepcopy(lstm)
@@ -323,7 +302,6 @@ class Lookup(nn.Module):
         return self.embedding(ids) * scale
 
 
-@pytest.mark.apex("0 apex.fp16_utils.FP16Model", "5.1 FP16Model", "10 A-31")
 def test_a31_fp16_model_leaves_integer_inputs() -> None:
     model = FP16Model(Lookup())
     ids = torch.tensor([2049, 3999])  # float16 has neither
@@ -342,7 +320,6 @@ def holder(*grads: torch.Tensor | None) -> list[nn.Parameter]:
     return params
 
 
-@pytest.mark.apex("0 apex.fp16_utils.LossScaler", "5.2 LossScaler")
 def test_a_constant_scale_stays_and_sees_nothing() -> None:
     scaler = LossScaler(128.0)
     assert (scaler.cur_scale, scaler.loss_scale) == (128.0, 128.0)
@@ -352,7 +329,6 @@ def test_a_constant_scale_stays_and_sees_nothing() -> None:
     assert LossScaler().loss_scale == 1
 
 
-@pytest.mark.apex("5.2 LossScaler")
 @pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)])
 def test_gradients_and_losses_are_scaled(scaler: LossScaler) -> None:
     x = torch.ones(2, requires_grad=True)
@@ -373,7 +349,6 @@ def test_half_losses_are_widened_first() -> None:
     assert x.grad.tolist() == [2.0**15]
 
 
-@pytest.mark.apex("0 apex.fp16_utils.DynamicLossScaler", "5.2 DynamicLossScaler")
 @given(
     overflows=st.lists(st.booleans(), max_size=40),
     factor=st.sampled_from([2.0, 4.0]),
@@ -394,14 +369,12 @@ def test_the_dynamic_rule(overflows: list[bool], factor: float, window: int, ini
     assert scaler.cur_iter == len(overflows)
 
 
-@pytest.mark.apex("5.2 DynamicLossScaler")
 def test_defaults() -> None:
     scaler = DynamicLossScaler()
     assert (scaler.cur_scale, scaler.scale_factor, scaler.scale_window) == (2**32, 2.0, 1000)
     assert (scaler.cur_iter, scaler.last_overflow_iter) == (0, -1)
 
 
-@pytest.mark.apex("5.2 has_overflow")
 def test_overflow_is_found_in_any_gradient() -> None:
     scaler = DynamicLossScaler()
     finite = torch.tensor([3e38, 3e38])  # their float32 sum is infinite, they are not

@@ -39,7 +39,6 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.apex("5.3 state_dict")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", MAIN, ids=lambda case: case.name)
 def test_resuming_is_going_on(dtype: torch.dtype, case: OptimizerCase) -> None:
@@ -69,7 +68,6 @@ def test_resuming_is_going_on(dtype: torch.dtype, case: OptimizerCase) -> None:
     assert optimizer.loss_scale == 2.0**17  # the third clean update, counted from the file on
 
 
-@pytest.mark.apex("5.3 state_dict", "10 A-30")
 def test_every_field_survives() -> None:
     limits = {"init_scale": 8.0, "scale_factor": 4.0, "scale_window": 5}
     limits |= {"min_loss_scale": 0.5, "max_loss_scale": 2.0**10}
@@ -137,7 +135,6 @@ class OldDynamicScaler:
         self.scale_window = 100
 
 
-@pytest.mark.apex("5.3 load_state_dict")
 @pytest.mark.parametrize("kind", [AmpScaler, OldDynamicScaler])
 def test_live_objects_of_apex_are_understood(kind: Callable[[], Any]) -> None:
     """The next clean update is the one that doubles the scale, under either rule."""
@@ -166,7 +163,6 @@ def refused(error: type[Exception], text: str) -> Any:
     return pytest.raises(error, match=f"^{re.escape(text)}$")
 
 
-@pytest.mark.apex("5.3 load_state_dict")
 @pytest.mark.parametrize(
     ("masters", "shown"),
     [([[torch.zeros(3)]], "[[(3,)]]"), ([[]], "[[]]"), ([[torch.zeros(2)], []], "[[(2,)], []]")],
@@ -265,7 +261,6 @@ INSIDE = (
 )
 
 
-@pytest.mark.apex("5.3 an optimizer that initialize has")
 @BOTH
 @pytest.mark.parametrize(
     ("make", "error", "text"),
@@ -315,7 +310,6 @@ NO_COPY = "An FP16_Optimizer cannot be pickled or copied. Its masters belong to 
 NO_COPY += "optimizer.state_dict(), and load it into one made for the other model."
 
 
-@pytest.mark.apex("5.3 pickling and copying: RuntimeError")
 @BOTH
 @pytest.mark.parametrize(
     "how", [copy.copy, copy.deepcopy, pickle.dumps, lambda o: o.__setstate__({})]

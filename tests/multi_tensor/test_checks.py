@@ -84,7 +84,6 @@ def values(lists: Sequence[Sequence[Any]]) -> list[list[float]]:
     return [t.to_dense().flatten().tolist() for t in readable]
 
 
-@pytest.mark.apex("8 lists that do not fit: RuntimeError")
 @pytest.mark.parametrize(
     ("lists", "text"), [(lists, text) for _, lists, text in REFUSED], ids=[r[0] for r in REFUSED]
 )
@@ -104,7 +103,6 @@ def test_something_other_than_a_tensor() -> None:
         scale([[ones(2)], [None]])
 
 
-@pytest.mark.apex("8 lists that do not fit: RuntimeError")
 @pytest.mark.parametrize(
     ("flag", "got"),
     [

@@ -206,7 +206,6 @@ def test_a_gpu_is_never_waited_for(row: Row) -> None:
 LOOKS_AT_THE_FLAG = ("sgd", "adam_capturable", "adam_capturable_master")
 
 
-@pytest.mark.apex("8 multi_tensor_sgd", "8 multi_tensor_adam_capturable")
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if "grads" in row.lists], ids=lambda row: row.name
 )
@@ -301,7 +300,6 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[torch.dtype, ...], type[Exception
 ]  # fmt: skip
 
 
-@pytest.mark.apex("8 multi_tensor_adam", "10 A-15")
 @pytest.mark.parametrize(("name", "changes", "dtypes", "error", "text"), REFUSED)
 def test_what_one_op_refuses(
     name: str, changes: dict[str, Any], dtypes: Sequence[torch.dtype], error: Any, text: str

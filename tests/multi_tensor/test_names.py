@@ -21,11 +21,6 @@ from preamp.multi_tensor_apply import (
 )
 
 
-@pytest.mark.apex(
-    "0 apex.multi_tensor_apply.MultiTensorApply",
-    "0 apex.multi_tensor_apply.multi_tensor_applier_l2norm",
-    "8 MultiTensorApply(chunk_size)",
-)
 def test_the_appliers_state() -> None:
     assert MultiTensorApply.available is True
     assert MultiTensorApply.warned is False
@@ -34,9 +29,6 @@ def test_the_appliers_state() -> None:
     assert multi_tensor_applier_l2norm.chunk_size == 2048 * 32
 
 
-@pytest.mark.apex(
-    "0 apex.multi_tensor_apply.multi_tensor_applier", "8 MultiTensorApply(chunk_size)"
-)
 def test_the_applier_passes_everything_on() -> None:
     seen: list[Any] = []
 
@@ -49,7 +41,6 @@ def test_the_applier_passes_everything_on() -> None:
     assert seen == [(7, flag, lists, 1, "two"), {"three": 3}]
 
 
-@pytest.mark.apex("8 MultiTensorApply.available = False: RuntimeError")
 def test_an_applier_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MultiTensorApply, "available", False)
     text = (
@@ -66,13 +57,6 @@ def test_an_applier_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> Non
 SHAPES = ((2, 3), (0,), (), (1, 2, 2, 2))
 
 
-@pytest.mark.apex(
-    "0 apex_C.flatten",
-    "0 apex_C.unflatten",
-    "8 apex_C.flatten",
-    "8 apex_C.unflatten",
-    "A amp_C by hand, with a literal chunk size",
-)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_flatten_and_unflatten_are_torchs(layout: str) -> None:
     tensors = random_list(SHAPES, torch.float16, layout=layout)
@@ -86,7 +70,6 @@ def test_flatten_and_unflatten_are_torchs(layout: str) -> None:
         assert torch.equal(piece, other)
 
 
-@pytest.mark.apex("8 apex_C.unflatten")
 def test_unflattened_tensors_share_the_flat_memory() -> None:
     flat = torch.zeros(10, requires_grad=True)
     first, second = apex_C.unflatten(flat, [torch.empty(2, 3), torch.empty(3)])
@@ -126,7 +109,6 @@ def clip_gradients(params: Iterable[torch.nn.Parameter], largest: float) -> floa
     return total
 
 
-@pytest.mark.apex("0 amp_C", "A amp_C by hand, with a literal chunk size")
 @pytest.mark.parametrize("largest", [0.5, 1e6])
 def test_clipping_as_frameworks_do_it(largest: float) -> None:
     shapes = [(3, 4), (5,), (2, 2), (1,)]
@@ -145,7 +127,6 @@ def test_clipping_as_frameworks_do_it(largest: float) -> None:
             torch.testing.assert_close(param.grad, twin.grad)
 
 
-@pytest.mark.apex("A amp_C by hand, with a literal chunk size")
 def test_gradients_are_copied_to_masters_with_a_literal_chunk_size() -> None:
     halves = random_list([(3,), (2, 2)], torch.float16)
     masters = [torch.empty_like(half, dtype=torch.float32) for half in halves]
@@ -159,7 +140,6 @@ def test_gradients_are_copied_to_masters_with_a_literal_chunk_size() -> None:
     assert buffer.item() == 1
 
 
-@pytest.mark.apex("8 tensors are raw data")
 def test_parameters_of_a_graph_are_raw_data() -> None:
     leaf = torch.ones(3, requires_grad=True)
     result = leaf * 2.0

@@ -59,7 +59,6 @@ def assert_norms(ours: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...
         assert_rounded([got], [exact], ulps=32)
 
 
-@pytest.mark.apex("8 multi_tensor_l2norm")
 @family
 @settings(max_examples=examples(25))
 @given(shapes=shapes, dtype=dtypes, seed=seeds, layout=layouts)
@@ -72,7 +71,6 @@ def test_norms(op: Op, shapes: Any, dtype: torch.dtype, seed: int, layout: str) 
         assert_same(tensor, was)
 
 
-@pytest.mark.apex("8 multi_tensor_l2norm")
 @family
 @pytest.mark.parametrize("per_tensor", [None, False])
 def test_norms_per_tensor_are_empty_unless_asked_for(op: Op, per_tensor: bool | None) -> None:
@@ -110,7 +108,6 @@ def test_float16_values_cannot_overflow(op: Op) -> None:
     assert flag.item() == 0
 
 
-@pytest.mark.apex("8 multi_tensor_l2norm_mp")
 def test_only_the_mp_norm_looks_at_the_flag() -> None:
     tensors = [torch.tensor([3.0]), torch.tensor([math.nan])]
     for name, op in FAMILY.items():
@@ -122,7 +119,6 @@ def test_only_the_mp_norm_looks_at_the_flag() -> None:
     assert [norm.item(), *each.tolist()] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.apex("8 multi_tensor_l2norm_scale")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -141,7 +137,6 @@ def test_scaling_with_norms_onto_itself() -> None:
     assert [grad.tolist() for grad in grads] == [[6.0, 8.0], [math.inf]]
 
 
-@pytest.mark.apex("8 multi_tensor_unscale_l2norm")
 @settings(max_examples=examples(25))
 @given(shapes, dtypes, seeds, st.sampled_from([1.0, 2.0**-16, 0.1, 3.0]))
 def test_unscaled_norms(shapes: Any, dtype: torch.dtype, seed: int, inv_scale: float) -> None:
@@ -174,7 +169,6 @@ def with_one_bad(tensors: list[torch.Tensor], value: float, data: Any) -> None:
     tensors[which].view(-1)[place] = value
 
 
-@pytest.mark.apex("8 multi_tensor_scale")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=examples(12))
@@ -200,7 +194,6 @@ def test_scale_onto_itself(dtype: torch.dtype) -> None:
     assert [grad.flatten().tolist() for grad in grads] == [[2.0, -1.0], [0.25]]
 
 
-@pytest.mark.apex("8 multi_tensor_scale")
 @settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, bad_values, st.data())
 def test_scale_flags_one_bad_value_and_still_writes(
@@ -222,7 +215,6 @@ def test_finite_values_that_leave_the_output_dtype_are_not_flagged() -> None:
     assert (flag.item(), out.item()) == (0, math.inf)
 
 
-@pytest.mark.apex("8 the flag is set, never reset")
 def test_the_flag_is_never_reset() -> None:
     for op, lists, args in (
         (amp_C.multi_tensor_scale, 2, (1.0,)),
@@ -246,7 +238,6 @@ def test_a_scale_on_the_device() -> None:
 # -- axpby -----------------------------------------------------------------------------------
 
 
-@pytest.mark.apex("8 multi_tensor_axpby")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=examples(12))
@@ -280,7 +271,6 @@ def test_axpby_onto_an_input(dtype: torch.dtype, out: int) -> None:
     assert lists[out][0].tolist() == [7.0, -2.0]
 
 
-@pytest.mark.apex("8 multi_tensor_axpby")
 @settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, bad_values, st.sampled_from([0, 1]), st.data())
 def test_axpby_flags_what_it_is_told_to_check(
@@ -315,7 +305,6 @@ def model(
     return scale, clean, hysteresis
 
 
-@pytest.mark.apex("8 update_scale_hysteresis")
 @given(
     st.sampled_from([1.0, 65536.0, LARGE]),
     st.integers(1, 4),
@@ -337,7 +326,6 @@ def test_a_run_follows_the_rule(
         assert (scale.item(), clean.item(), tolerated.item()) == state
 
 
-@pytest.mark.apex("8 update_scale_hysteresis")
 def test_the_scale_has_no_floor() -> None:
     scale, counts = torch.tensor([2.0**-149]), torch.ones(2, 1, dtype=torch.int32)
     amp_C.update_scale_hysteresis(scale, counts[0], counts[1], torch.ones(1), 2.0, 0.5, 1, 1)

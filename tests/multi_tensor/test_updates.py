@@ -78,7 +78,6 @@ def on_device(options: dict[str, Any]) -> tuple[Any, ...]:
     return (torch.tensor([lr]), b1, b2, eps, torch.tensor([step], dtype=torch.int32), *rest)
 
 
-@pytest.mark.apex("8 multi_tensor_adam")
 @settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_adam(
@@ -94,7 +93,6 @@ def test_adam(
     assert flag.item() == 1  # neither read nor set
 
 
-@pytest.mark.apex("8 multi_tensor_adam_capturable", "10 A-16")
 @settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam, st.sampled_from([1.0, 2.0**-16]))
 def test_capturable_adam(
@@ -118,7 +116,6 @@ def test_capturable_adam(
         assert_same(ours, (before * inv_scale).to(grad))
 
 
-@pytest.mark.apex("8 multi_tensor_adam_capturable_master")
 @settings(max_examples=examples(25))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_capturable_adam_with_masters(
@@ -153,7 +150,6 @@ SIGNATURES = [
 flags = st.booleans()
 
 
-@pytest.mark.apex("8 multi_tensor_sgd")
 @pytest.mark.parametrize("kinds", SIGNATURES, ids=lambda kinds: "-".join(map(str, kinds)))
 @settings(max_examples=examples(20))
 @given(
@@ -190,7 +186,6 @@ def refused() -> list[tuple[torch.dtype, ...]]:
     return [kinds for kinds in every if kinds not in SIGNATURES]
 
 
-@pytest.mark.apex("8 multi_tensor_sgd")
 def test_sgd_refuses_every_other_signature() -> None:
     for kinds in refused():
         lists = [[torch.ones(1, dtype=kind)] for kind in kinds]
@@ -255,7 +250,6 @@ def assert_step(lists: Lists, exact: list[Any]) -> None:
         assert_near(ours, wanted, ulps=ULPS)
 
 
-@pytest.mark.apex("8 multi_tensor_lamb", "10 A-14")
 @settings(max_examples=examples(80))
 @given(shapes, kinds_of_lists, seeds, layouts, options_of_lamb)
 def test_lamb(shapes: Any, kinds: Any, seed: int, layout: str, options: dict[str, Any]) -> None:

@@ -74,7 +74,6 @@ def layer_like(kind: Any, shape: tuple[int, ...], w: Any, b: Any, **arguments: A
     return layer
 
 
-@pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm", "9.6 MixedFusedLayerNorm, MixedFusedRMSNorm")
 @settings(max_examples=examples(60))
 @given(
     kind=st.sampled_from(LAYERS),
@@ -182,7 +181,6 @@ BY_FUNCTION, BY_CLASS, BY_EITHER = (
 )
 
 
-@pytest.mark.apex("9.6 the six functions", "9.6 the autograd.Function classes")
 @BY_EITHER
 def test_functions(fn: Any, params: int, centred: bool, mixed: bool) -> None:
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
@@ -199,7 +197,6 @@ def test_functions(fn: Any, params: int, centred: bool, mixed: bool) -> None:
     assert out.dtype is (torch.float32 if mixed else torch.float16)
 
 
-@pytest.mark.apex("9.6 the six functions")
 @BY_FUNCTION
 def test_functions_default_to_a_smaller_eps(
     fn: Any, params: int, centred: bool, mixed: bool
@@ -221,7 +218,6 @@ def test_layers_can_be_nested_in_any_shape() -> None:
         layer(torch.ones(3, 2))
 
 
-@pytest.mark.apex("9.6 memory_efficient")
 @ALL_LAYERS
 def test_keeping_the_output_is_refused(kind: Any) -> None:
     text = "^memory_efficient=True was asked for.*torch.utils.checkpoint"
@@ -231,7 +227,6 @@ def test_keeping_the_output_is_refused(kind: Any) -> None:
         fused_layer_norm.fused_rms_norm(torch.ones(2, 6), 6, memory_efficient=True)
 
 
-@pytest.mark.apex("9.6 under autocast")
 @ALL_LAYERS
 def test_autocast_casts_the_arguments(kind: Any) -> None:
     layer = kind(6)
@@ -277,7 +272,6 @@ def test_state_and_copies(kind: Any) -> None:
     assert repr(layer) == f"{kind.__name__}((2, 3), eps=1e-05, elementwise_affine=True)"
 
 
-@pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm")
 @ALL_LAYERS
 def test_compiled_and_traced(kind: Any) -> None:
     layer = kind(6)
@@ -292,7 +286,6 @@ def test_compiled_and_traced(kind: Any) -> None:
             assert_same(made(x).detach(), layer(x).detach())
 
 
-@pytest.mark.apex("9.6 torch.jit.script")
 @ALL_LAYERS
 def test_scripting_is_refused(kind: Any) -> None:
     with warnings.catch_warnings():
@@ -308,7 +301,6 @@ def test_shapes_may_be_numbers_of_numpy(kind: Any) -> None:
     assert fused_layer_norm.fused_rms_norm(torch.ones(2, 3), numpy.int32(3)).shape == (2, 3)
 
 
-@pytest.mark.apex("9.6 MixedFusedLayerNorm, MixedFusedRMSNorm")
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_mixed_layers_have_weights(kind: Any) -> None:
     name = kind.__name__
@@ -322,7 +314,6 @@ def test_mixed_layers_have_weights(kind: Any) -> None:
         kind(3, elementwise_affine=False)
 
 
-@pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm")
 def test_signatures_are_those_of_apex() -> None:
     for kind in LAYERS[:2]:
         found = inspect.signature(kind).parameters
@@ -340,7 +331,6 @@ def test_signatures_are_those_of_apex() -> None:
 # -- the autograd.Function classes, by Apex's order of arguments -------------------------------
 
 
-@pytest.mark.apex("9.6 the autograd.Function classes")
 @BY_CLASS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_functions_in_half_against_float64(
@@ -369,13 +359,11 @@ def test_functions_in_half_against_float64(
         assert_within_budget(mine, rounded, wanted)
 
 
-@pytest.mark.apex("9.6 the autograd.Function classes")
 def test_a_single_number() -> None:
     x = torch.randn(3, 5)
     assert_same(FusedLayerNormFunction.apply(x, 5, 1e-5), F.layer_norm(x, (5,), eps=1e-5))
 
 
-@pytest.mark.apex("9.6 manual_rms_norm")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_rms_norm_by_plain_operations(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, dtype=torch.float64)

@@ -24,7 +24,6 @@ def flat_groups() -> tuple[list[nn.Parameter], list[torch.Tensor]]:
     return [nn.Parameter(half.detach().float()) for half in halves], [h.detach() for h in halves]
 
 
-@pytest.mark.apex("0 apex.contrib.optimizers.FusedAdam", "6 early FusedAdam(…, max_grad_norm=…)")
 @pytest.mark.parametrize("scale", [1.0, 1024.0, torch.tensor(1024.0)])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0, 100.0])
 @pytest.mark.parametrize("tensor_norms", [False, True])
@@ -54,10 +53,6 @@ def test_a_flat_optimizer_drives_it(scale: Any, max_grad_norm: float, tensor_nor
     assert "step" not in optimizer.param_groups[0]
 
 
-@pytest.mark.apex(
-    "6 early FusedAdam(…, max_grad_norm=…)",
-    "7.0 FusedAdam.step(grads=…) and its other early arguments",
-)
 @pytest.mark.parametrize("form", ["flat", "nested", "generator", "nested tuple"])
 def test_forms_of_grads(form: str) -> None:
     masters, halves = flat_groups()
@@ -127,7 +122,6 @@ def test_without_bias_correction_both_formulas_agree() -> None:
         assert torch.allclose(a, b, rtol=1e-14)
 
 
-@pytest.mark.apex("6 which FusedAdam is meant")
 @pytest.mark.parametrize(
     ("options", "is_early"),
     [
@@ -171,7 +165,6 @@ def stepped(**arguments: Any) -> FusedAdam:
     return optimizer
 
 
-@pytest.mark.apex("7.0 FusedAdam.step(grads=…) and its other early arguments")
 @pytest.mark.parametrize("argument", ["output_params", "scale", "grad_norms"])
 def test_without_grads_todays_formula_refuses(argument: str) -> None:
     message = (
@@ -182,9 +175,6 @@ def test_without_grads_todays_formula_refuses(argument: str) -> None:
         stepped(**{argument: 2.0})
 
 
-@pytest.mark.apex(
-    "6 which FusedAdam is meant", "7.0 FusedAdam.step(grads=…) and its other early arguments"
-)
 def test_formulas_do_not_mix() -> None:
     todays, early = stepped(), stepped(grads=[torch.ones(2)])
     with pytest.raises(PreampStateError, match="the formula of early 2019, but its state has the"):
@@ -211,7 +201,6 @@ def test_capturable_takes_no_gradients() -> None:
         optimizer.step(grads=[torch.ones(2)])
 
 
-@pytest.mark.apex("6 which FusedAdam is meant")
 @pytest.mark.parametrize(
     "todays",
     [{"adam_w_mode": False}, {"capturable": True}, {"capturable": True, "master_weights": True}],

@@ -68,12 +68,6 @@ REFUSED: list[Refused] = [
 ]
 
 
-@pytest.mark.apex(
-    "7 FusedLARS",
-    "7.0 amsgrad=True: RuntimeError",
-    "7.0 negative numbers: ValueError",
-    "7.0 FusedNovoGrad(norm_type=…): RuntimeError for others than",
-)
 @pytest.mark.parametrize(("name", "option", "value", "error", "text"), REFUSED)
 def test_refused_options(
     name: str, option: str, value: Any, error: type[Exception], text: str
@@ -102,7 +96,6 @@ def test_groups_are_checked_as_arguments_are(name: str, option: tuple[str, Any])
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.apex("7.0 negative numbers: ValueError")
 @pytest.mark.parametrize("name", WITH_MOMENTUM)
 @pytest.mark.parametrize(
     ("options", "error", "text"),
@@ -134,7 +127,6 @@ def test_a_learning_rate_is_required(name: str) -> None:
     assert group["lr"] == 0.5
 
 
-@pytest.mark.apex("7.0 FusedAdam(master_weights=True)")
 def test_masters_need_counters_on_the_device() -> None:
     message = (
         "FusedAdam got master_weights=True with capturable=False. It keeps master weights only "
@@ -171,7 +163,6 @@ COMPLEX = (
 )
 
 
-@pytest.mark.apex("7.0 sparse gradients: RuntimeError", "7.0 other dtypes")
 @pytest.mark.parametrize(
     ("bad", "text"),
     [(torch.eye(3).to_sparse(), SPARSE), (torch.ones(3, dtype=torch.complex64), COMPLEX)],
@@ -187,7 +178,6 @@ def test_gradients_that_no_rule_takes(case: FusedCase, bad: torch.Tensor, text: 
     assert not any(int(group.get("step", 0)) for group in optimizer.param_groups)
 
 
-@pytest.mark.apex("7 FusedAdagrad")
 def test_adagrad_wants_one_device_per_group() -> None:
     params = [param(), nn.Parameter(torch.ones(3, device="meta"))]
     for tensor in params:

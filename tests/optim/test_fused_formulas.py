@@ -68,19 +68,6 @@ def train(
     return params, optimizer, oracle
 
 
-@pytest.mark.apex(
-    "7",
-    "0 apex.optimizers.FusedSGD",
-    "0 apex.optimizers.FusedAdam",
-    "0 apex.optimizers.FusedNovoGrad",
-    "0 apex.optimizers.FusedLAMB",
-    "0 apex.optimizers.FusedAdagrad",
-    "0 apex.optimizers.FusedMixedPrecisionLamb",
-    "0 apex.contrib.optimizers.FusedLAMB",
-    "0 apex.optimizers.FusedLARS",
-    "7.0 other dtypes",
-    "10 A-14",
-)
 @pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 @pytest.mark.parametrize(("case", "options"), VARIANTS, ids=variant_id)
 def test_formula(case: FusedCase, options: Options, dtype: torch.dtype) -> None:
@@ -137,7 +124,6 @@ APEX_ORDER = {
 }
 
 
-@pytest.mark.apex("7")
 @pytest.mark.parametrize("name", APEX_ORDER)
 def test_arguments_may_be_passed_by_position_as_in_apex(name: str) -> None:
     signature = inspect.signature(getattr(optimizers, name))
@@ -192,7 +178,6 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 6) -> lis
     return [param.detach() for param in params]
 
 
-@pytest.mark.apex("7 FusedSGD", "7 FusedAdam", "7 FusedAdagrad")
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -225,7 +210,6 @@ def test_torch_computes_the_same(ours: Any, theirs: Any) -> None:
         assert torch.allclose(a, b, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.apex("7 FusedSGD")
 def test_decay_after_momentum_is_decoupled_decay() -> None:
     """Then the momentum never sees the decay: p shrinks by lr * decay besides a plain step."""
     options = {"lr": 0.1, "momentum": 0.9}
@@ -253,7 +237,6 @@ class PaperNovoGrad(torch.optim.Optimizer):
             param -= self.lr * m
 
 
-@pytest.mark.apex("7 FusedNovoGrad")
 def test_novograd_of_the_paper() -> None:
     ours = trained(
         lambda p: FusedNovoGrad(
@@ -275,7 +258,6 @@ def test_novograd_of_the_paper() -> None:
 LAMB = {"lr": 0.5, "betas": (0.0, 0.0), "bias_correction": False, "eps": 0.0, "max_grad_norm": 0}
 
 
-@pytest.mark.apex("7 FusedLAMB")
 @pytest.mark.parametrize(
     ("start", "decay", "nvlamb", "wanted"),
     [
@@ -295,7 +277,6 @@ def test_lamb_trust_ratio(
     assert param.tolist() == pytest.approx(wanted, rel=1e-13)
 
 
-@pytest.mark.apex("7 FusedLAMB")
 def test_lamb_clips_all_groups_and_dtypes_together() -> None:
     """max_grad_norm=1 divides by 13, the norm over a float16 and a float32 group."""
     low = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
@@ -309,7 +290,6 @@ def test_lamb_clips_all_groups_and_dtypes_together() -> None:
     assert optimizer.state[low]["exp_avg"].tolist() == pytest.approx([3 / 13, 4 / 13], rel=1e-3)
 
 
-@pytest.mark.apex("7 FusedLAMB", "10 A-14")
 def test_lamb_without_clipping() -> None:
     """A-14: Apex divides by infinity here."""
     param = torch.nn.Parameter(torch.ones(2))
@@ -319,7 +299,6 @@ def test_lamb_without_clipping() -> None:
     assert optimizer.state[param]["exp_avg"].tolist() == [5e5, 5e5]
 
 
-@pytest.mark.apex("7 FusedLARS")
 def test_lars_leaves_the_ratio_out_for_skipped_groups() -> None:
     params = [torch.nn.Parameter(torch.tensor([3.0, 4.0])) for _ in range(2)]
     optimizer = FusedLARS(

@@ -57,7 +57,6 @@ def assert_unchanged(before: list[Any], params: list[nn.Parameter], optimizer: A
         assert_same(value, before[2].get(key, torch.zeros_like(value)))
 
 
-@pytest.mark.apex("7 FusedMixedPrecisionLamb", "7.0 capturable=True with torch's GradScaler")
 @every_dtype
 @every_build
 def test_scaled_training_is_unscaled_training(build: Build, dtype: torch.dtype) -> None:
@@ -78,7 +77,6 @@ def test_scaled_training_is_unscaled_training(build: Build, dtype: torch.dtype) 
     assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3]
 
 
-@pytest.mark.apex("7.0 capturable=True with torch's GradScaler", "10 A-16")
 @every_dtype
 @every_build
 @pytest.mark.parametrize("when", [0, 1])
@@ -110,7 +108,6 @@ def test_an_overflow_changes_nothing(
     assert [int(group["step"]) for group in optimizer.param_groups] == [2, 2]
 
 
-@pytest.mark.apex("7.0 torch.autocast and GradScaler around any of them")
 @pytest.mark.parametrize("case", FUSED, ids=variant_id)
 def test_autocast_and_scaler_of_torch_around_any_of_them(case: FusedCase) -> None:
     """What scripts do that leave amp behind: the usual loop, with a step skipped in it."""
@@ -154,7 +151,6 @@ def test_gradients_unscaled_before_are_not_unscaled_again(build: Build) -> None:
         assert_same(a.detach(), b.detach())
 
 
-@pytest.mark.apex("7.0 step(grad_scaler=…)")
 @every_build
 def test_a_scaler_given_to_step(build: Build) -> None:
     """Apex's form of the call does what ``scaler.step(optimizer)`` does."""
@@ -214,7 +210,6 @@ def test_a_step_without_any_gradient(build: Build) -> None:
     assert torch.equal(params[0], torch.tensor([1.0, -2.0]))
 
 
-@pytest.mark.apex("7.0 capturable=True with torch's GradScaler")
 def test_only_device_counters_announce_the_protocol() -> None:
     param = nn.Parameter(torch.ones(1))
     early = ADAM.kind([param], max_grad_norm=1.0)  # counts on the host

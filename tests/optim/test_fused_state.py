@@ -65,7 +65,6 @@ def saved(thing: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.apex("7.0 checkpoints", "7.0 FusedAdam(master_weights=True)")
 @every_dtype
 @pytest.mark.parametrize("before", [0, 1, 3])
 @every_kind
@@ -97,7 +96,6 @@ def test_resuming_continues_bitwise(
             assert_same(value, resumed.state[b][key], key)
 
 
-@pytest.mark.apex("7 FusedAdam", "10 A-15")
 @pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
 @pytest.mark.parametrize(
     ("case", "options"), [kind for kind in KINDS if kind[0].wide], ids=variant_id
@@ -188,7 +186,6 @@ def test_copies_train_on_alone(case: FusedCase, options: Options, copied: Any) -
     assert_same_training(params, twins)
 
 
-@pytest.mark.apex("7 FusedAdam", "10 A-12")
 @every_dtype
 @every_kind
 def test_a_group_added_later(case: FusedCase, options: Options, dtype: torch.dtype) -> None:
@@ -217,7 +214,6 @@ def test_a_group_added_later(case: FusedCase, options: Options, dtype: torch.dty
                 assert_same(param.detach(), master.detach().to(dtype))
 
 
-@pytest.mark.apex("7 FusedSGD", "10 A-13")
 @pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 def test_sgd_momentum_starts_per_parameter(dtype: torch.dtype) -> None:
     """A-13: a parameter without gradient at first neither resets the others nor is damped."""
@@ -232,7 +228,6 @@ def test_sgd_momentum_starts_per_parameter(dtype: torch.dtype) -> None:
     assert buffers[1].tolist() == [4.0, 4.0]
 
 
-@pytest.mark.apex("7.0 group['step']")
 @every_kind
 def test_state_and_groups_have_apex_keys(case: FusedCase, options: Options) -> None:
     params = parameters(SHAPES, torch.float32)
@@ -282,7 +277,6 @@ def test_parameters_may_join_an_empty_group() -> None:
     assert_same_training(late, same)
 
 
-@pytest.mark.apex("7.0 group['step']")
 def test_the_step_counter_advances_for_every_group_with_parameters() -> None:
     params = parameters(SHAPES, torch.float32)
     optimizer = FusedAdam([{"params": params}, {"params": []}])
@@ -306,7 +300,6 @@ def test_schedulers(case: FusedCase, options: Options) -> None:
     assert_same_training(params, twins)
 
 
-@pytest.mark.apex("7.0 zero_grad(set_to_none=…)", "10 A-5")
 @pytest.mark.parametrize("argument", [None, True, False])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("case", [c for c in FUSED if c is not MIXED_LAMB], ids=variant_id)
@@ -326,7 +319,6 @@ def test_zero_grad(case: FusedCase, own: bool, argument: bool | None) -> None:
         assert param.grad is None if drops else not param.grad.any()
 
 
-@pytest.mark.apex("7.0 step(closure)")
 @every_kind
 def test_closures_run_with_gradients(case: FusedCase, options: Options) -> None:
     params = parameters(SHAPES, torch.float32)
@@ -364,10 +356,6 @@ def test_tied_parameters_are_updated_once() -> None:
     assert_same(model.b.weight.detach(), before - 0.5 * model.a.weight.grad)
 
 
-@pytest.mark.apex(
-    "2.7 FusedSGD(materialize_master_grads=False)",
-    "7.0 FusedSGD's most_recent_scale, scale_set_by_backward",
-)
 def test_sgd_divides_by_the_scale_it_is_told() -> None:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     optimizer = FusedSGD([param], lr=1.0, materialize_master_grads=False)
@@ -382,7 +370,6 @@ def test_sgd_divides_by_the_scale_it_is_told() -> None:
 # -- NovoGrad's norms ------------------------------------------------------------------------
 
 
-@pytest.mark.apex("7 FusedNovoGrad", "10 A-11")
 def test_novograd_state_before_the_first_step() -> None:
     """A-11: there are no norms yet, and loading does not ask for them."""
     params = parameters(SHAPES, torch.float16)
@@ -392,7 +379,6 @@ def test_novograd_state_before_the_first_step() -> None:
     assert all(optimizer.state[param]["exp_avg_sq"] > 0 for param in params)
 
 
-@pytest.mark.apex("7 FusedNovoGrad")
 def test_novograd_lets_the_number_of_gradients_change() -> None:
     params, alone = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
     optimizer = FusedNovoGrad(params, bias_correction=False)
@@ -420,7 +406,6 @@ def apex_checkpoint(dtypes: list[torch.dtype], norms: list[list[float]]) -> dict
 MIXED = [torch.float32, torch.float16, torch.float32]
 
 
-@pytest.mark.apex("7 FusedNovoGrad")
 def test_novograd_reads_apex_checkpoints() -> None:
     params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in MIXED]
     optimizer = FusedNovoGrad(params)
@@ -448,7 +433,6 @@ def test_novograd_refuses_norms_that_do_not_fit() -> None:
 # -- full-precision copies -------------------------------------------------------------------
 
 
-@pytest.mark.apex("7.0 FusedAdam(master_weights=True)")
 @pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
 def test_copies_follow_what_is_written_to_the_parameters(dtype: torch.dtype) -> None:
     """Weights loaded after the first step are not overwritten by the old ones."""
@@ -490,7 +474,6 @@ def test_copies_are_made_after_weights_were_loaded() -> None:
     assert FusedAdam(params).param_groups_master is None
 
 
-@pytest.mark.apex("7 FusedMixedPrecisionLamb")
 def test_lamb_shows_its_copies() -> None:
     params = [nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))]
     optimizer = MIXED_LAMB.kind(params, reduced_precision_dtype=torch.float16)
@@ -499,7 +482,6 @@ def test_lamb_shows_its_copies() -> None:
     assert group["params"][1] is params[1]
 
 
-@pytest.mark.apex("7 FusedMixedPrecisionLamb", "10 A-36")
 def test_lamb_takes_groups_of_mixed_dtype() -> None:
     """A-36: a float32 group, or parameter, beside reduced ones."""
     params = [nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))]

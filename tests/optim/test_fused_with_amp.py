@@ -39,7 +39,6 @@ def counters(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 @pytest.mark.each
-@pytest.mark.apex("7.0 through amp.initialize, with an overflow", "10 A-38")
 @every_level
 @every_kind
 def test_training_with_an_overflow(level: str, case: FusedCase, options: Options) -> None:
@@ -101,7 +100,6 @@ def test_a_group_added_after_initialize(level: str, case: FusedCase, options: Op
 
 
 @pytest.mark.each
-@pytest.mark.apex("10 A-11")
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 @every_kind
 def test_state_from_before_initialize(level: str, case: FusedCase, options: Options) -> None:
@@ -126,10 +124,6 @@ def test_state_from_before_initialize(level: str, case: FusedCase, options: Opti
                 assert optimizer.state[param][key].dtype is torch.float32
 
 
-@pytest.mark.apex(
-    "2.7 FusedSGD(materialize_master_grads=False)",
-    "7.0 FusedSGD's most_recent_scale, scale_set_by_backward",
-)
 @pytest.mark.parametrize("materialize", [True, False])
 def test_sgd_has_the_fields_of_apex_under_amp(materialize: bool) -> None:
     """2.8: without materialized master gradients the numbers are the same; they are lazy here."""
@@ -163,7 +157,6 @@ def test_zero_grad_reaches_the_model(own: bool, argument: bool | None) -> None:
         assert param.grad is None or not param.grad.any()
 
 
-@pytest.mark.apex("7.0 through amp.initialize, with an overflow")
 def test_the_idiom_of_apex() -> None:
     """From apex import amp; from apex.optimizers import FusedAdam, word for word."""
     model = nn.Linear(3, 2)

@@ -50,7 +50,6 @@ def one_step(p: torch.Tensor, g: torch.Tensor, lr: float, wd: float, **larc: Any
     return param.grad
 
 
-@pytest.mark.apex("9.4 LARC(…)")
 @settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 1000),
@@ -86,14 +85,12 @@ def test_half_gradients_are_computed_on_in_float32() -> None:
     assert torch.equal(ours, exact.half())
 
 
-@pytest.mark.apex("9.4 zero norms: nothing changes")
 @pytest.mark.parametrize("zero", ["weights", "gradient"])
 def test_where_a_norm_is_zero_nothing_changes(zero: str) -> None:
     p, g = torch.ones(3) * (zero != "weights"), torch.ones(3) * (zero != "gradient")
     assert_same(one_step(p, g, 0.1, 0.5), g)
 
 
-@pytest.mark.apex("9.4 weight_decay during the step")
 def test_what_the_optimizer_sees() -> None:
     """The inner step: adapted gradients, no weight decay; nothing for parameters without."""
     a, b, idle = (nn.Parameter(torch.full((2,), value)) for value in (2.0, 3.0, 4.0))
@@ -147,7 +144,6 @@ class Fails(torch.optim.SGD):
         raise MemoryError(f"with weight decay {self.param_groups[0]['weight_decay']}")
 
 
-@pytest.mark.apex("9.4 weight_decay during the step")
 def test_weight_decay_comes_back_when_the_step_raises() -> None:
     param = nn.Parameter(torch.ones(1))
     larc = LARC(Fails([param], lr=0.1, weight_decay=0.25))
@@ -189,7 +185,6 @@ def test_only_optimizers_are_wrapped() -> None:
 # -- the surface of an optimizer ---------------------------------------------------------------
 
 
-@pytest.mark.apex("0 apex.parallel.LARC.LARC", "9.4 LARC(…)")
 def test_signature_is_that_of_apex() -> None:
     found = inspect.signature(LARC).parameters
     assert {name: p.default for name, p in list(found.items())[1:]} == {
@@ -199,7 +194,6 @@ def test_signature_is_that_of_apex() -> None:
     }
 
 
-@pytest.mark.apex("9.4 forwards to the optimizer")
 def test_everything_else_is_the_optimizers() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -247,7 +241,6 @@ def test_zero_grad_does_what_the_wrapped_optimizer_does() -> None:
     assert weight.grad is None
 
 
-@pytest.mark.apex("9.4 forwards to the optimizer")
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_are_whole(way: str) -> None:
     larc = LARC(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), eps=0.5)
@@ -269,11 +262,6 @@ def backward(model: nn.Module, optimizer: Any, index: int, factor: float = 1.0) 
         scaled.backward()
 
 
-@pytest.mark.apex(
-    "1.2 LARC for an optimizer",
-    "9.4 in initialize and scale_loss, alone and in lists",
-    "B 18: LARC in initialize",
-)
 @pytest.mark.parametrize("row", LEVELS, ids=lambda row: row.name)
 @pytest.mark.parametrize(
     "form", [lambda x: x, lambda x: [x], lambda x: (x,)], ids=["alone", "list", "tuple"]
@@ -329,9 +317,6 @@ def test_a_skipped_step_leaves_everything_alone(level: str) -> None:
         assert_same(param.grad, grad)
 
 
-@pytest.mark.apex(
-    "9.4 in initialize and scale_loss, alone and in lists", "B 18: LARC in initialize"
-)
 @ALL_LEVELS
 def test_lists_of_larc_and_others(level: str) -> None:
     models = [Exact(0), Exact(1)]
@@ -370,7 +355,6 @@ def test_writes_to_half_weights_count_in_the_ratio(level: str) -> None:
     torch.testing.assert_close(next(preamp.master_params(larc)).tolist(), [[1.5, 1.5]])
 
 
-@pytest.mark.apex("9.4 schedulers take .optim")
 @ALL_LEVELS
 def test_schedulers_take_the_wrapped_optimizer(level: str) -> None:
     model = Exact()

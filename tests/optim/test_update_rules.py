@@ -119,7 +119,6 @@ def test_a_learning_rate_on_the_device(case: RuleCase, lr_dtype: torch.dtype) ->
     assert_same_lists(run(case, grads, rule=tensor_lr), run(case, grads, rule=float_lr))
 
 
-@pytest.mark.apex("7.0 rounding of half parameters")
 @every_rule
 @pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
 def test_half_parameters_are_rounded_once(case: RuleCase, dtype: torch.dtype) -> None:

@@ -36,18 +36,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # -- defaults --------------------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "1.4 enabled",
-    "1.4 opt_level",
-    "1.4 cast_model_type",
-    "1.4 patch_torch_functions",
-    "1.4 patch_torch_functions_type",
-    "1.4 keep_batchnorm_fp32",
-    "1.4 loss_scale",
-    "1.4 master_weights",
-    "1.4 patch_torch_functions at O5",
-    "1.4 O4 and O5",
-)
 @pytest.mark.parametrize("level", DEFAULTS)
 def test_level_row(level: str) -> None:
     policy = resolve(level, {})
@@ -71,7 +59,6 @@ def test_common_defaults() -> None:
     assert policy.max_consecutive_skips == 50
 
 
-@pytest.mark.apex("1.5 None changes nothing")
 @pytest.mark.parametrize("level", DEFAULTS)
 def test_none_changes_nothing(level: str) -> None:
     names = (*DEFAULTS[level], "cast_model_outputs", "min_loss_scale", "scope")
@@ -141,13 +128,6 @@ ALLOWED: list[tuple[str, str, Any, Any]] = [
 ]
 
 
-@pytest.mark.apex(
-    "1.1 patch_torch_functions_type",
-    "1.5 cast_model_type",
-    "1.5 loss_scale",
-    "1.5 max_loss_scale",
-    "1.5 min_loss_scale",
-)
 @pytest.mark.parametrize(("level", "name", "given", "expected"), ALLOWED)
 def test_override(level: str, name: str, given: Any, expected: Any) -> None:
     value = getattr(resolve(level, {name: given}), name)
@@ -155,7 +135,6 @@ def test_override(level: str, name: str, given: Any, expected: Any) -> None:
     assert type(value) is type(expected)
 
 
-@pytest.mark.apex("1.5 patch_torch_functions")
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)
 def test_functions_left_alone_keep_the_level_s_scaling(level: str) -> None:
     policy = resolve(level, {"patch_torch_functions": False})
@@ -214,13 +193,6 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.apex(
-    "1.5 cast_model_type",
-    "1.5 patch_torch_functions",
-    "1.5 patch_torch_functions_type",
-    "1.5 keep_batchnorm_fp32",
-    "1.5 master_weights",
-)
 @pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
 def test_contradiction_is_refused(level: str, name: str, given: Any, text: str) -> None:
     with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
@@ -255,7 +227,6 @@ UNKNOWN: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
 @pytest.mark.parametrize(("given", "hint"), UNKNOWN, ids=str)
 def test_an_unknown_level_is_refused_with_what_was_meant(given: Any, hint: str) -> None:
     known = "Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'."
@@ -264,7 +235,6 @@ def test_an_unknown_level_is_refused_with_what_was_meant(given: Any, hint: str) 
         resolve(given, {})
 
 
-@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
 def test_a_refusal_is_a_runtime_error() -> None:
     with pytest.raises(RuntimeError):
         resolve("O7", {})
@@ -325,7 +295,6 @@ BAD_VALUES: list[tuple[str, Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.apex("1.5 keep_batchnorm_fp32", "1.5 loss_scale", "1.5 max_loss_scale")
 @pytest.mark.parametrize("hard_override", [False, True])
 @pytest.mark.parametrize(("name", "given", "error", "text"), BAD_VALUES)
 def test_bad_value(

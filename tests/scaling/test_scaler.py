@@ -259,9 +259,7 @@ FEW = settings(
 )
 TestCoreScaler = CoreMachine.TestCase
 TestCoreScaler.settings = FEW
-TestApexScaler = pytest.mark.apex("3 update_scale()", "3 clear_overflow_state()")(
-    ApexMachine.TestCase
-)
+TestApexScaler = ApexMachine.TestCase
 TestApexScaler.settings = FEW
 
 
@@ -492,7 +490,6 @@ def test_unreadable_state_changes_nothing(state: dict[str, Any]) -> None:
 # -- Apex's face -----------------------------------------------------------------------------
 
 
-@pytest.mark.apex("3 LossScaler(…)", "3 loss_scale()")
 @pytest.mark.parametrize(("given", "value"), [(128.0, 128.0), ("128.0", 128.0), (1, 1.0)])
 def test_apex_static(given: Any, value: float) -> None:
     scaler = ApexScaler(given)
@@ -500,7 +497,6 @@ def test_apex_static(given: Any, value: float) -> None:
     assert scaler.loss_scale() == value
 
 
-@pytest.mark.apex("3 scale_factor")
 def test_apex_scale_factor_counts() -> None:
     scaler = ApexScaler("dynamic", init_scale=16.0, scale_factor=4.0, scale_window=1)
     scaler.update_scale()
@@ -510,7 +506,6 @@ def test_apex_scale_factor_counts() -> None:
     assert scaler.loss_scale() == 16.0
 
 
-@pytest.mark.apex("3 unscale(…)")
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_apex_unscale_finds_overflow_and_still_writes_all(bad: float, place: int) -> None:
@@ -523,7 +518,6 @@ def test_apex_unscale_finds_overflow_and_still_writes_all(bad: float, place: int
     assert [t[0].item() for t in out] == [3.0, 3.0, 3.0]
 
 
-@pytest.mark.apex("3 unscale(…)")
 def test_apex_large_finite_gradients_are_no_overflow() -> None:
     scaler = ApexScaler("dynamic", init_scale=1.0)
     big = torch.full((4,), 3e38)
@@ -531,14 +525,12 @@ def test_apex_large_finite_gradients_are_no_overflow() -> None:
     assert not scaler._has_overflow
 
 
-@pytest.mark.apex("3 unscale(…)")
 def test_apex_static_scaler_does_not_look() -> None:
     scaler = ApexScaler(2.0)
     scaler.unscale([torch.tensor([INF])], [torch.zeros(1)], 1.0)
     assert scaler.update_scale() is False
 
 
-@pytest.mark.apex("3 unscale(…)", "3 unscale_with_stashed(…)")
 def test_apex_overrides_of_the_scale() -> None:
     scaler = ApexScaler("dynamic")
     out = [torch.zeros(1)]
@@ -550,7 +542,6 @@ def test_apex_overrides_of_the_scale() -> None:
     assert out[0].item() == 8.0 * (1.0 / 4.0) + 6.0 * (1.0 / 2.0)
 
 
-@pytest.mark.apex("3 _overflow_buf", "B 12: fields of the loss scaler")
 def test_apex_overflow_buffer_is_an_int_flag() -> None:
     scaler = ApexScaler("dynamic")
     assert scaler._overflow_buf.dtype is torch.int32
@@ -560,17 +551,6 @@ def test_apex_overflow_buffer_is_an_int_flag() -> None:
     assert scaler._overflow_buf.tolist() == [0]
 
 
-@pytest.mark.apex(
-    "3 LossScaler(…)",
-    "3 dynamic",
-    "3 _loss_scale",
-    "3 _max_loss_scale, _min_loss_scale",
-    "3 _scale_seq_len",
-    "3 _unskipped",
-    "3 _has_overflow",
-    "3 has_fused_kernel and the flags of warnings",
-    "B 12: fields of the loss scaler",
-)
 def test_apex_fields() -> None:
     """What scripts read; flags of compiled kernels are not among them, as there are none."""
     dynamic = ApexScaler("dynamic", min_loss_scale=4.0, max_loss_scale=2.0**20, scale_window=7)

@@ -77,7 +77,6 @@ def test_imagenet(script: Call, level: str) -> None:
                script("imagenet", "--opt-level", "O0"))  # fmt: skip
 
 
-@pytest.mark.apex("B 2: arguments as text from argparse")
 @pytest.mark.parametrize("flags", [FLAGS[0], *map(costly, FLAGS[1:])], ids=" ".join)
 def test_imagenet_flags(script: Call, flags: tuple[str, ...]) -> None:
     printed = script("imagenet", *flags)
@@ -88,7 +87,6 @@ def test_imagenet_flags(script: Call, flags: tuple[str, ...]) -> None:
         assert used == asked or float(used) == float(asked)
 
 
-@pytest.mark.apex("B 10: the usual checkpoint")
 def test_imagenet_goes_on_where_it_stopped(script: Call, tmp_path: Path) -> None:
     """What is printed after resuming is digit for digit what the unbroken run prints."""
     whole = script("imagenet", "--opt-level", "O2")
@@ -101,7 +99,6 @@ def test_imagenet_goes_on_where_it_stopped(script: Call, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.apex("B 9: convert_syncbn_model before")
 def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
     printed = script("imagenet", "--opt-level", "O1", "--sync_bn")
     check_near("imagenet", printed, script("imagenet", "--opt-level", "O0"))
@@ -110,9 +107,6 @@ def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
 # -- the adversarial pair --------------------------------------------------------------------
 
 
-@pytest.mark.apex(
-    "A logging loss_scalers[i].loss_scale()", "A two networks, two optimizers, three losses"
-)
 @pytest.mark.parametrize("level", ["O1", costly("O2")])
 def test_dcgan(script: Call, level: str) -> None:
     printed = script("dcgan", "--opt_level", level)
@@ -132,7 +126,6 @@ def test_bert(script: Call, optimizer: str) -> None:
     check_near("bert", printed, script("bert", *flags))
 
 
-@pytest.mark.apex("A BERT trainers' resume through", "B 11: BERT-style resume")
 @pytest.mark.parametrize("optimizer", [costly("adamw"), costly("fused_lamb")])
 def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: str) -> None:
     flags = ("--optimizer", optimizer, "--fp16", "--fp16_opt_level", "O2")
@@ -145,7 +138,6 @@ def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: 
 # -- packed sequences ------------------------------------------------------------------------
 
 
-@pytest.mark.apex("B 8: forward arguments of every kind")
 @pytest.mark.parametrize("cell", ["LSTM", costly("RNN")])
 def test_lstm(script: Call, cell: str) -> None:
     printed = script("lstm", "--cell", cell, "--opt-level", "O1")
@@ -168,7 +160,6 @@ def torchrun(folder: Path, *program: str) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.apex("B 9: wrapping in DDP or DataParallel afterwards")
 def test_two_processes(script: Call, tmp_path: Path) -> None:
     """With torch's own data parallelism."""
     printed = torchrun(tmp_path, str(HERE / "gloo.py"), "--opt-level", "O2")
