@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
 import preamp
 from checkpoint.runs import Backward, Run, Step, Zero
-from engine.harness import same
+from kit.compare import same
 from preamp.checkpoint import stop_on_signal
 from preamp.parallel import DistributedDataParallel
 

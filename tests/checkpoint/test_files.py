@@ -33,7 +33,7 @@ from torch import nn
 import preamp
 from cases.selection import examples
 from checkpoint.runs import Backward, Run, Step, Zero
-from engine.harness import same
+from kit.compare import same
 from preamp import CheckpointError
 from preamp.checkpoint import latest_checkpoint, read_checkpoint, storage
 from preamp.core import files

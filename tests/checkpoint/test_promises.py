@@ -21,7 +21,7 @@ import torch
 
 import preamp
 from checkpoint.runs import Backward, Run, Step, Zero
-from engine.harness import same
+from kit.compare import same
 from preamp import report
 from preamp.checkpoint import latest_checkpoint, read_checkpoint, saving, storage
 from preamp.checkpoint.capture import capture

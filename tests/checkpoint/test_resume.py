@@ -16,7 +16,7 @@ import preamp
 from cases.levels import LEVEL_NAMES
 from cases.selection import examples
 from checkpoint.runs import BUILDS, Backward, Clip, Event, Run, Step, Zero
-from engine.harness import same
+from kit.compare import same
 
 SCALES = ("dynamic", 128.0, 1000.0, None)
 

@@ -10,7 +10,7 @@ import torch
 
 import preamp
 from distributed.moments_checks import STORAGES, Run
-from engine.harness import same
+from kit.compare import same
 from preamp.checkpoint import read_checkpoint
 from preamp.kernels.stored import Format, decode
 

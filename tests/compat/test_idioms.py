@@ -15,7 +15,9 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from engine.harness import Net, batch, halves_match, loss_of, make, masters, same, weights
+from engine.harness import batch, loss_of, make, masters, weights
+from kit.compare import halves_match, same
+from kit.run import Net
 from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
 

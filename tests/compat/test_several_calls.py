@@ -16,7 +16,9 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVEL_NAMES
-from engine.harness import Net, loss_of, make, same
+from engine.harness import loss_of, make
+from kit.compare import same
+from kit.run import Net
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)

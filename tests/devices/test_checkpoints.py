@@ -14,7 +14,7 @@ from torch import nn
 
 import preamp
 from cases.waits import waits_refused
-from engine.harness import same
+from kit.compare import same
 from preamp.checkpoint import read_checkpoint, staging
 from preamp.core.pytree import map_plain
 from preamp.optim import table

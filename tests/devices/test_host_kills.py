@@ -18,7 +18,7 @@ import torch
 
 import preamp
 from devices.host_runs import Run, ids
-from engine.harness import same
+from kit.compare import same
 
 # CUDA does not survive a fork.
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 from cases.selection import combinations
-from engine.harness import same
+from kit.compare import same
 from preamp import PreampStateError, Storage
 from preamp.optimizers import FusedAdam, FusedSGD
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVELS
+from kit.run import Net
 
 HALF = {row.name: row.half for row in LEVELS}
 
@@ -22,20 +23,6 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.0625, eps=1e-4),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.0625, eps=1e-4, weight_decay=0.1),
 }
-
-
-class Net(nn.Module):
-    """A layer of each kind that levels treat differently."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.bn = nn.BatchNorm1d(8)
-        self.ln = nn.LayerNorm(8)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.ln(self.bn(self.first(x)))))
 
 
 def make(
@@ -105,99 +92,3 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "engine": engine.state_dict(),
     }
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two trees of plain data are equal bitwise, dtypes included."""
-    if isinstance(a, torch.Tensor):
-        if not (isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape):
-            return False
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def halves_match(model: nn.Module) -> bool:
-    """Whether every half weight that has a master is the master rounded."""
-    engine = preamp.engine_of(model)
-    pairs = [(param, engine.master_of(param)) for param in model.parameters()]
-    return all(
-        same(param.detach(), master.detach().to(param.dtype))
-        for param, master in pairs
-        if master is not None
-    )
-
-
-NAMESPACES: dict[str, Any] = {
-    "torch": torch,
-    "torch.Tensor": torch.Tensor,
-    "torch.nn.functional": torch.nn.functional,
-    "torch.autograd": torch.autograd,
-    "torch.linalg": torch.linalg,
-    "torch.fft": torch.fft,
-    "torch.nn.Module": nn.Module,
-    "torch.optim.Optimizer": torch.optim.Optimizer,
-    "the recurrent layers' functions": vars(torch.nn.modules.rnn)["_VF"],
-}
-
-
-def _exactly(value: Any) -> Any:
-    """An object by identity, a tensor by identity and contents."""
-    if isinstance(value, torch.Tensor):
-        contents = value.detach().clone()
-        return ("tensor", id(value), value.dtype, value.requires_grad, contents, value.grad is None)
-    if isinstance(value, dict):
-        return {key: _exactly(item) for key, item in value.items()}
-    if isinstance(value, (str, int, float, bool, type(None))):
-        return value
-    return ("object", id(value))
-
-
-def picture(*subjects: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything that an engine may change, by identity: torch, casts, and the ``subjects``."""
-    seen: dict[str, Any] = {
-        name: {key: id(value) for key, value in vars(owner).items()}
-        for name, owner in NAMESPACES.items()
-    }
-    seen["casts"] = (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
-    for index, subject in enumerate(subjects):
-        if isinstance(subject, nn.Module):
-            for name, child in subject.named_modules():
-                for key, value in vars(child).items():
-                    seen[f"{index}.{name}.{key}"] = _exactly(value)
-            for name, param in subject.named_parameters():
-                grad = param.grad
-                seen[f"{index}.{name}.grad"] = None if grad is None else _exactly(grad)
-        else:
-            for key, value in vars(subject).items():
-                if key not in ("state", "param_groups"):
-                    seen[f"{index}.{key}"] = _exactly(value)
-            seen[f"{index}.groups"] = ("object", id(subject.param_groups))
-            for number, group in enumerate(subject.param_groups):
-                seen[f"{index}.group{number}"] = ("object", id(group))
-                for key, value in group.items():
-                    seen[f"{index}.group{number}.{key}"] = (
-                        [id(value), *map(id, value)] if key == "params" else _exactly(value)
-                    )
-            for param, state in subject.state.items():
-                seen[f"{index}.state.{id(param)}"] = _exactly(state)
-    return seen
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names of what two pictures disagree about."""
-    found: list[str] = []
-    for name in before.keys() | after.keys():
-        if name in NAMESPACES:  # thousands of numbers, compared at once
-            changed = dict(before[name].items() ^ after[name].items())
-            found += [f"{name}.{key}" for key in changed]
-        elif name not in before or name not in after or not same(before[name], after[name]):
-            found.append(name)
-    return sorted(found)

@@ -29,7 +29,7 @@ from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
 from cases.tolerances import assert_same
-from engine.harness import halves_match
+from kit.compare import halves_match
 from preamp import fp16_utils
 from preamp.compat import flat
 

@@ -17,20 +17,9 @@ from torch import nn
 import preamp
 from cases.host_reads import far_from_the_host
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
-from engine.harness import (
-    Net,
-    batch,
-    differences,
-    halves_match,
-    loss_of,
-    make,
-    picture,
-    same,
-    started,
-    train_plain,
-    train_step,
-    weights,
-)
+from engine.harness import batch, loss_of, make, started, train_plain, train_step, weights
+from kit.compare import differences, halves_match, picture, same
+from kit.run import Net
 from preamp import amp
 from preamp.core.errors import LossScaleError, PreampPolicyError, PreampStateError
 from preamp.optimizers import FusedAdam

@@ -18,7 +18,7 @@ from cases.host_reads import HostReads, NoHostReads, far_from_the_host
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Parts, batch
 from cases.tolerances import assert_same
-from engine.harness import halves_match
+from kit.compare import halves_match
 from preamp.core.errors import LossScaleError
 from preamp.engine import ledger
 from preamp.kernels.by_device import ByDevice

@@ -19,16 +19,16 @@ from cases.levels import HALF_WEIGHTS, LEVEL_NAMES
 from engine.harness import (
     HALF,
     OPTIMIZERS,
-    Net,
     batch,
     everything,
     loss_of,
     make,
-    same,
     started,
     train_plain,
     train_step,
 )
+from kit.compare import same
+from kit.run import Net
 from preamp.core.version import __version__
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.kernels.reference import tally

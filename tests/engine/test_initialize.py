@@ -19,19 +19,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 import preamp
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
-from engine.harness import (
-    HALF,
-    Net,
-    everything,
-    halves_match,
-    loss_of,
-    make,
-    masters,
-    same,
-    started,
-    train_step,
-    weights,
-)
+from engine.harness import HALF, everything, loss_of, make, masters, started, train_step, weights
+from kit.compare import halves_match, same
+from kit.run import Net
 from preamp import amp
 from preamp.optim import MasterParameter
 

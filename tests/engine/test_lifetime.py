@@ -26,17 +26,14 @@ from cases.models import Parts, batch
 from engine.harness import (
     HALF,
     OPTIMIZERS,
-    differences,
-    halves_match,
     make,
     masters,
-    picture,
-    same,
     started,
     train_plain,
     train_step,
     weights,
 )
+from kit.compare import differences, halves_match, picture, same
 from preamp import amp
 from preamp.optimizers import FusedAdam, FusedSGD
 

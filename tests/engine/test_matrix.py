@@ -25,7 +25,7 @@ from cases.models import Damage, Exact, loss_of, values
 from cases.optimizers import ADAM, ALL, MAIN, NO_ROW, OptimizerCase, clone_state
 from cases.pair import Pair
 from cases.tolerances import assert_same
-from engine.harness import halves_match
+from kit.compare import halves_match
 
 STEPS = 4  # injections fall into the first three, so a clean step always follows
 

@@ -19,17 +19,16 @@ import preamp
 from cases.levels import LEVEL_NAMES
 from engine.harness import (
     OPTIMIZERS,
-    Net,
     batch,
-    halves_match,
     loss_of,
     masters,
-    same,
     started,
     train_plain,
     train_step,
     weights,
 )
+from kit.compare import halves_match, same
+from kit.run import Net
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)

@@ -16,7 +16,9 @@ from torch import nn
 
 import preamp
 from cases.levels import WITH_MASTERS
-from engine.harness import Net, same, train_step
+from engine.harness import train_step
+from kit.compare import same
+from kit.run import Net
 from preamp.kernels import named_state
 from preamp.kernels.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD

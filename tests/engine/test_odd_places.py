@@ -16,7 +16,7 @@ from cases.levels import EXACT, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
 from cases.pair import Pair
 from cases.tolerances import assert_same
-from engine.harness import halves_match
+from kit.compare import halves_match
 
 levels = pytest.mark.parametrize("level", EXACT)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)

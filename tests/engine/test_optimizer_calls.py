@@ -23,7 +23,7 @@ from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
 from cases.models import Damage, values
 from cases.pair import Build, Pair, adam, sgd
 from cases.tolerances import assert_same, assert_within_budget
-from engine.harness import halves_match
+from kit.compare import halves_match
 from preamp.engine import serve_imitations
 from preamp.fp16_utils import FP16_Optimizer
 

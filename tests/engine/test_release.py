@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import preamp
 from cases.levels import WITH_MASTERS
-from engine.harness import same
+from kit.compare import same
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import release
 from preamp.engine import storage as engine_storage

@@ -15,17 +15,16 @@ import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     OPTIMIZERS,
-    Net,
     everything,
-    halves_match,
     make,
     masters,
-    same,
     started,
     train_plain,
     train_step,
     weights,
 )
+from kit.compare import halves_match, same
+from kit.run import Net
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)

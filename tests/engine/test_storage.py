@@ -24,7 +24,9 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVELS, WITH_MASTERS
-from engine.harness import Net, everything, loss_of, same, train_step
+from engine.harness import everything, loss_of, train_step
+from kit.compare import same
+from kit.run import Net
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import Engine
 from preamp.kernels.stored import join, split

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import loss_of, same, train_step
+from engine.harness import loss_of, train_step
 from engine.test_storage import BUILDS, exact, is_packed, levels, start, twins
+from kit.compare import same
 from preamp.optimizers import FusedAdam, FusedSGD
 
 

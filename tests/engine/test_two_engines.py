@@ -17,16 +17,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import preamp
 from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
-from engine.harness import (
-    differences,
-    everything,
-    loss_of,
-    make,
-    picture,
-    same,
-    started,
-    train_step,
-)
+from engine.harness import everything, loss_of, make, started, train_step
+from kit.compare import differences, picture, same
 from preamp import amp
 
 STEPS = 4
