@@ -97,7 +97,7 @@ def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(preamp.load_checkpoint(path), torch.zeros(10_000))
 
 
-def test_masters_are_saved_as_they_lie(tmp_path: Path) -> None:
+def test_masters_are_saved_as_they_lie() -> None:
     """Each copy would cost the memory of all weights once more."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
