@@ -50,7 +50,7 @@ check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the doc
 	$(BIN)/python tools/check_docs.py
 	$(PYTEST) --suite all tests/architecture tests/docs
 
-BENCHES ?= step train insight
+BENCHES ?= step train attribution
 bench: $(VENV)/.ready-dev  ## Measure, and print a table; options: make bench BENCHES=step ARGS="--clips both"
 	for bench in $(BENCHES); do $(BIN)/python benchmarks/bench_$$bench.py $(ARGS) || exit 1; done
 	$(BIN)/python benchmarks/table.py

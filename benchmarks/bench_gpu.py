@@ -145,7 +145,7 @@ def checkpoint(small: bool) -> Iterator[Callable[[], Row]]:
         training = Training("O5", small=small)
         training.step()
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "run.pt"
+            path = Path(folder) / "run.safetensors"
             told: Row = {"asynchronous": True} if asynchronous else {}
             pending: list[Any] = []
             given = training.model, training.optimizer

@@ -22,7 +22,6 @@ LAYERS = (
     ("numerics",),
     ("casting", "scaling", "optim"),
     ("policy", "kernels"),
-    ("device",),
     ("core",),
 )
 """A room imports only from rooms in later rows; rooms of one row do not see each other."""
@@ -52,7 +51,6 @@ PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
     "preamp.engine.engine",  # the report
     "preamp.engine.overflow",  # records
-    "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
     "preamp.report.drawing",  # matplotlib, as the next one
     "preamp.report.page",  # jinja2, which the library is imported without

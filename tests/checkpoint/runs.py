@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training runs as lists of events, to be stopped between any two of them."""
+"""Training runs as lists of events, to be stopped after any step."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_two_weights_do_not_load_into_one(level: str, tmp_path: Path) -> None:
 def test_optimizers_that_were_not_initialized_do_not_load(
     initialized: tuple[int, ...], level: str, tmp_path: Path
 ) -> None:
-    """As where a script loads before it calls initialize; scales and gradients would be lost."""
+    """As where a script loads before it calls initialize; scales and counters would be lost."""
 
     def made(places: tuple[int, ...]) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         models: list[nn.Module] = [nn.Linear(3, 2), nn.Linear(3, 2)]

@@ -97,7 +97,7 @@ def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(preamp.load_checkpoint(path), torch.zeros(10_000))
 
 
-def test_masters_are_saved_as_they_lie(tmp_path: Path) -> None:
+def test_masters_are_saved_as_they_lie() -> None:
     """Each copy would cost the memory of all weights once more."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -159,7 +159,7 @@ def test_files_are_read_where_open_ones_have_no_path(
 
 @pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="open files cannot be counted here")
 def test_what_was_read_holds_no_file_open(tmp_path: Path) -> None:
-    """The files of many ranks are read together."""
+    """A process may open few files at once, and keep what it has read of many."""
     preamp.save_checkpoint(tmp_path / NAME, extra=torch.arange(3))
     before = len(os.listdir("/dev/fd"))
     kept = [read_checkpoint(tmp_path / NAME) for _ in range(5)]

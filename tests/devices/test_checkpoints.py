@@ -110,14 +110,14 @@ def test_every_form_arrives_bitwise(
 def test_a_run_is_saved_and_loaded_bitwise(level: str, tmp_path: Path) -> None:
     run = Run(level)
     run.step()
-    run.save(tmp_path / "device.pt")
+    run.save(tmp_path / "device")
     other, host = Run(level, seed=1), Run(level, seed=2, device="cpu")
     for one in (other, host):
         one.step()
-        one.load(tmp_path / "device.pt")
+        one.load(tmp_path / "device")
     assert same(other.numbers(), run.numbers())
-    host.save(tmp_path / "host.pt")
-    assert same(_content(tmp_path / "host.pt"), _content(tmp_path / "device.pt"))
+    host.save(tmp_path / "host")
+    assert same(_content(tmp_path / "host"), _content(tmp_path / "device"))
     for one in (run, other):
         one.step()
     assert same(other.numbers(), run.numbers())
@@ -133,15 +133,15 @@ def test_training_goes_on_while_it_is_saved(
     monkeypatch.setattr(staging, "CHUNK", chunk)
     run = Run(level)
     run.step()
-    run.save(tmp_path / "before.pt")
-    saving = run.save(tmp_path / "meanwhile.pt", asynchronous=True)
+    run.save(tmp_path / "before")
+    saving = run.save(tmp_path / "meanwhile", asynchronous=True)
     for _ in range(3):
         run.step()
     with torch.no_grad():
         for tensor in (*run.model.parameters(), *run.model.buffers()):
             tensor.zero_()
     saving.wait()
-    assert same(_content(tmp_path / "meanwhile.pt"), _content(tmp_path / "before.pt"))
+    assert same(_content(tmp_path / "meanwhile"), _content(tmp_path / "before"))
 
 
 def test_copies_are_queued_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_waits_do_not_grow_with_the_tensors(tmp_path: Path) -> None:
         with preamp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        path = tmp_path / f"{layers}.pt"
+        path = tmp_path / str(layers)
         with waits_counted() as saved:
             preamp.save_checkpoint(path, model, optimizer)
         with waits_counted() as queued:
@@ -203,7 +203,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         most = 0
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        preamp.save_checkpoint(tmp_path / "a.pt", extra=run, asynchronous=asynchronous).wait()
+        preamp.save_checkpoint(tmp_path / "a", extra=run, asynchronous=asynchronous).wait()
         assert torch.cuda.max_memory_allocated() - before <= staging.AT_ONCE * chunk
         assert torch.cuda.memory_allocated() == before
         assert max(sizes) <= chunk
@@ -246,7 +246,7 @@ def test_a_device_needs_no_room_for_a_second_copy_of_weights(
 ) -> None:
     monkeypatch.setattr(staging, "CHUNK", 1 << 13)
     monkeypatch.setattr(table, "_BOTH_FORMS", 1)
-    run, path = Wide(storage, 0), tmp_path / "a.pt"
+    run, path = Wide(storage, 0), tmp_path / "a"
     run.train(2)
     states = run.optimizer.state_dict()["state"].values()
     moments = sum(v.nbytes for own in states for v in own.values() if isinstance(v, torch.Tensor))
@@ -268,7 +268,7 @@ def test_a_load_that_fails_puts_back_what_it_wrote_to(tmp_path: Path) -> None:
     run, other = Wide("compact", 0), Wide("compact", 1)
     run.train(2)
     other.train(3)
-    path = tmp_path / "a.pt"
+    path = tmp_path / "a"
     preamp.save_checkpoint(path, run.model, run.optimizer)
 
     def fail(_: Any) -> None:
@@ -295,16 +295,16 @@ def test_a_load_that_fails_puts_back_what_it_wrote_to(tmp_path: Path) -> None:
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
     run = Run("O5")
     run.step()
-    run.save(tmp_path / "before.pt", extra=[torch.arange(3)])
+    run.save(tmp_path / "before", extra=[torch.arange(3)])
     with torch.device("cuda:0"):
-        run.save(tmp_path / "a.pt", extra=[torch.arange(3)])
-        run.save(tmp_path / "b.pt", extra=[torch.arange(3)], asynchronous=True).wait()
+        run.save(tmp_path / "a", extra=[torch.arange(3)])
+        run.save(tmp_path / "b", extra=[torch.arange(3)], asynchronous=True).wait()
         other = Run("O5", seed=1)
-        extra = other.load(tmp_path / "a.pt")
+        extra = other.load(tmp_path / "a")
     assert same(other.numbers(), run.numbers())
     assert extra[0].device.type == "cpu"
     for name in ("a", "b"):
-        assert same(_content(tmp_path / f"{name}.pt"), _content(tmp_path / "before.pt"))
+        assert same(_content(tmp_path / name), _content(tmp_path / "before"))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -312,7 +312,7 @@ def test_a_host_without_pinned_memory_is_refused(
     asynchronous: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = Run()
-    run.save(tmp_path / "a.pt")
+    run.save(tmp_path / "a")
     empty = torch.empty
 
     def without(*args: Any, **options: Any) -> torch.Tensor:
@@ -322,11 +322,11 @@ def test_a_host_without_pinned_memory_is_refused(
 
     monkeypatch.setattr(torch, "empty", without)
     with pytest.raises(preamp.PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
-        run.save(tmp_path / "a.pt", asynchronous=asynchronous)
+        run.save(tmp_path / "a", asynchronous=asynchronous)
     with pytest.raises(preamp.PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
-        run.load(tmp_path / "a.pt")
+        run.load(tmp_path / "a")
     monkeypatch.setattr(torch, "empty", empty)
-    run.load(tmp_path / "a.pt")
+    run.load(tmp_path / "a")
 
 
 class Offloading(torch.optim.Optimizer):
@@ -350,7 +350,7 @@ def test_state_that_an_optimizer_keeps_on_the_host_is_not_of_the_file(tmp_path: 
     weight = nn.Linear(3, 1, bias=False).cuda()
     optimizer = Offloading(weight.parameters())
     optimizer.step()
-    path = tmp_path / "a.pt"
+    path = tmp_path / "a"
     preamp.save_checkpoint(path, weight, optimizer)
     preamp.load_checkpoint(path, weight, optimizer, rng=False)
     path.write_bytes(b"\xff" * path.stat().st_size)

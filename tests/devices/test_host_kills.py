@@ -62,7 +62,7 @@ def dying_at(number: int) -> None:
 def test_what_a_killed_save_leaves_loads(
     kept: tuple[str, str], background: bool, tmp_path: Path
 ) -> None:
-    run, path = Run("host", kept), tmp_path / "run.pt"
+    run, path = Run("host", kept), tmp_path / "run.safetensors"
     run.steps(2)
     preamp.save_checkpoint(path, run.net, run.optimizer)
     wanted: Any = [run.everything()]

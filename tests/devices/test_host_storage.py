@@ -233,9 +233,9 @@ def test_exact_weights_and_copies_are_on_the_device(kept: Kept) -> None:
     run = Run("host", kept)
     run.steps()
     exact = [master.detach().cpu().clone() for master in run.masters()]
-    assert_are(run.net, exact, copy.deepcopy(run.net))
+    assert_are(exact, copy.deepcopy(run.net))
     with run.engine.exact_weights():
-        assert_are(run.net, exact, run.net)
+        assert_are(exact, run.net)
         with torch.no_grad():
             for param in run.net.parameters():
                 param.mul_(1.5)
@@ -244,12 +244,12 @@ def test_exact_weights_and_copies_are_on_the_device(kept: Kept) -> None:
     run.steps()
     exact = [master.detach().cpu().clone() for master in run.masters()]
     run.engine.close()
-    assert_are(run.net, exact, run.net)
+    assert_are(exact, run.net)
     run.net(torch.ones(2, 16).cuda()).sum().backward()
     run.end()  # its moments came back as well
 
 
-def assert_are(net: nn.Module, exact: list[torch.Tensor], found: nn.Module) -> None:
+def assert_are(exact: list[torch.Tensor], found: nn.Module) -> None:
     params = list(found.parameters())
     assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
     assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6

@@ -23,7 +23,7 @@ from distributed import (
     moments_checks,
     named_state_checks,
     overflow_checks,
-    sharded_optimizer_checks,
+    sharded_params_checks,
     storage_checks,
     sync_batchnorm_checks,
     torch_ddp_checks,
@@ -61,7 +61,7 @@ ROWS = [
     row(2, *checks_of(storage_checks), *checks_of(moments_checks), id="storage", marks=more),
     row(2, *checks_of(sync_batchnorm_checks), id="sync batch norm", marks=more),
     row(4, *checks_of(group_checks), id="groups"),
-    row(2, *checks_of(sharded_optimizer_checks), id="sharded optimizers"),
+    row(2, *checks_of(sharded_params_checks), id="optimizers over sharded parameters"),
     row(
         2,
         *checks_of(fully_sharded_checks),

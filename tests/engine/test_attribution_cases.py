@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from insight import attribution
-from insight.score import Score
+import attribution
+from attribution import Score
 
 
 def chosen() -> Iterator[attribution.Case]:

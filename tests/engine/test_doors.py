@@ -49,7 +49,7 @@ def masters_of(pair: Pair) -> list[torch.Tensor]:
     return list(preamp.master_params(pair.optimizer))
 
 
-# -- clipping (1) ----------------------------------------------------------------------------
+# -- clipping --------------------------------------------------------------------------------------
 
 
 OVERFLOWING = pytest.mark.parametrize(("level", "scale"), [("O2", 2.0**22), ("O5", 2.0**100)])
@@ -231,7 +231,7 @@ def test_zeros_with_a_sign_are_no_clip_where_nobody_clipped(level: str, read: bo
     pair.check()
 
 
-# -- copies and averages (2) -----------------------------------------------------------------
+# -- copies and averages ---------------------------------------------------------------------------
 
 
 def train(pair: Pair, count: int = 1, *, start: int = 0) -> None:
@@ -406,7 +406,7 @@ def test_exact_weights_of_an_engine_that_gave_its_model_away(level: str) -> None
     del optimizer
 
 
-# -- optimizers that move weights between steps (3) --------------------------------------------
+# -- optimizers that move weights between steps ----------------------------------------------------
 
 
 class Bowl(nn.Module):
@@ -623,7 +623,7 @@ def test_writes_through_data_between_a_forward_and_its_backward(level: str) -> N
     pair.check()
 
 
-# -- the wrong loss (4) ------------------------------------------------------------------------
+# -- the wrong loss --------------------------------------------------------------------------------
 
 
 @levels
@@ -699,7 +699,7 @@ def test_no_warning_with_a_block_or_without_a_dynamic_scale(level: str) -> None:
         assert _plain_steps(Pair(level, loss_scale=scale), 3) == []
 
 
-# -- writes to half weights that leave no version behind (8) -----------------------------------
+# -- writes to half weights that leave no version behind -------------------------------------------
 
 
 def _fill(model: nn.Module) -> None:
@@ -816,7 +816,7 @@ def finish(pair: Pair) -> None:
     pair.check()
 
 
-# -- clipping by other norms, the scale after an overflow (10) --------------------------------
+# -- clipping by other norms, the scale after an overflow ------------------------------------------
 
 
 @levels
@@ -862,7 +862,7 @@ def test_one_overflow_left_scaled_in_two_optimizers_halves_the_scale_once(level:
         assert engine_of(model).last_step_skipped
 
 
-# -- the older wrappers (11) -------------------------------------------------------------------
+# -- the older wrappers ----------------------------------------------------------------------------
 
 
 WRAPPERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

@@ -318,7 +318,7 @@ def test_closing_gives_all_back(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
-def test_a_checkpoint_goes_between_selections(level: str, tmp_path: Any) -> None:
+def test_a_checkpoint_goes_between_selections(level: str) -> None:
     model, optimizer = started(level, keep_fp32=KEEP)
     train(model, optimizer)
     state = model.state_dict()

@@ -121,7 +121,7 @@ def test_line_searches_leave_the_last_backward() -> None:
     assert (step.losses[0], largest(record)) == seen[-1]
 
 
-def test_looks_that_are_overtaken_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looks_that_are_overtaken_are_let_go() -> None:
     """A long accumulation keeps the numbers of one backward."""
     model, optimizer = started("O2", numerics="light")
     for step in range(5):

@@ -28,10 +28,6 @@ def scalar(value: float, device: str, dtype: torch.dtype = torch.float32) -> tor
     return torch.full((1,), value, dtype=dtype, device=device)
 
 
-def vector(count: int, device: str) -> torch.Tensor:
-    return torch.linspace(0.5, 1.5, count, device=device)
-
-
 @dataclass(frozen=True)
 class Row:
     """One operation.

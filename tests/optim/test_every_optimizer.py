@@ -14,7 +14,7 @@ from cases import fused
 from cases.optimizers import ALL
 from cases.rules import ORACLES, ROWS
 from checkpoint.runs import FUSED as IN_CHECKPOINTS
-from distributed.sharded_optimizer_checks import BITWISE, WITH_NORMS
+from distributed.sharded_params_checks import BITWISE, WITH_NORMS
 from preamp import optimizers
 from preamp.compat.flat.refusals import check_elementwise
 from preamp.kernels.rules import RULES

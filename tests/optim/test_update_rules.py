@@ -55,7 +55,6 @@ def rule_id(value: Any) -> str | None:
 
 
 every_rule = pytest.mark.parametrize("case", RULES, ids=rule_id)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 
 
 def values(dtype: torch.dtype) -> list[torch.Tensor]:

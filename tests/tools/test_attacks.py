@@ -85,9 +85,9 @@ def test_writers_and_readers_do_not_disturb_each_other(tmp_path: Path) -> None:
 
 def test_what_writers_do_wrong_is_noticed() -> None:
     told = Counter({"saved": 3, "failed: FileNotFoundError()": 1})
-    left = [".only.pt.x.part", *map(str, range(100))]
+    left = [".only.safetensors.x.part", *map(str, range(100))]
     found = attack_saves.complaints(told, left)
-    assert found[:2] == ["1 times failed: FileNotFoundError()", "left: .only.pt.x.part"]
+    assert found[:2] == ["1 times failed: FileNotFoundError()", "left: .only.safetensors.x.part"]
     assert "101 files are left" in found[2]
 
 

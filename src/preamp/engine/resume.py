@@ -57,7 +57,7 @@ def prepare_engine(engine: Engine, state: Mapping[str, Any]) -> Callable[[], Non
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    """Flags as they were saved; of several ranks they may be sums."""
+    """Flags as they were saved."""
     for value in values:
         if not isinstance(value, (bool, int, float)) or not 0 <= value < 2**31:
             raise TypeError(f"{value!r} is no flag")

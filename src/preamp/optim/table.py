@@ -59,11 +59,6 @@ class Twin:
         self.master.twin = self
         cast("Any", self.master).register_post_accumulate_grad_hook(_note_accumulated)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several optimizers update the master."""
-        return len(self.table.owners) > 1
-
     def gradient(self) -> torch.Tensor | None:
         """The unscaled float32 gradient, made if need be."""
         self.table.gradients.make_all()

@@ -16,7 +16,7 @@ from preamp.report import words
 from preamp.report.gather import Point, Run
 from preamp.report.html import Html, tag
 
-COLUMNS: Final = 720  # that a timeline is divided into: about the pixels of a wide one
+COLUMNS: Final = 720  # that steps are thinned to: about the pixels of a wide picture
 _WIDTH = 7.4  # inches, of 72 units of the picture each
 _NAMED_STEPS = 12  # skipped steps that a description names one by one
 

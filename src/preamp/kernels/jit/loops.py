@@ -84,7 +84,6 @@ Or for what it counts, see `tally`.
 _IS_F64 = CODES[torch.float64]
 """The last of the codes of dtypes; those of formats are above."""
 
-_address_of = torch.Tensor.data_ptr
 _numel_of = torch.Tensor.numel
 
 

@@ -190,11 +190,6 @@ def is_in_codes(entry: Mapping[str, Any], key: str) -> bool:
     return f"{key}{SCALES}" in entry and format_kept(entry.get(key)).has_scales
 
 
-def is_scales(entry: Mapping[str, Any], key: str) -> bool:
-    """Whether ``key`` is that of a moment's scales."""
-    return key.endswith(SCALES) and is_in_codes(entry, key.removesuffix(SCALES))
-
-
 def is_kept_plain(entry: Mapping[str, Any], key: str) -> bool:
     """Whether neither codes nor scales are there of the moment ``key``."""
     return not format_kept(entry[key]).has_scales and key + SCALES not in entry

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -17,11 +17,25 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from insight.score import Score
 from preamp.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WIDTH = 8
+
+
+@dataclass(slots=True)
+class Score:
+    """The outcome of all cases of one kind."""
+
+    kind: str  # what was asked, such as "parameter"
+    right: int = 0
+    unknown: int = 0  # it was said not to be known
+    wrong: list[str] = field(default_factory=list)  # which cases, and what was said of them
+
+    @property
+    def cases(self) -> int:
+        """All of them."""
+        return self.right + self.unknown + len(self.wrong)
 
 
 class _Scaled(torch.autograd.Function):
@@ -593,10 +607,10 @@ def judge_order(program: str, level: str, damaged: tuple[str, str], score: Score
 
 def scores(every: int, offset: int) -> list[Score]:
     """How many are right: of the first parameters, and of modules."""
-    parameter, module = Score("attribution, parameter"), Score("attribution, module")
+    parameter, module = Score("parameter"), Score("module")
     for case in itertools.islice(cases(), offset, None, every):
         judge(case, parameter, module)
-    order = Score("attribution, changing backwards")
+    order = Score("changing backwards")
     for one in itertools.islice(order_cases(), offset, None, every):
         judge_order(*one, order)
     return [parameter, module, order]
