@@ -179,6 +179,21 @@ class MyList(list[Any]):
     pass
 
 
+class Attributes(dict[str, Any]):
+    """A dict whose attributes are its items."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def looped() -> Record:
+    """Make a node whose child knows its parent."""
+    node = Record(t())
+    node.x = [t(), {"parent": node}]
+    return node
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_floating_tensors_are_cast(dtype: torch.dtype) -> None:
     assert cast_floating(t().to(dtype), F16).dtype is F16
@@ -237,6 +252,14 @@ def test_dict_subclass_with_attributes() -> None:
     assert given.logits.dtype is F32
 
 
+def test_dict_whose_attributes_are_its_items() -> None:
+    given = Attributes(x=t())
+    got = cast_floating(given, F16)
+    assert (got.x.dtype, got["x"].dtype, given.x.dtype) == (F16, F16, F32)
+    got.new = 1
+    assert (got["new"], "new" in given) == (1, False)
+
+
 def test_default_dict_keeps_its_factory() -> None:
     given = collections.defaultdict(list, x=t())
     got = cast_floating(given, F16)
@@ -251,7 +274,8 @@ def test_nesting() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [Batch, lambda: Slots(["x"], [t()]), lambda: Bag(t(), t()), lambda: Single([t()])]
+    "make",
+    [Batch, lambda: Slots(["x"], [t()]), lambda: Bag(t(), t()), lambda: Single([t()]), looped],
 )
 def test_what_is_no_container_or_cannot_be_rebuilt_is_left_alone(make: Any) -> None:
     given = make()

@@ -441,13 +441,34 @@ OF_ROWS = {
 
 @pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.parametrize("is_large", [False, True])
-def test_of_gradients_that_come_together_nan_is_told_before_inf(name: str, is_large: bool) -> None:
-    """That of the left argument is too large for float16, that of the right one has nan."""
+def test_a_product_that_was_given_nan_is_not_named(name: str, is_large: bool) -> None:
+    """What made it is, whether or not the left gradient is too large for float16."""
     run = Run("O1", Rows(OF_ROWS[name]), overflow="trace")
     run.engine.scaler(0).set_scale(2.0**12 if is_large else 2.0)
     assert run.step().isfinite()
-    assert run.trace.phase == "backward"
-    assert run.trace.output_found == "nan"
+    assert (run.trace.operation, run.trace.output_found) == ("softmax", "nan")
+
+
+class InfAndNan(torch.autograd.Function):
+    """A sum whose derivatives are infinite and nan."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * math.inf, grads[0] * math.nan
+
+
+def test_of_gradients_that_one_function_makes_nan_is_told_before_inf() -> None:
+    class Both(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return InfAndNan.apply(super().forward(x), super().forward(2 * x))
+
+    run = Run("O1", nn.Sequential(Both(4, 4)), overflow="trace")
+    assert run.step().isfinite()
+    assert (run.trace.phase, run.trace.output_found) == ("backward", "nan")
 
 
 # -- the message -------------------------------------------------------------------------------

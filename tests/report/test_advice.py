@@ -344,6 +344,17 @@ def test_the_skips_of_a_growing_scale_are_no_fault_of_where_they_begin(
     assert bool(found([made.start(), *steps, *overflows], "overflow-in-one-place")) == is_told
 
 
+@pytest.mark.parametrize(("first", "is_told"), [(17.0, True), (1e6, False)])
+def test_a_loss_that_explodes_in_its_first_steps(first: float, is_told: bool) -> None:
+    """No calm losses come before, and the scale falls until the loss itself is nan."""
+    losses = [first, 1.1 * first, *[6e7, 8e7, 5e7] * 7, math.nan]
+    steps = [made.step(n, loss, skipped=n > 2) for n, loss in enumerate(losses, 1)]
+    overflows = [made.overflow(n, old_scale=2.0 ** (19 - n)) for n in range(3, 24)]
+    told = advise(gather([made.start(), *steps, *overflows]))[0]
+    expected = "Training diverges, since step 3"
+    assert (told.line == expected) == is_told
+
+
 def test_a_wild_run_with_a_good_end_is_told_of() -> None:
     losses = [1.0] * 10 + [50.0, 90.0, 70.0] * 20 + [0.5] * 5
     steps = [made.step(n, loss) for n, loss in enumerate(losses, 1)]

@@ -27,14 +27,22 @@ def map_leaves(fn: LeafFn, value: Any) -> Any:
 
     Looked into are mappings, sequences and sets of Python, named tuples (packed sequences are such)
     and dataclasses. Any other object comes back as it is, whatever methods it has, and so does a
-    container in which nothing changed, or whose class cannot be rebuilt around other items.
+    container in which nothing changed, one that contains itself, as a node that knows its parent
+    does, or one whose class cannot be rebuilt around other items.
     """
+    try:
+        return _mapped(fn, value)
+    except RecursionError:
+        return value
+
+
+def _mapped(fn: LeafFn, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, _ATOMS):
         return value
     parts = _parts(value)
-    mapped = {key: map_leaves(fn, part) for key, part in parts.items()}
+    mapped = {key: _mapped(fn, part) for key, part in parts.items()}
     if all(mapped[key] is part for key, part in parts.items()):
         return value
     return _rebuilt(value, mapped)
@@ -99,6 +107,8 @@ def _rebuilt_copy(value: Any, parts: dict[Any, Any]) -> Any:
     if _is_a(value, list):
         twin[:] = list(parts.values())
     elif _is_a(value, dict):
+        if getattr(value, "__dict__", None) is value:  # whose attributes are its items
+            twin.__dict__ = twin
         for key, item in parts.items():
             twin[key] = item
     else:

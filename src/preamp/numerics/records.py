@@ -174,8 +174,7 @@ class TraceRecord:
     # What was seen before, the latest last; at most 8.
     frames: list[FrameRecord] = field(default_factory=list[FrameRecord])
     # Largest finite magnitude of the tensors that the operation was given in its forward; ``None``
-    # where that is not known, or nothing floating and finite was. Of a product that runs in float32
-    # on the CPU, what it made before that was rounded.
+    # where that is not known, or nothing floating and finite was.
     operation_max_abs: float | None = None
     # Of a forward: what the same module makes of the same input in float32; ``None`` where that was
     # not tried.

@@ -18,7 +18,7 @@ from preamp.report.skips import ask_for_trace, in_float32, look_at_zero, place_o
 
 RISE: Final = 3.0  # how far a loss may end above where it began, in units of what it began with
 RISE_WINDOW: Final = 5  # losses at either end whose median is taken, where there are enough
-EXPLODES: Final = 100.0  # times that all gradients together grow between two looks
+EXPLODES: Final = 100.0  # times that a loss grows, or all gradients together between two looks
 LARGE_UPDATE: Final = 10.0  # a weight that one update moves by so much is thrown away
 BEYOND: Final = 16.0  # times the largest float16, from which a scale is too large for any gradient
 NEAR: Final = 2.0**-5  # part of the largest float16 that others reach where a scale is too large
@@ -39,7 +39,7 @@ def diverges(run: Run) -> Iterator[Finding]:
         finite = finite_of(row)
         is_broken = not math.isfinite(row[-1][1])
         since = [rise_of(finite, 1 if is_broken else RISE_WINDOW)]
-        since += [_thrown_away(run, row)] if is_broken else []
+        since += [_thrown_away(run, row), _exploded(finite)] if is_broken else []
         since += [_burst(run)] if is_broken or row[-1][1] > row[0][1] else []
         step = min((step for step in since if step), default=0)
         taken = _overflown(run)
@@ -95,6 +95,17 @@ def _burst(run: Run) -> int:
             if new > EXPLODES * old > 0:
                 return step
     return 0
+
+
+def _exploded(points: Sequence[Point]) -> int:
+    """The first loss many times the very first, if the last is, too; or 0.
+
+    A loss that explodes in its first steps leaves no calm ones to compare it with.
+    """
+    limit = EXPLODES * abs(points[0][1]) if points else 0.0
+    if not limit or abs(points[-1][1]) <= limit:
+        return 0
+    return next(step for step, loss in points if abs(loss) > limit)
 
 
 def _thrown_away(run: Run, row: Sequence[Point]) -> int:

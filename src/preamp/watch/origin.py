@@ -163,10 +163,9 @@ class Search:
         if bad is None:
             return None
         origin = self.of(bad)
-        is_own = (
-            origin.seen is seen.call and origin.phase == "forward" and origin.bad.by is not None
-        )
-        return None if is_own else origin
+        # A module's own outputs are among these; what a function was given was there before it.
+        is_own = seen.operation is None and origin.seen is seen.call and origin.phase == "forward"
+        return None if is_own and origin.bad.by is not None else origin
 
     # -- forwards --------------------------------------------------------------------------------
 
