@@ -31,7 +31,6 @@ from preamp.engine import Engine as Engine
 from preamp.engine import GradScaler as GradScaler
 from preamp.engine import OverflowCause as OverflowCause
 from preamp.engine import clip_grad_norm_ as clip_grad_norm_
-from preamp.engine import detect_overflow as detect_overflow
 from preamp.engine import engine_of as engine_of
 from preamp.engine import initialize as initialize
 from preamp.engine import load_state_dict as load_state_dict
@@ -100,7 +99,6 @@ __all__ = [
     "bfloat16_function",
     "clip_grad_norm_",
     "count_memory",
-    "detect_overflow",
     "disable_casts",
     "engine_of",
     "estimate",

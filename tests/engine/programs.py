@@ -945,7 +945,8 @@ class World:
         self.master_written[i] |= any(self.master(name) is not None for name in self.names(i))
 
     def add(self) -> None:
-        if hasattr(self.ours, "c"):
+        is_half = self.row.weight is not torch.float32
+        if is_half or hasattr(self.ours, "c"):  # half models take no new layers
             return
         self.log.append("model.c = Linear(...); opt1.add_param_group(model.c.parameters())")
         layer = nn.Linear(self.ours.a.in_features, 2, device=self.device)

@@ -344,24 +344,6 @@ def test_scale_loss_with_something_else(given: Any, kind: str) -> None:
         enter(preamp, torch.ones(()), given)
 
 
-@pytest.mark.parametrize("overflow", [None, "trace"])
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [
-        ((None, "x"), "a NoneType"),
-        (([torch.ones(2)], "x"), "a list"),
-        ((torch.ones(2), 3), "an int"),
-    ],
-)
-def test_detect_overflow_with_something_else(overflow: Any, given: Any, kind: str) -> None:
-    """Whether something is watched or not."""
-    model, optimizer = used()
-    preamp.initialize(model, optimizer, verbosity=0, overflow=overflow)
-    text = f"detect_overflow was given {kind}. It takes a tensor and a string to call it by. Pass"
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
-        preamp.detect_overflow(*given)
-
-
 # The loss is refused before the engine looks at its level, so that these two do not interact.
 @pytest.mark.pairs
 @DOORS

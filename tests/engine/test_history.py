@@ -376,7 +376,6 @@ WATCHERS: dict[str, dict[str, Any]] = {
     "light": {"numerics": "light", "numerics_every": 2},
     "full": {"numerics": "full", "numerics_every": 1},
     "trace": {"overflow": "trace"},
-    "activations": {"numerics": "light"},
 }
 
 
@@ -398,8 +397,6 @@ def test_taking_notes_changes_no_number(
         opt = build(model.parameters())
         preamp.initialize(model, opt, opt_level=level, verbosity=0, **arguments)
         engine = preamp.engine_of(model)
-        if watcher == "activations" and arguments:
-            engine.watch_activations(steps=range(2, 4))
         for number in range(8):
             with preamp.scale_loss(loss_of(model, number), opt) as scaled:
                 is_bad = number == 4 and engine.policy.is_dynamic

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, LEVEL_NAMES
+from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
 from cases.models import Damage, Exact, Parts, batch, loss_of
 from cases.pair import Pair, sgd
 from cases.tolerances import assert_same
+from kit.compare import differences, picture
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 
@@ -146,6 +147,44 @@ def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
         pair.train(index)
         pair.check()
     assert pair.optimizer.param_groups[1]["lr"] == 0.25
+
+
+def replaced(model: Any) -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    model.b = nn.Linear(3, 2)
+    return list(model.b.parameters())
+
+
+def in_an_earlier_layer(model: Any) -> list[nn.Parameter]:
+    model.b.bias = nn.Parameter(torch.full((2,), 1 / 3))
+    return [model.b.bias]
+
+
+@pytest.mark.parametrize("change", [replaced, in_an_earlier_layer])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_layer_that_joins_later_trains_as_in_float32(level: str, change: Any) -> None:
+    """Half models take it between two engines: what it has learnt stays exact."""
+    pair = Pair(level, loss_scale=128.0)
+    pair.train(0)
+    given, plain = change(pair.model), change(pair.plain)
+    if level in HALF_WEIGHTS:
+        text = "^add_param_group was given 'b.*Call preamp.engine_of.optimizer..close()"
+        before = picture(pair.model, pair.optimizer)
+        with pytest.raises(preamp.PreampStateError, match=text):
+            pair.optimizer.add_param_group({"params": given, "lr": 0.25})
+        assert differences(before, picture(pair.model, pair.optimizer)) == []
+        pair.engine.close()
+    pair.optimizer.add_param_group({"params": given, "lr": 0.25})
+    if level in HALF_WEIGHTS:
+        options = {"opt_level": level, "loss_scale": 128.0, "verbosity": 0}
+        preamp.initialize(pair.model, pair.optimizer, **options)
+        pair.engine = preamp.engine_of(pair.model)
+    if level == "O3":  # has no masters to go on exactly with
+        return
+    pair.plain_optimizer.add_param_group({"params": plain, "lr": 0.25})
+    for index in (1, 2, 3):
+        pair.train(index)
+        pair.check(f"after step {index}")
 
 
 # -- skipped steps ---------------------------------------------------------------------------

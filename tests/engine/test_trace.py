@@ -150,6 +150,21 @@ def test_a_float16_overflow_in_the_forward(lacks: bool, monkeypatch: pytest.Monk
     assert re.search(r"test_trace\.py:\d+$", run.trace.where)
 
 
+def test_frames_are_of_what_was_seen_before() -> None:
+    run = Run("O2", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), overflow="trace")
+    with torch.no_grad():
+        run.model[0].weight.fill_(0.5)
+        run.model[0].bias.fill_(0.25)
+        run.model[2].weight.fill_(6e4)
+    run.forward = lambda x: run.model(torch.ones_like(x))
+    run.step()
+    first, relu = run.trace.frames[:2]
+    assert (first.module, first.type, relu.module) == ("0", "Linear", "1")
+    assert (first.inputs, first.outputs) == ([[1.0, 1.0]], [[2.25, 2.25]])
+    assert sorted(first.weights) == [[0.25, 0.25], [0.5, 0.5]]
+    assert relu.weights == []
+
+
 class Product(nn.Module):
     """A function of a tensor that is full of one number."""
 
@@ -305,58 +320,6 @@ def test_what_a_loss_function_uses_of_a_model_is_told_by_name() -> None:
     assert re.match(
         r"'classes' was nan in float32 already when cross_entropy at \S+ used it:", run.trace.told()
     )
-
-
-# -- tensors that a program names ------------------------------------------------------------------
-
-
-class Scores(nn.Module):
-    """A product that overflows, forward or backward, and is made finite again or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.forward_by = self.backward_by = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = preamp.detect_overflow(self.first(x) * 1.0, "before")
-        y = preamp.detect_overflow(x * self.forward_by, "scores")
-        if self.backward_by != 1.0:
-            y.grad_fn.register_prehook(lambda got: (got[0] * self.backward_by,))  # type: ignore[union-attr]
-        return self.last(y)
-
-
-@levels
-def test_a_named_tensor(level: str) -> None:
-    run = Run(level, nn.Sequential(Scores(), nn.ReLU()), overflow="trace")
-    run.step()
-    assert not run.engine.overflow_causes
-    run.model[0].forward_by = math.inf
-    run.step()
-    trace = run.trace
-    assert (trace.module, trace.type, trace.phase) == ("0.scores", "a tensor", "forward")
-    assert trace.operation == "mul"
-    lines = inspect.getsourcelines(Scores.forward)
-    assert trace.where.endswith(f"test_trace.py:{lines[1] + 2}")
-    assert [frame.module for frame in trace.frames][-2:] == ["0.first", "0.before"]
-    ((low, high), _) = trace.frames[-2].weights
-    assert -0.5 <= low < 0 < high <= 0.5
-
-
-def test_a_named_tensor_of_a_loss_function() -> None:
-    run = Run(overflow="trace")
-    run.forward = lambda x: preamp.detect_overflow(run.model(x) * math.inf, "my loss")
-    run.step()
-    assert (run.trace.module, run.trace.phase) == ("my loss", "forward")
-
-
-def test_a_tensor_is_named_in_vain_where_nobody_watches() -> None:
-    run = Run("O2", nn.Sequential(Scores(), nn.ReLU()))
-    x = torch.ones(2)
-    assert preamp.detect_overflow(x, "x") is x
-    run.model[0].forward_by = math.inf
-    run.step()
-    assert run.engine.overflow_causes[0].trace is None
 
 
 # -- operations ------------------------------------------------------------------------------------

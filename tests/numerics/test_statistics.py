@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +19,6 @@ from cases.back_ends import REFERENCE, every_way
 from cases.layouts import LAYOUTS
 from preamp.kernels.ops import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO
 from preamp.numerics import EXPONENTS, FORMATS, Measured, NumberFormat, TensorStatistics, measure
-from preamp.numerics.statistics import add_up
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ENOUGH_FOR_A_TABLE = 1 << 13  # elements from which patterns are counted instead of values
@@ -221,18 +219,6 @@ def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str
 def test_it_does_not_matter_how_elements_lie(ops: Any, tensor: torch.Tensor) -> None:
     other = tensor.clone(memory_format=torch.contiguous_format)
     assert statistics_of(tensor, HALVES[0], ops=ops) == statistics_of(other, HALVES[0], ops=ops)
-
-
-@given(st.lists(tensors(), min_size=1, max_size=5), st.sampled_from(HALVES), scales)
-def test_parts_add_up_to_the_whole(
-    tensors: list[torch.Tensor], form: NumberFormat, scale: float
-) -> None:
-    dtype = tensors[0].dtype
-    parts = [tensor.to(dtype) for tensor in tensors]
-    (found,) = add_up([statistics_of(part, form, scale) for part in parts])
-    whole = statistics_of(torch.cat(parts), form, scale)
-    assert replace(found, rms=0.0) == replace(whole, rms=0.0)
-    assert found.rms == pytest.approx(whole.rms, rel=1e-6, nan_ok=True)
 
 
 # -- counts by exponent -----------------------------------------------------------------------

@@ -104,23 +104,30 @@ def test_layers_are_modules_those_in_trouble_first() -> None:
             made.tensor("a.weight", below_normal=number, nonfinite=number == 2),
             made.tensor("a.bias", below_normal=0),
             made.tensor("b.weight", below_normal=50 if number == 7 else 0, zeros=number),
-            made.tensor("near", what="output", headroom=0.5 * number, max_abs=46341.0),
-            made.tensor("over", what="output gradient", nonfinite=number - 1),
         )
         for number in range(1, 11)
     ]
     found = layers_of(gather([made.start(), *looks]))
-    assert [(layer.name, layer.what) for layer in found] == [
-        ("over", "output gradient"),
-        ("near", "output"),
-        ("b", "gradient"),
-        ("a", "gradient"),
+    assert [layer.name for layer in found] == ["b", "a"]
+    rows = [[cell.replace("\u00a0", " ") for cell in layer.cells(math.nan)[1:]] for layer in found]
+    assert rows[0][2:] == ["54 %", "0 %", "10 %", "–"]
+    assert rows[1][:3] == ["1", "16.0", "5 %"]  # its dynamic scale tried how far it may go
+
+
+def test_layers_at_a_static_scale_that_are_broken_or_near_come_first() -> None:
+    looks = [
+        made.look(
+            number,
+            made.tensor("near.weight", headroom=0.5 * number, max_abs=46341.0),
+            made.tensor("over.weight", nonfinite=number - 1),
+            made.tensor("calm.weight"),
+        )
+        for number in range(1, 11)
     ]
-    rows = [[cell.replace("\u00a0", " ") for cell in layer.cells(math.nan)[2:]] for layer in found]
-    assert rows[0][:2] == ["inf or nan", "16.0"]
-    assert rows[1][:2] == ["4.63e+04", "0.5"]
-    assert rows[2][2:] == ["54 %", "0 %", "10 %", "–"]
-    assert rows[3][:3] == ["1", "16.0", "5 %"]  # its dynamic scale tried how far it may go
+    found = layers_of(gather([made.start(policy={"loss_scale": "128.0"}), *looks]))
+    rows = [[cell.replace("\u00a0", " ") for cell in layer.cells(math.nan)[1:3]] for layer in found]
+    assert [layer.name for layer in found] == ["over", "near", "calm"]
+    assert rows[:2] == [["inf or nan", "16.0"], ["4.63e+04", "0.5"]]
 
 
 def test_stalled_weights_of_the_latest_look_stand_beside_their_layer() -> None:

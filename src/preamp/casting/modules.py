@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from preamp.casting.io import CastInputs, MatchWeightDtype
 from preamp.casting.kept import Kept, floating_tensors, is_affine_batchnorm, is_single_layer
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.tensors import version_of
 from preamp.core.undo import UndoStack
 from preamp.kernels.fsdp import renew, reshard
 from preamp.kernels.modules import add_hook
@@ -33,38 +30,22 @@ class Conversion:
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
         self.dtypes: dict[int, torch.dtype] = {}  # those from before, by ``id`` of what was cast
         self._models: list[nn.Module] = []
-        # By parameter of layers that joined later and has no master yet: its version, and its value
-        # from before the cast
-        self._awaited: MutableMapping[torch.Tensor, tuple[int, torch.Tensor]] = cast(
-            "Any", WeakTensorKeyDictionary()
-        )
 
-    def convert(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype,
-        *,
-        keep_batchnorm_fp32: bool,
-        only: Collection[int] | None = None,
-    ) -> None:
+    def convert(self, model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
         """Cast the floating parameters, their gradients, and the floating buffers of ``model``.
 
         Parameters and buffers keep their identity, so an optimizer built before still owns them.
-        Where ``dtype`` is half, what is kept becomes or stays float32. ``only`` has the ``id`` of
-        the tensors that are meant, if not all are.
+        Where ``dtype`` is half, what is kept becomes or stays float32.
         """
         self._models.append(model)
         is_half = dtype in HALF_DTYPES
         for tensor in floating_tensors(model):
-            if only is not None and id(tensor) not in only:
-                continue
             if is_half and self.kept.is_wide(tensor):
                 self._convert_tensor(tensor, torch.float32)
             elif not (keep_batchnorm_fp32 and id(tensor) in self.kept.norms):
                 self._convert_tensor(tensor, dtype)
         for module in model.modules():
-            is_meant = only is None or any(id(tensor) in only for tensor in module.parameters())
-            if is_meant and isinstance(module, nn.RNNBase):
+            if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         renew(model)
 
@@ -84,19 +65,6 @@ class Conversion:
         tensor.grad = None
         set_data(tensor, value.to(dtype))
         tensor.grad = None if grad is None else grad.to(dtype)
-
-    def take_in(self, later: Conversion) -> None:
-        """Take ``later`` casts of the same models back with these."""
-        self.kept = later.kept
-        self._tensors += later._tensors
-        self.dtypes |= later.dtypes
-        for tensor, _ in later._tensors:
-            self._awaited[tensor] = version_of(tensor), later.originals[id(tensor)]
-
-    def awaited_value(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The exact value of a parameter that gets its master now, unless it was written to."""
-        found = self._awaited.pop(param, None)
-        return None if found is None or found[0] != version_of(param) else found[1]
 
     def forget_originals(self) -> None:
         """Let go of the values from before the cast, once the masters have taken theirs."""

@@ -4,7 +4,6 @@
 from preamp.engine.block import scale_loss as scale_loss
 from preamp.engine.clipping import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine.engine import Engine as Engine
-from preamp.engine.engine import detect_overflow as detect_overflow
 from preamp.engine.entrance import Entrance as Entrance
 from preamp.engine.grad_scaler import GradScaler as GradScaler
 from preamp.engine.imitations import serve_imitations as serve_imitations

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
-from preamp.core.errors import bad_state, bad_type, with_article
+from preamp.core.errors import bad_state
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import refusals, watchers
@@ -31,7 +31,6 @@ from preamp.engine.weights import (
     take_half_weights,
     trust_masters,
 )
-from preamp.kernels.operations import may_not_be_read
 
 if TYPE_CHECKING:
     from preamp.numerics import History
@@ -47,39 +46,6 @@ def engines_in_use() -> list[Engine]:
     """The engines that were made and neither closed nor collected, in no order."""
     with _IN_USE_LOCK:
         return list(_IN_USE)
-
-
-def detect_overflow(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Let a tensor inside a model, or in a loss function, be watched like the result of a module.
-
-    Where modules are watched (``overflow="trace"``, `Engine.trace_overflow`), its values and its
-    gradient are read, and a `TraceRecord` may name it: ``"attention.scores"`` for ``"scores"`` in
-    the forward of a module ``attention``. Elsewhere, and in compiled code, this does nothing.
-
-    Args:
-        tensor: Any; not mutated.
-        name: What to call it.
-
-    Returns:
-        ``tensor`` itself. Does not synchronise.
-
-    Raises:
-        TypeError: ``tensor`` is none, or ``name`` is no string.
-    """
-    given: Any
-    for given, kind in ((tensor, torch.Tensor), (name, str)):
-        if not isinstance(given, kind):
-            raise bad_type(
-                f"detect_overflow was given {with_article(type(given).__name__)}",
-                "It takes a tensor and a string to call it by",
-                "Pass each tensor of a list or a dict by itself",
-            )
-    if not may_not_be_read():
-        armed = [engine.tracer for engine in engines_in_use() if engine.tracer.is_armed]
-        inside = [tracer for tracer in armed if tracer.is_inside]
-        for tracer in inside or armed:
-            tracer.see(tensor, name)
-    return tensor
 
 
 class Engine(EngineCore):
@@ -168,60 +134,17 @@ class Engine(EngineCore):
         Raises:
             PreampStateError: The engine is closed, or gradients are applied as they are made.
         """
-        self._check_open("trace_overflow")
+        if self.closed:
+            raise bad_state(
+                "Engine.trace_overflow was called after Engine.close",
+                "The models of a closed engine are nobody's to watch",
+                "Call preamp.initialize again, and this on preamp.engine_of(model)",
+            )
         refusals.check_gradients_stay("Engine.trace_overflow", self.policy.storage)
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
             self.ledger.ask_about_losses()
             self.tracer.arm(is_first=backwards == 0)
-
-    def watch_activations(
-        self,
-        pattern: str | Iterable[str] = "*",
-        *,
-        kinds: str | Iterable[str] = ("output",),
-        steps: Container[int] | None = None,
-    ) -> Callable[[], None]:
-        """Take statistics of what goes in and out of modules, until the returned call.
-
-        They stand in the `NumericsRecord` of the step that they lead to, all forwards of the step
-        added up. Modules are watched in training mode only; what is compiled or scripted is not
-        looked into. Changes no number; does not synchronise.
-
-        Args:
-            pattern: Qualified names of modules, or patterns with ``*``, as in ``"layers.*.mlp"``.
-            kinds: ``"input"``, ``"output"``, ``"input gradient"``, ``"output gradient"``. A
-                gradient is the loss's by that tensor, whatever else uses it.
-            steps: Of the first optimizer, such as ``range(100, 200, 10)``; all steps that it
-                contains. ``None`` is every ``numerics_every`` steps.
-
-        Raises:
-            ValueError: No module matches, or a kind is not known.
-            TypeError: ``pattern`` holds no names, or ``steps`` no numbers.
-            PreampStateError: Neither ``history`` nor ``numerics`` was given to ``initialize``; or
-                the engine is closed.
-        """
-        self._check_open("watch_activations")
-        undo = self._model_undo
-        return self.recorder.watch_activations(pattern, kinds, steps, self.models, undo)
-
-    def watch_frames(
-        self, steps: Container[int], *, pattern: str | Iterable[str] = "*"
-    ) -> Callable[[], None]:
-        """Take the smallest and largest values of all that modules are given, return and own.
-
-        A `FramesRecord` for each of the ``steps``, which count as in `watch_activations`, lists the
-        forwards on the way there in the order in which they ended, an overflow or not. Changes no
-        number; does not synchronise. Returns what ends it.
-
-        Raises:
-            ValueError: No module matches.
-            TypeError: ``pattern`` holds no names, or ``steps`` no numbers.
-            PreampStateError: As in `watch_activations`.
-        """
-        self._check_open("watch_frames")
-        undo = self._model_undo
-        return self.recorder.watch_activations(pattern, None, steps, self.models, undo)
 
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""
@@ -243,14 +166,6 @@ class Engine(EngineCore):
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
     take_half_weights, trust_masters = take_half_weights, trust_masters
-
-    def _check_open(self, what: str) -> None:
-        if self.closed:
-            raise bad_state(
-                f"Engine.{what} was called after Engine.close",
-                "The models of a closed engine are nobody's to watch",
-                "Call preamp.initialize again, and this on preamp.engine_of(model)",
-            )
 
     # -- checkpoints -------------------------------------------------------------------------
 

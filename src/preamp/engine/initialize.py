@@ -39,7 +39,7 @@ from preamp.engine.core import Setup
 from preamp.engine.engine import Engine
 from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
-from preamp.engine.layers import cast_new_layers, hook_layers
+from preamp.engine.layers import hook_layers, refuse_new_layers
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
@@ -339,8 +339,8 @@ def _attach(engine: Engine) -> None:
     engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
-        take_in = functools.partial(cast_new_layers, engine, session.optimizer)
-        OptimizerHooks(engine, session, take_in).attach(engine.undo)
+        refuse_new = functools.partial(refuse_new_layers, engine)
+        OptimizerHooks(engine, session, refuse_new).attach(engine.undo)
         attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)

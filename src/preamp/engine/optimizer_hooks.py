@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import isfunction
 from types import MethodType
@@ -30,16 +30,16 @@ from preamp.engine.overflow import OverflowCause
 from preamp.engine.session import OptimizerSession, params_of_group
 from preamp.kernels.modules import add_hook, make_hook_tables, with_step_hooks
 
-TakeIn = Callable[[Sequence[torch.Tensor]], Mapping[int, torch.Tensor]]
+Refuse = Callable[[Sequence[torch.Tensor]], None]
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
 
 class OptimizerHooks:
     """Everything attached to one optimizer."""
 
-    def __init__(self, engine: EngineCore, session: OptimizerSession, take_in: TakeIn) -> None:
-        """Attach nothing yet; ``take_in`` is told of parameters that join the optimizer."""
-        self._take_in = take_in
+    def __init__(self, engine: EngineCore, session: OptimizerSession, refuse_new: Refuse) -> None:
+        """Attach nothing yet; ``refuse_new`` is asked about parameters that are to join."""
+        self._refuse_new = refuse_new
         self._engine = engine
         self._session = session
         self._optimizer = session.optimizer
@@ -264,6 +264,7 @@ class OptimizerHooks:
             params = params_of_group(args[0] if args else kwargs.get("param_group"))
             if self._session.masters is not None:
                 refusals.check_group(params, self._session.masters, self._engine.names.of)
+            self._refuse_new(params)
             known, before = self._engine.updated_params(), len(optimizer.param_groups)
             added = set(map(id, params))
             sessions = self._engine.sessions.values()
@@ -272,18 +273,13 @@ class OptimizerHooks:
                 session.check_can_share()
             result = inner(optimizer, *args, **kwargs)
             joined = [p for group in optimizer.param_groups[before:] for p in group["params"]]
-            try:
-                originals = self._take_in(joined)
-            except BaseException:
-                del optimizer.param_groups[before:]
-                raise
             if self._engine.scales_losses:  # nobody unscaled what they have
                 for param in joined:
                     if id(param) not in known:
                         param.grad = None
             for session in others:
                 self._session.take_findings(session)
-            self._session.adopt(originals)
+            self._session.adopt()
             return result
 
         copy_identity(inner, add_param_group)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import nn
 
-from preamp.core.undo import UndoStack
 from preamp.engine.core import EngineCore
 from preamp.engine.overflow import GradientNote
 from preamp.engine.recording import Recording
@@ -27,17 +25,8 @@ class Tracer(Protocol):
         """Whether anything is watched."""
         ...
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether a forward of a module is under way on this thread."""
-        ...
-
     def arm(self, *, stays: bool = False, is_first: bool = False) -> None:
         """Watch until an overflow, or for good; ``is_first`` if there was no backward yet."""
-        ...
-
-    def see(self, tensor: torch.Tensor, name: str) -> None:
-        """A program wants one of its tensors to be watched."""
         ...
 
     def release(self, model: nn.Module) -> None:
@@ -59,20 +48,6 @@ class Recorder(Protocol):
 
     def start(self, engine: EngineCore) -> None:
         """The run of ``engine`` begins, or goes on with the file of an earlier one."""
-        ...
-
-    def watch_activations(
-        self,
-        pattern: object,
-        kinds: object,
-        steps: object,
-        models: Sequence[nn.Module],
-        undo: Mapping[int, UndoStack],
-    ) -> Callable[[], None]:
-        """See `Engine.watch_activations`; ``undo`` has the stacks of models by their ``id``.
-
-        ``kinds=None`` is `Engine.watch_frames`.
-        """
         ...
 
     def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:

@@ -14,7 +14,6 @@ from preamp.numerics.records import CastRecord as CastRecord
 from preamp.numerics.records import CastsRecord as CastsRecord
 from preamp.numerics.records import Float32Record as Float32Record
 from preamp.numerics.records import FrameRecord as FrameRecord
-from preamp.numerics.records import FramesRecord as FramesRecord
 from preamp.numerics.records import MemoryRecord as MemoryRecord
 from preamp.numerics.records import NumericsRecord as NumericsRecord
 from preamp.numerics.records import OverflowRecord as OverflowRecord

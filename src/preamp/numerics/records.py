@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Final, Literal, cast, get_args
 from preamp.core.pytree import plain
 from preamp.numerics.formats import FORMATS
 
-OfModules = Literal["input", "output", "input gradient", "output gradient"]
-What = Literal["gradient", "weight", OfModules]
+What = Literal["gradient", "weight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,10 +280,8 @@ class OverflowRecord:
 class TensorStatistics:
     """What is known of one tensor at one step."""
 
-    name: str  # qualified name of the parameter or module
-    # ``"gradient"`` and ``"weight"`` of a parameter; ``"input"``, ``"output"``, ``"input
-    # gradient"`` and ``"output gradient"`` of a module.
-    what: What
+    name: str  # qualified name of the parameter
+    what: What  # its gradient, or itself
     dtype: str  # of the tensor, such as ``"float16"``
     form: str  # the half format that the counts below are taken against
     elements: int  # how many there are; all counts are of elements
@@ -327,8 +324,7 @@ class NumericsRecord:
     # Whose backward made the gradients; of several, the last one. 0 where it was seen in no
     # ``scale_loss`` block, as of gradients that the script has set to zero since.
     loss_id: int
-    # Gradients first, then weights, each in the order of the optimizer's groups; then what was
-    # watched of modules, in the order in which it was seen.
+    # Gradients first, then weights, each in the order of the optimizer's groups.
     tensors: list[TensorStatistics]
     optimizer: int = 0  # index of the optimizer
 
@@ -357,16 +353,6 @@ class CastsRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FramesRecord:
-    """What went through the modules in the forwards on the way to a step that was chosen."""
-
-    kind: ClassVar[str] = "frames"
-    step: int  # number of the call of ``optimizer.step``
-    frames: list[FrameRecord]  # in the order in which the forwards ended
-    optimizer: int = 0  # index of the optimizer whose steps are counted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
     """Bytes held, by category."""
 
@@ -385,7 +371,6 @@ Record = (
     | OverflowRecord
     | NumericsRecord
     | CastsRecord
-    | FramesRecord
     | MemoryRecord
 )
 

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -73,46 +72,6 @@ def measure(tensors: Sequence[torch.Tensor]) -> list[Measured]:
     """
     tallies = backend().tally(tensors)
     return [Measured(tally, t.dtype) for tally, t in zip(tallies, tensors, strict=True)]
-
-
-def add_up(parts: Iterable[TensorStatistics]) -> list[TensorStatistics]:
-    """Unite statistics of parts of the same tensors, in the order of the first of each.
-
-    Parts of one have the name, what they are, the dtypes and the scale in common. Counts and
-    histograms are sums, magnitudes those of all elements together.
-    """
-    same: dict[tuple[Any, ...], list[TensorStatistics]] = {}
-    for part in parts:
-        key = (part.name, part.what, part.dtype, part.form, part.scale)
-        same.setdefault(key, []).append(part)
-    return [found[0] if len(found) == 1 else _sum(found) for found in same.values()]
-
-
-_COUNTS = (
-    "elements zeros nonfinite below_subnormal below_normal unscaled_below_subnormal "
-    "unscaled_below_normal"
-).split()
-
-
-def _sum(parts: Sequence[TensorStatistics]) -> TensorStatistics:
-    sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
-    finite = sums["elements"] - sums["nonfinite"]
-    # hypot does not overflow where squares would.
-    weighted = (part.rms * math.sqrt(part.elements - part.nonfinite) for part in parts)
-    histograms = [part.histogram for part in parts]
-    stalled = [part.stalled for part in parts]
-    total: Counter[int] = Counter()
-    for histogram in histograms:
-        total.update(histogram or {})
-    return replace(
-        parts[0],
-        **sums,
-        max_abs=max(part.max_abs for part in parts),
-        rms=math.hypot(*weighted) / math.sqrt(finite) if finite else parts[0].rms,
-        headroom=min((p.headroom for p in parts if p.headroom is not None), default=None),
-        stalled=None if None in stalled else sum(count or 0 for count in stalled),
-        histogram=None if None in histograms else dict(sorted(total.items())),
-    )
 
 
 def below(counts: Sequence[int], exponent: int) -> int:

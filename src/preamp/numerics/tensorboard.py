@@ -80,9 +80,9 @@ class TensorBoardWriter:
     def _write_tensor(self, tensor: TensorStatistics, record: NumericsRecord) -> None:
         name = tensor.name
         if tensor.what != "gradient":
-            name = f"{name}.{tensor.what.replace(' ', '_')}"
+            name = f"{name}.{tensor.what}"
         # Weights are no loss's, though they come in the record of one.
-        if record.loss_id and tensor.what.endswith("gradient"):
+        if record.loss_id and tensor.what == "gradient":
             name = f"loss{record.loss_id}.{name}"
         counts = {
             "zeros": tensor.zeros,

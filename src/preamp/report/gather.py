@@ -38,7 +38,7 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     # Causes of skipped steps, oldest first.
     overflows: list[OverflowRecord] = field(default_factory=list[OverflowRecord])
-    # Statistics of gradients, weights, and what went through modules, oldest first.
+    # Statistics of gradients and weights, oldest first.
     numerics: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
     casts: CastsRecord | None = None  # the latest cast audit
     memory: MemoryRecord | None = None  # the latest count of bytes

@@ -7,10 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
 from preamp.numerics import TensorStatistics
-from preamp.numerics.records import OfModules
 from preamp.report import words
 from preamp.report.blocks import Block, Figure, Section, Table, Text
 from preamp.report.drawing import exponents_picture
@@ -23,8 +22,6 @@ from preamp.report.tensors import HEADROOM, bad_since, totals
 ROWS = 60  # layers in the table
 PICTURES = 4  # layers whose exponents are drawn
 STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they were
-
-_SEEN = ("gradient", *get_args(OfModules))
 
 Tensors = Sequence[TensorStatistics]  # of one layer in one look
 
@@ -53,10 +50,9 @@ def _part(tensors: Tensors, counts: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What was seen of the gradients of a module, or of what went through it."""
+    """What was seen of the gradients of a module."""
 
     name: str  # qualified name of the module
-    what: str  # ``"gradient"``, or a kind of `OfModules`
     is_scaled: bool  # whether a dynamic scale brings it close to the end, and now and then beyond
     looks: Sequence[Tensors]  # oldest first
 
@@ -86,7 +82,6 @@ class Layer:
         largest = max(t.max_abs for tensors in self.looks for t in tensors)
         return [
             name(self.name),
-            self.what,
             "inf or nan" if self.is_broken else words.magnitude(largest),
             words.headroom(self.headroom),
             words.share(self.worst),
@@ -98,21 +93,15 @@ class Layer:
 
 def layers_of(run: Run) -> list[Layer]:
     """Sum up what was looked at by module, those in trouble first."""
-    found: dict[tuple[str, str], dict[tuple[int, int], list[TensorStatistics]]] = {}
+    found: dict[str, dict[tuple[int, int], list[TensorStatistics]]] = {}
     for record in run.numerics:
         for tensor in record.tensors:
-            if tensor.what in _SEEN:
-                module = module_of(tensor.name) if tensor.what == "gradient" else tensor.name
-                looks = found.setdefault((module, tensor.what), {})
+            if tensor.what == "gradient":
+                looks = found.setdefault(module_of(tensor.name), {})
                 looks.setdefault((record.step, record.optimizer), []).append(tensor)
     layers = [
-        Layer(
-            name=module,
-            what=what,
-            is_scaled=run.is_dynamic and what == "gradient",
-            looks=[*looks.values()],
-        )
-        for (module, what), looks in found.items()
+        Layer(name=module, is_scaled=run.is_dynamic, looks=[*looks.values()])
+        for module, looks in found.items()
     ]
     return sorted(layers, key=lambda x: (not x.is_broken, not x.is_near, -_rank(x.worst)))
 
@@ -151,13 +140,10 @@ def layers_section(run: Run, prefix: str) -> Section:
         name=f"{prefix}-list",
         caption=f"{f'The first {ROWS} of {count}' if len(layers) > ROWS else count}, those in"
         " trouble first",
-        columns=("layer", "what", *numbers),
+        columns=("layer", *numbers),
         numbers=numbers,
         wide=("layer",),
-        rows=[
-            layer.cells(stalled.get(layer.name, math.nan) if layer.what == "gradient" else math.nan)
-            for layer in layers[:ROWS]
-        ],
+        rows=[layer.cells(stalled.get(layer.name, math.nan)) for layer in layers[:ROWS]],
     )
     return Section(name=prefix, title="Layers", lead=lead, blocks=[*_pictures(run, prefix), table])
 

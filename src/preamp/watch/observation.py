@@ -170,7 +170,6 @@ class Pass:
     operation: Operation | None = None  # whose backward it is, if it was seen
     name: str = ""  # of that, else as autograd calls it
     is_cast: bool = False  # whether the backward is of a cast of the model's output
-    is_tensor: bool = False  # whether it is no module, but a tensor that the program has named
     float32: Float32Record | None = None  # what a forward that went wrong gives in float32
     # Lines of the program that called it, up to the forward around it, and the ``id`` of its frame
     lines: Sequence[Call] = ()
@@ -403,7 +402,7 @@ class Observation:
     @property
     def trained(self) -> list[Pass]:
         """The forwards with gradients that were seen."""
-        return [call for call in self.calls if call.has_grad and not call.is_tensor]
+        return [call for call in self.calls if call.has_grad]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

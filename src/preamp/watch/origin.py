@@ -179,9 +179,7 @@ class Search:
             if first.by is None and first not in self._losses:
                 return self._data(first)
             inputs = () if first.by is None else first.by.inputs
-            return self._named(
-                _Origin(Pass(OUTSIDE, "forward"), "forward", first, first.moment, inputs)
-            )
+            return _Origin(Pass(OUTSIDE, "forward"), "forward", first, first.moment, inputs)
         ends = first in call.outputs and call.made is not None and first not in call.made
         if ends:
             return _Origin(call, "output cast", first, first.moment, call.made or ())
@@ -193,16 +191,7 @@ class Search:
             begins |= any(one in given and one.max_abs > limit for one in first.by.inputs)
         if begins:
             return _Origin(call, "input cast", first, first.moment, given)
-        return self._named(_Origin(call, "forward", first, first.moment, call.inputs))
-
-    def _named(self, origin: _Origin) -> _Origin:
-        """The tensor that the program has named in the same forward, if it is the first of them."""
-        call = None if origin.seen.place is OUTSIDE else origin.seen
-        for seen in self._inside.get(call, ()):
-            if seen.is_tensor and seen.began > origin.moment and self._is_bad(seen.outputs[0]):
-                if self._first(seen.outputs[0]) is origin.bad:
-                    return _Origin(seen, "forward", origin.bad, origin.moment, origin.inputs)
-        return origin
+        return _Origin(call, "forward", first, first.moment, call.inputs)
 
     def _data(self, reading: Reading) -> _Origin:
         """Nothing that was watched has made it."""

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from preamp.casting import CastAudit
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import bad_state
 from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
-from preamp.core.undo import UndoStack, run_all
+from preamp.core.undo import run_all
 from preamp.core.version import __version__
 from preamp.engine.core import EngineCore
 from preamp.engine.events import Backward, Events
@@ -34,7 +32,6 @@ from preamp.engine.recording import Recording
 from preamp.engine.session import OptimizerSession
 from preamp.numerics import History, ResumeRecord, RunRecord
 from preamp.scaling import LossScaler
-from preamp.watch.activations import Activations, check_kinds, check_steps, choose
 from preamp.watch.host_copies import HostCopies
 from preamp.watch.inventory import Inventory
 from preamp.watch.meter import Meter
@@ -51,7 +48,6 @@ class Recorder:
         meter: Meter,
         scalers: Sequence[LossScaler],
         sessions: Iterable[OptimizerSession],
-        events: Events,
         lock: AbstractContextManager[object],
     ) -> None:
         """Record nothing yet; the lock is the ledger's, as other threads may ask for records."""
@@ -67,7 +63,6 @@ class Recorder:
         }
         self._waiting: deque[tuple[Steps, FinishedCall]] = deque()
         self._follows_a_run = False
-        self.activations = Activations(meter, events, lock)
         # Tells what the engine holds and has cast, or ``None``
         self.inventory: Inventory | None = None
         self._has_memory = False
@@ -80,28 +75,6 @@ class Recorder:
     @property
     def _measures(self) -> bool:
         return self.recording.numerics != "off" and not is_capturing(self._device)
-
-    def watch_activations(
-        self,
-        pattern: object,
-        kinds: object,
-        steps: object,
-        models: Sequence[nn.Module],
-        undo: Mapping[int, UndoStack],
-    ) -> Callable[[], None]:
-        """See `Engine.watch_activations`; ``undo`` has the stacks of models by their ``id``.
-
-        ``kinds=None`` is `Engine.watch_frames`.
-        """
-        if not self.recording.takes_steps:
-            raise bad_state(
-                "This engine makes no records of steps, which statistics would be in",
-                'Modules can be watched where initialize was given history= or numerics="light"',
-                'Pass initialize(..., history="run.jsonl"), or numerics="light"',
-            )
-        chosen = () if kinds is None else check_kinds(kinds)
-        wanted = check_steps(steps, self.recording.every)
-        return self.activations.watch(choose(models, undo, pattern), chosen, wanted)
 
     # -- what the engine reports -------------------------------------------------------------
 
@@ -229,10 +202,8 @@ class Recorder:
         step = pending.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
-        if optimizer.index == 0:
-            step.frames = self.activations.take_frames()
         # Nothing that may fail comes before: the books know of the step by now.
-        step.statistics += self._begin_step(optimizer)
+        self._begin_step(optimizer)
         if pending.memory is not None:
             self.history.add(pending.memory)
         if is_full and optimizer.index == 0:
@@ -289,17 +260,10 @@ class Recorder:
         with self._lock:  # another thread may be in the middle of counting
             return optimizer.next_number
 
-    def _begin_step(self, optimizer: Steps) -> list[Statistics]:
-        """What is seen now is on the way to the next step, if it is one of the first optimizer.
-
-        Returns what was seen in forwards and backwards on the way to the step before.
-        """
-        if optimizer.index:
-            return []
-        number = optimizer.next_number
-        if self.inventory is not None:
-            self.inventory.count_casts(on=self.recording.measures(number))
-        return self.activations.begin_step(number)
+    def _begin_step(self, optimizer: Steps) -> None:
+        """What is seen now is on the way to the next step, if it is one of the first optimizer."""
+        if self.inventory is not None and optimizer.index == 0:
+            self.inventory.count_casts(on=self.recording.measures(optimizer.next_number))
 
     def _note_casts(self, step: int) -> None:
         casts = None if self.inventory is None else self.inventory.casts(step)
@@ -331,7 +295,6 @@ def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
         Meter(engine.names, engine.policy.half_dtype),
         engine.scalers,
         engine.sessions.values(),
-        engine.events,
         engine.ledger.lock,
     )
     audit = None

@@ -4,23 +4,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from preamp.engine.session import OptimizerSession
-from preamp.numerics import (
-    FrameRecord,
-    FramesRecord,
-    MemoryRecord,
-    NumericsRecord,
-    Record,
-    StepRecord,
-    TensorStatistics,
-)
-from preamp.numerics.statistics import add_up
+from preamp.numerics import MemoryRecord, NumericsRecord, Record, StepRecord, TensorStatistics
 from preamp.scaling import LossScaler
 from preamp.watch.host_copies import HostCopies
 from preamp.watch.meter import Reading
@@ -28,50 +19,11 @@ from preamp.watch.meter import Reading
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """Statistics of one backward's gradients, of the weights after the step, of activations."""
+    """Statistics of one backward's gradients, and of the weights after the step."""
 
     loss_id: int  # whose backward
     readings: list[Reading]  # of the tensors
     copies: HostCopies = field(default_factory=HostCopies)
-
-
-Extremes = tuple[torch.Tensor, torch.Tensor]  # smallest and largest value, 0-dim
-
-
-class Frames:
-    """Smallest and largest values of what went through modules, on their way to the host."""
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self.copies = HostCopies()
-        # Module and class; of its inputs, outputs and weights the places among the copies
-        self._found: list[tuple[str, str, list[list[int]]]] = []
-
-    def add(self, module: str, kind: str, found: Iterable[Sequence[Extremes]]) -> None:
-        """A forward has ended, with these inputs, outputs and weights. Does not synchronise."""
-        places = [[self.copies.put(torch.stack(parts)) for parts in row] for row in found]
-        self._found.append((module, kind, places))
-
-    def records(self, step: int, optimizer: int) -> Iterator[Record]:
-        """Make the record of a step, if anything was read. Waits for the numbers."""
-        if not self._found:
-            return
-        frames: list[FrameRecord] = []
-        for module, kind, places in self._found:
-            inputs, outputs, weights = (
-                [cast("Any", self.copies[place]).tolist() for place in row] for row in places
-            )
-            frames.append(
-                FrameRecord(
-                    module=module,
-                    type=kind,
-                    phase="forward",
-                    inputs=inputs,
-                    outputs=outputs,
-                    weights=weights,
-                )
-            )
-        yield FramesRecord(step=step, frames=frames, optimizer=optimizer)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +70,6 @@ class FinishedCall:
     scales: dict[int, int]  # places of the loss scales
     norm: int | None  # place of the norm, or ``None``
     lr: int | None  # place of the learning rate, or ``None``
-    frames: Frames = field(default_factory=Frames)
     number: int = 0  # of the step, once its outcome is known
     is_skipped: bool | None = None  # whether it was not taken; ``None`` while that is not known
 
@@ -128,7 +79,6 @@ class FinishedCall:
 
     def _all_copies(self) -> Iterator[HostCopies]:
         yield self.copies
-        yield self.frames.copies
         for taken in self.statistics:
             yield taken.copies
 
@@ -145,7 +95,6 @@ class FinishedCall:
             lr=None if self.lr is None else number(self.lr),
             optimizer=optimizer,
         )
-        yield from self.frames.records(self.number, optimizer)
         found: dict[int, list[TensorStatistics]] = {}
         for taken in self.statistics:
             found.setdefault(taken.loss_id, []).extend(
@@ -154,7 +103,7 @@ class FinishedCall:
             )
         for loss_id, tensors in found.items():
             yield NumericsRecord(
-                step=self.number, loss_id=loss_id, tensors=add_up(tensors), optimizer=optimizer
+                step=self.number, loss_id=loss_id, tensors=tensors, optimizer=optimizer
             )
 
 

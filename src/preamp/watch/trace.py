@@ -136,11 +136,6 @@ class Tracer:
         """Whether anything is watched."""
         return bool(self._hooks)
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether a forward of a module is under way on this thread."""
-        return bool(self.stack.calls)
-
     def arm(self, *, stays: bool = False, is_first: bool = False) -> None:
         """Put hooks on all modules, if there are none; they may stay after an overflow too.
 
@@ -158,7 +153,7 @@ class Tracer:
         own: weakref.ref[Tracer] = weakref.ref(self)
         link = Link(own)
         for model in self._models:
-            for place, module in places_of(self._models, model):
+            for place, module in _places_of(self._models, model):
                 # First, so that casts of the arguments belong to the module.
                 undo, before = self._hooks[id(model)], _Before(link, place)
                 add_hook(
@@ -329,21 +324,6 @@ class Tracer:
         else:
             seen.float32 = compute(module, given, begin, self._master_of)
 
-    def see(self, tensor: torch.Tensor, name: str) -> None:
-        """A program wants one of its tensors to be watched; see `detect_overflow`."""
-        outer = self.stack.calls[-1].seen if self.stack.calls else None
-        inside = "" if outer is None or not outer.place.module else f"{outer.place.module}."
-        has_grad = torch.is_grad_enabled() if outer is None else outer.has_grad
-        place = Place(inside + name, "a tensor")
-        seen = Pass(place, "forward", call=outer, has_grad=has_grad, is_tensor=True)
-        seen.began, seen.backward = self.values.tick(), self._backward
-        with unheard():
-            seen.outputs = self.values.read([tensor], outer)
-            node = node_of(tensor)
-        self._add(self.observation, seen)
-        if node is not None:
-            _watch_node(node, _Call(self, self.observation, seen), None)
-
     # -- functions -----------------------------------------------------------------------------
 
     def _listen(self, hears: bool) -> None:
@@ -455,7 +435,7 @@ class Tracer:
         """Read a module's own parameters, without those of modules inside."""
         values = Values()
         for model in self._models:
-            for name, module in places_of(self._models, model):
+            for name, module in _places_of(self._models, model):
                 if name == place:
                     found = values.read(module.parameters(recurse=False))
                     values.collect()
@@ -650,7 +630,7 @@ def _found(finding: Finding, loss_was_finite: bool) -> Finding:
     return finding
 
 
-def places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[Place, nn.Module]]:
+def _places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[Place, nn.Module]]:
     """The modules of ``model`` that can be watched, by what they are called among ``models``."""
     prefix = f"{models.index(model)}." if len(models) > 1 else ""
     for name, module in _watchable(model):
