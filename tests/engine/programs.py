@@ -798,8 +798,9 @@ class World:
             return loss
 
         if self.refused(lambda: self.opts[i].step(closure)):  # type: ignore[arg-type]
-            assert self.delayed[i], "a step with a closure was refused"
+            assert self.delayed[i] or self.is_dynamic, "a step with a closure was refused"
             return
+        assert not self.is_dynamic, "a closure at a dynamic scale"
         self.started = True
         self.plain_opts[i].zero_grad()
         self.spent -= set(self.names(i))

@@ -194,28 +194,6 @@ def test_every_backward_of_an_accumulation_is_one_step(tmp_path: Path) -> None:
     assert len(history_of(model).of(NumericsRecord)) == 1
 
 
-def test_closures_that_run_again_leave_a_record_for_each_try(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preamp.initialize(
-        model, optimizer, opt_level="O2", verbosity=0, numerics="full", history=tmp_path / "r"
-    )
-    tries = 0
-
-    def closure() -> torch.Tensor:
-        nonlocal tries
-        tries += 1
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            (scaled * math.inf if tries == 1 else scaled).backward()
-        return loss
-
-    optimizer.step(closure)
-    records = history_of(model).of(StepRecord)
-    assert [(record.step, record.skipped) for record in records] == [(1, True), (2, False)]
-
-
 def test_a_loop_without_scale_loss_is_recorded_too() -> None:
     model, optimizer = started("O5", numerics="full", numerics_every=2)
     for step in range(3):

@@ -470,7 +470,8 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
 @levels
 @pytest.mark.parametrize("name", ["FusedAdam", "SGD", "LBFGS"])
 def test_closures(level: str, name: str) -> None:
-    runs = [start(level, storage, BUILDS[name]) for storage in ("full", "split")]
+    kinds = ("full", "split")
+    runs = [start(level, kind, BUILDS[name], loss_scale=128.0) for kind in kinds]
     for number in range(4):
         for model, optimizer in runs:
 

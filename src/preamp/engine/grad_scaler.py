@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -23,7 +23,7 @@ from preamp.core.undo import run_to_end
 from preamp.engine import refusals
 from preamp.engine.block import Block, check_loss
 from preamp.engine.lookup import as_optimizers, bare, common_engine
-from preamp.engine.optimizer_hooks import find_closure, replace_closure, skips_step
+from preamp.engine.optimizer_hooks import skips_step
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
@@ -57,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
     - The loss scale has the floor and the ceiling that ``preamp.initialize`` gave it, and
       `preamp.LossScaleError` ends what cannot go on.
     - ``is_enabled()`` is true at levels whose loss scale is static, too; `update` leaves that one
-      as it is. Where it is 1, `step` takes a closure, which may call `scale` and `unscale_`.
+      as it is.
 
     Args:
         optimizers: One optimizer, or several of one engine. Several ``GradScaler`` may share an
@@ -368,15 +368,14 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: One of those that the scaler was made for.
-            *args: For ``optimizer.step``; a closure only where the loss scale is static and 1.
+            *args: For ``optimizer.step``, but no closure.
             **kwargs: For ``optimizer.step``.
 
         Returns:
             What ``optimizer.step`` does; ``None`` if the step was skipped.
 
         Raises:
-            RuntimeError: It was called already since the last `update`, or with a closure although
-                losses are scaled.
+            RuntimeError: It was called already since the last `update`, or with a closure.
             AssertionError: `scale` was never called.
             LossScaleError: Scaling cannot go on; see ``preamp.initialize``.
 
@@ -386,40 +385,24 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return cast("Any", optimizer.step)(*args, **kwargs)
-        closure = find_closure(args, kwargs)
-        if not self._loss_scaler.is_identity and ("closure" in kwargs or any(map(callable, args))):
+        if "closure" in kwargs or any(map(callable, args)):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if closure is None:
-            self._check_scaled("step")
+        self._check_scaled("step")
         session = self._session_of(optimizer)
         state = self._per_optimizer_states[id(session.optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
             self._unscale(session, state)
-        if closure is not None:
-            again = partial(self._run_closure, closure, session, state)
-            whole, kwargs = replace_closure((optimizer, *args), kwargs, again)
-            args = whole[1:]
         # Not called at all where it would be skipped: frameworks see by that what became of it.
         result = None
         try:
-            if closure is not None or not skips_step(self._engine, session, optimizer.step):
+            if not skips_step(self._engine, session, optimizer.step):
                 result = cast("Any", optimizer.step)(*args, **kwargs)
         except LossScaleError as error:
             raise error.with_traceback(None) from None  # it ends at the script's line
         state["stage"] = OptState.STEPPED
         session.accept_backwards()
-        return result
-
-    def _run_closure(
-        self, closure: Callable[[], Any], session: OptimizerSession, state: dict[str, Any]
-    ) -> Any:
-        """Let a closure make gradients, as often as the optimizer wants, and unscale each time."""
-        state["stage"] = OptState.READY
-        session.accept_backwards()
-        result = closure()
-        self._unscale(session, state)
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -154,7 +154,7 @@ class Ledger:
         finally:
             self._count(step.session, skipped=False)
 
-    def skipped(self, session: OptimizerSession) -> OverflowCause:
+    def skipped(self, session: OptimizerSession) -> None:
         """Count a step not taken, tell why; raises `LossScaleError` where scaling cannot go on."""
         with self.lock:
             try:
@@ -164,8 +164,7 @@ class Ledger:
                 notes = tuple(session.notes)
                 scales = [scaler.coming_scale()() for scaler in self._scalers]
                 session.finish_step()
-                cause = self._skip(session, notes, scales)
-            return cause
+                self._skip(session, notes, scales)
 
     def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step that the device has taken unless ``found_inf`` is set."""
@@ -223,14 +222,13 @@ class Ledger:
 
     def _skip(
         self, session: OptimizerSession, notes: Sequence[GradientNote], scales: Sequence[float]
-    ) -> OverflowCause:
+    ) -> None:
         try:
             cause = self._tell(session, notes, scales)
         finally:
             self._count(session, skipped=True)
         rule = self._scalers[cause.loss_id].rule
         check_limits(cause, session.skips_in_row, self._limit, rule)
-        return cause
 
     def _tell(
         self,

@@ -26,7 +26,6 @@ from preamp.core.errors import LossScaleError
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
 from preamp.engine.core import EngineCore
-from preamp.engine.overflow import OverflowCause
 from preamp.engine.session import OptimizerSession, params_of_group
 from preamp.kernels.modules import add_hook, make_hook_tables, with_step_hooks
 
@@ -74,16 +73,15 @@ class OptimizerHooks:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._engine.closed:  # a scheduler may still hold this method
                 return previous(optimizer, *args, **kwargs)
+            self._refuse_rerun(find_closure(args, kwargs))
             settle_thread()
             self._begin()
-            has_closure = find_closure(args, kwargs) is not None
             try:
                 self._engine.ledger.settle(wait=False)
-                if not has_closure:
-                    self._session.check_unscaled()
-                    if skips_step(self._engine, self._session, inner):
-                        return None
-                    self._unread = self._session.unread_overflow()
+                self._session.check_unscaled()
+                if skips_step(self._engine, self._session, inner):
+                    return None
+                self._unread = self._session.unread_overflow()
             except LossScaleError as error:
                 raise error.with_traceback(None) from None  # it ends at the script's line
             try:
@@ -119,7 +117,8 @@ class OptimizerHooks:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
         closure = find_closure(args, kwargs)
-        is_inside = self._is_called or isinstance(closure, _Rerun)
+        self._refuse_rerun(closure)
+        is_inside = self._is_called or isinstance(closure, _Evaluation)
         if not is_inside and not (self._withheld and self._session.overflowed()):
             self._begin()  # reached through a method bound before initialize
         if self._engine.reductions.unasked:
@@ -128,12 +127,17 @@ class OptimizerHooks:
         for tell in self._engine.events.update_begins:
             tell(self._session, closure is not None)
         # Reached through a method bound before initialize?
-        if closure is None and self._unread is None and self._session.overflowed():
+        if self._unread is None and self._session.overflowed():
             self._withhold_gradients()
         self._stepping = True
-        if closure is None or isinstance(closure, _Rerun):
+        if closure is None or isinstance(closure, _Evaluation):
             return None
-        return replace_closure(args, kwargs, _Rerun(closure, self))
+        return _replace_closure(args, kwargs, _Evaluation(closure, self._engine, self._session))
+
+    def _refuse_rerun(self, closure: Callable[[], Any] | None) -> None:
+        """Raise `PreampStateError` where gradients that a closure makes could overflow."""
+        if closure is not None and self._engine.policy.is_dynamic:
+            raise refusals.closure_may_overflow()
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,7 +152,7 @@ class OptimizerHooks:
         if self._stepping:
             self._stepping = False
             if withheld:
-                skip_step(self._engine, self._session)
+                _skip_step(self._engine, self._session)
             elif self._unread is not None:
                 _end_step(self._engine, self._session)
                 self._engine.ledger.decided_on_device(self._session, self._unread)
@@ -178,30 +182,6 @@ class OptimizerHooks:
             param.grad = grad
         self._held.clear()
         return withheld
-
-    def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """Call the user's closure until it yields gradients without an overflow.
-
-        A skipped step would leave an optimizer such as LBFGS in the middle of its line search,
-        so the closure runs again at the lower loss scale instead.
-        """
-        session = self._session
-        while True:
-            session.write_halves()  # the optimizer may have moved the masters since last time
-            backwards = session.backwards
-            with thread_casts_restored() if self._engine.casts_functions else nullcontext():
-                loss = closure()
-            session.check_unscaled()
-            if not session.overflowed():
-                return loss
-            if session.backwards == backwards:  # the closure makes no gradients: nothing to rerun
-                self._withhold_gradients()
-                return loss
-            cause = skip_step(self._engine, session)
-            if cause.new_scale >= cause.old_scale:  # at its floor: another try would be the same
-                self._withhold_gradients()
-                self._stepping = False  # the skip is counted already
-                return loss
 
     # -- what a class of optimizers has besides ----------------------------------------------
 
@@ -334,15 +314,22 @@ def _handed_over(
         delattr(optimizer, "found_inf")
 
 
-class _Rerun:
+class _Evaluation:
     """The closure handed to the optimizer in place of the user's."""
 
-    def __init__(self, closure: Callable[[], Any], hooks: OptimizerHooks) -> None:
+    def __init__(
+        self, closure: Callable[[], Any], engine: EngineCore, session: OptimizerSession
+    ) -> None:
         self._closure = closure
-        self._hooks = hooks
+        self._engine = engine
+        self._session = session
 
     def __call__(self) -> Any:
-        return self._hooks.run_closure(self._closure)
+        self._session.write_halves()  # the optimizer may have moved the masters since last time
+        with thread_casts_restored() if self._engine.casts_functions else nullcontext():
+            loss = self._closure()
+        self._session.check_unscaled()
+        return loss
 
 
 # -- methods put on an optimizer's instance, and the arguments they are called with -------------
@@ -353,14 +340,13 @@ def skips_step(engine: EngineCore, session: OptimizerSession, step: Any) -> bool
     if session.unread_overflow() is not None or not session.overflowed():
         return False
     excuse_scheduler(session.optimizer, step)
-    skip_step(engine, session)
+    _skip_step(engine, session)
     return True
 
 
-def skip_step(engine: EngineCore, session: OptimizerSession) -> OverflowCause:
-    """Take note of a step not taken; see `Ledger.skipped`."""
+def _skip_step(engine: EngineCore, session: OptimizerSession) -> None:
     _end_step(engine, session)
-    return engine.ledger.skipped(session)
+    engine.ledger.skipped(session)
 
 
 def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
@@ -420,7 +406,7 @@ def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], 
     return closure if callable(closure) else None
 
 
-def replace_closure(
+def _replace_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``step``, as hooks see them, with another closure."""

@@ -159,6 +159,16 @@ def still_scaled() -> PreampStateError:
     )
 
 
+def closure_may_overflow() -> PreampStateError:
+    """A step is to make its gradients itself, and a loss scale may have to fall meanwhile."""
+    return bad_state(
+        "optimizer.step() was called with a closure at a dynamic loss scale",
+        "A step whose gradients overflow is skipped, which cannot be done from within it; closures "
+        "work where the loss scale is static, as it is by default at O0, O3, O4 and O5",
+        "Pass loss_scale=128.0, or another number, to preamp.initialize, or choose O4 or O5",
+    )
+
+
 def no_such_loss(loss_id: object, count: int) -> IndexError:
     """Return the error for a loss that has no scaler."""
     return IndexError(
