@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import EXACT, WITH_MASTERS
+from cases.levels import WITH_MASTERS
 from cases.models import Damage, Parts
 from cases.pair import Build, sgd
-from cases.ranks import run_ranks
 from cases.tolerances import assert_same
 
-levels = pytest.mark.parametrize("level", EXACT)
+levels = pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # where weights stay float32
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
 
 
@@ -54,8 +52,6 @@ def test_two_optimizers_of_one_model_see_one_gradient(level: str) -> None:
         for mine, wanted in zip(preamp.master_params(ours[0]), plain.parameters(), strict=True):
             assert_same(mine.detach(), wanted.detach(), f"step {step}")
     engine = preamp.engine_of(model)
-    firsts, seconds = map(preamp.master_params, ours)
-    assert all(a is b for a, b in zip(firsts, seconds, strict=True))
     engine.close()
     for optimizer in ours:
         own = optimizer.param_groups[0]["params"]
@@ -152,13 +148,10 @@ class Sharing:
     def loss(self, model: nn.Module, part: str) -> torch.Tensor:
         return model(X, part).float().sum() / 8
 
-    def share(self, *, as_masters: bool = False) -> None:
+    def share(self) -> None:
         """Give the second optimizers the first layer's bias and the second one's weight."""
-        held = self.ours[0].param_groups[0]["params"]
-        own = [self.model.a.bias, self.model.b.weight]
-        params: list[Any] = [held[1], held[2]] if as_masters else own
-        self.ours[1].add_param_group({"params": params})
-        self.theirs[1].add_param_group({"params": [self.plain.a.bias, self.plain.b.weight]})
+        for optimizer, model in ((self.ours[1], self.model), (self.theirs[1], self.plain)):
+            optimizer.add_param_group({"params": [model.a.bias, model.b.weight]})
 
     def step(self) -> None:
         for optimizer, other in zip(self.ours, self.theirs, strict=True):
@@ -172,10 +165,7 @@ class Sharing:
 
     def check(self) -> None:
         for param, wanted in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            master = self.engine.master_of(param)
-            assert_same((param if master is None else master).detach(), wanted.detach())
-            if master is not None:
-                assert_same(param.detach(), master.detach().to(param.dtype))
+            assert_same(param.detach(), wanted.detach())
 
 
 def both(run: Sharing, change: Callable[[nn.Module], object]) -> None:
@@ -210,15 +200,11 @@ BEFORE: dict[str, Callable[[Sharing], object]] = {
 }
 
 
-# Masters are joined by the same code at all levels, so that the level does not act on the rest.
-@pytest.mark.threes
+@pytest.mark.each
 @levels
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("as_masters", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
-def test_weights_shared_between_backward_and_step(
-    level: str, before: str, as_masters: bool, trained: bool
-) -> None:
+def test_weights_shared_between_backward_and_step(level: str, before: str, trained: bool) -> None:
     run = Sharing(level)
     if trained:
         run.backward("ab")
@@ -226,7 +212,7 @@ def test_weights_shared_between_backward_and_step(
         run.zero()
     run.backward("ab")
     BEFORE[before](run)
-    run.share(as_masters=as_masters)
+    run.share()
     run.step()
     run.check()
     run.zero()
@@ -236,94 +222,6 @@ def test_weights_shared_between_backward_and_step(
         run.step()
         run.check()
         run.zero()
-    halves = run.engine.master_of(run.model.b.weight)
-    if halves is not None:
-        assert any(param is halves for param in run.ours[1].param_groups[1]["params"])
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_split_weights_shared_between_backward_and_step(level: str) -> None:
-    """What a split master cannot hold is less than the bound."""
-    run = Sharing(level, storage="split")
-    for _ in range(2):
-        run.backward("ab")
-        run.step()
-        run.zero()
-    run.backward("ab")
-    run.share()
-    run.step()
-    run.zero()
-    run.backward("ab", *run.ours)
-    run.step()
-    for param, wanted in zip(run.model.parameters(), run.plain.parameters(), strict=True):
-        master = run.engine.master_of(param)
-        assert master is not None
-        torch.testing.assert_close(master.detach(), wanted.detach(), rtol=2.0**-16, atol=2.0**-20)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("storage", ["full", "split"])
-@pytest.mark.parametrize("loads", [False, True])
-@pytest.mark.filterwarnings("ignore:The .* weight .* was written to between two steps")
-def test_a_weight_that_joins_shared_ones(level: str, storage: str, loads: bool) -> None:
-    """What a script has just written to the weight, or loaded, comes along."""
-    run = Sharing(level, storage=storage)
-    run.share()
-    run.backward("ab", *run.ours)
-    run.step()
-    run.zero()
-    if loads:
-        load(run)
-    both(run, lambda model: model.b.bias.fill_(0.5))
-    for optimizer, model in ((run.ours[1], run.model), (run.theirs[1], run.plain)):
-        optimizer.add_param_group({"params": [model.b.bias]})
-    assert run.model.b.bias.tolist() == [0.5, 0.5]
-    run.backward("ab", *run.ours)
-    run.step()
-    half, wanted = run.model.b.bias.detach(), run.plain.b.bias.detach()
-    assert_same(half, wanted.to(half.dtype))
-
-
-def share_on_ranks(rank: int) -> list[torch.Tensor]:
-    """Train each level without a wrapper, which rounds masters once, and share weights."""
-    found: list[torch.Tensor] = []
-    for level in WITH_MASTERS:
-        run = Sharing(level, lambda params: torch.optim.SGD(params, lr=2.0**-12))
-        both(run, lambda model: [param.fill_(1.0) for param in model.parameters()])
-        for shares in (False, True, False):
-            if shares:
-                run.share()
-            run.backward("ab", *run.ours)
-            run.step()
-            run.zero()
-        run.check()
-        found.append(run.plain.b.weight.detach().clone() + rank)
-    return found
-
-
-@pytest.mark.full
-def test_weights_shared_where_ranks_reduce_by_hand(tmp_path: Path) -> None:
-    """Masters that have trained are not rounded, as those of a beginning are."""
-    first, second = run_ranks(share_on_ranks, tmp_path)
-    for mine, theirs in zip(first, second, strict=True):
-        assert_same(mine + 1, theirs)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("clips", [False, True])
-def test_weights_shared_after_unscale(level: str, clips: bool) -> None:
-    run = Sharing(level)
-    scaler = preamp.GradScaler(run.ours)
-    scaler.scale(run.loss(run.model, "ab")).backward()
-    run.loss(run.plain, "ab").backward()
-    scaler.unscale_(run.ours[0])
-    run.share()
-    if clips:
-        both(run, lambda model: [param.grad.mul_(0.5) for param in model.parameters()])
-    scaler.step(run.ours[0])
-    scaler.update()
-    run.theirs[0].step()
-    run.check()
 
 
 @levels
@@ -367,3 +265,85 @@ def test_an_overflow_is_shared_too(level: str) -> None:
     run.backward("ab", *run.ours)
     run.step()
     run.check()
+
+
+# -- half weights, which one optimizer updates -----------------------------------------------------
+
+half_levels = pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+REFUSED = (
+    "The half weight {!r} is in two optimizers, an SGD and {}. Where weights are half, each is "
+    "updated by one optimizer. Give it to one of the two, or choose O1 (O4 for bfloat16), where "
+    "weights stay float32 and may be in both."
+)
+
+
+def refused(call: Callable[[], object], name: str, second: str) -> None:
+    with pytest.raises(preamp.PreampStateError) as found:
+        call()
+    assert str(found.value) == REFUSED.format(name, second)
+
+
+@half_levels
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("allow_half_model", [False, True])
+def test_a_half_weight_in_two_optimizers_is_refused(
+    level: str, is_frozen: bool, allow_half_model: bool
+) -> None:
+    """Before anything is cast or hooked."""
+    model = Parts()
+    model.a.weight.requires_grad_(not is_frozen)
+    ours = two_optimizers(model)
+    before = copy.deepcopy(model.state_dict())
+    options: Any = {"allow_half_model": allow_half_model, "verbosity": 0}
+    refused(
+        lambda: preamp.initialize(model, ours, opt_level=level, **options), "a.weight", "an Adam"
+    )
+    for name, value in model.state_dict().items():
+        assert_same(value, before[name])
+    preamp.initialize(model, ours, opt_level="O1", **options)
+
+
+@half_levels
+def test_float32_weights_of_a_half_model_may_be_in_two_optimizers(level: str) -> None:
+    """Those that are kept, those of batch norms, and those of no model."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    plain, outside = copy.deepcopy(model), nn.Parameter(torch.ones(2))
+    apart, both = [*model[0].parameters()], [*model[1].parameters(), *model[2].parameters()]
+    ours = [sgd([*apart, *both, outside]), torch.optim.Adam([*both, outside])]
+    options: Any = {"keep_batchnorm_fp32": True, "keep_fp32": ["1", "2"]}
+    preamp.initialize(model, ours, opt_level=level, loss_scale=128.0, verbosity=0, **options)
+    with preamp.scale_loss(model(X).float().sum() * outside.sum(), ours) as scaled:
+        scaled.backward()
+    for optimizer in ours:
+        optimizer.step()
+    for mine, old in zip(model[2].parameters(), plain[2].parameters(), strict=True):
+        assert not torch.equal(mine, old)
+    assert outside.grad is not None
+
+
+@half_levels
+@pytest.mark.parametrize("as_masters", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_half_weight_that_is_to_join_a_second_optimizer_is_refused(
+    level: str, as_masters: bool, is_frozen: bool
+) -> None:
+    """The step that was under way goes on, and so does the second optimizer."""
+    run = Sharing(level)
+    run.model.b.weight.requires_grad_(not is_frozen)
+    run.backward("ab")
+    held: Any = run.ours[0].param_groups[0]["params"]
+    weight = held[2] if as_masters else run.model.b.weight
+    refused(lambda: run.ours[1].add_param_group({"params": [weight]}), "0.b.weight", "an SGD")
+    assert [len(one.param_groups) for one in run.ours] == [1, 1]
+    run.ours[1].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    for optimizer in run.ours:
+        optimizer.step()
+    assert run.engine.steps_applied == 2
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_half_weight_written_into_the_groups_of_a_second_optimizer_is_refused(level: str) -> None:
+    """There is no call to refuse it in, so the next block does."""
+    run = Sharing(level)
+    run.ours[1].param_groups[0]["params"].append(run.model.b.weight)
+    refused(lambda: run.backward("ab", *run.ours), "0.b.weight", "an SGD")

@@ -18,7 +18,9 @@ from preamp.core.errors import bad_state, bad_type, bad_value, message, with_art
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, find_engine, is_optimizer
+from preamp.engine.names import ParameterNames
 from preamp.kernels.data_parallel import uses_reducer
+from preamp.optim import in_two_optimizers
 from preamp.policy import Policy
 
 _SHOWN = 6  # buffers in a warning
@@ -101,6 +103,25 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
                 "Shard the model with torch's fully_shard, or keep masters and moments in fewer "
                 "bytes with storage='compact'",
             )
+
+
+def check_half_once(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    policy: Policy,
+    kept: Kept,
+) -> None:
+    """Refuse a weight in two optimizers that is to be half; ``kept`` stays float32."""
+    if policy.cast_model_type not in HALF_DTYPES:
+        return
+    norms = kept.norms if policy.keep_batchnorm_fp32 else ()
+    names, first = ParameterNames(models, optimizers), dict[int, torch.optim.Optimizer]()
+    for optimizer in optimizers:
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+            other = first.setdefault(id(param), optimizer)
+            stays = kept.is_wide(param) or id(param) in norms or not param.is_floating_point()
+            if other is not optimizer and names.is_owned(param) and not stays:
+                raise in_two_optimizers(names.of(param), other, optimizer)
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_model: bool) -> None:

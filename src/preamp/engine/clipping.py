@@ -204,7 +204,6 @@ def _gradients_of(
 ) -> _Gradients:
     """The gradients of all that ``sessions`` update, or of parameters whose ``id`` is in it."""
     found = _Gradients([], [], [], [], [], sessions[0].splits)
-    tables: dict[int, WeightTable] = {}
     for session in sessions:  # before any is asked for what is not made yet
         made, owners = session.made_gradients(all_of_them=all_made)
         if only is not None:  # of a weight in two optimizers both tell the same
@@ -214,8 +213,7 @@ def _gradients_of(
             made, owners = [grad for grad, _ in pairs], [param for _, param in pairs]
         found.made.extend(made)
         found.owners.extend(owners)
-        tables.update((id(table), table) for table in session.tables)
-    for table in tables.values():
+    for table in [table for session in sessions for table in session.tables]:
         rows, halves, grads, factors = table.gradients.pending()
         if only is not None:
             places = [place for place, half in enumerate(halves) if id(half) in only]

@@ -278,6 +278,7 @@ def _checked(
     checks.check_models(models, policy, allow_half_model=entrance.allow_half_model)
     check_fits(models, policy, splits)
     conversion = checks.planned_conversion(models, policy)
+    checks.check_half_once(models, optimizers, policy, conversion.kept)
     check_storage(models, optimizers, policy, conversion.kept)
     return conversion
 

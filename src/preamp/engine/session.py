@@ -40,7 +40,7 @@ from preamp.optim import (
     DirectGradients,
     HalfGradients,
     Masters,
-    Weights,
+    Rewriting,
     WeightTable,
     cast_state,
     is_zeroed,
@@ -48,7 +48,7 @@ from preamp.optim import (
     without_masters,
 )
 from preamp.optim.fused.keeping import KeepsMoments
-from preamp.policy.storage import FULL, Storage
+from preamp.policy.storage import Storage
 from preamp.scaling import LossScaler
 from preamp.scaling.scaler import Adjustments, larger
 
@@ -265,8 +265,6 @@ class OptimizerSession:
         self.end_left_open()
         if self.is_open or self.stage is Stage.SCALED:
             raise refusals.shared_while_scaled()
-        for halves in self.half_gradients:
-            halves.reconcile()
 
     def take_findings(self, other: OptimizerSession) -> None:
         """Take over what was found in gradients that this optimizer now shares with another."""
@@ -394,8 +392,7 @@ class OptimizerSession:
         if plan.may_reduce and self.may_be_local:
             carry = scale
         for halves in self.half_gradients:
-            if not halves.is_open:
-                halves.reconcile()  # all may refuse before anything is moved
+            halves.reconcile()  # may refuse before anything is moved
         self.is_open = True  # for `undo`, which takes back as much as was done
         self.direct.begin(
             own, carry, scale if plan.will_delay else None, may_be_overwritten=plan.may_reduce
@@ -605,16 +602,16 @@ class OptimizerSession:
 
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
-        tables = [table for table in self.tables if table.gradients.is_showing]
-        are_split = [self.splits.concern(table.halves) for table in tables]
-        is_lost = any(are_split) and self.overflowed()
-        for table, is_split in zip(tables, are_split, strict=True):
-            if is_lost:
-                table.gradients.ignore_writes()
-            elif is_split:
-                table.gradients.reconcile(self.splits.agree, looks=True)
+        for table in self.tables:
+            halves = table.gradients
+            if not halves.is_showing:
+                continue
+            if not self.splits.concern(table.halves):
+                halves.reconcile(looks=True, lost=self.found_inf)
+            elif self.overflowed():
+                halves.ignore_writes()
             else:
-                table.gradients.reconcile(looks=True, lost=self.found_inf)
+                halves.reconcile(self.splits.agree, looks=True)
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
@@ -800,13 +797,16 @@ def make_sessions(
     reductions: Reductions,
     *,
     has_masters: bool,
-    ignores_rewriting: bool = False,
-    storage: Storage = FULL,
+    ignores_rewriting: bool,
+    storage: Storage,
 ) -> dict[int, OptimizerSession]:
-    """One session for each optimizer, by its ``id``; a weight in two of them has one master."""
-    weights = Weights(ops, name_of, ignores_rewriting=ignores_rewriting, storage=storage)
+    """One session for each optimizer, by its ``id``."""
+    rewriting, every = Rewriting(is_ignored=ignores_rewriting), list[Masters]()
     sessions: dict[int, OptimizerSession] = {}
     for optimizer in optimizers:
-        masters = Masters(optimizer, weights) if has_masters else None
+        masters = None
+        if has_masters:
+            masters = Masters(optimizer, WeightTable(ops, rewriting, storage), name_of, every)
+            every.append(masters)
         sessions[id(optimizer)] = OptimizerSession(optimizer, ops, masters, reductions)
     return sessions

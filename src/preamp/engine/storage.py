@@ -224,9 +224,9 @@ def describe_storage(engine: EngineCore) -> list[str]:
     """How masters and moments of an engine are kept at the moment, where not all are float32."""
     found: list[str] = []
     if engine.policy.storage.masters == "split":
-        twins = {id(twin): twin for s in engine.sessions.values() for twin in s.masters or ()}
-        lows = [twin.table.lows[twin.row] for twin in twins.values()]
-        wide = sum(twin.stays_wide for twin in twins.values())
+        twins = [twin for s in engine.sessions.values() for twin in s.masters or ()]
+        lows = [twin.table.lows[twin.row] for twin in twins]
+        wide = sum(twin.stays_wide for twin in twins)
         split = sum(low is not None for low in lows)
         found.append(
             f"storage: {split} of {len(lows)} masters are split now"

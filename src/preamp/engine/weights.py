@@ -114,7 +114,7 @@ def exact_weights(self: EngineCore) -> Generator[None]:
         yield
         return
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}
-    tables = {id(twin.table): twin.table for twin in twins.values()}.values()
+    tables = [table for session in self.sessions.values() for table in session.tables]
     for table in tables:
         table.make()
     for twin in twins.values():

@@ -41,7 +41,7 @@ from preamp.core.tensors import (
 )
 from preamp.core.undo import run_to_end
 from preamp.optim.direct import Placeholders, is_zeroed, negative_zeros
-from preamp.optim.pairs import WeightPairs, without
+from preamp.optim.pairs import WeightPairs
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
 
@@ -94,12 +94,11 @@ class HalfGradients:
     its gradients scaled). Between backwards `reconcile` takes in what the script has done.
     """
 
-    def __init__(self, weights: WeightPairs, owners: frozenset[int], rewriting: Rewriting) -> None:
+    def __init__(self, weights: WeightPairs, rewriting: Rewriting) -> None:
         """Start without rows; ``weights`` are those whose gradients these are."""
         self._weights = weights
         self._ops = weights.ops
         self._names: list[str] = []  # by row, as messages call the weights
-        self._owners = owners  # the optimizers that update them
         self._rewriting = rewriting
         self._steps = 0  # with them watched
         self._is_rewriting = False  # whether the script wrote other things than zeros
@@ -135,18 +134,6 @@ class HalfGradients:
         self.records.append(None)
         if self.raw is not None:
             self.raw.append(None)
-
-    def remove_row(self, gone: int) -> None:
-        """Forget a row. Not while gradients are left scaled."""
-        own = self._names, self.versions, self.records
-        for column in (*own, *self._columns()):
-            del column[gone]
-        self._arrived = None
-        self.changes += 1
-        self.carried = without(self.carried, gone)
-        self.zeros_aside = without(self.zeros_aside, gone)
-        versions = self._base_versions.items()
-        self._base_versions = {row - (row > gone): v for row, v in versions if row != gone}
 
     def clear(self) -> None:
         """Hold nothing any more, the weights' table neither."""
@@ -636,12 +623,10 @@ class HalfGradients:
     def begin(self, carry: torch.Tensor | float | None = None) -> None:
         """Begin a backward: move what is known to the masters' gradients, clear the half ones.
 
-        Call `reconcile` first, which may refuse, of all tables before any of them begins.
+        Call `reconcile` first, which may refuse.
         Where earlier gradients must be in the half ones too, ``carry`` is the scale of the coming
         backward; see `DirectGradients`.
         """
-        if self.is_open:
-            return  # for another optimizer of the block, which shares the rows
         self.changes += 1
         bases = self.bases()
         self.zeros_aside.clear()
@@ -744,7 +729,7 @@ class HalfGradients:
         """The backward has ended: note the half gradients, and make those that must be made now.
 
         ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled. It
-        is called for each optimizer that shares the rows, and again if it was interrupted.
+        is called again if it was interrupted.
         """
         if self.is_open:
             self._collect(factor)
@@ -813,13 +798,8 @@ class HalfGradients:
     # -- after a step, and zeroing ---------------------------------------------------------------
 
     def spend(self) -> None:
-        """After a step: masters' gradients go, half gradients stay but are used up.
-
-        Not where another optimizer has yet to use them; there they stay until zeroed, as in torch.
-        """
+        """After a step: masters' gradients go, half gradients stay but are used up."""
         self._steps = min(self._steps + 1, _STEPS_WATCHED)
-        if len(self._owners) > 1:
-            return
         self._drop_bases()
         if self.is_showing:
             self.ignore_writes()
@@ -880,13 +860,6 @@ class HalfGradients:
                     made[grad.device] = self.zeroed(grad)
                 self.seen[row], self.records[row] = grad, made[grad.device]
         self.grads, self.versions = self.seen, self._versions_of(self.seen)
-
-    def settled_record(self, row: int) -> Record | None:
-        """What is known of a row's half gradient, for another table to `note` with it."""
-        self.reconcile()
-        if _is_shown(self.records[row]) and not _is_made(self.records[row]):
-            self.make([row])  # what the script sees is less than there is
-        return self.records[row]
 
 
 def _is_shown(record: Record | None) -> bool:

@@ -10,91 +10,40 @@ from typing import Any
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.kernels import Ops
-from preamp.optim.gradients import Rewriting
+from preamp.core.errors import PreampStateError, bad_state, with_article
 from preamp.optim.master_parameter import MasterParameter, is_master
 from preamp.optim.table import Twin, WeightTable
-from preamp.policy.storage import FULL, Storage
 
 Group = dict[str, Any]
 NameOf = Callable[[torch.Tensor], str]
 
 
-class Weights:
-    """Half weights, in a table for each set of optimizers that share them: one master each."""
-
-    def __init__(
-        self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False, storage: Storage = FULL
-    ) -> None:
-        """Start without weights; see `Rewriting`, and `WeightTable.pack`."""
-        self._ops = ops
-        self._storage = storage
-        self._rewriting = Rewriting(is_ignored=ignores_rewriting)
-        self._name_of = name_of
-        self._twins: dict[int, Twin] = {}  # by id of the half parameter
-        self._tables: dict[frozenset[int], WeightTable] = {}
-        self.changes = 0  # differs once an optimizer's tables may be others
-
-    def tables_of(self, owner: int) -> list[WeightTable]:
-        """The tables of one optimizer's weights; at most one if it shares none."""
-        return [table for owners, table in self._tables.items() if owner in owners and table]
-
-    def row(self, half: Any, original: torch.Tensor | None, owner: int) -> Twin:
-        """The row of a half parameter that ``owner`` updates, made if it is new."""
-        twin = self._twins.get(id(half))
-        self.changes += 1
-        if twin is None:
-            data = half.detach() if original is None else original
-            if self._storage.place == "host":
-                data = data.cpu()
-            data = data.float()
-            twin = self._twins[id(half)] = Twin(half, data, self._name_of(half))
-            self._table(frozenset((owner,))).add(twin)
-            # Else the half weight is that already, and a forward may have saved it.
-            if twin.table.packs and original is not None:
-                twin.table.round((twin.row,))
-        elif owner not in twin.table.owners:
-            twin.table.hand_over(twin, self._table(twin.table.owners | {owner}))
-        return twin
-
-    def clear(self) -> None:
-        """Hold nothing any more, rows and tables not each other."""
-        for table in self._tables.values():
-            for column in (table.twins, table.halves, table.masters, table.kept, table.lows):
-                column.clear()
-            table.gradients.clear()
-        self._twins.clear()
-        self._tables.clear()
-        self.changes += 1
-
-    def _table(self, owners: frozenset[int]) -> WeightTable:
-        if owners not in self._tables:
-            self._tables[owners] = WeightTable(self._ops, owners, self._rewriting, self._storage)
-        return self._tables[owners]
-
-
 class Masters:
-    """One optimizer's share of `Weights`.
+    """The masters of an optimizer's half weights, which no other optimizer of the engine has.
 
     The optimizer's group dicts, their ``params`` lists and its ``state`` keep their identity:
     schedulers and optimizers hold references to them. Only list entries are exchanged.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: Weights) -> None:
-        """Start without masters; `adopt` makes them."""
-        self._optimizer = optimizer
-        self._weights = weights
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        table: WeightTable,
+        name_of: NameOf,
+        every: list[Masters],
+    ) -> None:
+        """Start without masters; `adopt` makes them. ``every`` are those of the engine."""
+        self.optimizer = optimizer
+        self._table = table
+        self._name_of = name_of
+        self._every = every
         self._by_half: dict[int, Twin] = {}
         self._known: list[list[Any]] = []  # the parameters of each group, as last adopted
-        self._tables: tuple[int, list[WeightTable]] = (-1, [])  # as of which changes of `Weights`
 
     @property
     def tables(self) -> list[WeightTable]:
-        """Where the optimizer's rows are."""
-        if self._tables[0] != self._weights.changes:
-            found = self._weights.tables_of(id(self)) if self._by_half else []
-            self._tables = self._weights.changes, found
-        return self._tables[1]
+        """The one that the rows are in, if there are any."""
+        return [self._table] if len(self._table) else []
 
     def __iter__(self) -> Iterator[Twin]:
         """Iterate over the rows in the order they were made."""
@@ -115,7 +64,7 @@ class Masters:
         master when it is unfrozen. ``originals`` are float32 values from before the cast, by
         ``id(parameter)``, whose storage becomes the master's; without, the half value is widened.
         """
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         self._known += [[] for _ in groups[len(self._known) :]]
         for place, group in enumerate(groups):
             params: list[Any] = group["params"]
@@ -129,12 +78,27 @@ class Masters:
             self._known[place] = [] if any(map(is_half, params)) else params.copy()
 
     def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:
-        twin = self._by_half[id(half)] = self._weights.row(half, original, id(self))
-        state: dict[Any, Any] = self._optimizer.state
+        twin = self._by_half.get(id(half)) or self._add_row(half, original)
+        state: dict[Any, Any] = self.optimizer.state
         _move_state(state, half, twin.master)
         if twin.master in state:
             cast_state(state[twin.master], twin.master)
         return twin.master
+
+    def _add_row(self, half: Any, original: torch.Tensor | None) -> Twin:
+        for other in self._every:
+            if other.of_half(half) is not None:
+                raise in_two_optimizers(self._name_of(half), other.optimizer, self.optimizer)
+        table = self._table
+        data = half.detach() if original is None else original
+        if table.are_on_host:
+            data = data.cpu()
+        twin = self._by_half[id(half)] = Twin(half, data.float(), self._name_of(half))
+        table.add(twin)
+        # Else the half weight is that already, and a forward may have saved it.
+        if table.packs and original is not None:
+            table.round((twin.row,))
+        return twin
 
     def release(self) -> None:
         """Put the model parameters back into the groups, and the state under them.
@@ -143,11 +107,11 @@ class Masters:
         """
         for table in self.tables:
             table.make()  # a script may keep masters
-        state: dict[Any, Any] = self._optimizer.state
+        state: dict[Any, Any] = self.optimizer.state
         by_master = {id(twin.master): twin for twin in self}
         for twin in self:
             _move_state(state, twin.master, twin.half)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             params: list[Any] = group["params"]
             for index, param in enumerate(params):
                 twin = by_master.get(id(param))
@@ -157,7 +121,19 @@ class Masters:
             twin.master.twin = None
         self._by_half.clear()
         self._known.clear()
-        self._weights.clear()
+        self._table.clear()
+        self._every.clear()
+
+
+def in_two_optimizers(name: str, first: object, second: object) -> PreampStateError:
+    """Return the error for a half weight that a second optimizer is to update as well."""
+    kinds = [with_article(type(optimizer).__name__) for optimizer in (first, second)]
+    return bad_state(
+        f"The half weight {name!r} is in two optimizers, {kinds[0]} and {kinds[1]}",
+        "Where weights are half, each is updated by one optimizer",
+        "Give it to one of the two, or choose O1 (O4 for bfloat16), where weights stay float32 and "
+        "may be in both",
+    )
 
 
 def _move_state(state: dict[Any, Any], source: Any, target: Any) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,6 @@ def take_over(half: torch.Tensor, wide: torch.Tensor, rounded: torch.Tensor | No
 
 
 _HOST = torch.device("cpu")
-
-
-def without(rows: Iterable[int], gone: int) -> set[int]:
-    """Numbers of rows as they are once row ``gone`` has been removed."""
-    return {row - (row > gone) for row in rows if row != gone}
 
 
 class WeightPairs:

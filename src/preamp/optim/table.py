@@ -31,8 +31,8 @@ from preamp.optim.master_parameter import (
     master_parameter,
     packed_kind,
 )
-from preamp.optim.pairs import WeightPairs, without
-from preamp.policy.storage import FULL, Storage
+from preamp.optim.pairs import WeightPairs
+from preamp.policy.storage import Storage
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -85,12 +85,6 @@ class Twin:
         return self.table.gradients.pending_of(self.row)
 
     @property
-    def is_shown(self) -> bool:
-        """Whether the half gradient is shown unscaled; see `HalfGradients.show`."""
-        record = self.table.gradients.records[self.row]
-        return record is not None and record.is_shown
-
-    @property
     def unscales(self) -> torch.Tensor | None:
         """What takes the loss scale from a pending gradient, without what clips it."""
         record = self.table.gradients.records[self.row]
@@ -122,25 +116,18 @@ def pair_of(param: torch.Tensor) -> Twin | None:
 
 
 class WeightTable(WeightPairs):
-    """The rows that the same optimizers update, and the books on their weights and gradients."""
+    """The rows that an optimizer updates, and the books on their weights and gradients."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        owners: frozenset[int] = frozenset(),
-        rewriting: Rewriting | None = None,
-        storage: Storage = FULL,
-    ) -> None:
+    def __init__(self, ops: Ops, rewriting: Rewriting, storage: Storage) -> None:
         """Start without rows."""
         super().__init__(ops)
-        self.owners = owners  # of which optimizers
         self.packs = storage.masters == "split"
         self.are_on_host = storage.place == "host"
         self.twins: list[Twin] = []  # the rows as objects
         # Of each row what is beside its half weight, int16, where the master is packed. Of a
         # sharded tensor this rank's part.
         self.lows: list[torch.Tensor | None] = []
-        self.gradients = HalfGradients(self, owners, rewriting or Rewriting())
+        self.gradients = HalfGradients(self, rewriting)
         self.gradients.wait_on_host = storage.waits_on_host
         # Whether the next backward compares every half weight with its master, and is the first
         self.compares = self.is_fresh = True
@@ -164,35 +151,11 @@ class WeightTable(WeightPairs):
         self.lows.append(None)
         self.gradients.add_row(twin.name, stored_grad(twin.master))
 
-    def hand_over(self, twin: Twin, other: WeightTable) -> None:
-        """Let another table have the row, with all that is known of its weight and gradient.
-
-        Not while a backward is under way, or gradients are left scaled, in either of them.
-        """
-        self.settle(twin.row)
-        record = self.gradients.settled_record(twin.row)
-        is_set = not self.is_fresh or twin.row in self.loaded or twin in self._written
-        self._remove(twin)
-        other.add(twin)
-        other._shares_versions |= self._shares_versions
-        if is_set:
-            other.loaded.add(twin.row)
-        grad = twin.half.grad
-        other.gradients.note(twin.row, grad, None if grad is None else record)
-        if twin.is_shown:
-            other.gradients.show()
-
-    def _remove(self, twin: Twin) -> None:
-        gone = twin.row
-        self.make()
-        self.absorb()
-        self.remove_row(gone)
-        del self.twins[gone], self.lows[gone]
-        self.gradients.remove_row(gone)
-        self._written.discard(twin)
-        self.loaded = without(self.loaded, gone)
-        for row, other in enumerate(self.twins):
-            other.row = row
+    def clear(self) -> None:
+        """Hold nothing any more, rows and table not each other."""
+        for column in (self.twins, self.halves, self.masters, self.kept, self.lows):
+            column.clear()
+        self.gradients.clear()
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
