@@ -75,7 +75,7 @@ class OptimizerHooks:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._engine.closed:  # a scheduler may still hold this method
                 return previous(optimizer, *args, **kwargs)
-            self._refuse_rerun(find_closure(args, kwargs))
+            self._refuse_closure(find_closure(args, kwargs))
             settle_thread()
             self._begin()
             try:
@@ -119,7 +119,7 @@ class OptimizerHooks:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
         closure = find_closure(args, kwargs)
-        self._refuse_rerun(closure)
+        self._refuse_closure(closure)
         is_inside = self._is_called or isinstance(closure, _Evaluation)
         if not is_inside and not (self._withheld and self._session.overflowed()):
             self._begin()  # reached through a method bound before initialize
@@ -136,7 +136,7 @@ class OptimizerHooks:
             return None
         return _replace_closure(args, kwargs, _Evaluation(closure, self._engine, self._session))
 
-    def _refuse_rerun(self, closure: Callable[[], Any] | None) -> None:
+    def _refuse_closure(self, closure: Callable[[], Any] | None) -> None:
         """Raise `PreampStateError` where gradients that a closure makes could overflow."""
         if closure is not None and self._engine.policy.is_dynamic:
             raise refusals.closure_may_overflow()

@@ -164,7 +164,7 @@ class GradientNote:
 
     def overflowing(self) -> Iterator[Overflowing]:
         """The parameters whose gradient was infinite or nan, each once. Synchronises."""
-        told: set[int] = set()  # a master in several optimizers is in the census of each
+        told: set[int] = set()  # a weight in several optimizers may be in the census of each
         for params, max_abs, max_finite in self.found:
             magnitudes = _values(max_abs)
             largest = [math.nan] * len(magnitudes) if max_finite is None else _values(max_finite)

@@ -91,8 +91,8 @@ class Delayed:
         return self.scaler is scaler and self.generation == scaler.generation
 
 
-Marks = tuple[list[tuple[int, int]], list[Any], list[int]]
-"""By what to tell gradients: changes of each table, gradients without masters, their versions."""
+Marks = tuple[list[int], list[Any], list[int]]
+"""By what to tell gradients: changes of the table, gradients without masters, their versions."""
 
 
 class KnownNorm:
@@ -500,7 +500,7 @@ class OptimizerSession:
         """
         halves = self.half_gradients
         params = leaves
-        grads: Any = halves[0].arrived_of(leaves) if len(halves) == 1 else None
+        grads: Any = halves[0].arrived_of(leaves) if halves else None
         if grads is None or any(map(is_, grads, repeat(None))):
             params, grads = with_gradients(leaves)
         census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
@@ -597,8 +597,7 @@ class OptimizerSession:
     def marks(self) -> Marks:
         """What differs once gradients are no longer those that the latest backward has left."""
         grads = list(map(grad_of, self._direct_params))
-        changes = [(id(halves), halves.changes) for halves in self.half_gradients]
-        return changes, grads, versions_of(grads)
+        return [halves.changes for halves in self.half_gradients], grads, versions_of(grads)
 
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""

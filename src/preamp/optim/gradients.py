@@ -124,12 +124,12 @@ class HalfGradients:
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
 
-    def add_row(self, name: str, base: torch.Tensor | None) -> None:
-        """Add a row without a gradient on the model's side; ``base`` is the master's, if any."""
-        self.may_have_bases |= base is not None
+    def add_row(self, name: str) -> None:
+        """Add a row without a gradient."""
         self._names.append(name)
-        for column in self._columns():
-            column.append(None)
+        if self.is_showing:
+            self.grads.append(None)
+        self.seen.append(None)
         self.versions.append(-1)
         self.records.append(None)
         if self.raw is not None:
@@ -142,9 +142,6 @@ class HalfGradients:
         self.grads.clear()
         self.seen.clear()
         self.records.clear()
-
-    def _columns(self) -> list[list[torch.Tensor | None]]:
-        return [self.seen, self.grads] if self.is_showing else [self.seen]
 
     # -- what the script sees and does -----------------------------------------------------------
 

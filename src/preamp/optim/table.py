@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state, message
-from preamp.core.tensors import find_again, local_of, runs_of, storage_key, stored_grad, versions_of
+from preamp.core.tensors import find_again, local_of, runs_of, storage_key, versions_of
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.kernels.stored import are_beyond_float16
@@ -149,7 +149,7 @@ class WeightTable(WeightPairs):
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
         self.lows.append(None)
-        self.gradients.add_row(twin.name, stored_grad(twin.master))
+        self.gradients.add_row(twin.name)
 
     def clear(self) -> None:
         """Hold nothing any more, rows and table not each other."""
