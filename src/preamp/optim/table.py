@@ -85,6 +85,12 @@ class Twin:
         return self.table.gradients.pending_of(self.row)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether the half gradient is shown unscaled; see `HalfGradients.show`."""
+        record = self.table.gradients.records[self.row]
+        return record is not None and record.is_shown
+
+    @property
     def unscales(self) -> torch.Tensor | None:
         """What takes the loss scale from a pending gradient, without what clips it."""
         record = self.table.gradients.records[self.row]
