@@ -305,20 +305,24 @@ def test_a_half_weight_in_two_optimizers_is_refused(
 
 @half_levels
 def test_float32_weights_of_a_half_model_may_be_in_two_optimizers(level: str) -> None:
-    """Those that are kept, those of batch norms, and those of no model."""
+    """Those that are kept, those of batch norms, and those of no model, which may join later."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    plain, outside = copy.deepcopy(model), nn.Parameter(torch.ones(2))
-    apart, both = [*model[0].parameters()], [*model[1].parameters(), *model[2].parameters()]
-    ours = [sgd([*apart, *both, outside]), torch.optim.Adam([*both, outside])]
-    options: Any = {"keep_batchnorm_fp32": True, "keep_fp32": ["1", "2"]}
-    preamp.initialize(model, ours, opt_level=level, loss_scale=128.0, verbosity=0, **options)
-    with preamp.scale_loss(model(X).float().sum() * outside.sum(), ours) as scaled:
+    late, outside = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    shared = [*model[1].parameters(), *model[2].parameters(), outside]
+    ours = [sgd([*model[0].parameters(), *shared, late]), torch.optim.Adam(shared)]
+    options: Any = {"keep_batchnorm_fp32": True, "keep_fp32": ["2"], "verbosity": 0}
+    preamp.initialize(model, ours, opt_level=level, loss_scale=128.0, **options)
+    ours[1].add_param_group({"params": [late]})
+    plain = [nn.Parameter(param.detach().clone()) for param in (*shared, late)]
+    with preamp.scale_loss(model(X).float().sum() * (outside + late).sum(), ours) as scaled:
         scaled.backward()
-    for optimizer in ours:
+    for mine, wanted in zip((*shared, late), plain, strict=True):
+        assert mine.grad is not None
+        wanted.grad = mine.grad.clone()
+    for optimizer in (*ours, sgd(plain), torch.optim.Adam(plain)):
         optimizer.step()
-    for mine, old in zip(model[2].parameters(), plain[2].parameters(), strict=True):
-        assert not torch.equal(mine, old)
-    assert outside.grad is not None
+    for mine, wanted in zip((*shared, late), plain, strict=True):
+        assert_same(mine.detach(), wanted.detach())
 
 
 @half_levels
