@@ -77,9 +77,7 @@ class TrainingProbes:
         self._watch.seen.zeroed += 1
         return function(*args, **kwargs)
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
@@ -91,9 +89,7 @@ class TrainingProbes:
         facts.begun += 1
         self._watch.tell("step_begins", optimizer)
 
-    def _after_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
@@ -105,7 +101,7 @@ class TrainingProbes:
         facts.skipped += is_skipped
         facts.applied += not is_skipped
         seen.skipped += is_skipped
-        facts.by_scaler = any(optimizer is other for other in seen.stepping)
+        facts.by_scaler = facts.in_scaler
         self._watch.tell("step_ended", optimizer)
         self._watch.attempt(seen.use, optimizer)
         self._watch.step_taken()
@@ -123,7 +119,7 @@ class TrainingProbes:
             result = function(given, *args[1:], **kwargs)
         else:
             result = function(**{**kwargs, "parameters": given})
-        self._watch.attempt(self._watch.seen.gradients.clipped, marked or ())
+        self._watch.attempt(self._watch.seen.gradients.become, marked or ())
         self._watch.seen.reads_gradients = reads
         return result
 
@@ -142,8 +138,9 @@ class TrainingProbes:
             result = function(*args, **kwargs)
         if known is not None:
             seen = self._watch.seen
-            self._watch.attempt(seen.gradients.backward_ends, seen.all_params(), *known)
-            self._watch.tell("backward_ended", known[0], known[1])
+            ends = seen.gradients.backward_ends
+            reached = self._watch.attempt(ends, seen.all_params(), *known)
+            self._watch.tell("backward_ended", known[0], reached or ())
         return result
 
     def _before_backward(
@@ -268,66 +265,51 @@ class ScalerProbes:
 
     def _begin_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
         self._watch.tell("backward_is_near", True)
-        self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_begins)
+        params = self._watch.attempt(_params_of, block) or []
+        self._watch.attempt(self._watch.seen.gradients.block_begins, params)
         return function(block, *args, **kwargs)
 
     def _finish_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
-        if not block.scaler.is_identity:
-            scaler = block.scaler
-            self._watch.attempt(self._mark_block, block, self._tell_unscaled, scaler, scaler.value)
+        params, scaler = self._watch.attempt(_params_of, block) or [], block.scaler
+        if not scaler.is_identity:
+            self._watch.tell("gradients_unscaled", params, scaler, scaler.value)
         result = function(block, *args, **kwargs)
-        self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_ends)
+        self._watch.attempt(self._watch.seen.gradients.block_ends, params)
         return result
 
-    def _mark_block(self, block: Any, mark: Function, *more: Any) -> None:
-        mark([p for session in block.sessions for p in session.model_params()], *more)
-
-    def _tell_unscaled(
-        self, params: list[torch.Tensor], scaler: object, scale: Callable[[], float]
-    ) -> None:
-        self._watch.tell("gradients_unscaled", params, scaler, scale)
-
     def _unscale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self._optimizer_in(scaler, args, kwargs)
+        optimizer = _optimizer_in(scaler, args, kwargs)
         if optimizer is None:
             return function(scaler, *args, **kwargs)
         seen = self._watch.seen
-        if not any(optimizer is other for other in seen.stepping):
-            self._watch.attempt(self._look_at_scaled, optimizer, scaler)
+        facts = seen.facts(optimizer)
+        if not facts.in_scaler:
+            self._tell_unscaled(optimizer, scaler)
         marked = self._watch.attempt(seen.gradients.marked, seen.params(optimizer))
         result = function(scaler, *args, **kwargs)
         self._watch.attempt(seen.gradients.become, marked or (), Origin.UNSCALED)
-        seen.facts(optimizer).unscaled = True
+        facts.unscaled = True
         return result
 
-    def _optimizer_in(
-        self, scaler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.optim.Optimizer | None:
-        """The optimizer of a call that is to be looked at."""
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        is_seen = isinstance(optimizer, torch.optim.Optimizer) and scaler.is_enabled()
-        return cast("torch.optim.Optimizer", optimizer) if is_seen else None
-
-    def _look_at_scaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        params = list(self._watch.seen.params(optimizer))
-        self._tell_unscaled(params, scaler, scaler.get_scale)
+    def _tell_unscaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        params = self._watch.attempt(list[torch.Tensor], self._watch.seen.params(optimizer)) or []
+        self._watch.tell("gradients_unscaled", params, scaler, scaler.get_scale)
 
     def _step(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self._optimizer_in(scaler, args, kwargs)
+        optimizer = _optimizer_in(scaler, args, kwargs)
         if optimizer is None:
             return function(scaler, *args, **kwargs)
         seen = self._watch.seen
         facts = seen.facts(optimizer)
         begun = facts.begun
-        self._watch.attempt(self._look_at_scaled, optimizer, scaler)
+        self._tell_unscaled(optimizer, scaler)
         self._watch.tell("scaler_steps", optimizer, scaler)
-        seen.stepping.append(optimizer)
+        facts.in_scaler = True
         try:
             with self._watch.noting_errors():
                 result = function(scaler, *args, **kwargs)
         finally:
-            seen.stepping.remove(optimizer)
-            facts.unscaled = facts.is_inside = False
+            facts.in_scaler = facts.unscaled = facts.is_inside = False
         if facts.begun == begun:
             # A compiled step is not seen to begin, and was perhaps taken.
             is_skipped = bool(begun or not seen.compiles)
@@ -337,3 +319,14 @@ class ScalerProbes:
             self._watch.attempt(seen.use, optimizer)
             self._watch.step_taken()
         return result
+
+
+def _optimizer_in(scaler: Any, args: Any, kwargs: Any) -> torch.optim.Optimizer | None:
+    """The optimizer of a call that is to be looked at."""
+    optimizer = args[0] if args else kwargs.get("optimizer")
+    is_seen = isinstance(optimizer, torch.optim.Optimizer) and scaler.is_enabled()
+    return optimizer if is_seen else None
+
+
+def _params_of(block: Block) -> list[torch.Tensor]:
+    return [param for session in block.sessions for param in session.model_params()]

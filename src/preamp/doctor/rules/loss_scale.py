@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from preamp.core.tensors import local_of, stored_grad
-from preamp.doctor.detector import ByOptimizer, Detector, Findings
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Origin, Seen, Source
+from preamp.doctor.seen import OptimizerFacts, Origin, Seen, Source
 from preamp.engine import find_engine
 from preamp.kernels.autograd import has_hooks
 
@@ -191,7 +191,6 @@ class _UnscaledSteps:
     """Steps of one optimizer after ``scaler.unscale_`` and outside ``scaler.step``."""
 
     key: int
-    name: str
     where: Place | None
     taken: int = 0
     overflowed: int = 0
@@ -204,9 +203,7 @@ class Stepping(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._unscaled = ByOptimizer(
-            lambda of: _UnscaledSteps(id(of), type(of).__name__, current_place())
-        )
+        self._unscaled: dict[OptimizerFacts, _UnscaledSteps] = {}
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look whether the step was taken already, and at the scale at the first one."""
@@ -232,7 +229,7 @@ class Stepping(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at where the gradients of this step come from."""
-        if any(optimizer is other for other in self.seen.stepping):
+        if self.seen.facts(optimizer).in_scaler:
             return
         params = list(self.seen.params(optimizer))
         self._check_bypass(optimizer, params)
@@ -259,7 +256,8 @@ class Stepping(Detector):
     def _note_unscaled(
         self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
     ) -> None:
-        steps = self._unscaled[optimizer]
+        new = _UnscaledSteps(id(optimizer), current_place())
+        steps = self._unscaled.setdefault(self.seen.facts(optimizer), new)
         steps.taken += 1
         grads = (grad for param in params if (grad := stored_grad(param)) is not None)
         if not all(bool(grad.detach().isfinite().all()) for grad in grads):
@@ -267,7 +265,7 @@ class Stepping(Detector):
 
     def run_ended(self) -> None:
         """Report steps after ``unscale_``: only an overflow shows whether the script looks."""
-        for steps in self._unscaled.all:
+        for facts, steps in self._unscaled.items():
             did = (
                 f"{steps.overflowed} of them applied an overflow."
                 if steps.overflowed
@@ -276,7 +274,7 @@ class Stepping(Detector):
             self.report(
                 BYPASSED,
                 steps.key,
-                f"{steps.name}.step was called after scaler.unscale_ {steps.taken} times; {did}",
+                f"{facts.name}.step was called after scaler.unscale_ {steps.taken} times; {did}",
                 where=steps.where,
                 severity=None if steps.overflowed else Severity.INFO,
                 steps=steps.taken,
@@ -357,13 +355,11 @@ class Scheduling(Detector):
         self._known = weakref.WeakKeyDictionary[Any, _Schedule]()
         self._schedules: list[_Schedule] = []
 
-    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+    def backward_ended(self, source: Source, reached: Container[int]) -> None:
         """Note whose schedule's optimizer has got gradients."""
-        last = self.seen.gradients.last
         for scheduler, schedule in tuple(self._known.items()):
-            params = () if schedule.is_fed else self.seen.params(scheduler.optimizer)
-            marks = (mark for param in params if (mark := last(param)) is not None)
-            schedule.is_fed |= any(mark.source is source for mark in marks)
+            params = self.seen.params(scheduler.optimizer)
+            schedule.is_fed = schedule.is_fed or any(id(param) in reached for param in params)
 
     def schedule_stepped(self, scheduler: Any) -> None:
         """Compare the steps since the last call with what became of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -129,14 +129,10 @@ class ScalerUse(Detector):
         # Of each scaler, after how many updates a scaled loss had gradients for no parameter.
         self._handed_on = weakref.WeakKeyDictionary[Any, int]()
 
-    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+    def backward_ended(self, source: Source, reached: Collection[int]) -> None:
         """Note scaled gradients that came to no parameter: the script may go on from them."""
         scaler = None if source.scaler is None else source.scaler()
-        if source.origin is not Origin.GRAD_SCALER or scaler is None:
-            return
-        last = self.seen.gradients.last
-        marks = (mark for param in self.seen.all_params() if (mark := last(param)) is not None)
-        if not any(mark.source is source for mark in marks):
+        if source.origin is Origin.GRAD_SCALER and scaler is not None and not reached:
             self._handed_on[scaler] = source.updates
 
     def scaled_backward_begins(
