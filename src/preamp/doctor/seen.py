@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -400,13 +401,9 @@ class Seen:
 
     def all_params(self) -> list[torch.Tensor]:
         """The parameters of all optimizers and of the models that were called, each once."""
-        found = {
-            id(param): param
-            for optimizer in tuple(self.optimizers)
-            for param in self.params(optimizer)
-        }
-        found |= {id(param): param for root in tuple(self.roots) for param in root.parameters()}
-        return list(found.values())
+        params = [p for optimizer in tuple(self.optimizers) for p in self.params(optimizer)]
+        params += [p for root in tuple(self.roots) for p in root.parameters()]
+        return list({id(param): param for param in params}.values())
 
     def counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """How many steps of ``optimizer`` were applied so far, and how many skipped."""
@@ -469,9 +466,8 @@ class Seen:
     def name(self, thing: torch.Tensor | nn.Module) -> str:
         """The qualified name of a parameter or module below the roots."""
         for root in tuple(self.roots):
-            named: list[tuple[str, object]] = [*root.named_parameters()]
-            named += cast("list[tuple[str, object]]", [*root.named_modules()])
-            for name, own in named:
+            modules = cast("Iterator[tuple[str, object]]", root.named_modules())
+            for name, own in chain(root.named_parameters(), modules):
                 if own is thing:
                     return name or type(root).__name__
         if isinstance(thing, nn.Module):

@@ -33,11 +33,8 @@ class Watch:
         self.after_step: list[Callable[[], None]] = []  # called once detectors know of a step
         self._findings = Findings(rules)
         self._steps = steps
-        wanted = {rule.id for rule in rules}
         self._detectors = [
-            kind(self.seen, self._findings)
-            for kind in DETECTORS
-            if wanted & {rule.id for rule in kind.RULES}
+            kind(self.seen, self._findings) for kind in DETECTORS if {*rules} & {*kind.RULES}
         ]
         self._lock = threading.RLock()
         self._process: int | None = None  # the examined one

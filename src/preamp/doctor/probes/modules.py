@@ -25,7 +25,10 @@ STEPS = 8  # optimizer steps after which calls of modules are not looked at any 
 
 
 class ModuleProbes:
-    """Hooks on all modules for the first steps, and wrappers of what loads and saves."""
+    """Hooks on all modules for the first steps, and wrappers of what loads, saves and compiles.
+
+    Ended is what would be compiled into the model, or would keep it from running compiled.
+    """
 
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
@@ -44,10 +47,8 @@ class ModuleProbes:
         around(watch, nn.Module, "load_state_dict", loaded, undo)
         around(watch, torch, "save", telling(watch, "saved"), undo)
         around(watch, torch, "load", telling(watch, "loaded", of_result=True), undo)
-
-    def leave_alone(self) -> None:
-        """Look at no calls any more."""
-        self._hooks.unwind()
+        self._operations = OperationProbes(watch, undo)
+        around(watch, torch, "compile", self._compile, undo)
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
@@ -81,6 +82,23 @@ class ModuleProbes:
         is_loss = isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.numel() == 1
         if is_loss and not self._watch.is_looking:
             self._watch.tell("loss_read", tensor)
+        return function(*args, **kwargs)
+
+    def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        seen = self._watch.seen
+        if not seen.compiles:
+            seen.compiles = True
+            self._hooks.unwind()
+            self._operations.leave_alone()
+            seen.notes.append(
+                "The script uses torch.compile. From there on calls of modules were not looked at, "
+                "and what is compiled has no graph to read: PA102, PA204, PA301, PA302 and PA304 "
+                "see less. A compiled optimizer.step is not seen at all."
+            )
+        model = args[0] if args else kwargs.get("model")
+        model = getattr(model, "__self__", model)  # Module.compile hands over a method
+        if isinstance(model, nn.Module):
+            seen.roots[model] = None
         return function(*args, **kwargs)
 
 
@@ -180,31 +198,3 @@ class OperationProbes:
 def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Where their values are; sparse tensors have no one place."""
     return {tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided}
-
-
-class CompileProbe:
-    """Ends what would be compiled into the model, or would keep it from running compiled."""
-
-    def __init__(
-        self, watch: Watch, undo: UndoStack, modules: ModuleProbes, operations: OperationProbes
-    ) -> None:
-        self._watch = watch
-        self._probes = (modules, operations)
-        around(watch, torch, "compile", self._compile, undo)
-
-    def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        seen = self._watch.seen
-        if not seen.compiles:
-            seen.compiles = True
-            for probe in self._probes:
-                probe.leave_alone()
-            seen.notes.append(
-                "The script uses torch.compile. From there on calls of modules were not looked at, "
-                "and what is compiled has no graph to read: PA102, PA204, PA301, PA302 and PA304 "
-                "see less. A compiled optimizer.step is not seen at all."
-            )
-        model = args[0] if args else kwargs.get("model")
-        model = getattr(model, "__self__", model)  # Module.compile hands over a method
-        if isinstance(model, nn.Module):
-            seen.roots[model] = None
-        return function(*args, **kwargs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -150,7 +150,7 @@ class TrainingProbes:
         seen = self._watch.seen
         given = args[0] if args else kwargs.get("tensors")
         seed = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        roots = [given] if isinstance(given, torch.Tensor) else list(_tensors(given))
+        roots = list(tensors_in(given))
         self._watch.tell("backward_is_near", False)
         seen.gradients.backward_begins(seen.all_params())
         half: set[int] = set()
@@ -208,19 +208,11 @@ def _skipped_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 def _read_twice(given: Any) -> tuple[Any, list[torch.Tensor]]:
     """What to pass on, and the tensors in it; an iterator can be read only once."""
-    if isinstance(given, torch.Tensor):
-        return given, [given]
-    if isinstance(given, (list, tuple)):
-        return cast("Any", given), list(_tensors(given))
-    items: list[Any] = list(given)
+    is_kept = isinstance(given, (torch.Tensor, list, tuple))
+    items = cast("Any", given) if is_kept else list(given)
     # torch tells an exhausted generator from an empty list.
     is_generator = isinstance(given, types.GeneratorType)
-    return (item for item in items) if is_generator else items, list(_tensors(items))
-
-
-def _tensors(given: Any) -> Iterable[torch.Tensor]:
-    items = cast("Iterable[Any]", given) if isinstance(given, Iterable) else ()
-    return (item for item in items if isinstance(item, torch.Tensor))
+    return (item for item in items) if is_generator else items, list(tensors_in(items))
 
 
 class ScalerProbes:

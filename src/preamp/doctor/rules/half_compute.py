@@ -77,7 +77,6 @@ class BatchNorm(Detector):
 
     def module_called(self, module: nn.Module, output: Any) -> None:
         """Note BatchNorm layers in half."""
-        del output
         if not isinstance(module, _BATCH_NORM) or not module.training or id(module) in self._layers:
             return
         held = (getattr(module, name, None) for name in ("running_var", "running_mean", "weight"))
@@ -133,20 +132,14 @@ class HalfLoss(Detector):
             return
         form = FORMATS[dtype_name(dtype)]
         value = float(loss.detach().float().mean())
-        text = f"{what} {form.name}"
-        if not math.isfinite(value) or value == 0:
-            self.report(HALF_LOSS, "loss", f"{text}; its value is {value}.", dtype=form.name)
-            return
-        exponent = max(math.frexp(abs(value))[1] - 1, form.min_exponent)
-        spacing = 2.0 ** (exponent - form.mantissa_bits)
-        self.report(
-            HALF_LOSS,
-            "loss",
-            f"{text}; its value is {value:.4g}, where neighbours are {spacing:.2g} apart.",
-            dtype=form.name,
-            loss=value,
-            spacing=spacing,
-        )
+        numbers: dict[str, Any] = {"dtype": form.name}
+        text = f"{value}"
+        if math.isfinite(value) and value:
+            exponent = max(math.frexp(abs(value))[1] - 1, form.min_exponent)
+            spacing = 2.0 ** (exponent - form.mantissa_bits)
+            numbers |= {"loss": value, "spacing": spacing}
+            text = f"{value:.4g}, where neighbours are {spacing:.2g} apart"
+        self.report(HALF_LOSS, "loss", f"{what} {form.name}; its value is {text}.", **numbers)
 
 
 class CachedCasts(Detector):

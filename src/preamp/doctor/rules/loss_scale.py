@@ -16,7 +16,7 @@ from torch import nn
 from preamp.core.tensors import local_of, stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import OptimizerFacts, Origin, Seen, Source
+from preamp.doctor.seen import OptimizerFacts, Origin, Seen, Source, largest
 from preamp.engine import find_engine
 from preamp.kernels.autograd import has_hooks
 
@@ -240,28 +240,21 @@ class Stepping(Detector):
     ) -> None:
         if not self.is_new(BYPASSED, id(optimizer)):
             return
-        gradients, name = self.seen.gradients, type(optimizer).__name__
-        scaled = gradients.of(params, Origin.GRAD_SCALER)
+        gradients, facts = self.seen.gradients, self.seen.facts(optimizer)
+        name, scaled = facts.name, gradients.of(params, Origin.GRAD_SCALER)
         if scaled:
             scale = gradients.scale_of(scaled[0])
             what = f"{name}.step used {len(scaled)} gradients that carry the scale {scale:g}."
             count = len(scaled)
             self.report(BYPASSED, id(optimizer), what, loss_scale=scale, scaled_gradients=count)
-        elif self.seen.facts(optimizer).by_scaler and gradients.of(params, Origin.USED):
+        elif facts.by_scaler and gradients.of(params, Origin.USED):
             what = f"{name}.step used gradients that scaler.step had used already."
             self.report(BYPASSED, id(optimizer), what)
-        elif self.seen.facts(optimizer).unscaled:
-            self._note_unscaled(optimizer, params)
-
-    def _note_unscaled(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
-    ) -> None:
-        new = _UnscaledSteps(id(optimizer), current_place())
-        steps = self._unscaled.setdefault(self.seen.facts(optimizer), new)
-        steps.taken += 1
-        grads = (grad for param in params if (grad := stored_grad(param)) is not None)
-        if not all(bool(grad.detach().isfinite().all()) for grad in grads):
-            steps.overflowed += 1
+        elif facts.unscaled:
+            new = _UnscaledSteps(id(optimizer), current_place())
+            steps, size = self._unscaled.setdefault(facts, new), largest(map(stored_grad, params))
+            steps.taken += 1
+            steps.overflowed += size is not None and not bool(size.isfinite())
 
     def run_ended(self) -> None:
         """Report steps after ``unscale_``: only an overflow shows whether the script looks."""
@@ -335,8 +328,7 @@ SCHEDULED_SKIP = define_rule(
 class _Schedule:
     name: str
     counted: tuple[int, int]
-    steps: list[int] = field(default_factory=list[int])  # between its calls
-    calls: int = 0
+    steps: list[int] = field(default_factory=list[int])  # before each of its calls
     after_skips: int = 0
     where: Place | None = None
     is_fed: bool = False  # whether its optimizer has got gradients since its last call
@@ -375,12 +367,10 @@ class Scheduling(Detector):
             self._known[scheduler] = schedule
             self._schedules.append(schedule)
             return
-        applied, skipped = counts
-        before_applied, before_skipped = schedule.counted
-        schedule.counted = applied, skipped
-        schedule.calls += 1
-        schedule.steps.append(applied + skipped - before_applied - before_skipped)
-        if skipped > before_skipped and applied == before_applied:
+        applied, skipped = (now - old for now, old in zip(counts, schedule.counted, strict=True))
+        schedule.counted = counts
+        schedule.steps.append(applied + skipped)
+        if skipped > 0 and applied == 0:
             schedule.after_skips += 1
             schedule.where = schedule.where or current_place()
         elif schedule.is_fed and not schedule.steps[-1]:
@@ -391,22 +381,23 @@ class Scheduling(Detector):
     def run_ended(self) -> None:
         """Report every schedule that ran ahead."""
         for schedule in self._schedules:
+            calls = len(schedule.steps)
             if schedule.after_skips and median(schedule.steps) <= 1:
                 self.report(
                     SCHEDULED_SKIP,
                     schedule.where,
-                    f"{schedule.name}.step was called {schedule.calls} times, "
+                    f"{schedule.name}.step was called {calls} times, "
                     f"{schedule.after_skips} of them after a step that was skipped.",
                     where=schedule.where,
-                    calls=schedule.calls,
+                    calls=calls,
                     after_skipped_steps=schedule.after_skips,
                 )
             steps, planned = sum(schedule.steps), schedule.planned
-            is_planned = planned is not None and planned >= schedule.calls
-            if 2 * schedule.idle < max(schedule.calls - 1, _FEWEST_IDLE) or is_planned:
+            is_planned = planned is not None and planned >= calls
+            if 2 * schedule.idle < max(calls - 1, _FEWEST_IDLE) or is_planned:
                 continue
             if steps > 1 and not self.seen.compiles:  # of compiled steps nothing is seen
-                where, calls = schedule.idle_at, schedule.calls
+                where = schedule.idle_at
                 what = f"{schedule.name}.step was called {calls} times for {steps} steps"
                 what += "." if planned is None else f"; it was made for {planned} calls."
                 kind, rule = Severity.INFO if planned is None else None, SCHEDULED_SKIP

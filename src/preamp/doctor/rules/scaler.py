@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -103,6 +103,7 @@ HALF_RESUMED = define_rule(
     do="Call load_state_dict of the optimizer and of the scaler too.",
 )
 
+_OPTIMIZER_KEYS = {"state", "param_groups"}
 _SCALER_WORDS = ("scaler", "loss_scale", "_growth_tracker")
 _NEW = 3
 _LOOKED_AT = 4
@@ -234,7 +235,7 @@ class Saving(Detector):
 
     def loaded(self, content: object) -> None:
         """Look what a run may go on from."""
-        kinds = {*_kinds_in(content)}
+        kinds = set(_kinds_in(content))
         if "optimizer" in kinds:
             self._read_at = current_place()
             self._unread |= kinds
@@ -283,22 +284,22 @@ class Saving(Detector):
             self.report(NOT_SAVED, "checkpoint", what, where=self._where)
 
 
-def _kinds_in(content: object, depth: int = 0) -> Sequence[str]:
+def _kinds_in(content: object, depth: int = 0) -> Iterator[str]:
     """What states are in something that is saved, nested six deep at most."""
+    parts: list[object] = []
     if isinstance(content, torch.amp.GradScaler):
-        return ["scaler"]
-    if isinstance(content, torch.optim.Optimizer):
-        return ["optimizer"]
-    if isinstance(content, Mapping):
-        mapping = cast("Mapping[Any, Any]", content)
-        if "state" in mapping and "param_groups" in mapping:
-            own = ("state", "param_groups")
-            rest = {key: value for key, value in mapping.items() if key not in own}
-            return ["optimizer", *_kinds_in(rest, depth)]
-        if any(word in str(key) for key in mapping for word in _SCALER_WORDS):
-            return ["scaler", *_kinds_in(list(mapping.values()), depth)]
-        return _kinds_in(list(mapping.values()), depth)
-    if isinstance(content, list | tuple) and depth <= 6:
-        items = cast("Sequence[Any]", content)
-        return [kind for item in items for kind in _kinds_in(item, depth + 1)]
-    return []
+        yield "scaler"
+    elif isinstance(content, torch.optim.Optimizer):
+        yield "optimizer"
+    elif isinstance(content, Mapping):
+        rest = dict(cast("Mapping[Any, object]", content))
+        if rest.keys() >= _OPTIMIZER_KEYS:
+            yield "optimizer"
+            rest = {key: part for key, part in rest.items() if key not in _OPTIMIZER_KEYS}
+        if any(word in str(key) for key in rest for word in _SCALER_WORDS):
+            yield "scaler"
+        parts = list(rest.values())
+    elif isinstance(content, (list, tuple)):
+        parts = list(cast("Sequence[object]", content))
+    for part in parts if depth <= 6 else ():
+        yield from _kinds_in(part, depth + 1)
