@@ -44,8 +44,3 @@ class Examination(Watch):
     def findings(self) -> list[Finding]:
         """What was found, the worst first, then by rule."""
         return sorted(self._findings.found, key=lambda f: (-f.severity.rank, f.rule.id))
-
-    @property
-    def notes(self) -> list[str]:
-        """What could not be looked at, in sentences."""
-        return list(self.seen.notes)

@@ -184,9 +184,10 @@ class Gradients:
         """The mark that the latest backward has left, or the step that used its gradient."""
         return self._marks.get(id(param))
 
-    def divided_by(self, param: torch.Tensor, grad: torch.Tensor | None) -> float:
-        """What ``grad`` was divided by since it was the gradient of ``param``; nan if not known."""
-        mark, state = self.last(param), _digest(grad) if grad is not None else ""
+    def divided_by(self, param: torch.Tensor) -> float:
+        """What the gradient of ``param`` was divided by since its backward; nan if not known."""
+        mark, grad = self.last(param), stored_grad(param)
+        state = "" if grad is None else _digest(grad)
         if mark is None or not state or not mark.state[2] or float(state) == 0.0:
             return math.nan
         return float(mark.state[2]) / float(state)
@@ -361,7 +362,6 @@ class Seen:
         self.has_optimizers = False  # whether the script has built any; evaluations do not
         self.zeroed = 0  # calls of ``Optimizer.zero_grad``
         self.reads_gradients = False  # whether the script computes with gradients but no step
-        self.notes: list[str] = []  # what could not be looked at, in sentences
 
     def facts(self, optimizer: torch.optim.Optimizer) -> OptimizerFacts:
         """What is known of ``optimizer``; it may have been unpickled, and never built."""

@@ -90,7 +90,7 @@ class ModuleProbes:
             seen.compiles = True
             self._hooks.unwind()
             self._operations.leave_alone()
-            seen.notes.append(
+            self._watch.notes.append(
                 "The script uses torch.compile. From there on calls of modules were not looked at, "
                 "and what is compiled has no graph to read: PA102, PA204, PA301, PA302 and PA304 "
                 "see less. A compiled optimizer.step is not seen at all."
@@ -158,10 +158,12 @@ class OperationProbes:
         steps = self._watch.seen.steps
         if self._watch.is_looking or self._is_over:
             return
+        name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
         if steps == 1:
-            self._watch.attempt(self._note_writes, str(func), read, written)
+            targets = read if name.startswith("_foreach_") else written
+            self._watch.attempt(self._note_writes, name.removeprefix("_foreach_"), targets)
         elif not steps and backward_under_way() < 0:
-            self._watch.attempt(self._note_gradients, str(func.overloadpacket), read)
+            self._watch.attempt(self._note_gradients, name, read)
 
     def _note_gradients(self, name: str, read: Sequence[torch.Tensor]) -> None:
         """Tell what the script computes from gradients from what sets them to zero."""
@@ -185,13 +187,10 @@ class OperationProbes:
         self._patches.unwind()
         self._stop()
 
-    def _note_writes(
-        self, func: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-    ) -> None:
+    def _note_writes(self, name: str, targets: Sequence[torch.Tensor]) -> None:
         """Tell of half tensors that the script computes in place between steps."""
-        name = func.removeprefix("aten.").removeprefix("_foreach_").partition(".")[0]
         if name in _IN_PLACE and not any(f.is_inside for f in self._watch.seen.optimizers.values()):
-            for target in filter(is_half, read if "foreach" in func else written):
+            for target in filter(is_half, targets):
                 self._watch.tell("written", target)
 
 

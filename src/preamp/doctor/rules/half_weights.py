@@ -126,13 +126,15 @@ def is_eps_zero(options: Mapping[str, Any]) -> bool:
     return not options.get("fused") and all(0 <= value <= largest_lost for value in added)
 
 
+_Sample = tuple[torch.Tensor, torch.Tensor, float]
+"""A parameter, some of its values, and its learning rate."""
+
+
 @dataclass(slots=True)
 class _Watched:
     """Samples of one optimizer's half weights."""
 
-    before: list[tuple[torch.Tensor, torch.Tensor, float]] = field(
-        default_factory=list[tuple[torch.Tensor, torch.Tensor, float]]
-    )
+    before: list[_Sample] = field(default_factory=list[_Sample])  # of the step under way
     shares: list[float] = field(default_factory=list[float])
     # The weights before the first step that was looked at, and how many are still the same.
     first: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])

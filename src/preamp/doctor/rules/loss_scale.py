@@ -70,8 +70,6 @@ BYPASSED = define_rule(
 
 _BEFORE_UNSCALE = "before scaler.unscale_(optimizer)"
 _SOON = 100  # steps; a scale that grows this often is found before it matters
-
-
 _LIMITED = 0.01  # share of clamped values that are the limit
 _FEWEST_LIMITED = 8
 _NORMS = 3
@@ -235,9 +233,7 @@ class Stepping(Detector):
         self._check_bypass(optimizer, params)
         self._check_plain(optimizer, params)
 
-    def _check_bypass(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
-    ) -> None:
+    def _check_bypass(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
         if not self.is_new(BYPASSED, id(optimizer)):
             return
         gradients, facts = self.seen.gradients, self.seen.facts(optimizer)
@@ -259,11 +255,9 @@ class Stepping(Detector):
     def run_ended(self) -> None:
         """Report steps after ``unscale_``: only an overflow shows whether the script looks."""
         for facts, steps in self._unscaled.items():
-            did = (
-                f"{steps.overflowed} of them applied an overflow."
-                if steps.overflowed
-                else "an overflow would be applied, unless the script looks for it."
-            )
+            did = "an overflow would be applied, unless the script looks for it."
+            if steps.overflowed:
+                did = f"{steps.overflowed} of them applied an overflow."
             self.report(
                 BYPASSED,
                 steps.key,
@@ -274,9 +268,7 @@ class Stepping(Detector):
                 overflows_applied=steps.overflowed,
             )
 
-    def _check_plain(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
-    ) -> None:
+    def _check_plain(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
         if not self.is_new(NOT_SCALED, id(optimizer)):
             return
         engine = find_engine(optimizer)
@@ -289,16 +281,13 @@ class Stepping(Detector):
         were_half = [param for param in plain if self.seen.gradients.was_half(param)]
         if not half and not were_half:
             return
-        how = (
-            f"{len(half)} float16 gradients"
-            if half
-            else f"{len(were_half)} gradients of a forward in float16"
-        )
+        how = "float16 gradients" if half else "gradients of a forward in float16"
         around = "outside scale_loss" if engine is not None else "without a loss scale"
         self.report(
             NOT_SCALED,
             id(optimizer),
-            f"{type(optimizer).__name__}.step used {how}, from a backward {around}.",
+            f"{type(optimizer).__name__}.step used {len(half or were_half)} {how}, "
+            f"from a backward {around}.",
             float16_gradients=len(half),
             gradients_through_float16=len(were_half),
             gradients=len(plain),

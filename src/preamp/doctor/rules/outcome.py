@@ -49,10 +49,10 @@ BAD_WEIGHTS = define_rule(
     if its step is skipped, and show in the evaluation only.""",
     how="""After each step the largest magnitude is taken of what the optimizer updates and has had
     a gradient, of half weights with masters, and of the running means and variances of its
-    model. Reported if it is not finite in
-    the end, no later optimizer has taken over, and no copy of the model was evaluated in its place.
-    Left out is a trial that was given up: another training went well whose optimizer was built by
-    the same lines, or that came later, when these weights were gone.""",
+    model. Reported if it is not finite in the end, no later optimizer has taken over, and no copy
+    of the model was evaluated in its place. Left out is a trial that was given up: another training
+    went well whose optimizer was built by the same lines, or that came later, when these weights
+    were gone.""",
     do="""Go back to a checkpoint from before the step named. Make a static loss scale smaller, or
     use a dynamic one, which skips such steps; look at the learning rate, and at PA201.""",
 )
@@ -77,6 +77,8 @@ _SURELY = 4
 _OUTPUTS = 8
 _AWAITED = 8  # values of one line whose graph is kept until a backward begins
 
+_Refs = list[weakref.ref[torch.Tensor]]
+
 
 @dataclass(slots=True, eq=False)
 class _Training:
@@ -92,14 +94,9 @@ class _Training:
     sought: int = 0  # skipped steps before the first one that was applied
     backwards: int = 0  # that gave its parameters gradients
     # Weights and running averages, as long as the script has them.
-    tensors: list[weakref.ref[torch.Tensor]] = field(
-        default_factory=list[weakref.ref[torch.Tensor]]
-    )
+    tensors: _Refs = field(default_factory=_Refs)
     weights: int = 0  # as many of them come first
-    # Parameters that have never had a gradient.
-    untrained: list[weakref.ref[torch.Tensor]] = field(
-        default_factory=list[weakref.ref[torch.Tensor]]
-    )
+    untrained: _Refs = field(default_factory=_Refs)  # parameters that have never had a gradient
     state: Streak = field(default_factory=Streak)  # of all of them
     at: Place | None = None  # the line of its steps
 
@@ -107,8 +104,6 @@ class _Training:
         """Take over how many steps were applied and skipped so far."""
         self.sought = self.sought if self.applied else skipped
         self.in_row = skipped - self.skipped + (self.in_row if applied == self.applied else 0)
-        if applied != self.applied and skipped == self.skipped:
-            self.in_row = 0
         self.applied, self.skipped = applied, skipped
 
     def look_again(self, moment: Moment | None = None) -> None:
@@ -312,8 +307,7 @@ class Outcome(Detector):
     def run_ended(self) -> None:
         """Report trainings that came to nothing, or destroyed what they trained."""
         self._see_steps()
-        for optimizer in tuple(self.seen.optimizers):
-            self._failed += self.seen.facts(optimizer).is_inside
+        self._failed += sum(facts.is_inside for facts in tuple(self.seen.optimizers.values()))
         self._look_again(self._all)
         given_up = [training for training in self._all if self._is_given_up(training)]
         for training in self._all:

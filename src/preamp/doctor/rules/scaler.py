@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen, Source
@@ -190,7 +189,7 @@ class ScalerUse(Detector):
         """Look whether the script has divided by the scale what it has written to."""
         gradients = self.seen.gradients
         known = [(p, mark) for p in params if (mark := gradients.last(p)) is not None]
-        ratios = [gradients.divided_by(p, stored_grad(p)) for p, _ in known]
+        ratios = [gradients.divided_by(p) for p, _ in known]
         if not ratios or any(map(math.isnan, ratios)):  # as on GPUs: the scale need not be read
             return
         value = scale()
