@@ -46,11 +46,7 @@ class Detector:
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         self.seen = seen
-        self._findings = findings
-
-    def is_new(self, rule: Rule, key: object) -> bool:
-        """Whether looking further for this is worth it."""
-        return self._findings.is_new(rule, key)
+        self.findings = findings
 
     def report(
         self,
@@ -78,7 +74,7 @@ class Detector:
             numbers=numbers,
             do=do,
         )
-        self._findings.add(finding, key)
+        self.findings.add(finding, key)
 
     # -- what happens in a run ---------------------------------------------------------------
 

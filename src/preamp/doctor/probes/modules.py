@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,12 +16,12 @@ from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.around import around, telling
+from preamp.doctor.probes.around import Function, around, telling
 from preamp.doctor.watch import Watch
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.observe import ObservedOps
 
-STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
+_STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
 
 
 class ModuleProbes:
@@ -73,18 +73,17 @@ class ModuleProbes:
         elif is_call:
             self._watch.seen.forwards += 1
             self._watch.tell("model_called", module, output)
-        if self._watch.seen.steps >= STEPS or next(tensors_in(output), None) is None:
-            return
-        self._watch.tell("module_called", module, output)
+        if self._watch.seen.steps < _STEPS and next(tensors_in(output), None) is not None:
+            self._watch.tell("module_called", module, output)
 
-    def _read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _read(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args else None
         is_loss = isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.numel() == 1
         if is_loss and not self._watch.is_looking:
             self._watch.tell("loss_read", tensor)
         return function(*args, **kwargs)
 
-    def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _compile(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         seen = self._watch.seen
         if not seen.compiles:
             seen.compiles = True
@@ -133,7 +132,7 @@ class OperationProbes:
         elif not self._is_over:
             self._start()
 
-    def _backward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         self._backwards += 1
         if self._backwards == _BACKWARDS and not self._watch.seen.steps:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.around import around, telling
+from preamp.doctor.probes.around import Function, around, telling
 from preamp.doctor.rule import current_place, current_places, frames
 from preamp.doctor.seen import LEAST_SCALE, Origin, Source
 from preamp.doctor.watch import Watch
@@ -27,7 +27,6 @@ from preamp.engine.grad_scaler import GradScaler
 from preamp.kernels.autograd import is_mean, leaves_through, shared_factors
 from preamp.scaling import LossScaler
 
-Function = Callable[..., Any]
 _CLIPPING = {
     "clip_grad_norm_": "max_norm",
     "clip_grad_value_": "clip_value",

@@ -109,7 +109,7 @@ class HalfLoss(Detector):
 
     def loss_made(self, loss: torch.Tensor) -> None:
         """Look at the tensor that backward starts from, and at what it was cast from."""
-        if loss.numel() != 1 or not self.is_new(HALF_LOSS, "loss"):
+        if loss.numel() != 1 or not self.findings.is_new(HALF_LOSS, "loss"):
             return
         if is_half(loss):
             self._report(loss, loss.dtype, "The loss is")
@@ -128,7 +128,7 @@ class HalfLoss(Detector):
             self._report(output, output.dtype, f"What {kind.__name__} returned is")
 
     def _report(self, loss: torch.Tensor, dtype: torch.dtype, what: str) -> None:
-        if not self.is_new(HALF_LOSS, "loss"):
+        if not self.findings.is_new(HALF_LOSS, "loss"):
             return
         form = FORMATS[dtype_name(dtype)]
         value = float(loss.detach().float().mean())

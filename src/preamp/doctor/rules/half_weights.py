@@ -96,7 +96,7 @@ class Eps(Detector):
         """Look at the groups; their options may change between steps."""
         if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not _is_known(optimizer):
             return
-        if not self.is_new(EPS_IS_ZERO, id(optimizer)):
+        if not self.findings.is_new(EPS_IS_ZERO, id(optimizer)):
             return
         form = FORMATS["float16"]
         for group in optimizer.param_groups:

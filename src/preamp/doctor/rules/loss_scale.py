@@ -105,7 +105,7 @@ class Clipping(Detector):
             and grad.layout is torch.strided
         ]
         key = id(changed[0][0]) if changed else 0
-        if not changed or key in self._told or not self.is_new(CLIPPED_SCALED, key):
+        if not changed or key in self._told or not self.findings.is_new(CLIPPED_SCALED, key):
             return
         own, grads = zip(*changed, strict=True)
         values = [local_of(grad).reshape(-1).float().abs() for grad in grads if grad.numel()]
@@ -227,14 +227,13 @@ class Stepping(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at where the gradients of this step come from."""
-        if self.seen.facts(optimizer).in_scaler:
-            return
-        params = list(self.seen.params(optimizer))
-        self._check_bypass(optimizer, params)
-        self._check_plain(optimizer, params)
+        if not self.seen.facts(optimizer).in_scaler:
+            params = list(self.seen.params(optimizer))
+            self._check_bypass(optimizer, params)
+            self._check_plain(optimizer, params)
 
     def _check_bypass(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-        if not self.is_new(BYPASSED, id(optimizer)):
+        if not self.findings.is_new(BYPASSED, id(optimizer)):
             return
         gradients, facts = self.seen.gradients, self.seen.facts(optimizer)
         name, scaled = facts.name, gradients.of(params, Origin.GRAD_SCALER)
@@ -269,7 +268,7 @@ class Stepping(Detector):
             )
 
     def _check_plain(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-        if not self.is_new(NOT_SCALED, id(optimizer)):
+        if not self.findings.is_new(NOT_SCALED, id(optimizer)):
             return
         engine = find_engine(optimizer)
         if engine is not None and not engine.scales_losses:

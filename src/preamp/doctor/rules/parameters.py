@@ -180,23 +180,19 @@ class Membership(Detector):
         for param in missing:
             if stored_grad(param) is not None:
                 lost.setdefault(param.shape, []).append(param)
-        pairs = [
-            (orphan, lost[orphan.shape].pop())
-            for orphan in orphans
-            if orphan.requires_grad and lost.get(orphan.shape)
-        ]
-        if not pairs or 2 * len(pairs) < len(orphans):
+        found = [lost[p.shape].pop() for p in orphans if p.requires_grad and lost.get(p.shape)]
+        if not found or 2 * len(found) < len(orphans):
             return
-        self._replaced |= {id(param) for _, param in pairs}
-        name = self.seen.name(pairs[0][1])
+        self._replaced.update(map(id, found))
+        name = self.seen.name(found[0])
         self.report(
             REPLACED,
             id(optimizer),
-            f"{len(pairs)} of {len(own)} parameters of {type(optimizer).__name__} have no gradient "
+            f"{len(found)} of {len(own)} parameters of {type(optimizer).__name__} have no gradient "
             f"and are in no model; the model trains others of these shapes, such as {name}.",
             where=self.seen.facts(optimizer).made,
             parameters=len(own),
-            without_model=len(pairs),
+            without_model=len(found),
         )
 
     def _note_partly_owned(self) -> None:
@@ -328,22 +324,22 @@ class Accumulation(Detector):
 
     def run_ended(self) -> None:
         """Report optimizers whose steps got something else than they should."""
-        for key, known in self._sums.items():
-            name, steps, where = key.name, known.steps, known.where
+        for facts, known in self._sums.items():
+            name, steps, where = facts.name, known.steps, known.where
             if 2 * known.dropped > steps:
                 what = f"{name} had lost all gradients before {known.dropped} of {steps} steps."
-                self.report(DROPPED, key, what, where=where, steps=steps, dropped=known.dropped)
+                self.report(DROPPED, facts, what, where=where, steps=steps, dropped=known.dropped)
             dropped, times = next(iter(known.last_only.most_common(1)), (0, 0))
             if times >= _STEPS and 2 * times > steps:
                 what = f"{times} of {name}'s {steps} steps used the last of {dropped + 1} backwards"
                 what = f"{what} alone; the gradients of the others had been set to zero."
-                self.report(DROPPED, key, what, where=where, steps=steps, dropped=dropped)
+                self.report(DROPPED, facts, what, where=where, steps=steps, dropped=dropped)
             if known.carried >= _STEPS and 2 * known.carried > steps:
                 what = f"{known.carried} of {name}'s {steps} steps had earlier gradients in theirs."
-                self.report(NEVER_ZEROED, key, what, where=where, steps=steps)
+                self.report(NEVER_ZEROED, facts, what, where=where, steps=steps)
             if known.summed >= 2 and 2 * known.summed > steps:
                 what = f"{known.summed} of {steps} steps used sums of {known.backwards} backwards."
-                self.report(NOT_DIVIDED, key, what, where=where, backwards=known.backwards)
+                self.report(NOT_DIVIDED, facts, what, where=where, backwards=known.backwards)
 
 
 class Frozen(Detector):
