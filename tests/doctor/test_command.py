@@ -21,7 +21,6 @@ from preamp.doctor import RULES, explain_text
 BUG = BUGS["clipping without unscale_"].text
 QUIET = "import warnings\nwarnings.simplefilter('ignore')\n"
 
-
 Doctor = Callable[..., Done]
 
 
