@@ -76,7 +76,7 @@ def test_a_copy_is_a_model_of_its_own(level: str, duplicate: Any) -> None:
         assert {"__deepcopy__", "__reduce_ex__", "forward"}.isdisjoint(vars(part))
         if is_plain(level):
             assert not any(value for name, value in vars(part).items() if "hooks" in name)
-            assert vars(part).keys() - vars(plain).keys() <= {"_preamp_copied"}
+            assert vars(part).keys() <= vars(plain).keys()
     exact = copy.deepcopy(dict(model.state_dict()) if is_plain(level) else weights(model))
     assert same(weights(twin), exact)
     x, _ = batch(7)
@@ -109,7 +109,7 @@ def test_masters_in_a_file(level: str) -> None:
     assert {type(p) for p in loaded} == {nn.Parameter}
 
 
-@ALL_LEVELS
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_deepcopy_of_the_optimizer(level: str, name: str) -> None:
     model, optimizer = started(level, optimizer=name)
