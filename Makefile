@@ -7,8 +7,8 @@ PYTEST_ARGS ?= -n auto --maxprocesses 8
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Machine code that is made at the first steps.
-export PREAMP_CACHE := $(CURDIR)/$(VENV)/machine-code
+# Machine code that is made at the first steps; clones may have one folder in common.
+export PREAMP_CACHE := $(or $(PREAMP_CACHE),$(CURDIR)/$(VENV)/machine-code)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help

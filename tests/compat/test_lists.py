@@ -21,6 +21,7 @@ LISTED = amp.lists.functional_overrides.FP32_FUNCS
 TEXT = r"^A list of amp\.lists was to be changed\. .* Call amp\.register_half_function\("
 
 
+@pytest.mark.product
 @pytest.mark.apex(
     "4.2 amp.lists", "4.2 BANNED_FUNCS", "4.2 BFLOAT16_FUNCS", "0 apex.amp.lists", "0 apex.amp.amp"
 )

@@ -146,7 +146,6 @@ def assert_same_training(ours: Training, losses: list[float], eager: Training) -
     close(eager)
 
 
-@pytest.mark.each
 @models
 @levels
 def test_the_loss_is_one_graph(make: Any, level: str) -> None:
@@ -166,7 +165,6 @@ def test_the_loss_is_one_graph(make: Any, level: str) -> None:
     assert losses[0] == pytest.approx(eager.run(1)[0], rel=2e-2)
 
 
-@pytest.mark.each
 @models
 @levels
 def test_training_by_a_compiled_loss_is_the_same(make: Any, level: str) -> None:
@@ -190,7 +188,6 @@ def test_a_compiled_model_has_no_breaks(level: str, scope: str) -> None:
     assert_same_training(training, losses, eager)
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("numerics", ["light", "full"])
 @levels
 def test_statistics_break_no_graph(level: str, numerics: str) -> None:

@@ -161,7 +161,6 @@ def trained_compiled(level: str, backend: str) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@pytest.mark.each
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("backend", BACKENDS)

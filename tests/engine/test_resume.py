@@ -139,6 +139,7 @@ def test_the_check_can_fail() -> None:
     assert not same(resumed.numbers(), whole.numbers())
 
 
+@pytest.mark.product
 @pytest.mark.apex("B 10: loading before and after, and at another level")
 @ALL_LEVELS
 @pytest.mark.parametrize("then", LEVEL_NAMES)

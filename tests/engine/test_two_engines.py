@@ -377,6 +377,7 @@ def test_a_shared_layer_is_refused_where_one_engine_has_it_half(
     assert preamp.engine_of(second).policy.opt_level == levels[1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("first", F32_WEIGHTS)
 @pytest.mark.parametrize("second", F32_WEIGHTS)
 def test_a_shared_float32_layer_is_accepted(first: str, second: str) -> None:

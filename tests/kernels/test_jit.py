@@ -98,6 +98,7 @@ def cast_in_integers(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return target
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("wide", [F32, F64])
 @pytest.mark.parametrize("half", [F16, BF16])
 def test_every_half_widens_and_comes_back(half: torch.dtype, wide: torch.dtype) -> None:
@@ -683,6 +684,7 @@ def test_folders_for_code_are_made_for_the_user_alone(cache: Path) -> None:
     assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, cache, cache.parent)] == [0o700] * 3
 
 
+@pytest.mark.product
 @posix_only
 @pytest.mark.parametrize("mode", [0o775, 0o722, 0o1777])
 @pytest.mark.parametrize("place", ["code", "above", "inner"])
