@@ -57,8 +57,13 @@ def _size_in_quick(item: pytest.Item) -> int:
     return 1 if has_two or item.get_closest_marker("each") else 2
 
 
-def examples(count: int) -> int:
-    """How many examples to try in this run where the full suite tries ``count``."""
+def examples(count: int, quick: int | None = None) -> int:
+    """How many examples to try in this run where the full suite tries ``count``.
+
+    The quick suite tries a fourth of them, but 10 at least, or as many as ``quick`` says.
+    """
+    if quick is not None and hypothesis.settings().max_examples < 100:
+        return quick
     return max(min(count, 10), count * hypothesis.settings().max_examples // 100)
 
 

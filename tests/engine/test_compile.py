@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
-from cases.levels import BY_KIND, CASTING_FUNCTIONS
+from cases.levels import CASTING_FUNCTIONS, LEVEL_NAMES
 from preamp.engine import ledger
 from preamp.numerics import NumericsRecord, StepRecord
 from preamp.optim.fused import base, checks
@@ -27,7 +27,10 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-levels = pytest.mark.parametrize("level", BY_KIND)
+# torch's compiler takes seconds: the quick suite has one level.
+levels = pytest.mark.parametrize(
+    "level", ["O1", *(pytest.param(n, marks=pytest.mark.full) for n in LEVEL_NAMES if n != "O1")]
+)
 
 
 class Perceptron(nn.Module):

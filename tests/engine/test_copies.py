@@ -116,6 +116,7 @@ def check_goes_on_as(made: Any, plain: Any) -> None:
 
 
 # Holders and calls decide in which order objects are copied, levels and storages which ones are.
+@pytest.mark.each
 @pytest.mark.pairs
 @pytest.mark.parametrize(
     ("level", "build", "storage"),

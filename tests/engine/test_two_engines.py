@@ -346,6 +346,7 @@ def pair() -> tuple[Run, Run]:
     return one, two
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("half", HALF_WEIGHTS)
 @pytest.mark.parametrize("other", LEVEL_NAMES)
 @pytest.mark.parametrize("half_first", [True, False])

@@ -298,7 +298,6 @@ def test_layouts_do_not_matter(ops: Any, row: RuleRow, params: Any, grads: Any) 
         assert param.stride() == old.stride()
 
 
-@pytest.mark.product
 @pytest.mark.parametrize(
     ("ops", "edges"), [*((name, EDGES) for name in AS_THEY_ARE), ("triton", EDGES_OF_CHUNKS)],
     indirect=["ops"],

@@ -17,9 +17,6 @@ from cases.tolerances import assert_same
 from preamp.kernels import Census, backend
 from preamp.kernels.by_device import ByDevice
 
-# What a dtype takes is written anew in each back end.
-pytestmark = pytest.mark.product
-
 REFERENCE = backend("reference")
 CPU = torch.device("cpu")
 DTYPES = (F16, BF16, F32, F64)

@@ -138,3 +138,4 @@ def test_loops_are_short_in_the_quick_suite(monkeypatch: pytest.MonkeyPatch) -> 
 def test_searches_are_as_long_as_the_profile_says() -> None:
     most = settings().max_examples
     assert [examples(100), examples(200), examples(8)] == [most, 2 * most, max(8, most * 8 // 100)]
+    assert examples(200, quick=7) == (7 if most == 25 else 2 * most)
