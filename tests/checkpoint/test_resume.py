@@ -107,7 +107,6 @@ EVERYTHING: list[Event] = [
 ]
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("optimizer", BUILDS)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -21,6 +21,7 @@ LISTED = amp.lists.functional_overrides.FP32_FUNCS
 TEXT = r"^A list of amp\.lists was to be changed\. .* Call amp\.register_half_function\("
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("namespace", MODULES)
 @pytest.mark.parametrize("name", RULES)
 def test_lists_are_the_op_table(namespace: str, name: str) -> None:

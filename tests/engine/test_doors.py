@@ -292,6 +292,7 @@ def mixture(level: str, trained: str, **more: Any) -> Any:
     return model, optimizer
 
 
+@pytest.mark.each
 @with_masters
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("storage", ["full", "split"])

@@ -245,7 +245,7 @@ def test_compiled_models_train(compiled: Any, level: str) -> None:
     check_training(compiled, level)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@casting
 def test_scripted_models_train_where_functions_are_cast(level: str) -> None:
     """In a process each: torch keeps the first half dtype that a scripted backward met in one."""
     script = "import sys; from engine import test_export as own; "

@@ -380,6 +380,7 @@ WATCHERS: dict[str, dict[str, Any]] = {
 
 
 # Watchers only read the tensors of a step, and do not know which optimizer made them.
+@pytest.mark.each
 @pytest.mark.threes
 @every_level
 @pytest.mark.parametrize("watcher", WATCHERS)

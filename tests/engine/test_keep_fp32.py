@@ -521,7 +521,12 @@ def test_nested_tensors_reach_the_attention_of_torch_s_encoder(keep: Any, level:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
-    ("kind", "level"), [("rotary, fused", "O5"), ("mask, by hand", "O2"), ("mask, by hand", "O3")]
+    ("kind", "level"),
+    [
+        ("rotary, fused", "O5"),
+        pytest.param("mask, by hand", "O2", marks=pytest.mark.full),
+        pytest.param("mask, by hand", "O3", marks=pytest.mark.full),
+    ],
 )
 def test_compiled_models_mix_too(kind: str, level: str) -> None:
     model, x = made(kind)

@@ -402,7 +402,6 @@ def _train_and_drop(level: str, door: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(thing) for thing in (engine, model, optimizer, model[0].weight)]
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 @pytest.mark.parametrize("level", BY_KIND)
 def test_models_optimizers_and_engines_are_freed(level: str, door: Any) -> None:

@@ -154,9 +154,10 @@ def trained_compiled(level: str, backend: str) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@pytest.mark.each
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize(
+    "level", ["O2", *(pytest.param(name, marks=pytest.mark.full) for name in ("O0", "O1", "O5"))]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_compiled(level: str, backend: str) -> None:

@@ -170,7 +170,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.each
 @pytest.mark.parametrize(
     ("level", "storage", "together"),
     [(*place, n) for place, n in zip(PLACES, itertools.cycle([1, 4096, release.TOGETHER]))],
@@ -278,7 +277,6 @@ def seconds_of(level: str, first: str) -> list[tuple[str, str]]:
     return [(storages[(turn + number) % len(storages)], act) for number, act in enumerate(acts)]
 
 
-@pytest.mark.each
 @pytest.mark.filterwarnings("ignore:The .* weight '0.first.weight' was written to")
 @pytest.mark.parametrize("level", PAIRED_AT)
 @pytest.mark.parametrize("first", ACTS)

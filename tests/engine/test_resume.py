@@ -130,6 +130,7 @@ def test_the_check_can_fail() -> None:
     assert not same(resumed.numbers(), whole.numbers())
 
 
+@pytest.mark.product
 @ALL_LEVELS
 @pytest.mark.parametrize("then", LEVEL_NAMES)
 def test_resume_at_another_level(level: str, then: str) -> None:

@@ -332,6 +332,7 @@ def pair() -> tuple[Run, Run]:
     return one, two
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("half", HALF_WEIGHTS)
 @pytest.mark.parametrize("other", LEVEL_NAMES)
 @pytest.mark.parametrize("half_first", [True, False])
@@ -363,6 +364,7 @@ def test_a_shared_layer_is_refused_where_one_engine_has_it_half(
     assert preamp.engine_of(second).policy.opt_level == levels[1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("first", F32_WEIGHTS)
 @pytest.mark.parametrize("second", F32_WEIGHTS)
 def test_a_shared_float32_layer_is_accepted(first: str, second: str) -> None:

@@ -397,7 +397,6 @@ def test_split_parameters_have_the_bits_of_float32_ones(ops: Any, row: RuleRow, 
     assert_bits([t for c in ours.lists[2:] for t in c], [t for c in wanted.lists[2:] for t in c])
 
 
-@pytest.mark.each
 @every_storage
 @one_each
 def test_updates_are_those_of_what_was_kept(row: RuleRow, half: Any, kind: str) -> None:
@@ -511,7 +510,6 @@ def test_rows_by_themselves_have_the_bits_of_the_whole(ops: Any, half: Any, kind
         assert_bits(case.part(slices).run(ops).kept, whole.part(slices).kept)
 
 
-@pytest.mark.each
 @every_storage
 @one_each
 def test_versions_rise_for_what_is_written(row: RuleRow, half: Any, kind: str) -> None:
@@ -593,7 +591,6 @@ def _bad() -> dict[str, tuple[Case, dict[str, Any]]]:
     }
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("ops", [REFERENCE, BLOCKS, JOINED, JIT])
 @pytest.mark.parametrize("name", _bad())
 def test_what_does_not_fit_is_refused(ops: Any, name: str) -> None:

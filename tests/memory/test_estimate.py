@@ -45,7 +45,6 @@ def test_every_optimizer_of_preamp_and_torch_is_known() -> None:
     assert set(NAMES) == fused | torchs - {"Optimizer"}
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", GENERAL)
 def test_estimate_equals_the_count(name: str, level: str) -> None:
