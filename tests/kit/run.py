@@ -186,16 +186,20 @@ class Run:
         self, index: int = 0, *how: Literal["inf", "delay", "late"], **scaling: Any
     ) -> None:
         """In a block: ``inf`` makes its gradients infinite, ``delay`` leaves them scaled."""
-        loss = self.loss(index)
-        if self.row is None:
-            return loss.backward()
         if "delay" in how:
             scaling["delay_unscale"] = True
         if "late" in how:
             scaling["delay_overflow_check"] = True
+        self.back(self.loss(index), float("inf") if "inf" in how else 1.0, **scaling)
+
+    def back(self, loss: torch.Tensor, by: float = 1.0, **scaling: Any) -> None:
+        """The backward of a loss that a test has made."""
+        if self.row is None:
+            return loss.backward()
         owners = self.optimizers if len(self.optimizers) > 1 else self.optimizer
         with self.door.scale_loss(loss, owners, **scaling) as scaled:
-            (scaled * float("inf") if "inf" in how else scaled).backward()
+            (scaled * by).backward()
+        return None
 
     @act
     def outside(self, index: int = 0) -> None:
