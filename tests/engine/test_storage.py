@@ -228,8 +228,8 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
     """Its master is made after a forward that saved it; small numbers are exact throughout."""
     options: Any = {"storage": storage, "loss_scale": 128.0, "starts": False}
     ours, plain = runs = [
-        Run(kind, "FusedSGD", lambda: nn.Sequential(*(Scale() for _ in range(4))), **options)
-        for kind in (level, PLAIN)
+        Run(kind, name, lambda: nn.Sequential(*(Scale() for _ in range(4))), **options)
+        for kind, name in ((level, "FusedSGD"), (PLAIN, "SGD"))
     ]
     for run in runs:
         run.optimizer.param_groups[0].update(lr=2.0**-5, momentum=0.0)
@@ -240,8 +240,7 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
         for run in runs:
             if number == 1 and thaws == "before the forward":
                 run.model.requires_grad_(True)
-            loss = run.model(torch.ones(8)).float().sum()
-            run.back(loss)
+            run.back(run.model(torch.ones(8)).float().sum())
             if number == 1:
                 run.model.requires_grad_(True)
             run.play("step; zero")
@@ -249,6 +248,16 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
             exact = ours.engine.exact_value(mine)
             value = mine.detach().float() if exact is None else exact.detach()
             torch.testing.assert_close(value, wanted.detach(), rtol=2.0**-6, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_state_of_ones_own_may_have_any_keys(level: str) -> None:
+    run = Run(level).play("iterate")
+    for param in run.params():
+        run.optimizer.state[param][0] = param.detach().float() + 1
+    state = copy.deepcopy(run.optimizer.state_dict())
+    run.optimizer.load_state_dict(state)
+    assert same(run.optimizer.state_dict(), state)
 
 
 # -- when masters are made ------------------------------------------------------------------------
@@ -317,7 +326,7 @@ def test_whoever_reads_a_master_gets_its_value(level: str, read: str) -> None:
     assert all(
         torch.equal(READS[read](t.master), v) for t, v in zip(run.twins(), want, strict=True)
     )
-    assert "nan" not in repr(p)
+    assert all("nan" not in repr(twin.master) for twin in run.twins())
     run.play("train 1")
     assert all(packed(run)) or read == "data"  # memory that a script holds stays
 
