@@ -251,7 +251,7 @@ class Run:
     @act
     def read(self) -> None:
         """Look at each master and its gradient."""
-        for param in self.params():
+        for param in preamp.master_params(self.optimizer) if self.row else self.params():
             assert param.isfinite().all()
             _ = param.grad
 
