@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from cases.levels import LEVEL_NAMES
-from engine.harness import loss_of, make, weights
 from kit.compare import same
+from kit.loops import loss_of, make, weights
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)

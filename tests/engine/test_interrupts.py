@@ -34,8 +34,8 @@ from cases.models import Exact, loss_of
 from cases.optimizers import clone_state
 from cases.pair import Pair
 from cases.tolerances import assert_same
-from engine.harness import train_plain, train_step
 from kit.compare import differences, picture
+from kit.loops import train_plain, train_step
 from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.patches import PATCH_LOCK, PATCHES
 from preamp.casting.thread_casts import CASTS
