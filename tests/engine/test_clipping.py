@@ -16,8 +16,8 @@ from torch import nn
 import preamp
 from cases.levels import BY_NAME, LEVEL_NAMES
 from cases.models import values
-from cases.pair import Pair
 from cases.tolerances import assert_same
+from kit.pair import Pair
 
 FORMS: dict[str, Callable[[Pair], Any]] = {
     "optimizer": lambda pair: pair.optimizer,

@@ -14,8 +14,8 @@ from torch import nn
 import preamp
 from cases.levels import BY_NAME, EXACT, HALF_WEIGHTS, WITH_MASTERS
 from cases.models import Parts
-from cases.pair import Pair
 from cases.tolerances import assert_same
+from kit.pair import Pair
 
 halves = pytest.mark.parametrize("level", HALF_WEIGHTS)
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
