@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,13 @@ def test_pictures_see_what_initialize_changes() -> None:
     run.close()
     Run("O1")
     assert {"torch.mm", "torch.exp"} & {*differences(before, picture())}
+
+
+def test_the_examples_of_contributing_run() -> None:
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
+    examples = re.findall(r"```python\ndef (test_\w+)(.*?)```", page, re.DOTALL)
+    assert len(examples) == 3
+    for name, rest in examples:
+        known = dict(globals())
+        exec(f"def {name}{rest}", known)
+        known[name]()
