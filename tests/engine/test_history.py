@@ -104,7 +104,7 @@ def test_each_step_leaves_a_record(level: str, tmp_path: Path) -> None:
     assert [record.skipped for record in records] == [False, False, is_dynamic, False]
     scales = [65536.0, 65536.0, 32768.0, 32768.0] if is_dynamic else [1.0] * 4
     assert [record.scales for record in records] == [{0: scale} for scale in scales]
-    assert {record.lr for record in records} == {0.125}
+    assert {record.lr for record in records} == {0.1}
     assert {record.norm for record in records} == {None}
     in_file = [r for r in read_history(tmp_path / "run.jsonl") if isinstance(r, StepRecord)]
     assert in_file == records

@@ -307,7 +307,7 @@ def test_scheduler_outlives_the_engine(level: str, built: str) -> None:
     train_plain(model, optimizer, 1)
     scheduler.step()
     assert not same(weights(model), before)
-    assert optimizer.param_groups[0]["lr"] == 0.125 / 4
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
     preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
     train_step(model, optimizer, 2)
     scheduler.step()

@@ -121,8 +121,8 @@ def build(name: str, params: Iterable[Any], **options: Any) -> Any:
 
 
 def batch_of(model: nn.Module, index: int) -> torch.Tensor:
-    """Inputs number ``index``, as wide as the model's first weight."""
-    width = next(p.shape[-1] for p in model.parameters() if p.dim() > 1)
+    """Inputs number ``index``, as wide as the model's first matrix that is more than a column."""
+    width = next(p.shape[-1] for p in model.parameters() if p.dim() > 1 and p.shape[-1] > 1)
     return torch.randn(6, width, generator=torch.Generator().manual_seed(index))
 
 
