@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pack_sequence
 import preamp
 from cases.levels import BY_NAME, CASTING_FUNCTIONS, HALF_WEIGHTS
 from kit.compare import halves_match, same
+from kit.loops import weights
 from kit.run import ALL, MASTERS, PLAIN, Net, Run
 from preamp import amp
 from preamp.optim import MasterParameter
@@ -83,14 +84,12 @@ def test_what_is_given_comes_back(
 def test_signature_is_apex_s() -> None:
     parameters = inspect.signature(amp.initialize).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert (
-        positional
-        == (
-            "models optimizers enabled opt_level cast_model_type patch_torch_functions "
-            "keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity "
-            "min_loss_scale max_loss_scale"
-        ).split()
+    names = (
+        "models optimizers enabled opt_level cast_model_type patch_torch_functions "
+        "keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity "
+        "min_loss_scale max_loss_scale"
     )
+    assert positional == names.split()
     defaults = [parameters[name].default for name in positional[2:]]
     assert defaults == [True, "O1", *[None] * 6, 1, 1, None, 2.0**24]
     assert list(inspect.signature(preamp.initialize).parameters)[:14] == positional
@@ -221,11 +220,6 @@ class Zoo(nn.Module):
         self.register_buffer("hidden", torch.full((2,), 0.1), persistent=False)
 
 
-def stored(model: nn.Module) -> dict[str, torch.Tensor]:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor.detach() for name, tensor in tensors}
-
-
 FIXED = {
     "i64": torch.int64,
     "mask": torch.bool,
@@ -241,7 +235,7 @@ FIXED = {
 def test_conversion_of_half_models(level: str) -> None:
     model = Zoo()
     preamp.initialize(model, opt_level=level, verbosity=0)
-    for name, tensor in stored(model).items():
+    for name, tensor in weights(model).items():
         if name in FIXED:
             assert tensor.dtype is FIXED[name], name
         elif (name.startswith("bn") and level != "O3") or name == "hidden":
@@ -253,7 +247,7 @@ def test_conversion_of_half_models(level: str) -> None:
 def test_o0_makes_doubles_float32() -> None:
     model = Zoo()
     preamp.initialize(model, opt_level="O0", verbosity=0)
-    assert {t.dtype for name, t in stored(model).items() if name not in FIXED} == {F32}
+    assert {t.dtype for name, t in weights(model).items() if name not in FIXED} == {F32}
 
 
 @pytest.mark.parametrize(
@@ -265,9 +259,9 @@ def test_o0_makes_doubles_float32() -> None:
 )
 def test_what_converts_nothing(level: str, options: dict[str, Any]) -> None:
     model = Zoo()
-    before = copy.deepcopy(stored(model))
+    before = weights(model)
     preamp.initialize(model, opt_level=level, verbosity=0, **options)
-    assert same(stored(model), before)
+    assert same(weights(model), before)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +376,7 @@ def test_frozen_copies_for_averaging(level: str) -> None:
         slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
     assert average.eval()(torch.ones(2, 4)).isfinite().all()
     average.load_state_dict(run.model.state_dict())
-    assert same(stored(average), stored(run.model))
+    assert same(weights(average), weights(run.model))
 
 
 @LEVELS
@@ -404,7 +398,7 @@ def test_model_alone_for_evaluation(level: str) -> None:
 @DOORS
 def test_disabled_passes_everything_through(door: Any) -> None:
     run, plain = Run("O9", door=door, enabled=False, loss_scale="abc"), Run(PLAIN)
-    assert same(stored(run.model), stored(plain.model))
+    assert same(weights(run.model), weights(plain.model))
     assert vars(run.optimizer).keys() - vars(plain.optimizer).keys() <= {"_preamp_link"}
     for index in range(3):
         loss = run.loss(index)
@@ -414,7 +408,7 @@ def test_disabled_passes_everything_through(door: Any) -> None:
         torch.nn.utils.clip_grad_norm_(door.master_params(run.optimizer), 0.5)
         run.play("step; zero")
         plain.play(f"backward {index}; clip; step; zero")
-    assert same(stored(run.model), stored(plain.model))
+    assert same(weights(run.model), weights(plain.model))
     assert list(door.master_params(run.optimizer)) == list(run.model.parameters())
 
 
@@ -629,45 +623,27 @@ def test_outputs(level: str, scope: Any) -> None:
         assert got is one
 
 
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """A call with a float64 argument.
-
-    Attributes:
-        options: Of ``initialize``.
-        seen: What the model gets of its argument; None where that is no matter here.
-        answer: What the model returns.
-        out: What comes out of the call.
-    """
-
-    level: str
-    options: dict[str, Any]
-    seen: torch.dtype | None
-    answer: torch.dtype
-    out: torch.dtype
-
-
 UNCAST = {"cast_model_type": False}
-FORWARDS = [
-    Forward("O0", {}, seen=F32, answer=F16, out=F32),
-    *(Forward(level, {}, seen=F64, answer=F64, out=F64) for level in CASTING_FUNCTIONS),
-    *(Forward(level, {}, seen=F64, answer=BF16, out=F32) for level in CASTING_FUNCTIONS),
-    Forward("O2", UNCAST, seen=F64, answer=F16, out=F16),
-    Forward("O2", {**UNCAST, "cast_model_outputs": F16}, seen=F64, answer=F32, out=F16),
-    *(
-        Forward(level, {"cast_model_outputs": out}, seen=None, answer=F32, out=out)
-        for level in ALL
-        for out in (F16, F64)
-    ),
+FORWARDS: list[tuple[str, dict[str, Any], torch.dtype | None, torch.dtype, torch.dtype]] = [
+    # level, options, what the model gets of a float64 tensor (or no matter), answers, and gives
+    ("O0", {}, F32, F16, F32),
+    *((level, {}, F64, F64, F64) for level in CASTING_FUNCTIONS),
+    *((level, {}, F64, BF16, F32) for level in CASTING_FUNCTIONS),
+    ("O2", UNCAST, F64, F16, F16),
+    ("O2", {**UNCAST, "cast_model_outputs": F16}, F64, F32, F16),
+    *((level, {"cast_model_outputs": F16}, None, F32, F16) for level in ALL),
+    *((level, {"cast_model_outputs": F64}, None, F32, F64) for level in ALL),
 ]
 
 
-@pytest.mark.parametrize("call", FORWARDS, ids=lambda call: call.level)
-def test_forwards(call: Forward) -> None:
-    model = echo(call.level, **call.options)
-    model.answer = torch.ones(1, dtype=call.answer)
-    assert model(torch.ones(1, dtype=F64)).dtype is call.out
-    assert call.seen in (None, model.seen[0][0].dtype)
+@pytest.mark.parametrize(("level", "options", "seen", "answer", "out"), FORWARDS)
+def test_forwards(
+    level: str, options: dict[str, Any], seen: Any, answer: torch.dtype, out: torch.dtype
+) -> None:
+    model = echo(level, **options)
+    model.answer = torch.ones(1, dtype=answer)
+    assert model(torch.ones(1, dtype=F64)).dtype is out
+    assert seen in (None, model.seen[0][0].dtype)
 
 
 # -- float32 made inside a half model --------------------------------------------------------
@@ -764,7 +740,6 @@ def test_numbers_of_an_optimizer_keep_their_dtype(level: str) -> None:
     products = [state["mu_product"].clone() for state in optimizer.state.values()]
     run.initialize()
     found = list(optimizer.state.values())
-    weights = torch.float32 if level == "O2" else torch.float16
-    assert {state["exp_avg"].dtype for state in found} == {weights}
+    assert {state["exp_avg"].dtype for state in found} == {F32 if level == "O2" else F16}
     assert [state["mu_product"] for state in found] == products
     assert {state["mu_product"].dtype for state in found} == {torch.float32}
