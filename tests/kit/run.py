@@ -220,9 +220,9 @@ class Run:
             optimizer.step()
 
     @act
-    def zero(self, to_none: bool = True) -> None:
+    def zero(self, how: Literal["none", "filled"] = "none") -> None:
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=to_none)
+            optimizer.zero_grad(set_to_none=how == "none")
 
     @act
     def iterate(self, *indices: int) -> None:
