@@ -24,7 +24,7 @@ def nudge(run: Run, by: float = 1.0) -> None:
 @pytest.mark.parametrize(
     ("act", "told"),
     [
-        ("stp", r"No act is 'stp'; there are backward, .*, step, zero\."),
+        ("stp", r"No act is 'stp'; there are .*backward, .*step, .*zero\."),
         ("loss", "No act is 'loss'"),
         ("step 1", r"'step 1': too many positional arguments; step takes \(\)"),
         ("clip hard", "'clip hard': could not convert string to float: 'hard'; clip takes"),
