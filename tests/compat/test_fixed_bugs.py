@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from cases.levels import LEVEL_NAMES
-from engine.harness import loss_of, make, weights
 from kit.compare import same
+from kit.loops import loss_of, make, weights
 from kit.refusals import refused
 from preamp import amp
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVEL_NAMES
-from engine.harness import loss_of, make
 from kit.compare import same
+from kit.loops import loss_of, make
 from kit.refusals import refused
 from kit.run import Net
 from preamp import amp

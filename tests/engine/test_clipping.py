@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import BY_NAME, LEVEL_NAMES
 from cases.models import values
-from cases.pair import Pair
 from cases.tolerances import assert_same
-from engine.harness import HALF
+from kit.pair import Pair
 
 FORMS: dict[str, Callable[[Pair], Any]] = {
     "optimizer": lambda pair: pair.optimizer,
@@ -202,7 +201,7 @@ def test_norm_and_clipped_gradients(
     assert norm.shape == ()
     assert float(norm) == pytest.approx(expected, rel=1e-5)
     factor = min(1.0, max_norm / (expected + 1e-6))
-    half = HALF[level] if level == "O3" else torch.float32
+    half = BY_NAME[level].half if level == "O3" else torch.float32
     for param, value in zip(preamp.master_params(optimizer), values, strict=True):
         assert param.grad is not None
         assert param.grad.dtype is half

@@ -18,8 +18,8 @@ from torch import nn
 import preamp
 import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from engine.harness import loss_of, train_plain, train_step, weights
 from kit.compare import same
+from kit.loops import loss_of, train_plain, train_step, weights
 from kit.run import Net
 from preamp.compat.stash import attach_stashes
 

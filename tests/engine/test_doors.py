@@ -27,9 +27,9 @@ import preamp
 import preamp.optimizers
 from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
-from cases.pair import Pair, adam, sgd
 from cases.tolerances import assert_same
 from kit.compare import halves_match
+from kit.pair import Pair, adam, sgd
 from preamp import fp16_utils
 from preamp.compat import flat
 

@@ -23,9 +23,9 @@ import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, loss_of, values
 from cases.optimizers import clone_state
-from cases.pair import Pair
 from cases.selection import examples
 from cases.tolerances import assert_same
+from kit.pair import Pair
 from preamp.optimizers import FusedAdam, FusedSGD
 
 Build = Callable[..., torch.optim.Optimizer]

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 import preamp
 import preamp.parallel
 from cases.levels import LEVELS
-from engine.harness import everything, train_step
 from kit.compare import same
+from kit.loops import everything, train_step
 from kit.run import Net
 from preamp.core.errors import PreampError, PreampStateError
 from preamp.optim import LARC

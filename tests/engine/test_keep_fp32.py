@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
-from engine.harness import HALF
+from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from preamp import amp
 from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.numerics import RunRecord
@@ -213,7 +212,7 @@ def test_batch_norms_by_type(level: str) -> None:
     seen: list[torch.dtype] = []
     model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     model(torch.randn(3, 2, 5, 5)).sum().backward()
-    assert seen == [HALF[level]]  # as with keep_batchnorm_fp32
+    assert seen == [BY_NAME[level].half]  # as with keep_batchnorm_fp32
 
 
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
@@ -276,7 +275,7 @@ def test_a_loss_inside_the_model(door: Any, level: str, keep: Any) -> None:
     exact = {name for name, loss in found.items() if torch.equal(loss, outside)}
     if level in HALF_WEIGHTS:
         assert exact == ({"widened"} if keep is None else {"widened", "module"})
-        assert torch.equal(found["function"], found["function"].to(HALF[level]).float())
+        assert torch.equal(found["function"], found["function"].to(BY_NAME[level].half).float())
     else:
         assert exact == {"widened", "module", "function", "registered"}
 
@@ -285,7 +284,7 @@ def test_a_loss_inside_the_model(door: Any, level: str, keep: Any) -> None:
 def test_doubles_and_halves_become_float32(level: str) -> None:
     model = Model()
     model.norm.double()
-    model.gate.to(HALF[level])
+    model.gate.to(BY_NAME[level].half)
     exact = model.gate.weight.detach().float()
     keep = [nn.LayerNorm, "gate"]
     preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=keep, allow_half_model=True)
@@ -294,7 +293,7 @@ def test_doubles_and_halves_become_float32(level: str) -> None:
     model(TOKENS)
     preamp.engine_of(model).close()
     assert model.norm.weight.dtype is torch.float64
-    assert model.gate.weight.dtype is HALF[level]
+    assert model.gate.weight.dtype is BY_NAME[level].half
 
 
 # -- there and back ------------------------------------------------------------------------------
@@ -314,7 +313,7 @@ def test_closing_gives_all_back(level: str) -> None:
     assert sum(hooks) > 0
     assert not any(part._forward_pre_hooks for part in model.modules())
     with pytest.raises(RuntimeError):  # torch's own functions are back
-        torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=HALF[level]))
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=BY_NAME[level].half))
 
 
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
@@ -329,7 +328,7 @@ def test_a_checkpoint_goes_between_selections(level: str) -> None:
     exact = set(state) if level in WITH_MASTERS else set(HEAD)
     for name in exact - {"gain"}:
         assert torch.equal(found[name], state[name]), name
-    assert torch.equal(other.gain, state["gain"].to(HALF[level]))
+    assert torch.equal(other.gain, state["gain"].to(BY_NAME[level].half))
     other_optimizer.load_state_dict(optimizer.state_dict())
     train(other, other_optimizer)
 
@@ -493,7 +492,7 @@ def test_constants_stay_float32_and_mix_with_half(kind: str, level: str) -> None
     preamp.initialize(model, opt_level=level, verbosity=0)
     assert all(value.dtype is F32 for value in constants.values())
     assert all(torch.equal(value, before[name]) for name, value in constants.items())
-    eps = torch.finfo(HALF[level]).eps
+    eps = torch.finfo(BY_NAME[level].half).eps
     found = results(model, x)
     assert len(found) == len(exact)
     for ours, right in zip(found, exact, strict=True):
@@ -515,7 +514,7 @@ def test_nested_tensors_reach_the_attention_of_torch_s_encoder(keep: Any, level:
         expected = model(x, src_key_padding_mask=padded)
         preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=keep)
         found = model(x, src_key_padding_mask=padded)
-    eps = torch.finfo(HALF[level]).eps
+    eps = torch.finfo(BY_NAME[level].half).eps
     torch.testing.assert_close(found[:, :4], expected[:, :4], rtol=0, atol=4 * eps)
 
 
@@ -588,11 +587,12 @@ def test_one_warning_names_the_buffers(level: str) -> None:
     model = nn.Linear(2, 2)
     for name, (value, _) in HARMED.items():
         model.register_buffer(name, value.clone())
-    harm = {name: what[HALF[level]] for name, (_, what) in HARMED.items() if HALF[level] in what}
+    half = BY_NAME[level].half
+    harm = {name: what[half] for name, (_, what) in HARMED.items() if half in what}
     with pytest.warns(UserWarning, match="^The cast to ") as caught:
         preamp.initialize(model, opt_level=level, verbosity=0)
     assert [str(one.message) for one in caught] == [
-        f"The cast to {str(HALF[level]).removeprefix('torch.')} changes buffers by more than its "
+        f"The cast to {str(half).removeprefix('torch.')} changes buffers by more than its "
         f"rounding: {', '.join(f'{name!r} ({loss})' for name, loss in harm.items())}. Buffers in "
         "the state_dict are cast as weights are, and have no masters. Pass "
         f"keep_fp32={list(harm)} to keep them in float32."

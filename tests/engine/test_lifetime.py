@@ -16,6 +16,7 @@ from torch import nn
 import preamp
 from cases.levels import (
     BY_KIND,
+    BY_NAME,
     CASTING_FUNCTIONS,
     F32_WEIGHTS,
     HALF_WEIGHTS,
@@ -23,17 +24,8 @@ from cases.levels import (
     WITH_MASTERS,
 )
 from cases.models import Parts, batch
-from engine.harness import (
-    HALF,
-    OPTIMIZERS,
-    make,
-    masters,
-    started,
-    train_plain,
-    train_step,
-    weights,
-)
 from kit.compare import differences, halves_match, picture, same
+from kit.loops import OPTIMIZERS, make, masters, started, train_plain, train_step, weights
 from preamp import amp
 from preamp.optimizers import FusedAdam, FusedSGD
 
@@ -314,7 +306,7 @@ def test_scheduler_outlives_the_engine(level: str, built: str) -> None:
     train_plain(model, optimizer, 1)
     scheduler.step()
     assert not same(weights(model), before)
-    assert optimizer.param_groups[0]["lr"] == 0.125 / 4
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
     preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
     train_step(model, optimizer, 2)
     scheduler.step()
@@ -352,7 +344,7 @@ def test_the_users_own_hooks_stay(level: str) -> None:
 @ALL_LEVELS
 def test_what_was_added_meanwhile_stays(level: str) -> None:
     model, optimizer = started(level)
-    extra = nn.Linear(2, 2).to(HALF[level] if level in HALF_WEIGHTS else torch.float32)
+    extra = nn.Linear(2, 2).to(BY_NAME[level].half if level in HALF_WEIGHTS else torch.float32)
     optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
     preamp.engine_of(model).close()
     assert [len(group["params"]) for group in optimizer.param_groups] == [8, 2]

@@ -23,9 +23,9 @@ import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, LEVELS
 from cases.models import Damage, Exact, loss_of, values
 from cases.optimizers import ADAM, ALL, MAIN, NO_ROW, OptimizerCase, clone_state
-from cases.pair import Pair
 from cases.tolerances import assert_same
 from kit.compare import halves_match
+from kit.pair import Pair
 
 STEPS = 4  # injections fall into the first three, so a clean step always follows
 

@@ -17,18 +17,9 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVEL_NAMES
-from engine.harness import (
-    OPTIMIZERS,
-    batch,
-    loss_of,
-    masters,
-    started,
-    train_plain,
-    train_step,
-    weights,
-)
 from kit.compare import halves_match, same
-from kit.run import Net
+from kit.loops import OPTIMIZERS, loss_of, masters, started, train_plain, train_step, weights
+from kit.run import Net, batch_of
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -79,7 +70,7 @@ def test_a_copy_is_a_model_of_its_own(level: str, duplicate: Any) -> None:
             assert vars(part).keys() <= vars(plain).keys()
     exact = copy.deepcopy(dict(model.state_dict()) if is_plain(level) else weights(model))
     assert same(weights(twin), exact)
-    x, _ = batch(7)
+    x = batch_of(model, 7)
     ours, its = model.eval()(x), twin.eval()(x)
     assert its.dtype is torch.float32
     torch.testing.assert_close(its, ours, rtol=0.1 * is_plain(level), atol=0.1 * is_plain(level))

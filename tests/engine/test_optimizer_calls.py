@@ -21,9 +21,9 @@ import preamp
 import preamp.optimizers
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
 from cases.models import Damage, values
-from cases.pair import Build, Pair, adam, sgd
 from cases.tolerances import assert_same, assert_within_budget
 from kit.compare import halves_match
+from kit.pair import Build, Pair, adam, sgd
 from preamp.engine import serve_imitations
 from preamp.fp16_utils import FP16_Optimizer
 

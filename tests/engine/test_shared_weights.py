@@ -15,9 +15,9 @@ from torch import nn
 import preamp
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Damage, Parts
-from cases.pair import Build, sgd
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
+from kit.pair import Build, sgd
 
 levels = pytest.mark.parametrize("level", EXACT)
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])

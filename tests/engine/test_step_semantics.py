@@ -16,9 +16,9 @@ from torch import nn
 import preamp
 from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
 from cases.models import Damage, Exact, Parts, batch, loss_of
-from cases.pair import Pair, sgd
 from cases.tolerances import assert_same
 from kit.compare import differences, picture
+from kit.pair import Pair, sgd
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 

@@ -130,10 +130,16 @@ def reached(row: Refusal, level: str, door: str) -> Run:
 
 
 def assert_run_refused(book: str, name: str, row: Refusal, run: Run) -> None:
-    """The run's act is refused in the words of the book."""
+    """The run's act is refused in the words of the book; its engine's state too is as before."""
     subjects, words = (*run.models, *run.optimizers), words_for(run)
+    before = _state_of(run)
     with refused(book, name, *subjects, changes=row.changes, **words):
         run.play(row.act) if isinstance(row.act, str) else row.act(run)
+    assert row.changes or _state_of(run) == before
+
+
+def _state_of(run: Run) -> object:
+    return preamp.state_dict(run.optimizer) if hasattr(run.optimizer, "_preamp_link") else None
 
 
 def words_for(run: Run) -> dict[str, str]:

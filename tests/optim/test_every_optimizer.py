@@ -13,8 +13,8 @@ from torch import nn
 from cases import fused
 from cases.optimizers import ALL
 from cases.rules import ORACLES, ROWS
-from checkpoint.runs import FUSED as IN_CHECKPOINTS
 from distributed.sharded_params_checks import BITWISE, WITH_NORMS
+from kit.saved import FUSED as IN_CHECKPOINTS
 from preamp import optimizers
 from preamp.compat.flat.refusals import check_elementwise
 from preamp.kernels.rules import RULES

@@ -14,8 +14,8 @@ from cases.fused import ADAM, FUSED, MIXED_LAMB, SGD, FusedCase, Options, varian
 from cases.levels import LEVEL_NAMES
 from cases.models import Exact, Parts, loss_of
 from cases.optimizers import clone_state
-from cases.pair import Pair
 from cases.tolerances import assert_same
+from kit.pair import Pair
 from preamp import amp
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
