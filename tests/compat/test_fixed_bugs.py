@@ -53,7 +53,7 @@ def test_a25_static_scales_keep_their_value() -> None:
     "entry", [None, 5, {}, {"loss_scale": 4.0}, {"loss_scale": "x", "unskipped": 0}]
 )
 def test_a25_no_entry_is_applied_when_a_later_one_cannot_be_read(entry: Any) -> None:
-    started("O2", num_losses=2)
+    _kept_alive = started("O2", num_losses=2)
     before = amp.state_dict()
     good = {"loss_scale": 2.0, "unskipped": 3}
     with refused("compat", "an unreadable scaler", entry=repr(entry)):
