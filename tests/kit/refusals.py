@@ -59,7 +59,7 @@ def assert_approved(book: str, name: str, said: str, **words: Any) -> None:
     """What was said is the line ``name`` of the book."""
     said, wanted = said.replace("\n", "\\n"), words_of(book).get(name, "")
     for key, value in words.items():
-        wanted = wanted.replace(f"{{{key}}}", str(value))
+        wanted = wanted.replace(f"{{{key}}}", str(value).replace("\n", "\\n"))
     pattern = ".*".join(map(re.escape, wanted.split("[…]")))
     assert re.fullmatch(pattern, said), (
         f"{name!r} has to say\n{wanted}\nbut says\n{said}\n"
