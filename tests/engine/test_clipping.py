@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,22 +112,13 @@ def test_a_norm_that_is_not_finite_raises_where_asked_for() -> None:
     assert not preamp.clip_grad_norm_(pair.model.parameters(), 1.0).isfinite()
 
 
-def a_parameter(grad: float | None = None) -> nn.Parameter:
-    made = nn.Parameter(torch.ones(3))
-    made.grad = None if grad is None else torch.full((3,), grad)
-    return made
-
-
-def used(params: Iterator[Any]) -> Iterator[Any]:
-    list(params)
-    return params
-
-
+STRAY = nn.Parameter(torch.ones(3))
+STRAY.grad = torch.ones(3)
 REFUSED: dict[str, Callable[[nn.Module, nn.Module], Any]] = {  # of two engines
     "models of two engines": lambda one, other: [*one.parameters(), *other.parameters()],
-    "a parameter of no optimizer": lambda *_: a_parameter(),
-    "one of no optimizer beside others": lambda one, _: [*one.parameters(), a_parameter(1.0)],
-    "a generator that is used up": lambda one, _: used(one.parameters()),
+    "a parameter of no optimizer": lambda *_: nn.Parameter(torch.ones(3)),
+    "one of no optimizer beside others": lambda one, _: [*one.parameters(), STRAY],
+    "a generator that is used up": lambda *_: (param for param in ()),
     "a number": lambda *_: 1.0,
     "a list of a number": lambda *_: [1.0],
     "nothing": lambda *_: None,
