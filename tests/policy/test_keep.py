@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kit.refusals import refused
+from kit.refusals import assert_approved, refused
 from preamp import OPT_LEVELS
 from preamp.policy import KeepFP32, describe_overrides, resolve
 
@@ -53,12 +53,14 @@ def test_anything_else_is_refused(given: Any) -> None:
 @pytest.mark.parametrize("level", OTHER_LEVELS)
 def test_levels_that_cast_no_model_refuse_it(level: str) -> None:
     given = {"keep_fp32": [nn.LayerNorm, "rotary.*"]}
-    with refused(
-        "policy", "keep_fp32 without half weights", given="LayerNorm, 'rotary.*'", level=level
-    ):
+    words = {"given": "LayerNorm, 'rotary.*'", "level": level}
+    with refused("policy", "keep_fp32 without half weights", **words):
         resolve(level, given)
-    with pytest.warns(UserWarning, match="float32 where models are not cast to half"):
+    with pytest.warns(UserWarning, match=r" because hard_override is set\.$") as caught:
         resolve(level, given, hard_override=True)
+    said = str(caught[0].message).removesuffix(" Going on because hard_override is set.")
+    said = f"PreampPolicyError: {said}"
+    assert_approved("policy", "keep_fp32 without half weights", said, **words)
     assert resolve(level, {"keep_fp32": None}) == resolve(level, {"keep_fp32": []})
 
 
