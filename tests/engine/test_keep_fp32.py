@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 import preamp
 from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from kit.refusals import assert_refused, refused
 from preamp import amp
 from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.numerics import RunRecord
@@ -151,30 +151,24 @@ def test_what_it_names_is_float32_and_trains(selection: str, level: str) -> None
     assert moved == set(named)
 
 
-@pytest.mark.parametrize(
-    ("keep", "text"),
-    [
-        (
-            "norm.wieght",
-            "keep_fp32='norm.wieght' matches no parameter, buffer or module. The nearest names "
-            "are 'norm.weight', ",
-        ),
-        ([nn.LayerNorm, "gates.*"], "keep_fp32='gates.*' matches no parameter, buffer or module."),
-        (nn.Conv2d, "keep_fp32 names the type Conv2d, and no module is one. The types there are: "),
-        (nn.RMSNorm, "keep_fp32 names the type RMSNorm, and no module is one. The types there "),
-    ],
-)
+REFUSED: dict[str, Any] = {
+    "a misspelled name": "norm.wieght",
+    "a pattern beside a type": [nn.LayerNorm, "gates.*"],
+    "a type that no module has": nn.Conv2d,
+    "another such type": nn.RMSNorm,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
-def test_what_the_models_do_not_have_is_refused(level: str, keep: Any, text: str) -> None:
+def test_what_the_models_do_not_have_is_refused(level: str, name: str) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    state = copy.deepcopy(model.state_dict())
-    with pytest.raises(preamp.PreampPolicyError, match=f"^{re.escape(text)}"):
-        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32=keep)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert in_float32(model) == set(state)
-    with pytest.raises(preamp.PreampStateError):
-        preamp.engine_of(model)
+    options = {"opt_level": level, "verbosity": 0, "keep_fp32": REFUSED[name]}
+    with refused("keep_fp32", name, model, optimizer):
+        preamp.initialize(model, optimizer, **options)
+    assert in_float32(model) == set(model.state_dict())
+    assert_refused("keep_fp32", "no engine", lambda: preamp.engine_of(model))
 
 
 def test_a_name_in_one_of_several_models_is_enough() -> None:

@@ -51,14 +51,15 @@ def refused(
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the book has its type and its words
         yield
     assert_approved(book, name, f"{caught.type.__name__}: {caught.value}", **words)
-    assert changes or differences(before, picture(*subjects)) == []
+    changed = [] if changes else differences(before, picture(*subjects))
+    assert not changed, changed
 
 
 def assert_approved(book: str, name: str, said: str, **words: Any) -> None:
     """What was said is the line ``name`` of the book."""
     said, wanted = said.replace("\n", "\\n"), words_of(book).get(name, "")
     for key, value in words.items():
-        wanted = wanted.replace(f"{{{key}}}", str(value))
+        wanted = wanted.replace(f"{{{key}}}", str(value).replace("\n", "\\n"))
     pattern = ".*".join(map(re.escape, wanted.split("[…]")))
     assert re.fullmatch(pattern, said), (
         f"{name!r} has to say\n{wanted}\nbut says\n{said}\n"
