@@ -7,12 +7,12 @@ PYTEST_ARGS ?= -n auto --maxprocesses 8
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Machine code that is made at the first steps.
-export PREAMP_CACHE := $(CURDIR)/$(VENV)/machine-code
+# Machine code that is made at the first steps; clones may have one folder in common.
+export PREAMP_CACHE := $(or $(PREAMP_CACHE),$(CURDIR)/$(VENV)/machine-code)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-device test-integrations check bench wheel-test docs clean
+.PHONY: help demo kernels test test-all test-device test-integrations check bench wheel-test docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,9 @@ help:  ## Show this list
 # Threads that wait should sleep: on a busy machine spinning ones slow a step down many times over.
 demo: $(VENV)/.ready-demo  ## Train a small GPT at several opt levels; options: make demo ARGS="--steps 20"
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/00_demo.py $(ARGS)
+
+kernels: $(VENV)/.ready-dev  ## Compile what the tests take of the kernels, once for all of them
+	OMP_NUM_THREADS=1 $(BIN)/python tools/compile_kernels.py
 
 # One thread for each worker: the tests use small tensors, and many threads only fight for cores.
 # Bytecode is kept, since tests start many interpreters.

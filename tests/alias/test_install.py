@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -18,7 +17,9 @@ import pytest
 import preamp
 import preamp.amp.__version__  # which is an attribute of the package from then on
 from alias.harness import Run
+from kit.refusals import refused
 from preamp.compat.alias.finder import STARTUP
+from preamp.compat.alias.table import REFUSED
 
 
 def ours() -> dict[str, object]:
@@ -163,7 +164,7 @@ def check_completed(apex: ModuleType, package: Path) -> None:
     assert apex.amp.initialize is preamp.amp.initialize
     assert metadata.version("apex") == "0.9"
     assert importlib.import_module("apex.contrib").__name__ == "apex.contrib"
-    with pytest.raises(ModuleNotFoundError, match=r"apex\.mlp is not supplied"):
+    with refused("alias", "import of what is replaced", module="apex.mlp", use=REFUSED["apex.mlp"]):
         importlib.import_module("apex.mlp")
 
 
@@ -208,12 +209,7 @@ def test_an_apex_with_amp_is_refused(today: Path, imported: bool) -> None:
     if imported:
         importlib.import_module("apex.amp")
     before = ours()
-    text = (
-        f"The Apex at {today / '__init__.py'} has an apex.amp of its own. The alias supplies what "
-        "an installed Apex lacks and replaces nothing. Uninstall that Apex, or write: from preamp "
-        "import amp."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+    with refused("alias", "an Apex with amp", path=today / "__init__.py"):
         preamp.install_apex_alias()
     assert ours() == before
 
@@ -238,12 +234,7 @@ def test_a_clone_beside_the_script_is_no_package(site: Path) -> None:
 def test_a_stub_in_its_place_is_refused(stub: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", stub)  # type: ignore[arg-type]
     before = ours()
-    text = (
-        "The alias supplies the name where it is free, or what an installed Apex lacks. "
-        "Call preamp.install_apex_alias() before anything imports or replaces apex."
-    )
-    start = re.escape("The name apex already stands for something else in this process: ")
-    with pytest.raises(preamp.PreampStateError, match=f"^{start}.*{re.escape(text)}$"):
+    with refused("alias", "another thing called apex", stub=repr(stub)):
         preamp.install_apex_alias()
     assert ours() == before
     monkeypatch.undo()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import preamp
 from alias.harness import Run
+from kit.refusals import assert_approved
 from preamp.cli import main as main_module
 from preamp.cli.app import app
 from preamp.compat.alias import table
@@ -162,28 +163,26 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
     return caught.value.code
 
 
-@pytest.mark.parametrize(
-    ("arguments", "got"),
-    [
-        ([], "Got nothing in place of a program"),
-        (["-m"], "Got -m in place of a program"),
-        (["--"], "Got nothing in place of a program"),
-        (["no_such_file.py"], "There is no file 'no_such_file.py'"),
-        ([str(Path(__file__).parent)], f"There is no file {str(Path(__file__).parent)!r}"),
-    ],
-)
+BAD_USAGE = {
+    "run nothing": [],
+    "run -m": ["-m"],
+    "run --": ["--"],
+    "run a missing file": ["no_such_file.py"],
+    "run a folder": [str(Path(__file__).parent)],
+    "unknown numerics": ["--numerics", "much"],
+    "an empty history": ["--history", ""],
+    "a folder as history": ["--history", "."],
+}
+
+
+@pytest.mark.parametrize("name", BAD_USAGE)
 def test_bad_usage(
-    arguments: list[str],
-    got: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = list(sys.path), list(sys.meta_path)
-    assert call(monkeypatch, *arguments) == 2
-    assert capsys.readouterr().err == (
-        f"Error: {got}. It runs one Python file, or one module named by -m. Call preamp run "
-        "script.py, or preamp run -m module; preamp run --help says more.\n"
-    )
+    assert call(monkeypatch, *BAD_USAGE[name]) == 2
+    folder = repr(str(Path(__file__).parent))
+    assert_approved("alias", name, capsys.readouterr().err.rstrip("\n"), folder=folder)
     assert (sys.path, sys.meta_path) == before
 
 
@@ -198,7 +197,7 @@ def test_an_option_that_there_is_not(
 def test_no_such_module(preamp_run: Run, name: str) -> None:
     done = preamp_run("-m", name)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"Error: There is no module {name} that can be run. It runs one")
+    assert_approved("alias", "run a missing module", done.stderr.rstrip("\n"), module=name)
 
 
 def test_a_missing_import_of_a_package_is_not_a_missing_module(
@@ -216,7 +215,8 @@ def test_an_apex_with_amp_is_told_of(preamp_run: Run, tmp_path: Path) -> None:
     written(tmp_path, "apex/amp.py", "")
     done = preamp_run(written(tmp_path, "script.py", "print('ran')"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"Error: The Apex at {tmp_path / 'apex' / '__init__.py'} has an")
+    path = tmp_path / "apex" / "__init__.py"
+    assert_approved("alias", "run with an Apex with amp", done.stderr.rstrip("\n"), path=path)
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -258,24 +258,6 @@ def test_a_run_records_what_its_options_ask_for(preamp_run: Run, tmp_path: Path)
         lines = (tmp_path / name).read_text("utf-8").splitlines()
         kinds = {json.loads(line)["kind"] for line in lines}
         assert {"run", "step", "numerics"} <= kinds
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--numerics", "much"], "numerics='much' is not known. Choose one of 'off', 'light', 'f"),
-        (["--history", ""], "history='' is no path. Allowed are the path of a file and None. Pass"),
-        (["--history", "."], "history='.' is a folder"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused(
-    options: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert call(monkeypatch, *options) == 2
-    assert capsys.readouterr().err.startswith(f"Error: {said}")
 
 
 def test_the_command_is_listed() -> None:

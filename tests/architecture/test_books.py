@@ -15,6 +15,6 @@ BOOKS = sorted((TESTS / "approved").glob("*.txt"))
 def test_a_book_has_each_name_once_and_some_test_names_it(book: Path) -> None:
     names = [line.split(" | ", 1)[0] for line in book.read_text("utf-8").splitlines()]
     assert names == list(dict.fromkeys(names))
-    sources = [path.read_text("utf-8") for path in TESTS.rglob("test_*.py")]
+    sources = [path.read_text("utf-8") for path in TESTS.rglob("*.py")]
     asking = "\n".join(source for source in sources if f'"{book.stem}"' in source)
     assert [name for name in names if f'"{name}"' not in asking] == []

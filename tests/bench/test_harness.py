@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import table
-from preamp_bench import harness, memory, records
+from preamp_bench import harness, records
 from preamp_bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
 from preamp_bench.memory import Peak
 
@@ -79,17 +78,6 @@ def test_time_ends_a_measurement_and_rounds_do(monkeypatch: pytest.MonkeyPatch) 
         assert measure(variants, effort)[0].rounds == rounds
 
 
-def test_two_variants_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("Each has a name of its own")):
-        measure([taking(1, "a"), taking(1, "a")], SHORT)
-
-
-@pytest.mark.parametrize(("least", "most"), [(5, 4), (1, 50)])
-def test_too_few_rounds_are_refused(least: int, most: int) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"Got least={least} and most={most} rounds")):
-        Effort(least=least, most=most)
-
-
 def test_rows_carry_their_provenance(tmp_path: Path) -> None:
     rows = measure([taking(1, "a")], SHORT)
     facts = records.provenance(torch.device("cpu"))
@@ -102,15 +90,6 @@ def test_rows_carry_their_provenance(tmp_path: Path) -> None:
     for key in ("device", "cores", "threads", "torch", "preamp", "commit", "date", "p50"):
         assert lines[0][key]
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[1]) == lines[1]
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [(ValueError("one\ntwo"), "ValueError: one"), (RuntimeError(), "RuntimeError")],
-)
-def test_a_reason_is_one_line(error: Exception, reason: str) -> None:
-    assert records.reason_of(error) == reason
-    assert records.not_measured("a", "g", reason)["reason"] == reason
 
 
 # -- peak memory ------------------------------------------------------------------------------
@@ -135,12 +114,6 @@ def test_a_tensor_that_is_gone_again_counts() -> None:
     assert after is not None
     assert before < MEGABYTES * 2**20 / 2
     assert after > MEGABYTES * 2**20 * 0.9
-
-
-def test_what_nobody_counts_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert Peak(torch.device("meta")).bytes() is None
-    monkeypatch.setattr(memory, "_RESET", tmp_path / "missing" / "clear_refs")
-    assert Peak(CPU).bytes() is None
 
 
 # -- the table --------------------------------------------------------------------------------

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import bench_step
 import bench_storage
-from preamp_bench import step, torch_steps
+from preamp_bench import records, step, torch_steps
 from preamp_bench.harness import Effort
 from preamp_bench.records import Record
 from preamp_bench.step import BF16_ONLY, FP32, HALF, Contender
@@ -67,17 +66,6 @@ def test_all_variants_of_a_group_agree(half: torch.dtype, clip: bool) -> None:
             assert distance(first, other) <= 1e-6 + ulp
 
 
-def test_sizes_add_up() -> None:
-    assert case().sizes == [251, 251, 251, 250]
-    assert sum(p.numel() for p in Weights(case()).parameters()) == 1003
-
-
-@pytest.mark.parametrize("tensors", [0, 1004])
-def test_tensors_without_elements_are_refused(tensors: int) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"1003 parameters in {tensors} tensors")):
-        StepCase(parameters=1003, tensors=tensors, half=torch.float16, clip=True, device=CPU)
-
-
 @pytest.mark.parametrize(
     ("half", "clip", "expected"),
     [
@@ -90,18 +78,6 @@ def test_tensors_without_elements_are_refused(tensors: int) -> None:
 def test_least_bytes_are_those_of_the_design(half: torch.dtype, clip: bool, expected: int) -> None:
     assert case(half, clip=clip).half_bytes == expected
     assert case(half, clip=clip).fp32_bytes == 32
-
-
-def test_gradients_are_put_back() -> None:
-    gradients = Gradients(case(), torch.float16, 4.0)
-    weights = list(Weights(case()).half().parameters())
-    gradients.attach(weights)
-    before = [weight.grad.clone() for weight in weights if weight.grad is not None]
-    for weight in weights:
-        assert weight.grad is not None
-        weight.grad.zero_()
-    gradients.refill()
-    assert all(torch.equal(a, b.grad) for a, b in zip(before, weights, strict=True))
 
 
 def test_a_case_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,26 +117,6 @@ def test_what_is_missing_here_is_a_row_with_the_reason(monkeypatch: pytest.Monke
     assert row["reason"] == "ImportError: No module named 'peer'"
 
 
-def test_what_must_run_does_not_fail_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ZeroDivisionError):
-        rows_with(failing(ZeroDivisionError(), may_fail=False), monkeypatch)
-
-
-def test_a_case_that_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_free_bytes", lambda _device: 2.0**29)
-    (row,) = step.run_case(case(), TINY)
-    assert set(row) == FIELDS | {"reason"}
-    assert row["reason"] == "needs about 1 GiB, 0 GiB are free"
-
-
-def test_a_small_tensor_is_not_credited_to_a_peer() -> None:
-    build: Callable[..., Any] = step.of_module("torch.optim", "AdamW", least=4096)
-    with pytest.raises(
-        ValueError, match="tensors below 4096 elements are treated as torch treats them"
-    ):
-        build(case(), Gradients(case(), torch.bfloat16, 1.0))
-
-
 def test_overflow_is_found_by_hand_too() -> None:
     for build in (
         torch_steps.naive_masters,
@@ -173,6 +129,20 @@ def test_overflow_is_found_by_hand_too() -> None:
             before = [weight.detach().clone() for weight in work.weights]
             work.step()
             assert all(torch.equal(a, b) for a, b in zip(before, work.weights, strict=True))
+
+
+def test_the_command_measures_prints_and_keeps_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(step, "BF16_ONLY", ())
+    options = "--params 500 --tensors 3 --seconds 0 --clips no".split()
+    bench_step.main([*options, "--out", str(tmp_path / "rows.jsonl")])
+    torch.set_num_threads(threads)
+    told = capsys.readouterr().out
+    assert "preamp O2, FusedAdam" in told
+    assert "bfloat16, no clipping" in told
+    assert {row["parameters"] for row in records.read(tmp_path / "rows.jsonl")} == {500}
 
 
 # -- the host's update ------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from preamp_bench.gpt import GPT, ModelConfig, attend, loss_of
 from preamp_bench.harness import Effort
 from preamp_bench.loops import BY_HAND, SETTINGS, Masters, make_loop
 from preamp_bench.tasks import TASKS, TaskConfig, make_task
-from preamp_bench.text import held_out_batches, is_held_out, read_text, training_batches, windows
-from preamp_bench.worker import Job, Worker, WorkerError
+from preamp_bench.text import is_held_out, read_text, windows
+from preamp_bench.worker import Job
 
 MEMORY = {"weights", "masters", "gradients", "optimizer_state", "peak_bytes", "parameters"}
 
@@ -72,18 +71,6 @@ def test_masters_by_hand_skip_an_overflow() -> None:
     assert loop._scale == 2.0**59
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"width": 10}, "Got width=10. It is divided by four"),
-        ({"batch": 1}, "Got batch=1. Batch normalization needs two"),
-    ],
-)
-def test_impossible_tasks_are_refused(changes: dict[str, int], text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        TaskConfig(**{"name": "gpt", **changes})
-
-
 def test_a_worker_answers_line_by_line() -> None:
     threads = torch.get_num_threads()
     answers = io.StringIO()
@@ -100,86 +87,17 @@ def test_a_worker_answers_line_by_line() -> None:
 
 
 @pytest.mark.full
-def test_a_process_of_its_own_answers() -> None:
-    with Worker(Job(task=tiny(), way="torch AdamW", level="O2")) as ours:
-        assert ours.step() > 0
-        memory = ours.memory()
-    assert set(memory) == MEMORY
-    assert (memory["weights"], memory["masters"]) == (2, 4)
-
-
-@pytest.mark.full
-def test_a_failing_worker_says_why() -> None:
-    job = Job(task=tiny(), way="by hand", level="O9")
-    with Worker(job) as failing, pytest.raises(WorkerError, match=re.escape("KeyError: 'O9'")):
-        failing.step()
-
-
-class InPlace:
-    """A worker without a process."""
-
-    broken: tuple[str, ...] = ()
-
-    def __init__(self, job: Job) -> None:
-        self._way = job.way
-
-    def __enter__(self) -> InPlace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def step(self) -> float:
-        if self._way in self.broken:
-            raise WorkerError("RuntimeError: no kernel")
-        return 1.0
-
-    def memory(self) -> dict[str, float]:
-        return dict.fromkeys(MEMORY, 1.0)
-
-
-def rows_of(level: str, monkeypatch: pytest.MonkeyPatch, *broken: str) -> list[records.Record]:
-    monkeypatch.setattr(InPlace, "broken", broken)
-    monkeypatch.setattr(train, "Worker", InPlace)
-    return train.run_level(tiny(), level, Effort(seconds=0, most=5))
-
-
 def test_a_level_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_of("O5", monkeypatch)
+    """Of workers that are processes."""
+    monkeypatch.setattr(train, "LAUNCHES", 1)
+    rows = train.run_level(tiny(), "O5", Effort(seconds=0, most=5))
     names = ["O5 by hand", train.AUTOCAST, "preamp O5, torch AdamW", "preamp O5, FusedAdam"]
-    fields = MEMORY | {
-        *("benchmark", "model", "width", "batch", "level", "launches", "name", "group", "status"),
-        *(
-            "baseline",
-            "best",
-            "p20",
-            "p50",
-            "p80",
-            "best_ratio",
-            "ratio_p20",
-            "ratio_p50",
-            "ratio_p80",
-        ),
-        *("rounds", "to_autocast", "to_autocast_p20", "to_autocast_p80"),
-        *records.provenance(torch.device("cpu")),
-    }
     assert [row["name"] for row in rows] == names
-    assert [set(row) for row in rows] == [fields] * 4
     assert {row["baseline"] for row in rows} == {"O5 by hand"}
     assert {row["threads"] for row in rows} == {1}
-    assert {row["rounds"] for row in rows} == {2 * train.LAUNCHES}
-
-
-def test_a_loop_by_hand_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    *done, failed = rows_of("O0", monkeypatch, "by hand")
-    assert (failed["name"], failed["status"]) == ("O0 by hand", "not measured")
-    assert failed["reason"] == "RuntimeError: no kernel"
-    assert [row["baseline"] for row in done] == ["preamp O0, torch AdamW"]
-
-
-def test_a_loop_with_preamp_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerError, match="no kernel"):
-        rows_of("O0", monkeypatch, "torch AdamW")
+    for row in rows:
+        assert row["best"] > 0
+        assert row.keys() >= MEMORY | {"to_autocast", *records.provenance(torch.device("cpu"))}
 
 
 # -- the GPT and its text ---------------------------------------------------------------------
@@ -217,35 +135,8 @@ def test_written_out_attention_equals_torch_s() -> None:
     torch.testing.assert_close(attend(q, k, v, future), expected)
 
 
-def test_weights_and_batches_depend_on_the_seed_alone() -> None:
-    def drawn(seed: int) -> list[torch.Tensor]:
-        batches = training_batches(TEXT, steps=3, batch=2, context=8, seed=seed)
-        return [*make(seed).parameters(), *(tokens for tokens, _ in batches)]
-
-    torch.manual_seed(1)
-    first = drawn(0)
-    torch.manual_seed(2)
-    assert all(map(torch.equal, first, drawn(0)))
-    assert not torch.equal(first[-1], drawn(1)[-1])
-    assert not torch.equal(first[0], drawn(1)[0])
-
-
 def test_the_split_of_the_text_is_pinned() -> None:
     names = ["abc.py", "argparse.py", "ast.py", "asyncio/tasks.py", "typing.py", "zipfile.py"]
     assert [name for name in names if is_held_out(name)] == ["ast.py"]
     training, held_out = read_text()
     assert len(training) > 5 * len(held_out) > 1_000_000
-
-
-def test_targets_are_the_bytes_after_the_inputs() -> None:
-    inputs, targets = windows(TEXT, torch.tensor([0, 5]), 4)
-    assert inputs.tolist() == [TEXT[0:4].tolist(), TEXT[5:9].tolist()]
-    assert targets.tolist() == [TEXT[1:5].tolist(), TEXT[6:10].tolist()]
-
-
-def test_held_out_windows_span_the_text_and_come_in_full_number() -> None:
-    text = torch.arange(101, dtype=torch.uint8)
-    batches = list(held_out_batches(text, count=5, batch=2, context=20))
-    assert [len(inputs) for inputs, _ in batches] == [2, 2, 1]
-    assert batches[0][0][0, 0] == 0
-    assert batches[-1][1][-1, -1] == 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which tests the quick suite runs: every pair of parameters' values, not every combination."""
+"""Which tests the quick suite runs: every value, or pair of values, but not every combination."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
     """Return the tests of a suite, in the order of ``items``.
 
     The quick one leaves out what is marked ``full``, and of a function with three parameters or
-    more the cases whose pairs of values all occur in others; of one that is marked ``each``, those
-    whose values do. Of a function that is marked ``threes`` all suites leave out the cases whose
-    every three values occur together in others.
+    more the cases whose pairs of values all occur in others; of one with two, or that is marked
+    ``each``, those whose values do, unless it is marked ``product``. Of a function that is marked
+    ``threes`` all suites leave out the cases whose every three values occur together in others.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -35,9 +35,7 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
     quick = {
         cases[number]
         for cases in functions.values()
-        for number in covering(
-            [values_of(item) for item in cases], 1 if cases[0].get_closest_marker("each") else 2
-        )
+        for number in covering([values_of(item) for item in cases], _size_in_quick(cases[0]))
     }
     if suite == "quick":
         return [item for item in items if item in quick]
@@ -53,8 +51,19 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
     return [item for item in items if item not in elsewhere or is_search(item)]
 
 
-def examples(count: int) -> int:
-    """How many examples to try in this run where the full suite tries ``count``."""
+def _size_in_quick(item: pytest.Item) -> int:
+    """How many values have to occur together in the quick suite."""
+    has_two = len(values_of(item)) == 2 and not item.get_closest_marker("product")
+    return 1 if has_two or item.get_closest_marker("each") else 2
+
+
+def examples(count: int, quick: int | None = None) -> int:
+    """How many examples to try in this run where the full suite tries ``count``.
+
+    The quick suite tries a fourth of them, but 10 at least, or as many as ``quick`` says.
+    """
+    if quick is not None and hypothesis.settings().max_examples < 100:
+        return quick
     return max(min(count, 10), count * hypothesis.settings().max_examples // 100)
 
 
@@ -98,24 +107,46 @@ def covering(rows: Sequence[tuple[object, ...]], size: int) -> list[int]:
     """
     if not rows or len(rows[0]) <= size:
         return list(range(len(rows)))
+    order = _diagonally(rows) if size == 1 else range(len(rows))
     bits: dict[object, int] = {}
     masks = [0] * len(rows)
-    for number, row in enumerate(rows):
-        for values in itertools.combinations(enumerate(row), size):
-            masks[number] |= bits.setdefault(values, 1 << len(bits))
+    for place, number in enumerate(order):
+        for values in itertools.combinations(enumerate(rows[number]), size):
+            masks[place] |= bits.setdefault(values, 1 << len(bits))
     missing = (1 << len(bits)) - 1
     chosen: list[int] = []
     # How much that is missing a row has, as of when it was last looked at: that only shrinks, so a
     # first row that still has as much has the most.
-    waiting = [(-mask.bit_count(), number) for number, mask in enumerate(masks)]
+    waiting = [(-mask.bit_count(), place) for place, mask in enumerate(masks)]
     heapq.heapify(waiting)
     while missing:
-        before, number = waiting[0]
-        count = -(masks[number] & missing).bit_count()
+        before, place = waiting[0]
+        count = -(masks[place] & missing).bit_count()
         if count == before:
             heapq.heappop(waiting)
-            chosen.append(number)
-            missing &= ~masks[number]
+            chosen.append(order[place])
+            missing &= ~masks[place]
         else:
-            heapq.heapreplace(waiting, (count, number))
+            heapq.heapreplace(waiting, (count, place))
     return chosen
+
+
+def _diagonally(rows: Sequence[tuple[object, ...]]) -> list[int]:
+    """Numbers of rows, first those in which all parameters go on from row to row.
+
+    If each value is to occur once, values of the shorter lists are as frequent as each other then,
+    and of two equal lists no value meets itself.
+    """
+    columns = map(dict.fromkeys, zip(*rows, strict=True))
+    axes = [{value: place for place, value in enumerate(column)} for column in columns]
+    longest = max(range(len(axes)), key=lambda number: len(axes[number]))
+
+    def distance(number: int) -> tuple[int, ...]:
+        places = [axis[value] for axis, value in zip(axes, rows[number], strict=True)]
+        return tuple(
+            (places[longest] - place - 1) % len(axis)
+            for other, (axis, place) in enumerate(zip(axes, places, strict=True))
+            if other != longest
+        )
+
+    return sorted(range(len(rows)), key=distance)

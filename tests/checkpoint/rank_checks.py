@@ -14,19 +14,17 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
 import preamp
-from checkpoint.runs import Backward, Run, Step, Zero
 from kit.compare import same
+from kit.saved import STEP, SavedRun
 from preamp.checkpoint import stop_on_signal
 from preamp.parallel import DistributedDataParallel
 
-STEP = [Backward(), Step(), Zero()]
 
-
-class Replica(Run):
+class Replica(SavedRun):
     """A model of which each rank has a copy, its own buffers and random numbers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, level: str, *, seed: int = 0) -> None:
+        super().__init__(level, seed=seed)
         self.models = [DistributedDataParallel(model) for model in self.models]
         torch.manual_seed(dist.get_rank())
 
@@ -37,8 +35,7 @@ def path_of_rank(name: str) -> Path:
 
 def check_each_rank_goes_on_from_its_own_file() -> None:
     for level in ("O1", "O2"):
-        whole = Replica(level)
-        whole.play(STEP)
+        whole = Replica(level).play(STEP)
         whole.save(path_of_rank(level))
         whole.play(STEP)
         resumed = Replica(level, seed=1)

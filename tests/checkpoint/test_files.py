@@ -32,14 +32,13 @@ from torch import nn
 
 import preamp
 from cases.selection import examples
-from checkpoint.runs import Backward, Run, Step, Zero
 from kit.compare import same
+from kit.saved import STEP, SavedRun
 from preamp import CheckpointError
 from preamp.checkpoint import latest_checkpoint, read_checkpoint, storage
 from preamp.core import files
 
 NAME = "run_1.safetensors"
-STEP = [Backward(), Step(), Zero()]
 
 
 def model_of(value: float) -> nn.Module:
@@ -323,12 +322,11 @@ def test_training_goes_on_while_the_file_is_written(
     tmp_path: Path, may_write: threading.Event
 ) -> None:
     """What is written is what was there when the call returned."""
-    run = Run("O2")
-    run.play(STEP)
+    run = SavedRun("O2").play(STEP)
     saving = run.save(tmp_path / "a.safetensors", asynchronous=True)
     expected = run.numbers()
     assert not saving.done
-    run.play([*STEP, Backward(), Step()])
+    run.play(STEP, "random_backward; scheduled_step")
     may_write.set()
     assert saving.wait() == tmp_path / "a.safetensors"
     run.load(tmp_path / "a.safetensors")
@@ -361,14 +359,14 @@ def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
 
 
 @contextmanager
-def unchanged(run: Run) -> Iterator[None]:
+def unchanged(run: SavedRun) -> Iterator[None]:
     before, identities = run.numbers(), [id(o.state) for o in run.optimizers]
     yield
     assert same(run.numbers(), before)
     assert [id(o.state) for o in run.optimizers] == identities
 
 
-def assert_refused(run: Run, path: Path, *, beside: Path) -> None:
+def assert_refused(run: SavedRun, path: Path, *, beside: Path) -> None:
     with unchanged(run), pytest.raises(CheckpointError) as got:
         run.load(path)
     text = str(got.value)
@@ -382,10 +380,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two good files of different runs."""
     folder = tmp_path_factory.mktemp("fuzz")
     for seed, name in enumerate(("other", "good")):
-        run = Run("O2", ("sgd",), seed=seed)
-        run.play(STEP)
+        run = SavedRun("O2", "SGD", seed=seed).play(STEP)
         run.save(folder / f"{name}.safetensors")
-        preamp.engine_of(run.models[0]).close()
+        run.close()
     return folder
 
 
@@ -410,7 +407,7 @@ def damaged(data: st.DataObject, good: bytes, other: bytes) -> bytes:
 @settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 def test_a_damaged_file_is_refused_or_whole(folder: Path, data: Any) -> None:
     """Bytes that say nothing, such as those between two parts, may be others."""
-    path, run = folder / "damaged.safetensors", Run("O2", ("sgd",), seed=2)
+    path, run = folder / "damaged.safetensors", SavedRun("O2", "SGD", seed=2)
     good, other = (folder / f"{name}.safetensors" for name in ("good", "other"))
     path.write_bytes(damaged(data, good.read_bytes(), other.read_bytes()))
     try:
@@ -423,7 +420,7 @@ def test_a_damaged_file_is_refused_or_whole(folder: Path, data: Any) -> None:
         run.load(good)
         assert same(run.numbers(), numbers)
     path.unlink()
-    preamp.engine_of(run.models[0]).close()
+    run.close()
 
 
 class Hostile:
@@ -452,7 +449,7 @@ def hostile_files(mark: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
 
 def test_hostile_and_foreign_files(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
-    run = Run("O1")
+    run = SavedRun("O1")
     run.save(tmp_path / "good.safetensors")
     for name, make in hostile_files(mark):
         path = tmp_path / f"{name}.bad"
@@ -464,7 +461,7 @@ def test_hostile_and_foreign_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
-    run = Run("O0")
+    run = SavedRun("O0")
     with unchanged(run), pytest.raises(CheckpointError, match="it is a folder"):
         run.load(tmp_path)
     with unchanged(run), pytest.raises(FileNotFoundError, match="There is no other complete"):
@@ -476,8 +473,7 @@ def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
 
 def test_a_tensor_under_another_name(tmp_path: Path) -> None:
     """A file put together again with two parts swapped."""
-    run = Run("O1", ("adam",))
-    run.play(STEP)
+    run = SavedRun("O1").play(STEP)
     run.save(tmp_path / "good.safetensors")
     with safe_open(tmp_path / "good.safetensors", framework="pt") as file:
         about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
@@ -513,11 +509,11 @@ class Scheduler:
             raise KeyboardInterrupt
 
 
-def trained(level: str, storage: str, seed: int) -> Run:
-    run = Run(level, ("FusedAdam",), seed, {"storage": storage})
+def trained(level: str, storage: str, seed: int) -> SavedRun:
+    run = SavedRun(level, "FusedAdam", seed=seed, storage=storage)
     # It cannot be written to, since its elements share memory.
     run.models[0].register_buffer("mask", torch.ones(1, 4).expand(4, 4), persistent=False)
-    run.play([Backward(), Step(), Zero()] * 2)
+    run.play(2 * STEP)
     run.schedulers = [Scheduler()]
     return run
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import preamp
-from checkpoint.runs import Backward, Run, Step, Zero
 from kit.compare import same
+from kit.saved import STEP, SavedRun
 from preamp import report
 from preamp.checkpoint import latest_checkpoint, read_checkpoint, saving, storage
 from preamp.checkpoint.capture import capture
@@ -325,7 +325,7 @@ CRAFTED = {
 
 
 @contextmanager
-def untouched(run: Run) -> Iterator[None]:
+def untouched(run: SavedRun) -> Iterator[None]:
     before, states = run.numbers(), (torch.get_rng_state(), np.random.get_state()[1].tolist())
     yield
     assert same(run.numbers(), before)
@@ -335,9 +335,8 @@ def untouched(run: Run) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run, path = Run("O2", ("sgd",)), tmp_path_factory.mktemp("good") / "a.safetensors"
-    run.play([Backward(), Step(), Zero()])
-    run.save(path)
+    path = tmp_path_factory.mktemp("good") / "a.safetensors"
+    SavedRun("O2", "SGD").play(STEP).save(path)
     return path
 
 
@@ -348,8 +347,7 @@ def test_what_does_not_fit_is_refused_before_the_first_change(
     path = tmp_path / "crafted.safetensors"
     shutil.copyfile(good, path)
     rewritten(path, CRAFTED[case])
-    run = Run("O2", ("sgd",), seed=1)
-    run.play([Backward(), Step(), Zero()])
+    run = SavedRun("O2", "SGD", seed=1).play(STEP)
     with untouched(run), pytest.raises((preamp.PreampError, ValueError)) as got:
         run.load(path)
     assert (

@@ -54,6 +54,7 @@ def values(run: Run) -> list[torch.Tensor]:
     return [value.float().clone() for value in found]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("saved", STORAGES)
 @pytest.mark.parametrize("loaded", STORAGES)
 def test_into_another_storage(

@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import preamp
+from kit.refusals import assert_approved
 from preamp.cli.app import app
 
 
@@ -51,7 +52,7 @@ def test_estimate_of_a_storage_shows_the_levels_that_can_have_it() -> None:
     assert done.stdout.startswith("1,000,000 parameters, FusedAdam, storage compact")
     done = invoke(*options, "split", "--levels", "O1")
     assert done.exit_code == 2
-    assert "which has no masters" in done.output
+    assert_approved("cli", "masters that no level has", done.output.rstrip("\n"))
 
 
 def rows_of(output: str) -> list[list[str]]:
@@ -176,12 +177,6 @@ def test_a_caption_is_there_with_its_column() -> None:
     assert "Activations are not counted." in fused
 
 
-def test_estimate_refuses_a_host_without_a_card() -> None:
-    done = invoke("estimate", "--params", "3e9", "--host-gib", "64")
-    assert done.exit_code != 0
-    assert "Got --host-gib without --card-gib" in done.output
-
-
 def test_estimate_of_a_very_large_model_fits_its_columns() -> None:
     done = invoke("estimate", "--params", "1e18", "--levels", "O2")
     assert "13.88 EiB" in done.output
@@ -193,47 +188,31 @@ def test_estimate_without_an_optimizer() -> None:
     assert {row["optimizer_state"] for row in json.loads(done.output)} == {0}
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ((), "Got neither a model nor --params"),
-        (("torch.nn:Linear(2, 2)", "--params", "5"), "Got both a model and --params"),
-        (("torch.nn:Linea(2, 2)",), "Cannot import torch.nn:Linea"),
-        (("--params", "5", "--levels", "O9"), "'O9' is not known"),
-        (("--params", "5", "--sharding", "zero9"), "'zero9' is not known"),
-        (("--params", "5", "--optimizer", "Adm"), "'Adm' is not known"),
-        (
-            ("--params", "5", "--sharding", "fsdp"),
-            "Got --sharding fsdp without --world-size. Shared out is between ranks, and one rank "
-            "has everything. Pass for example --world-size 8.",
-        ),
-        (
-            ("--params", "5", "--storage", "foo"),
-            "--storage 'foo' is not known. Choose full, split, compact. Pass for example",
-        ),
-        (("--params", "5", "--place", "hots"), "place='hots'. It takes 'device', 'host'"),
-        (
-            ("--params", "5", "--place", "host", "--card-gib", "1"),
-            "Got --card-gib and preamp.Storage(place='host'). With --card-gib the storages that",
-        ),
-        (("--params", "5", "--place", "host"), "place='host', and the optimizer is AdamW"),
-        (("torch.nn:Linear(2)",), "cannot be made"),
-        (("torch.nn:Linear(2, 2)", "--params", "0"), "Got both a model and --params"),
-        (("Linear(2, 2)",), "'Linear' does not name a factory. A factory is written package.mod"),
-        (
-            ("--params", "0"),
-            "0 is not a number of parameters. It is a whole number from 1 to 1e+18",
-        ),
-        (("--params", "1e30"), "1e+30 is not a number of parameters. It is a whole number from"),
-        (("--params", "nan"), "nan is not a number of parameters"),
-        (
-            ("torch.nn:Embedding(0, 3)", "--optimizer", "Adafactor"),
-            "with a parameter of shape (0, 3)",
-        ),
-    ],
-)
-def test_estimate_refuses(options: tuple[str, ...], part: str) -> None:
-    done = invoke("estimate", *options)
+REFUSED = {
+    "estimate nothing": "",
+    "estimate a model and a number": "torch.nn:Linear(2,2) --params 5",
+    "estimate a model and no parameters": "torch.nn:Linear(2,2) --params 0",
+    "estimate a model that is not there": "torch.nn:Linea(2,2)",
+    "estimate a model that cannot be made": "torch.nn:Linear(2)",
+    "estimate a model of no module": "Linear(2,2)",
+    "estimate no parameters": "--params 0",
+    "estimate too many parameters": "--params 1e30",
+    "estimate nan parameters": "--params nan",
+    "estimate an unknown level": "--params 5 --levels O9",
+    "estimate unknown sharding": "--params 5 --sharding zero9",
+    "estimate sharding of one rank": "--params 5 --sharding fsdp",
+    "estimate an unknown optimizer": "--params 5 --optimizer Adm",
+    "estimate an optimizer's failure": "torch.nn:Embedding(0,3) --optimizer Adafactor",
+    "estimate an unknown storage": "--params 5 --storage foo",
+    "estimate an unknown place": "--params 5 --place hots",
+    "estimate a place for a foreign optimizer": "--params 5 --place host",
+    "estimate a place and a card": "--params 5 --place host --card-gib 1",
+    "estimate a host without a card": "--params 3e9 --host-gib 64",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_estimate_refuses(name: str) -> None:
+    done = invoke("estimate", *REFUSED[name].split())
     assert done.exit_code == 2
-    assert done.output.startswith("Error: ")
-    assert part in done.output
+    assert_approved("cli", name, done.output.rstrip("\n"))

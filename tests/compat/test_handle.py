@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import preamp
+from kit.refusals import assert_approved, refused
 from preamp import amp
 from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.casting.patches import PATCHES
@@ -67,7 +67,7 @@ def test_user_functions_are_cast() -> None:
 def test_banned_functions() -> None:
     half, target = torch.full((1,), 0.5, dtype=torch.float16), torch.ones(1)
     amp.init()
-    with pytest.raises(NotImplementedError, match="binary_cross_entropy got a float16 tensor"):
+    with refused("compat", "a banned function"):
         F.binary_cross_entropy(half, target)
 
     amp.init(allow_banned=True)
@@ -175,8 +175,10 @@ def test_losses_are_no_longer_scaled_and_the_error_has_the_edited_lines(
     handle, weight = amp.init(enabled), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     arguments = (weight.sum(), optimizer) if name == "scale_loss" else (optimizer, 2)
-    with pytest.raises(preamp.PreampUnavailableError, match=f"^{name} of a handle") as got:
+    with pytest.raises(preamp.PreampUnavailableError) as got:
         getattr(handle, name)(*arguments)
+    said = f"PreampUnavailableError: {got.value}"
+    assert_approved("compat", "losses of a handle", said, method=name)
     page = (Path(__file__).parents[2] / "docs" / "from-apex.md").read_text(encoding="utf-8")
     lines = [line for line in str(got.value).splitlines() if line[:2] in ("- ", "+ ")]
     assert len(lines) == 5
@@ -197,10 +199,6 @@ def test_the_edited_lines_train() -> None:
 
 def test_another_dtype_is_refused_and_the_earlier_handle_stays() -> None:
     handle = amp.init()
-    text = (
-        "patch_type=torch.float32 is not possible. Casts go to torch.float16 or torch.bfloat16. "
-        "Leave it out for torch.float16."
-    )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+    with refused("compat", "patch_type=torch.float32"):
         amp.init(patch_type=torch.float32)
     assert handle.is_active()

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +21,7 @@ import preamp
 from cases.levels import LEVELS
 from cases.selection import combinations
 from cases.tolerances import assert_within_budget
+from kit.refusals import refused
 from preamp.distributed.sync_batchnorm.module import Normalize, merged_statistics
 from preamp.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 
@@ -224,7 +224,7 @@ def check_one_value_on_each_rank_is_enough() -> None:
 
 def check_one_value_on_a_group_of_one_is_not() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with pytest.raises(ValueError, match="one value per channel"):
+    with refused("distributed", "one value in a group of one"):
         SyncBatchNorm(CHANNELS, process_group=alone)(torch.ones(1, CHANNELS))
 
 

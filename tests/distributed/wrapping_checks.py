@@ -8,7 +8,6 @@ import itertools
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -16,7 +15,7 @@ from torch import nn, optim
 import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.tolerances import assert_same
-from preamp import PreampStateError
+from kit.refusals import refused
 from preamp.parallel import DistributedDataParallel
 
 RANKS = 2
@@ -76,7 +75,7 @@ def check_wrapping_comes_after_a_cast() -> None:
         wrapped = TORCH(model)
         prepare(model, optimizer, level)
         if level in HALF_WEIGHTS:
-            with pytest.raises(preamp.PreampStateError, match=r"before preamp\.initialize"):
+            with refused("distributed", "a wrapper before a cast", changes=True):
                 wrapped(torch.ones(1, 8))
         else:
             train(wrapped, optimizer)
@@ -89,7 +88,7 @@ def check_wrappers_inside_a_model_come_after_a_cast() -> None:
         model: Any = nn.Sequential(TORCH(nn.Linear(8, 8)), TORCH(nn.Linear(8, 4)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if level == "O2":
-            with pytest.raises(preamp.PreampStateError, match=r"before preamp\.initialize"):
+            with refused("distributed", "wrappers inside a model", model, optimizer):
                 prepare(model, optimizer, level)
             assert model[0].module.weight.dtype is torch.float32
         else:
@@ -119,7 +118,7 @@ def check_a_wrapper_ends_with_the_casts_it_was_made_for() -> None:
         wrapped.eval()(torch.ones(1, 8))
         wrapped.train()
         if level in HALF_WEIGHTS:
-            with pytest.raises(preamp.PreampStateError, match="Wrap the model again"):
+            with refused("distributed", "a wrapper after close", changes=True):
                 wrapped(torch.ones(1, 8))
             wrapped = TORCH(model)
         wrapped(torch.ones(1, 8) + dist.get_rank()).sum().backward()
@@ -238,5 +237,5 @@ def check_torchs_own_sharding() -> None:
     for level in WITH_MASTERS:
         model = nn.Linear(2, 2)
         optimizer = kind(model.parameters(), optim.SGD, lr=0.1)
-        with pytest.raises(PreampStateError, match=r"Shard the model with torch's fully_shard, or"):
+        with refused("distributed", "ZeroRedundancyOptimizer", model):
             preamp.initialize(model, optimizer, opt_level=level)

@@ -61,8 +61,8 @@ def missing(rows: Sequence[Row], sources: Mapping[str, str]) -> set[str]:
         texts = "\n".join(sources.get(file, "") for file in row.shown_by)
         for name in row.names:
             for code in re.findall(r"`([\w.]+)", name):
-                word = code.split(".")[-1]
-                if not re.search(rf"(?<!\w){word}(?!\w)", texts):
+                word = code.split(".")[-1]  # of errors, books of refusals have the names
+                if not word.endswith("Error") and not re.search(rf"(?<!\w){word}(?!\w)", texts):
                     found.add(f"{name.split()[0]} {word}")
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, field
+from typing import Any
 
 START = """
 import torch
@@ -244,7 +245,6 @@ class Bug:
         says: Part of the finding's text.
         does: Part of what is to be changed.
         also: Rules that this bug breaks as well.
-        raises: The end of a script that preamp itself stops.
     """
 
     rule: str
@@ -254,7 +254,6 @@ class Bug:
     says: str = ""
     does: str = ""
     also: tuple[str, ...] = ()
-    raises: type[Exception] | None = None
 
     @property
     def text(self) -> str:
@@ -265,7 +264,21 @@ class Bug:
         return text
 
 
+def bug(rule: str, healthy: str, *edits: tuple[str, str], **more: Any) -> Bug:
+    return Bug(rule, healthy, edits, **more)
+
+
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+UNCLIPPED = (f"    {CLIP}\n", "")
+SCALED = ("    scaler.unscale_(optimizer)\n", "")
+FINITE = ('    if step == 2:\n        loss = loss * float("inf")\n', "")
+STEP = ("    optimizer.step()\n", "    optimizer.step()  # <-\n")
+DIRECT = ("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n")
+SCHEDULED = (
+    "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
+    "    scheduler.step()  # <-\n",
+)
+LACKING = ("Adam(model.parameters(), lr=1e-3)", "Adam(model[:3].parameters())  # <-")
 IN_BLOCK = (
     "        scaled_loss.backward()\n",
     "        scaled_loss.backward()\n"
@@ -276,11 +289,11 @@ NO_SCALER = (
         "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n",
         "    loss.backward()\n",
     ),
-    ("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),
+    DIRECT,
     ("    before = scaler.get_scale()\n    scaler.update()\n", ""),
     ("    if scaler.get_scale() >= before:\n        scheduler.step()\n", ""),
-    ("    if step == 2:\n        loss = loss * float('inf')\n".replace("'", '"'), ""),
-    (f"    {CLIP}\n", ""),
+    FINITE,
+    UNCLIPPED,
 )
 PLAIN_BACKWARD = (
     (
@@ -288,512 +301,372 @@ PLAIN_BACKWARD = (
         "        scaled_loss.backward()\n",
         "    loss.backward()\n",
     ),
-    ("    if step == 2:\n        loss = loss * float('inf')\n".replace("'", '"'), ""),
+    FINITE,
     ("    torch.nn.utils.clip_grad_norm_(params, 1.0)\n", ""),
-    ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+    STEP,
 )
 
 BUGS = {
-    "clipping without unscale_": Bug(
-        rule="PA101",
-        healthy=GRAD_SCALER,
-        edits=(("    scaler.unscale_(optimizer)\n", ""), (CLIP, f"{CLIP}  # <-")),
+    "clipping without unscale_": bug(
+        "PA101",
+        GRAD_SCALER,
+        SCALED,
+        (CLIP, f"{CLIP}  # <-"),
         numbers={"loss_scale": 1024.0, "scaled_gradients": 6, "gradients": 6},
         says="the loss scale on them is 1024",
     ),
-    "clipping without unscale_, O2": Bug(
-        rule="PA101",
-        healthy=GRAD_SCALER_O2,
-        edits=(("    scaler.unscale_(optimizer)\n", ""), (CLIP, f"{CLIP}  # <-")),
+    "clipping without unscale_, O2": bug(
+        "PA101",
+        GRAD_SCALER_O2,
+        SCALED,
+        (CLIP, f"{CLIP}  # <-"),
         numbers={"loss_scale": 1024.0, "scaled_gradients": 6, "gradients": 6},
         says="before scaler.unscale_(optimizer)",
     ),
-    "clipping values without unscale_": Bug(
-        rule="PA101",
-        healthy=GRAD_SCALER,
-        edits=(
-            ("    scaler.unscale_(optimizer)\n", ""),
-            (CLIP, "nn.utils.clip_grad_value_(model.parameters(), 1.0)  # <-"),
-        ),
+    "clipping values without unscale_": bug(
+        "PA101",
+        GRAD_SCALER,
+        SCALED,
+        (CLIP, "nn.utils.clip_grad_value_(model.parameters(), 1.0)  # <-"),
         says="clip_grad_value_ clips 6 of 6 gradients",
     ),
-    "clipping in the block, O1": Bug(
-        rule="PA101",
-        healthy=O1,
-        edits=(IN_BLOCK,),
-        numbers={"loss_scale": 1024.0},
-        says="inside a scale_loss block",
+    "clipping in the block, O1": bug(
+        "PA101", O1, IN_BLOCK, numbers={"loss_scale": 1024.0}, says="inside a scale_loss block"
     ),
-    "clipping the halves, O2": Bug(
-        rule="PA101",
-        healthy=O2,
-        edits=(
-            ("    params = amp.master_params(optimizer)\n", ""),
-            ("clip_grad_norm_(params, 1.0)", "clip_grad_norm_(model.parameters(), 1.0)  # <-"),
-        ),
+    "clipping the halves, O2": bug(
+        "PA101",
+        O2,
+        ("    params = amp.master_params(optimizer)\n", ""),
+        ("clip_grad_norm_(params, 1.0)", "clip_grad_norm_(model.parameters(), 1.0)  # <-"),
         says="not those of the masters",
     ),
-    "autocast without a scaler": Bug(
-        rule="PA102",
-        healthy=GRAD_SCALER,
-        edits=NO_SCALER,
+    "autocast without a scaler": bug(
+        "PA102",
+        GRAD_SCALER,
+        *NO_SCALER,
         says="used 6 gradients of a forward in float16, from a backward without a loss scale",
     ),
-    "backward outside scale_loss, O1": Bug(rule="PA102", healthy=O1, edits=PLAIN_BACKWARD),
-    "backward outside scale_loss, O2": Bug(
-        rule="PA102", healthy=O2, edits=PLAIN_BACKWARD, says="from a backward outside scale_loss"
+    "backward outside scale_loss, O1": bug("PA102", O1, *PLAIN_BACKWARD),
+    "backward outside scale_loss, O2": bug(
+        "PA102", O2, *PLAIN_BACKWARD, says="from a backward outside scale_loss"
     ),
-    "half by hand without a scale": Bug(
-        rule="PA102",
-        healthy=BY_HAND,
-        edits=(
-            ("    (loss * 128.0).backward()\n", "    loss.backward()\n"),
-            ("    for p in model.parameters():\n        p.grad.div_(128.0)\n", ""),
-            ("    nn.utils.clip_grad_value_(model.parameters(), 1.0)\n", ""),
-            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
-        ),
+    "half by hand without a scale": bug(
+        "PA102",
+        BY_HAND,
+        ("    (loss * 128.0).backward()\n", "    loss.backward()\n"),
+        ("    for p in model.parameters():\n        p.grad.div_(128.0)\n", ""),
+        ("    nn.utils.clip_grad_value_(model.parameters(), 1.0)\n", ""),
+        STEP,
         numbers={"float16_gradients": 4},
     ),
-    "a step on scaled gradients": Bug(
-        rule="PA103",
-        healthy=GRAD_SCALER,
-        edits=(
-            ("    scaler.unscale_(optimizer)\n", ""),
-            (f"    {CLIP}\n", ""),
-            ("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),
-            ("    before = scaler.get_scale()\n    scaler.update()\n", "    before = 0\n"),
-        ),
+    "a step on scaled gradients": bug(
+        "PA103",
+        GRAD_SCALER,
+        SCALED,
+        UNCLIPPED,
+        DIRECT,
+        ("    before = scaler.get_scale()\n    scaler.update()\n", "    before = 0\n"),
         numbers={"loss_scale": 1024.0, "scaled_gradients": 6},
         also=("PA602",),
     ),
-    "a step past the overflow check": Bug(
-        rule="PA103",
-        healthy=GRAD_SCALER,
-        edits=(("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),),
-        numbers={"steps": 4, "overflows_applied": 2},
-        also=("PA602",),
+    "a step past the overflow check": bug(
+        "PA103", GRAD_SCALER, DIRECT, numbers={"steps": 4, "overflows_applied": 2}, also=("PA602",)
     ),
-    "a schedule on a skipped step, GradScaler": Bug(
-        rule="PA104",
-        healthy=GRAD_SCALER,
-        edits=(
-            (
-                "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
-                "    scheduler.step()  # <-\n",
-            ),
-        ),
+    "a schedule on a skipped step, GradScaler": bug(
+        "PA104", GRAD_SCALER, SCHEDULED, numbers={"calls": 4, "after_skipped_steps": 1}
+    ),
+    "a schedule on a skipped step, fused": bug(
+        "PA104",
+        GRAD_SCALER.replace("lr=1e-3)", "lr=1e-3, fused=True)"),
+        SCHEDULED,
         numbers={"calls": 4, "after_skipped_steps": 1},
     ),
-    "a schedule on a skipped step, fused": Bug(
-        rule="PA104",
-        healthy=GRAD_SCALER.replace("lr=1e-3)", "lr=1e-3, fused=True)"),
-        edits=(
-            (
-                "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
-                "    scheduler.step()  # <-\n",
-            ),
-        ),
+    "a schedule on a skipped step, O2": bug(
+        "PA104",
+        O2,
+        ("    if step != 2:\n        scheduler.step()\n", "    scheduler.step()  # <-\n"),
         numbers={"calls": 4, "after_skipped_steps": 1},
     ),
-    "a schedule on a skipped step, O2": Bug(
-        rule="PA104",
-        healthy=O2,
-        edits=(("    if step != 2:\n        scheduler.step()\n", "    scheduler.step()  # <-\n"),),
-        numbers={"calls": 4, "after_skipped_steps": 1},
-    ),
-    "eps by hand": Bug(
-        rule="PA201",
-        healthy=BY_HAND,
-        edits=(
-            ("SGD(model.parameters(), lr=0.5)", "Adam(model.parameters(), lr=0.1)"),
-            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
-        ),
+    "eps by hand": bug(
+        "PA201",
+        BY_HAND,
+        ("SGD(model.parameters(), lr=0.5)", "Adam(model.parameters(), lr=0.1)"),
+        STEP,
         numbers={"eps": 1e-8, "smallest_positive": 2.0**-24, "weights": 16 * 32 + 32 + 132},
         also=("PA602",),
     ),
-    "eps at O3": Bug(
-        rule="PA201",
-        healthy=O3.replace('"O3"', '"O3", keep_batchnorm_fp32=True').replace(
+    "eps at O3": bug(
+        "PA201",
+        O3.replace('"O3"', '"O3", keep_batchnorm_fp32=True').replace(
             "SGD(model.parameters(), lr=1e-2, momentum=0.9)", "Adam(model.parameters(), eps=1e-4)"
         ),
-        edits=(
-            ("eps=1e-4", "eps=1e-8"),
-            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
-        ),
+        ("eps=1e-4", "eps=1e-8"),
+        STEP,
         also=("PA104", "PA602"),  # the weights become nan
     ),
-    "a small learning rate": Bug(
-        rule="PA202",
-        healthy=BY_HAND,
-        edits=(
-            (
-                "torch.optim.SGD(model.parameters(), lr=0.5)",
-                "torch.optim.SGD(model.parameters(), lr=1e-5)  # <-",
-            ),
-        ),
-        numbers={"lr": 1e-5, "steps_looked_at": 3},
+    "a small learning rate": bug(
+        "PA202", BY_HAND, ("lr=0.5)", "lr=1e-5)  # <-"), numbers={"lr": 1e-5, "steps_looked_at": 3}
     ),
-    "a small learning rate in bfloat16": Bug(
-        rule="PA202",
-        healthy=BY_HAND.replace("model.half()", "model.bfloat16()")
+    "a small learning rate in bfloat16": bug(
+        "PA202",
+        BY_HAND.replace("model.half()", "model.bfloat16()")
         .replace(".half()", ".bfloat16()")
         .replace("lr=0.5", "lr=2.0"),
-        edits=(("lr=2.0)", "lr=1e-4)  # <-"),),
+        ("lr=2.0)", "lr=1e-4)  # <-"),
         says="bfloat16 weights",
     ),
-    "batch norm in half by hand": Bug(
-        rule="PA301",
-        healthy=BY_HAND,
-        edits=(
-            ("model[1].float()\n", ""),
-            (
-                "    hidden = model[1](model[0](x.half()).float())\n",
-                "    hidden = model[1](model[0](x.half()))  # <-\n",
-            ),
-        ),
+    "batch norm in half by hand": bug(
+        "PA301",
+        BY_HAND,
+        ("model[1].float()\n", ""),
+        ("model[1](model[0](x.half()).float())", "model[1](model[0](x.half()))  # <-"),
         numbers={"layers": ["BatchNorm1d"], "dtype": "float16"},
     ),
-    "batch norm in half at O2": Bug(
-        rule="PA301",
-        healthy=O2,
-        edits=(
-            ('opt_level="O2"', 'opt_level="O2", keep_batchnorm_fp32=False'),
-            ("output = model(x)", "output = model(x)  # <-"),
-        ),
+    "batch norm in half at O2": bug(
+        "PA301",
+        O2,
+        ('opt_level="O2"', 'opt_level="O2", keep_batchnorm_fp32=False'),
+        ("output = model(x)", "output = model(x)  # <-"),
         numbers={"layers": ["1"]},
     ),
-    "a half loss by hand": Bug(
-        rule="PA302",
-        healthy=BY_HAND,
-        edits=(
-            (
-                "    loss = F.cross_entropy(model[3](model[2](hidden).half()).float(), y)\n",
-                "    loss = nn.CrossEntropyLoss()(model[3](model[2](hidden).half()), y)  # <-\n",
-            ),
-        ),
+    "a half loss by hand": bug(
+        "PA302",
+        BY_HAND,
+        ("F.cross_entropy(", "nn.CrossEntropyLoss()("),
+        (".half()).float(), y)", ".half()), y)  # <-"),
         numbers={"dtype": "float16"},
         says="What CrossEntropyLoss returned is float16",
     ),
-    "a half loss under autocast": Bug(
-        rule="PA302",
-        healthy=GRAD_SCALER,
-        edits=(
-            ("loss = F.cross_entropy(output, y)", "loss = output.sum()"),
-            (
-                "    scaler.scale(loss).backward()\n",
-                "    scaler.scale(loss.half()).backward()  # <-\n",
-            ),
-        ),
+    "a half loss under autocast": bug(
+        "PA302",
+        GRAD_SCALER,
+        ("loss = F.cross_entropy(output, y)", "loss = output.sum()"),
+        ("    scaler.scale(loss).backward()\n", "    scaler.scale(loss.half()).backward()  # <-\n"),
     ),
-    "a half loss that is cast": Bug(
-        rule="PA302",
-        healthy=BY_HAND,
-        edits=(
-            (".half()).float(), y)\n", ".half()), y).float()\n"),
-            ("(loss * 128.0).backward()", "(loss * 128.0).backward()  # <-"),
-        ),
+    "a half loss that is cast": bug(
+        "PA302",
+        BY_HAND,
+        (".half()).float(), y)\n", ".half()), y).float()\n"),
+        ("(loss * 128.0).backward()", "(loss * 128.0).backward()  # <-"),
         numbers={"dtype": "float16"},
         says="The loss was cast after it had been computed in float16",
     ),
-    "a half loss that is cast, a part of another": Bug(
-        rule="PA302",
-        healthy=BF16.replace("(model(x), y)", "(model(x), y)\n        output = model(x)"),
-        edits=(
-            (
-                "    loss.backward()\n",
-                "    again = F.mse_loss(output, torch.zeros_like(output)).float()\n"
-                "    ((again + loss) / 2).backward()  # <-\n",
-            ),
+    "a half loss that is cast, a part of another": bug(
+        "PA302",
+        BF16.replace("(model(x), y)", "(model(x), y)\n        output = model(x)"),
+        (
+            "    loss.backward()\n",
+            "    again = F.mse_loss(output, torch.zeros_like(output)).float()\n"
+            "    ((again + loss) / 2).backward()  # <-\n",
         ),
         numbers={"dtype": "bfloat16"},
     ),
-    "a region around the loop": Bug(
-        rule="PA304",
-        healthy=BF16,
-        edits=((LOOP, AROUND), ("    with", "    if True:  # with")),
+    "a region around the loop": bug(
+        "PA304",
+        BF16,
+        (LOOP, AROUND),
+        ("    with", "    if True:  # with"),
         numbers={"weights": 4},
         says="4 weights are used as they were cast 2 steps ago or earlier",
     ),
-    "a region around a loop with regions": Bug(
-        rule="PA304",
-        healthy=BF16.replace("lr=1e-3)", "lr=1e-3, fused=True)"),
-        edits=((LOOP, AROUND),),
+    "a region around a loop with regions": bug(
+        "PA304",
+        BF16.replace("lr=1e-3)", "lr=1e-3, fused=True)"),
+        (LOOP, AROUND),
         numbers={"weights": 4},
     ),
-    "a half loss in scale_loss": Bug(
-        rule="PA302",
-        healthy=O1,
-        edits=(
-            ("with amp.scale_loss(loss, ", "with amp.scale_loss(loss.half(), "),
-            ("as scaled_loss:\n", "as scaled_loss:  # <-\n"),
-        ),
+    "a half loss in scale_loss": bug(
+        "PA302",
+        O1,
+        ("with amp.scale_loss(loss, ", "with amp.scale_loss(loss.half(), "),
+        ("as scaled_loss:\n", "as scaled_loss:  # <-\n"),
     ),
-    "a missing layer": Bug(
-        rule="PA401",
-        healthy=FLOAT32,
-        edits=(("Adam(model.parameters(), lr=1e-3)", "Adam(model[:3].parameters())  # <-"),),
+    "a missing layer": bug(
+        "PA401",
+        FLOAT32,
+        LACKING,
         numbers={
             "parameters": ["3.weight", "3.bias"],
             "with_gradient": ["3.weight", "3.bias"],
             "weights": 32 * 4 + 4,
         },
     ),
-    "a missing layer, GradScaler": Bug(
-        rule="PA401",
-        healthy=GRAD_SCALER,
-        edits=(("Adam(model.parameters(), lr=1e-3)", "Adam(model[:3].parameters())  # <-"),),
-        also=("PA101", "PA602"),
+    "a missing layer, GradScaler": bug("PA401", GRAD_SCALER, LACKING, also=("PA101", "PA602")),
+    "a missing layer, O2": bug(
+        "PA401",
+        O2,
+        ("SGD(model.parameters()", "SGD(model[:3].parameters()"),
+        ("momentum=0.9)", "momentum=0.9)  # <-"),
     ),
-    "a missing layer, O2": Bug(
-        rule="PA401",
-        healthy=O2,
-        edits=(
-            (
-                "SGD(model.parameters(), lr=1e-2, momentum=0.9)",
-                "SGD(model[:3].parameters(), lr=1e-2, momentum=0.9)  # <-",
-            ),
-        ),
-    ),
-    "a copy of the model": Bug(
-        rule="PA402",
-        healthy=FLOAT32,
-        edits=(
-            ("model = model.to", "import copy\nmodel = model.to"),
-            (
-                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
-                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # <-\n"
-                "model = copy.deepcopy(model)",
-            ),
-        ),
+    "a copy of the model": bug(
+        "PA402",
+        FLOAT32,
+        ("model = model.to", "import copy\nmodel = model.to"),
+        ("lr=1e-3)", "lr=1e-3)  # <-\nmodel = copy.deepcopy(model)"),
         numbers={"parameters": 6, "without_model": 6},
     ),
-    "a conversion that makes new parameters": Bug(
-        rule="PA402",
-        healthy=FLOAT32,
-        edits=(
-            (
-                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
-                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # <-\n"
-                "torch.__future__.set_overwrite_module_params_on_conversion(True)\n"
-                "model.bfloat16().float()\n"
-                "torch.__future__.set_overwrite_module_params_on_conversion(False)",
-            ),
+    "a conversion that makes new parameters": bug(
+        "PA402",
+        FLOAT32,
+        (
+            "lr=1e-3)",
+            "lr=1e-3)  # <-\n"
+            "torch.__future__.set_overwrite_module_params_on_conversion(True)\n"
+            "model.bfloat16().float()\n"
+            "torch.__future__.set_overwrite_module_params_on_conversion(False)",
         ),
     ),
-    "a weighted loss never scaled": Bug(
-        rule="PA105",
-        healthy=GRAD_SCALER,
-        edits=(
-            ("    scaler.scale(loss).backward()\n", "    scaler.scale(loss); loss = 0.5 * loss\n"),
-            (
-                "    scaler.unscale_(optimizer)\n",
-                "    loss.backward()\n    scaler.unscale_(optimizer)  # <-\n",
-            ),
-        ),
+    "a weighted loss never scaled": bug(
+        "PA105",
+        GRAD_SCALER,
+        ("    scaler.scale(loss).backward()\n", "    scaler.scale(loss); loss = 0.5 * loss\n"),
+        ("scaler.unscale_(optimizer)", "loss.backward()\n    scaler.unscale_(optimizer)  # <-"),
         numbers={"loss_scale": 1024.0, "gradients": 6},
         says="their loss was multiplied by 0.5",
     ),
-    "gradients unscaled twice": Bug(
-        rule="PA105",
-        healthy=GRAD_SCALER,
-        edits=(
-            (
-                "    scaler.unscale_(optimizer)\n",
-                "    for p in model.parameters():\n        p.grad /= 1024.0\n",
-            ),
-            (f"    {CLIP}\n", ""),
-            ("    scaler.step(optimizer)\n", "    scaler.step(optimizer)  # <-\n"),
-            ('    if step == 2:\n        loss = loss * float("inf")\n', ""),
-        ),
+    "gradients unscaled twice": bug(
+        "PA105",
+        GRAD_SCALER,
+        ("scaler.unscale_(optimizer)", "for p in model.parameters():\n        p.grad /= 1024.0"),
+        UNCLIPPED,
+        ("    scaler.step(optimizer)\n", "    scaler.step(optimizer)  # <-\n"),
+        FINITE,
         numbers={"loss_scale": 1024.0, "gradients": 6},
         says="which the scaler does too",
         does="Leave the division out",
     ),
-    "two steps of one iteration": Bug(
-        rule="PA103",
-        healthy=GRAD_SCALER,
-        edits=(
-            (
-                "    scaler.step(optimizer)\n",
-                "    optimizer.step()\n    scaler.step(optimizer)  # <-\n",
-            ),
-            ('    if step == 2:\n        loss = loss * float("inf")\n', ""),
-        ),
+    "two steps of one iteration": bug(
+        "PA103",
+        GRAD_SCALER,
+        ("scaler.step(optimizer)", "optimizer.step()\n    scaler.step(optimizer)  # <-"),
+        FINITE,
         numbers={"gradients": 6},
         says="each update is made twice",
     ),
-    "most steps skipped": Bug(
-        rule="PA601",
-        healthy=GRAD_SCALER,
-        edits=(
-            ("range(4)", "range(60)"),
-            ("if step == 2:", "if step % 5:"),
-            ('float("inf")', "1e35"),
-            ("    scaler.step(optimizer)\n", "    scaler.step(optimizer)  # <-\n"),
-            ("init_scale=1024.0", "init_scale=2.0**40"),
-        ),
+    "most steps skipped": bug(
+        "PA601",
+        GRAD_SCALER,
+        ("range(4)", "range(60)"),
+        ("if step == 2:", "if step % 5:"),
+        ('float("inf")', "1e35"),
+        ("    scaler.step(optimizer)\n", "    scaler.step(optimizer)  # <-\n"),
+        ("init_scale=1024.0", "init_scale=2.0**40"),
         says="since the first that was applied",
     ),
-    "a learning rate of zero": Bug(
-        rule="PA202",
-        healthy=FLOAT32,
-        edits=(("range(4)", "range(9)"), ("lr=1e-3)", "lr=0.0)  # <-")),
+    "a learning rate of zero": bug(
+        "PA202",
+        FLOAT32,
+        ("range(4)", "range(9)"),
+        ("lr=1e-3)", "lr=0.0)  # <-"),
         numbers={"lr": 0.0, "steps": 8},
         does="Look at the schedule: the rate is zero.",
     ),
-    "zeros of one layer only": Bug(
-        rule="PA404",
-        healthy=FLOAT32,
-        edits=(
-            ("range(4)", "range(9)"),
-            ("optimizer.zero_grad()", "model[0].zero_grad()"),
-            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
-        ),
+    "zeros of one layer only": bug(
+        "PA404",
+        FLOAT32,
+        ("range(4)", "range(9)"),
+        ("optimizer.zero_grad()", "model[0].zero_grad()"),
+        STEP,
     ),
-    "zeros for each batch of an accumulation": Bug(
-        rule="PA403",
-        healthy=FLOAT32,
-        edits=(
-            ("range(4)", "range(12)"),
-            ("F.cross_entropy(model(x), y).b", "(F.cross_entropy(model(x), y) / 2).b"),
-            ("    optimizer.step()\n", "    if step % 2:\n        optimizer.step()  # <-\n"),
-        ),
+    "zeros for each batch of an accumulation": bug(
+        "PA403",
+        ACCUMULATED,
+        ("    if step % 2 == 0:\n        optimizer.zero", "    optimizer.zero"),
+        ("optimizer.step()", "optimizer.step()  # <-"),
         numbers={"steps": 6, "dropped": 1},
     ),
-    "a schedule for each batch of an accumulation": Bug(
-        rule="PA104",
-        healthy=FLOAT32,
-        edits=(
-            ("range(4)", "range(12)"),
-            (
-                "for step",
-                "schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)\nfor step",
-            ),
-            (
-                "    optimizer.zero_grad()\n",
-                "    if step % 2 == 0:\n        optimizer.zero_grad()\n",
-            ),
-            ("F.cross_entropy(model(x), y).b", "(F.cross_entropy(model(x), y) / 2).b"),
-            (
-                "    optimizer.step()\n",
-                "    if step % 2:\n        optimizer.step()\n    schedule.step()  # <-\n",
-            ),
-        ),
+    "a schedule for each batch of an accumulation": bug(
+        "PA104",
+        ACCUMULATED,
+        ("for", "schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)\nfor"),
+        ("optimizer.step()", "optimizer.step()\n    schedule.step()  # <-"),
         numbers={"calls": 12, "steps": 6},
         says="it was made for 6 calls",
     ),
-    "a checkpoint loaded without the scaler": Bug(
-        rule="PA113",
-        healthy=GRAD_SCALER,
-        edits=(
-            (
-                "for step",
-                "import io\nfile = io.BytesIO()\n"
-                "torch.save([model.state_dict(), optimizer.state_dict(), "
-                "scaler.state_dict() | {'scaler': 1}], file)\n"
-                "file.seek(0)\nstates = torch.load(file)  # <-\n"
-                "model.load_state_dict(states[0])\noptimizer.load_state_dict(states[1])\nfor step",
-            ),
+    "a checkpoint loaded without the scaler": bug(
+        "PA113",
+        GRAD_SCALER,
+        (
+            "for step",
+            "import io\nfile = io.BytesIO()\n"
+            "torch.save([model.state_dict(), optimizer.state_dict(), "
+            "scaler.state_dict() | {'scaler': 1}], file)\n"
+            "file.seek(0)\nstates = torch.load(file)  # <-\n"
+            "model.load_state_dict(states[0])\noptimizer.load_state_dict(states[1])\nfor step",
         ),
         numbers={"left": "scaler"},
     ),
-    "a layer frozen with zeros": Bug(
-        rule="PA408",
-        healthy=FLOAT32,
-        edits=(
-            ("Adam(model.parameters(), lr=1e-3)", "AdamW(model.parameters(), weight_decay=0.1)"),
-            (
-                "    optimizer.step()\n",
-                "    model[0].zero_grad(set_to_none=False)\n    optimizer.step()  # <-\n",
-            ),
-        ),
+    "a layer frozen with zeros": bug(
+        "PA408",
+        FLOAT32,
+        ("Adam(model.parameters(), lr=1e-3)", "AdamW(model.parameters(), weight_decay=0.1)"),
+        ("optimizer.step()", "model[0].zero_grad(set_to_none=False)\n    optimizer.step()  # <-"),
         numbers={"parameters": 2},
     ),
-    "an unscaled term in a scaled loss": Bug(
-        rule="PA106",
-        healthy=TWO_LOSSES,
-        edits=(
-            (" + scaler.scale(output.float()", " + (output.float()"),
-            ("    scaler.unscale_(optimizer)\n", "    scaler.unscale_(optimizer)  # <-\n"),
-        ),
+    "an unscaled term in a scaled loss": bug(
+        "PA106",
+        TWO_LOSSES,
+        (" + scaler.scale(output.float()", " + (output.float()"),
+        ("    scaler.unscale_(optimizer)\n", "    scaler.unscale_(optimizer)  # <-\n"),
         numbers={"gradients": 6, "loss_scale": 1024.0},
     ),
-    "an update before the step": Bug(
-        rule="PA107",
-        healthy=GRAD_SCALER,
-        edits=(
-            (
-                "    scaler.unscale_(optimizer)\n",
-                "    scaler.update(512.0)\n    scaler.unscale_(optimizer)  # <-\n",
-            ),
+    "an update before the step": bug(
+        "PA107",
+        GRAD_SCALER,
+        (
+            "scaler.unscale_(optimizer)",
+            "scaler.update(512.0)\n    scaler.unscale_(optimizer)  # <-",
         ),
         numbers={"gradients": 6},
         says="from before scaler.update",
     ),
-    "a scaler for each batch": Bug(
-        rule="PA108",
-        healthy=GRAD_SCALER,
-        edits=(
-            ("init_scale=1024.0)\n", "init_scale=1024.0)\nmake = torch.amp.GradScaler\n"),
-            (
-                "    optimizer.zero_grad()\n",
-                '    optimizer.zero_grad()\n    scaler = make("cpu", init_scale=1024.0)  # <-\n',
-            ),
-        ),
+    "a scaler for each batch": bug(
+        "PA108",
+        GRAD_SCALER,
+        ("init_scale=1024.0)\n", "init_scale=1024.0)\nmake = torch.amp.GradScaler\n"),
+        ("zero_grad()\n", 'zero_grad()\n    scaler = make("cpu", init_scale=1024.0)  # <-\n'),
         numbers={"scalers": 3},
     ),
-    "no scale saved beside the optimizer's state": Bug(
-        rule="PA110",
-        healthy=SAVED,
-        edits=(("scaler.state_dict()", "{}"), ("BytesIO())", "BytesIO())  # <-")),
+    "no scale saved beside the optimizer's state": bug(
+        "PA110", SAVED, ("scaler.state_dict()", "{}"), ("BytesIO())", "BytesIO())  # <-")
     ),
-    "a scaler for bfloat16": Bug(
-        rule="PA111",
-        healthy=BF16_NO_SCALER,
-        edits=(("enabled=False", "init_scale=1024.0"), (".backward()\n", ".backward()  # <-\n")),
+    "a scaler for bfloat16": bug(
+        "PA111",
+        BF16_NO_SCALER,
+        ("enabled=False", "init_scale=1024.0"),
+        (".backward()\n", ".backward()  # <-\n"),
         numbers={"parameters": 6},
     ),
-    "an average in half": Bug(
-        rule="PA204",
-        healthy=AVERAGED,
-        edits=(
-            ("p.detach().float()", "p.detach().half()"),
-            ("(mean.dtype), 1e-3)\n", "(mean.dtype), 1e-3)  # <-\n"),
-        ),
+    "an average in half": bug(
+        "PA204",
+        AVERAGED,
+        ("p.detach().float()", "p.detach().half()"),
+        ("(mean.dtype), 1e-3)\n", "(mean.dtype), 1e-3)  # <-\n"),
         numbers={"tensors": 1},
         says="float16 tensors with 512 values stand still",
     ),
-    "masters that are never copied back": Bug(
-        rule="PA405",
-        healthy=MASTERS,
-        edits=(
-            ("        p.data.copy_(master.data)\n", "        pass\n"),
-            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
-        ),
+    "masters that are never copied back": bug(
+        "PA405",
+        MASTERS,
+        ("        p.data.copy_(master.data)\n", "        pass\n"),
+        STEP,
         numbers={"steps": 4, "parameters": 4},
     ),
-    "sums of losses": Bug(
-        rule="PA406",
-        healthy=ACCUMULATED,
-        edits=(
-            ("(F.cross_entropy(model(x), y) / 2)", "F.cross_entropy(model(x), y)"),
-            ("        optimizer.step()\n", "        optimizer.step()  # <-\n"),
-        ),
+    "sums of losses": bug(
+        "PA406",
+        ACCUMULATED,
+        ("(F.cross_entropy(model(x), y) / 2)", "F.cross_entropy(model(x), y)"),
+        ("optimizer.step()", "optimizer.step()  # <-"),
         numbers={"backwards": 2},
     ),
-    "weights that diverge": Bug(
-        rule="PA602",
-        healthy=RESTORED,
-        edits=(
-            ("model.load_state_dict(best)\n", ""),
-            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
-        ),
-        also=("PA603",),
+    "weights that diverge": bug(
+        "PA602", RESTORED, ("model.load_state_dict(best)\n", ""), STEP, also=("PA603",)
     ),
-    "nan losses that are left out": Bug(
-        rule="PA603",
-        healthy=GUARDED,
-        edits=(("step == 5", "step >= 5"), ("isfinite(loss):", "isfinite(loss):  # <-")),
+    "nan losses that are left out": bug(
+        "PA603",
+        GUARDED,
+        ("step == 5", "step >= 5"),
+        ("isfinite(loss):", "isfinite(loss):  # <-"),
         numbers={"step": 6, "bad": 7},
     ),
 }

@@ -21,7 +21,6 @@ from preamp.doctor import RULES, explain_text
 BUG = BUGS["clipping without unscale_"].text
 QUIET = "import warnings\nwarnings.simplefilter('ignore')\n"
 
-
 Doctor = Callable[..., Done]
 
 
@@ -109,8 +108,7 @@ def test_standard_output_holds_the_json_alone(doctor: Doctor, end: str, status: 
 
 
 def test_options_of_the_script_are_its_own(doctor: Doctor) -> None:
-    text = FLOAT32.replace("range(4)", "range(10**9)") + "import sys\n"
-    text = "import sys\nprint(__name__, sys.argv)\n" + text
+    text = "import sys\nprint(__name__, sys.argv)\n" + FLOAT32.replace("range(4)", "range(10**9)")
     options = ("--steps", "2", "--select", "PA4")
     done = doctor(text, *options, arguments=("--steps", "9", "--list", "-m"))
     assert done.returncode == 0, done.stderr

@@ -261,10 +261,6 @@ def test_a_right_script_is_clean(text: str, tmp_path: Path) -> None:
 
 
 NO_SCALER = loop().replace("scaler.scale(loss)", "loss").replace("scaler.update()", "pass")
-IN_FUNCTION = FLOAT32.replace(
-    "Adam(model.parameters(), lr=1e-3)", f"Adam(model[:3].parameters())  {HERE}"
-)
-
 DECORATED = (
     FLOAT32.replace("for step", "@torch.autocast('cpu', torch.bfloat16)\ndef train():\n  for step")
     .replace("    ", "      ")
@@ -303,10 +299,13 @@ WRONG = {
             "    optimizer.step()\n", f"    optimizer.step()  {HERE}\n"
         ),
     ),
-    "a missing layer of a model that is gone": ("PA401", IN_FUNCTION + "del model, optimizer\n"),
+    "a missing layer of a model that is gone": (
+        "PA401",
+        BUGS["a missing layer"].text + "del model, optimizer\n",
+    ),
     "a stalled model that is gone": (
         "PA202",
-        BY_HAND.replace("lr=0.5)", f"lr=1e-5)  {HERE}") + "del model, optimizer, p\n",
+        BUGS["a small learning rate"].text + "del model, optimizer, p\n",
     ),
 }
 

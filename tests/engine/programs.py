@@ -391,7 +391,7 @@ class Add(Call):
 
 @dataclass(frozen=True)
 class Pair(Call):
-    """Copy the model together with its optimizers, and train the copy."""
+    """Copy model and optimizers together where there are no masters, and train the copy."""
 
     index: int
 
@@ -962,8 +962,8 @@ class World:
         self.check(1)
 
     def train_copy(self, index: int) -> None:
-        """A model and its optimizers that are copied together train on in float32."""
-        if self.moments != "float32" or self.plain.q.dtype is torch.float16:
+        """Where there are no masters, a model and its optimizers are copied together."""
+        if self.row.has_masters or self.plain.q.dtype is torch.float16:
             return
         self.log.append(f"a deep copy of all, one step on loss('abqn', {index})")
         ours, opts = copy.deepcopy((self.ours, self.opts))

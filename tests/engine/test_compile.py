@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
-from cases.levels import BY_KIND, CASTING_FUNCTIONS
+from cases.levels import CASTING_FUNCTIONS, LEVEL_NAMES
 from preamp.engine import ledger
 from preamp.numerics import NumericsRecord, StepRecord
 from preamp.optim.fused import base, checks
@@ -27,7 +27,10 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-levels = pytest.mark.parametrize("level", BY_KIND)
+# torch's compiler takes seconds: the quick suite has one level.
+levels = pytest.mark.parametrize(
+    "level", ["O1", *(pytest.param(n, marks=pytest.mark.full) for n in LEVEL_NAMES if n != "O1")]
+)
 
 
 class Perceptron(nn.Module):
@@ -146,7 +149,6 @@ def assert_same_training(ours: Training, losses: list[float], eager: Training) -
     close(eager)
 
 
-@pytest.mark.each
 @models
 @levels
 def test_the_loss_is_one_graph(make: Any, level: str) -> None:
@@ -166,7 +168,6 @@ def test_the_loss_is_one_graph(make: Any, level: str) -> None:
     assert losses[0] == pytest.approx(eager.run(1)[0], rel=2e-2)
 
 
-@pytest.mark.each
 @models
 @levels
 def test_training_by_a_compiled_loss_is_the_same(make: Any, level: str) -> None:
@@ -190,7 +191,6 @@ def test_a_compiled_model_has_no_breaks(level: str, scope: str) -> None:
     assert_same_training(training, losses, eager)
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("numerics", ["light", "full"])
 @levels
 def test_statistics_break_no_graph(level: str, numerics: str) -> None:

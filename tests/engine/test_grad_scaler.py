@@ -22,9 +22,10 @@ import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, loss_of
 from cases.optimizers import clone_state
-from cases.pair import Pair
 from cases.selection import examples
 from cases.tolerances import assert_same
+from kit.pair import Pair
+from kit.refusals import assert_refused, refused
 from preamp.optimizers import FusedAdam, FusedSGD
 
 Build = Callable[..., torch.optim.Optimizer]
@@ -134,7 +135,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("level", EXACT)
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(200, quick=10))
 @given(data=st.data(), build=st.sampled_from(sorted(BUILDS)))
 def test_any_program_does_what_it_does_with_torchs(
     level: str, data: st.DataObject, build: str
@@ -643,127 +644,96 @@ def test_a_loss_scale_that_cannot_go_on_ends_the_training() -> None:
         scaler.update()
 
     iterate()
-    with pytest.raises(preamp.LossScaleError, match=r"fell to its minimum.*'b.weight'"):
+    with refused("grad_scaler", "the lowest scale", changes=True):
         iterate()
 
 
-def _optimizer() -> torch.optim.Optimizer:
-    return _optimizer_and_model()[0]
-
-
-def _optimizer_and_model() -> tuple[torch.optim.Optimizer, nn.Module]:
+def _start(count: int = 1, **options: Any) -> tuple[nn.Module, list[Any]]:
     model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    return optimizer, model
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(count)]
+    preamp.initialize(model, optimizers, verbosity=0, **({"opt_level": "O2"} | options))
+    return model, optimizers
 
 
-def _of_closed() -> preamp.GradScaler:
-    scaler = preamp.GradScaler(optimizer := _optimizer())
-    preamp.engine_of(optimizer).close()
+def _optimizers(**options: Any) -> list[Any]:
+    return _start(**options)[1]
+
+
+def _scaler() -> Any:
+    return preamp.GradScaler(_optimizers())
+
+
+def _of_closed() -> Any:
+    scaler = preamp.GradScaler(optimizers := _optimizers())
+    preamp.engine_of(optimizers[0]).close()
     return scaler
 
 
-def _of_one_backward() -> preamp.GradScaler:
-    optimizer, model = _optimizer_and_model()
-    scaler = preamp.GradScaler(optimizer)
+def _of_one_backward() -> Any:
+    model, optimizers = _start()
+    scaler = preamp.GradScaler(optimizers)
     scaler.scale(loss_of([model], 0)).backward()
     return scaler
 
 
-def _two_of_one_weight() -> list[torch.optim.Optimizer]:
-    model = Exact()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
-    preamp.initialize(model, optimizers, opt_level="O1", verbosity=0)
-    return optimizers  # type: ignore[return-value]
-
-
-def _scaler(**options: Any) -> preamp.GradScaler:
-    return preamp.GradScaler(_optimizer(), **options)
-
-
-def _of_stranger() -> object:
-    return preamp.GradScaler(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
-
-
-Errors = dict[type[Exception], list[tuple[Callable[[], Any], str]]]
-ERRORS: Errors = {
-    preamp.PreampStateError: [
-        (_of_stranger, "GradScaler was given an SGD that was not initialized"),
-        (lambda: preamp.GradScaler([]), "given no optimizer"),
-        (
-            lambda: preamp.GradScaler([_optimizer(), _optimizer()]),
-            "optimizers of different engines",
-        ),
-        (lambda: preamp.GradScaler(_two_of_one_weight()), "share parameters"),
-        (lambda: pickle.dumps(_scaler()), "state_dict"),
-        (lambda: _of_closed().scale(torch.ones(1)), "Engine.close"),
-    ],
-    ValueError: [
-        (lambda: _scaler(init_scale=0.0), "init_scale=0.0|scale=0.0 was given"),
-        (
-            lambda: _of_one_backward().update("large"),  # type: ignore[arg-type]
-            "scale='large' was given to a GradScaler. It is a number above 0",
-        ),
-        (lambda: _scaler(growth_factor=0.5), "growth_factor=0.5 .* a number from 1"),
-        (lambda: _scaler().set_backoff_factor(1.0), "between 0 and 1"),
-        (
-            lambda: _scaler().set_growth_interval(2.5),  # type: ignore[arg-type]
-            "growth_interval=2.5 .* a whole number",
-        ),
-        (
-            lambda: _scaler().load_state_dict({"loss_scaler0": {}}),
-            "'loss_scaler0', and not 'scale'",
-        ),
-    ],
-    TypeError: [
-        (lambda: preamp.GradScaler("cuda"), "first argument is the optimizer"),
-        (
-            lambda: preamp.GradScaler(_optimizer_and_model()[1]),  # type: ignore[arg-type]
-            "GradScaler was given an Exact",
-        ),
-        (
-            lambda: _scaler().scale(torch.ones(1, dtype=torch.int64)),
-            "GradScaler.scale was given a torch.int64 tensor",
-        ),
-    ],
-    IndexError: [(lambda: _scaler(loss_id=1), "loss_id=1")],
+GradScaler: Any = preamp.GradScaler
+STRANGER = torch.optim.SGD([torch.ones(1)])
+INTEGER = torch.ones(1, dtype=torch.int64)
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {  # what is made, the act
+    "an optimizer without engine": (lambda: STRANGER, GradScaler),
+    "no optimizer": (list, GradScaler),
+    "optimizers of two engines": (lambda: [*_optimizers(), *_optimizers()], GradScaler),
+    "optimizers that share parameters": (lambda: _optimizers(count=2, opt_level="O1"), GradScaler),
+    "a pickle": (_scaler, pickle.dumps),
+    "a closed engine": (_of_closed, lambda scaler: scaler.scale(torch.ones(1))),
+    "a scale of zero": (_optimizers, lambda made: GradScaler(made, init_scale=0.0)),
+    "a scale in words": (_of_one_backward, lambda scaler: scaler.update("large")),
+    "a growth below one": (_optimizers, lambda made: GradScaler(made, growth_factor=0.5)),
+    "a backoff of one": (_scaler, lambda scaler: scaler.set_backoff_factor(1.0)),
+    "half an interval": (_scaler, lambda scaler: scaler.set_growth_interval(2.5)),
+    "an engine's state": (_scaler, lambda scaler: scaler.load_state_dict({"loss_scaler0": {}})),
+    "a device for an optimizer": (lambda: "cuda", GradScaler),
+    "a model for an optimizer": (lambda: _start()[0], GradScaler),
+    "a loss of whole numbers": (_scaler, lambda scaler: scaler.scale(INTEGER)),
+    "a loss_id without a scale": (_optimizers, lambda made: GradScaler(made, loss_id=1)),
+    "numbers of a static scale": (
+        lambda: _optimizers(opt_level="O5"),
+        lambda made: GradScaler(made, init_scale=4.0),
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "call", "text"), [(kind, *row) for kind, rows in ERRORS.items() for row in rows]
-)
-def test_bad_input(kind: type[Exception], call: Callable[[], Any], text: str) -> None:
-    with pytest.raises(kind, match=text) as caught:
-        call()
-    assert str(caught.value).count(". ") >= 1
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, act = REFUSED[name]
+    made = make()
+    assert_refused("grad_scaler", name, lambda: act(made))
 
 
-def test_a_failed_load_changes_nothing() -> None:
-    scaler = preamp.GradScaler(_optimizer())
+LOADS = {
+    "a scale that is no number": {"scale": float("nan")},
+    "a count below zero": {"_growth_tracker": -1},
+    "an interval in words": {"growth_interval": "x"},
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_failed_load_changes_nothing(name: str) -> None:
+    scaler = _scaler()
     before = scaler.state_dict()
-    for name, value in (("scale", float("nan")), ("_growth_tracker", -1), ("growth_interval", "x")):
-        with pytest.raises(ValueError, match=name):
-            scaler.load_state_dict({**before, "growth_factor": 3.0, name: value})
-        assert scaler.state_dict() == before
-
-
-def test_numbers_of_a_static_scale_are_refused() -> None:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    with pytest.raises(ValueError, match=r"whose loss scale is static.*It stays 1.0"):
-        preamp.GradScaler(optimizer, init_scale=4.0)
+    with refused("grad_scaler", name):
+        scaler.load_state_dict({**before, "growth_factor": 3.0, **LOADS[name]})
+    assert scaler.state_dict() == before
 
 
 def test_optimizers_are_not_stepped_past_it() -> None:
     ours, _ = both("O2")
     ours.backward((0,))
-    with pytest.raises(preamp.PreampStateError, match=r"Call scaler\.step"):
-        ours.optimizers[0].step()
-    with pytest.raises(preamp.PreampStateError, match="was not made for"):
-        ours.scaler.step(_optimizer())
+    subjects = (*ours.models, *ours.optimizers)
+    assert_refused("grad_scaler", "a step past it", ours.optimizers[0].step, *subjects)
+    (other,) = _optimizers()
+    with refused("grad_scaler", "a step of another's", *subjects):
+        ours.scaler.step(other)
     ours.scaler.step(ours.optimizers[0])
 
 
@@ -791,7 +761,7 @@ def test_training_goes_on_bitwise_between_steps(level: str, place: str, tmp_path
         act(straight)
     path = tmp_path / "run.safetensors"
     if done < list(STAGES).index("stepped") + 1:
-        with pytest.raises(preamp.PreampStateError, match="between a backward and"):
+        with refused("grad_scaler", "a file before a step", changes=True):
             preamp.save_checkpoint(path, straight.models, straight.optimizers)
         for act in list(STAGES.values())[:done]:  # and goes on as if nobody had asked
             act(resumed)
@@ -834,9 +804,8 @@ def test_no_backward_adds_to_unscaled_gradients(level: str, zeroes: bool) -> Non
     ours.backward((0,))
     ours.scaler.unscale_(ours.optimizers[0])
     ours.backward((1,))  # another optimizer's
-    text = r"unscale_ has unscaled already(?s:.*)update(?s:.*)exception.*optimizer\.zero_grad\(\)"
     for _ in range(2):
-        with pytest.raises(preamp.PreampStateError, match=text):
+        with refused("grad_scaler", "a backward after unscale_", changes=True):
             ours.backward((0,))
     for model in (0, 1):
         ours.zero(model)
@@ -929,7 +898,7 @@ def test_a_clip_whose_norm_overflowed_is_refused() -> None:
     scaler.scale((model(2.0**11 * signs)).sum()).backward()
     scaler.unscale_(optimizer)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isinf()
-    with pytest.raises(preamp.PreampStateError, match=r"norm is infinite.*preamp.clip_grad_norm_"):
+    with refused("grad_scaler", "a clip to nothing", model, optimizer):
         scaler.step(optimizer)
 
 

@@ -16,8 +16,8 @@ from torch import nn
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from cases.models import batch, values
-from cases.pair import Pair
 from cases.tolerances import assert_same
+from kit.pair import Pair
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)

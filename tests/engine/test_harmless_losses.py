@@ -64,7 +64,6 @@ def step(engine: Engine, loss_of: Loss, *, is_bad: bool = True) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("loss_of", [all_ignored, hidden, of_nothing])
 def test_a_loss_whose_gradients_are_finite_is_told_once(
@@ -78,7 +77,6 @@ def test_a_loss_whose_gradients_are_finite_is_told_once(
     assert (engine.steps_skipped, engine.overflow_causes) == (0, [])
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 @pytest.mark.parametrize(
     ("loss_of", "operation", "line"),
@@ -205,7 +203,6 @@ class Critic(nn.Module):
         return y.abs().pow(self.power).sum(1)
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", ["O0", "O1", "O5"])
 @pytest.mark.parametrize(
     ("power", "operation", "line", "loss_is_finite"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -18,53 +19,48 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import preamp
-from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
-from engine.harness import HALF, everything, loss_of, make, masters, started, train_step, weights
+from cases.levels import BY_NAME, CASTING_FUNCTIONS, HALF_WEIGHTS
 from kit.compare import halves_match, same
-from kit.run import Net
+from kit.loops import weights
+from kit.run import ALL, MASTERS, PLAIN, Net, Run
 from preamp import amp
 from preamp.optim import MasterParameter
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-DOORS = [preamp.initialize, amp.initialize]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.125)
+DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+LEVELS = pytest.mark.parametrize("level", ALL)
 
 
 # -- shapes ----------------------------------------------------------------------------------
 
 
-def _two() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    models: list[nn.Module] = [Net(), Net()]
-    return models, [sgd(model) for model in models]
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.125)
 
 
-def _one() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Net()
-    return model, sgd(model)
+def two() -> list[nn.Module]:
+    return [Net(), Net()]
 
 
 SHAPES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "model": lambda: (Net(),),
     "model, none": lambda: (Net(), None),
-    "model, optimizer": _one,
+    "model, optimizer": lambda: ((model := Net()), sgd(model)),
     "model, no optimizers": lambda: (Net(), []),
-    "model, list of one": lambda: ((given := _one())[0], [given[1]]),
+    "model, list of one": lambda: ((model := Net()), [sgd(model)]),
     "model, list of two": lambda: ((model := Net()), [sgd(model.first), sgd(model.last)]),
-    "list": lambda: (_two()[0],),
-    "list, optimizer": lambda: ([(given := _one())[0]], given[1]),
-    "list, list": _two,
-    "no models, optimizer": lambda: ([], _one()[1]),
+    "list": lambda: (two(),),
+    "list, optimizer": lambda: ([model := Net()], sgd(model)),
+    "list, list": lambda: ((models := two()), [sgd(model) for model in models]),
+    "no models, optimizer": lambda: ([], sgd(Net())),
 }
 
 
 # The form of what comes back depends on the form of what is given; the level does not change it.
 @pytest.mark.pairs
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("door", DOORS, ids=["preamp", "amp"])
+@LEVELS
+@DOORS
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_what_is_given_comes_back(
@@ -74,7 +70,7 @@ def test_what_is_given_comes_back(
     before = [list(each) if isinstance(each, list) else each for each in given]
     named = dict(zip(("models", "optimizers"), given, strict=False))
     args, kwargs = ((), named) if by_keyword else (given, {})
-    result = door(*args, **kwargs, opt_level=level, enabled=enabled, verbosity=0)
+    result = door.initialize(*args, **kwargs, opt_level=level, enabled=enabled, verbosity=0)
     if "optimizers" in named and given[1] is not None:
         assert type(result) is tuple
     else:
@@ -88,23 +84,14 @@ def test_what_is_given_comes_back(
 def test_signature_is_apex_s() -> None:
     parameters = inspect.signature(amp.initialize).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert (
-        positional
-        == (
-            "models optimizers enabled opt_level cast_model_type patch_torch_functions "
-            "keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity "
-            "min_loss_scale max_loss_scale"
-        ).split()
+    names = (
+        "models optimizers enabled opt_level cast_model_type patch_torch_functions "
+        "keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity "
+        "min_loss_scale max_loss_scale"
     )
-    assert [parameters[name].default for name in positional[2:]] == [
-        True,
-        "O1",
-        *[None] * 6,
-        1,
-        1,
-        None,
-        2.0**24,
-    ]
+    assert positional == names.split()
+    defaults = [parameters[name].default for name in positional[2:]]
+    assert defaults == [True, "O1", *[None] * 6, 1, 1, None, 2.0**24]
     assert list(inspect.signature(preamp.initialize).parameters)[:14] == positional
 
 
@@ -125,10 +112,7 @@ def test_unknown_keyword_of_another_fork(keyword: str) -> None:
 
 def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    train_step(model, optimizer, 0)
-    assert halves_match(model)
+    assert halves_match(Run("O2", door=amp).play("iterate").model)
 
 
 # -- printing --------------------------------------------------------------------------------
@@ -143,7 +127,7 @@ BRIEFS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(Net(), opt_level=level, loss_scale="128.0")
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
@@ -166,52 +150,48 @@ def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("verbosity", [0, False, "0"])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity, loss_scale="dynamic")
-    train_step(model, optimizer, 0, poison=True)
-    assert preamp.engine_of(model).last_step_skipped
+    run = Run(level, door=amp, verbosity=verbosity, loss_scale="dynamic")
+    assert run.play("backward 0 inf; step").engine.last_step_skipped
     assert capsys.readouterr().out == ""
 
 
 def test_skipped_step_is_told_by_the_first_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = make()
-    preamp.initialize(model, optimizer, opt_level="O2")
+    run = Run("O2", verbosity=1)
     capsys.readouterr()
-    train_step(model, optimizer, 0, poison=True)
+    run.play("backward 0 inf; step; zero")
     assert capsys.readouterr().out.count("\n") == 1
     monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
-    train_step(model, optimizer, 0, poison=True)
-    assert preamp.engine_of(model).last_step_skipped
+    assert run.play("backward 0 inf; step").engine.last_step_skipped
     assert capsys.readouterr().out == ""
 
 
 SUMMARIES = {
-    "O0": "preamp: O0 in float32, no float32 masters, loss scale 1.0, back end ",
-    "O1": "preamp: O1 in float16, no float32 masters, loss scale dynamic, back end ",
-    "O2": "preamp: O2 in float16, 6 float32 masters, loss scale dynamic, back end ",
-    "O3": "preamp: O3 in float16, no float32 masters, loss scale 1.0, back end ",
-    "O4": "preamp: O4 in bfloat16, no float32 masters, loss scale 1.0, back end ",
-    "O5": "preamp: O5 in bfloat16, 6 float32 masters, loss scale 1.0, back end ",
+    "O0": "O0 in float32, no float32 masters, loss scale 1.0",
+    "O1": "O1 in float16, no float32 masters, loss scale dynamic",
+    "O2": "O2 in float16, 6 float32 masters, loss scale dynamic",
+    "O3": "O3 in float16, no float32 masters, loss scale 1.0",
+    "O4": "O4 in bfloat16, no float32 masters, loss scale 1.0",
+    "O5": "O5 in bfloat16, 6 float32 masters, loss scale 1.0",
 }
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 def test_preamps_own_door_says_one_line(level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = make()
-    preamp.initialize(model, optimizer, opt_level=level, backend="reference")
-    assert capsys.readouterr().out == f"{SUMMARIES[level]}reference\n"
+    Run(level, verbosity=1, backend="reference")
+    told = f"preamp: {SUMMARIES[level]}, back end reference\n"
+    assert capsys.readouterr().out == told
 
 
 def test_what_fails_says_nothing_before(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError):
         preamp.initialize(nn.Linear(2, 2).half(), opt_level="O2")
     preamp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    for door in DOORS:
-        door(nn.Linear(2, 2), opt_level="O2", enabled=False)
+    for door in (preamp, amp):
+        door.initialize(nn.Linear(2, 2), opt_level="O2", enabled=False)
     assert capsys.readouterr().out == ""
 
 
@@ -240,12 +220,6 @@ class Zoo(nn.Module):
         self.register_buffer("hidden", torch.full((2,), 0.1), persistent=False)
 
 
-def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    return {
-        name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-
-
 FIXED = {
     "i64": torch.int64,
     "mask": torch.bool,
@@ -261,25 +235,25 @@ FIXED = {
 def test_conversion_of_half_models(level: str) -> None:
     model = Zoo()
     preamp.initialize(model, opt_level=level, verbosity=0)
-    for name, dtype in dtypes(model).items():
+    for name, tensor in weights(model).items():
         if name in FIXED:
-            assert dtype is FIXED[name], name
+            assert tensor.dtype is FIXED[name], name
         elif (name.startswith("bn") and level != "O3") or name == "hidden":
-            assert dtype is F32, name
+            assert tensor.dtype is F32, name
         else:
-            assert dtype is HALF[level], name
+            assert tensor.dtype is BY_NAME[level].half, name
 
 
 def test_o0_makes_doubles_float32() -> None:
     model = Zoo()
     preamp.initialize(model, opt_level="O0", verbosity=0)
-    assert {dtype for name, dtype in dtypes(model).items() if name not in FIXED} == {F32}
+    assert {t.dtype for name, t in weights(model).items() if name not in FIXED} == {F32}
 
 
 @pytest.mark.parametrize(
     ("level", "options"),
     [
-        *((level, {"cast_model_type": False}) for level in LEVEL_NAMES),
+        *((level, {"cast_model_type": False}) for level in ALL),
         *((level, {}) for level in CASTING_FUNCTIONS),
     ],
 )
@@ -300,49 +274,46 @@ def test_keep_batchnorm(level: str, given: Any, kept: torch.dtype) -> None:
     assert model.plain_bn.running_mean.dtype is F16
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 def test_parameters_and_groups_keep_their_identity(level: str) -> None:
-    model, optimizer = make()
-    before = dict(model.named_parameters())
-    buffers = dict(model.named_buffers())
-    groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    run = Run(level, starts=False)
+    params, buffers = [*run.model.parameters()], [*run.model.buffers()]
+    groups, lists = run.optimizer.param_groups, [g["params"] for g in run.optimizer.param_groups]
     inner = list(groups)
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert optimizer.param_groups is groups
+    run.initialize()
+    assert run.optimizer.param_groups is groups
     assert all(a is b for a, b in zip(groups, inner, strict=True))
     assert all(group["params"] is params for group, params in zip(groups, lists, strict=True))
-    after = dict(model.named_parameters())
-    assert all(after[name] is param for name, param in before.items())
-    assert all(dict(model.named_buffers())[name] is b for name, b in buffers.items())
+    assert all(a is b for a, b in zip(run.model.parameters(), params, strict=True))
+    assert all(a is b for a, b in zip(run.model.buffers(), buffers, strict=True))
 
 
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_existing_gradients_are_converted(level: str) -> None:
-    model, _ = make()
+    model = Net()
     model.first.weight.grad = torch.full_like(model.first.weight, 3.0)
     preamp.initialize(model, opt_level=level, verbosity=0)
-    assert model.first.weight.grad.dtype is HALF[level]
+    assert model.first.weight.grad.dtype is BY_NAME[level].half
     assert model.first.weight.grad[0, 0] == 3.0
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", MASTERS)
 def test_existing_gradients_count(level: str) -> None:
     """A gradient made before initialize is unscaled, and the next step uses it."""
-    weight = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    weight.weight.data.fill_(1.0)
-    weight.weight.grad = torch.full_like(weight.weight, 0.25)
-    preamp.initialize(weight, optimizer, opt_level=level, verbosity=0)
-    optimizer.step()
-    assert weight.weight.tolist() == [[0.75, 0.75]]
+    run = Run(level, model=lambda: nn.Linear(2, 1, bias=False), starts=False)
+    run.model.weight.data.fill_(1.0)
+    run.model.weight.grad = torch.full_like(run.model.weight, 2.5)
+    run.initialize()
+    run.play("step")  # at a rate of 0.1
+    assert run.model.weight.tolist() == [[0.75, 0.75]]
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", MASTERS)
 def test_which_parameters_have_masters(level: str) -> None:
-    model, optimizer = started(level)
-    named = dict(model.named_parameters())
-    for param, (name, own) in zip(preamp.master_params(optimizer), named.items(), strict=True):
+    run = Run(level)
+    named = dict(run.model.named_parameters())
+    for param, (name, own) in zip(preamp.master_params(run.optimizer), named.items(), strict=True):
         assert isinstance(param, MasterParameter) is not name.startswith("bn."), name
         assert (param is own) is name.startswith("bn."), name
         assert param.dtype is F32
@@ -350,74 +321,67 @@ def test_which_parameters_have_masters(level: str) -> None:
 
 @pytest.mark.parametrize(("level", "given"), [("O2", False), ("O2", "False"), ("O5", False)])
 def test_no_masters_and_a_scale_from_a_flag(level: str, given: Any) -> None:
-    model, optimizer = started(level, master_weights=given, loss_scale="128.0")
-    assert not preamp.engine_of(model).has_masters
+    run = Run(level, master_weights=given, loss_scale="128.0", door=amp)
+    assert not run.engine.has_masters
     assert all(
-        a is b for a, b in zip(preamp.master_params(optimizer), model.parameters(), strict=True)
+        a is b
+        for a, b in zip(preamp.master_params(run.optimizer), run.model.parameters(), strict=True)
     )
     x = torch.randn(6, 4, requires_grad=True)
-    with amp.scale_loss(model(x).square().mean(), optimizer) as scaled:
-        assert scaled.item() == pytest.approx(128.0 * model(x).square().mean().item())
+    loss = run.model(x).square().mean()
+    with amp.scale_loss(loss, run.optimizer) as scaled:
+        assert scaled.item() == pytest.approx(128.0 * loss.item())
         scaled.backward()
-    first = x.grad.clone()
-    assert first.abs().sum() > 0  # of the input: still scaled, as scripts that read it expect
-    before = weights(model)
-    optimizer.zero_grad()
-    with amp.scale_loss(model(x).square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert not same(weights(model)["first.weight"], before["first.weight"])
+    assert x.grad.abs().sum() > 0  # of the input: still scaled, as scripts that read it expect
+    before = run.model.first.weight.detach().clone()
+    run.zero()
+    run.back(run.model(x).square().mean())
+    run.step()
+    assert not same(run.model.first.weight.detach(), before)
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_master_weights_can_be_asked_for(level: str) -> None:
-    model, optimizer = started(level, master_weights=True)
-    assert preamp.engine_of(model).has_masters is (level == "O3")
-    train_step(model, optimizer, 0)
-    assert halves_match(model)
+    run = Run(level, master_weights=True)
+    assert run.engine.has_masters is (level == "O3")
+    assert halves_match(run.play("iterate").model)
 
 
 # -- lists of models -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 @pytest.mark.parametrize("is_part", [False, True])
 def test_a_module_twice_or_beside_its_own_part(level: str, is_part: bool) -> None:
-    model, optimizer = make()
-    exact = [param.detach().clone() for param in model.parameters()]
-    models = [model, model.first if is_part else model]
-    preamp.initialize(models, optimizer, opt_level=level, verbosity=0)
-    if level in WITH_MASTERS:
-        assert same(masters(optimizer), exact)
-    assert model(torch.ones(2, 4)).dtype is F32
-    train_step(model, optimizer, 0)
-    assert halves_match(model)
-    assert all(value.dtype is F32 for key, value in model.state_dict().items() if "num" not in key)
-    preamp.engine_of(model).close()
-    assert {p.dtype for p in model.parameters()} == {F32}
+    run = Run(level, starts=False)
+    exact = [param.detach().clone() for param in run.model.parameters()]
+    run.initialize(models=[run.model, run.model.first if is_part else run.model])
+    if level in MASTERS:
+        assert same([param.detach() for param in run.params()], exact)
+    assert run.model(torch.ones(2, 4)).dtype is F32
+    assert halves_match(run.play("iterate").model)
+    state = run.model.state_dict()
+    assert all(value.dtype is F32 for key, value in state.items() if "num" not in key)
+    run.close()
+    assert {p.dtype for p in run.model.parameters()} == {F32}
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 def test_frozen_copies_for_averaging(level: str) -> None:
-    model, optimizer = make()
-    average = Net()
-    average.load_state_dict(model.state_dict())
-    average.requires_grad_(False)
-    models = [model, average]
-    preamp.initialize(models, optimizer, opt_level=level, verbosity=0)
-    train_step(model, optimizer, 0)
-    for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+    run = Run(level, starts=False)
+    average = copy.deepcopy(run.model).requires_grad_(False)
+    run.initialize(models=[run.model, average])
+    run.play("iterate")
+    for slow, fast in zip(average.parameters(), run.model.parameters(), strict=True):
         slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
-    out = average.eval()(torch.ones(2, 4))
-    assert out.isfinite().all()
-    average.load_state_dict(model.state_dict())
-    assert same(weights(average), weights(model))
+    assert average.eval()(torch.ones(2, 4)).isfinite().all()
+    average.load_state_dict(run.model.state_dict())
+    assert same(weights(average), weights(run.model))
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 def test_model_alone_for_evaluation(level: str) -> None:
-    model, _ = make()
-    model.eval()
+    model = Net().eval()
     x = torch.randn(3, 4)
     with torch.no_grad():
         expected = model(x)
@@ -431,31 +395,24 @@ def test_model_alone_for_evaluation(level: str) -> None:
 # -- enabled=False ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@DOORS
 def test_disabled_passes_everything_through(door: Any) -> None:
-    model, optimizer = make()
-    reference, plain = make()
-    before = weights(model)
-    door.initialize(model, optimizer, enabled=False, opt_level="O9", loss_scale="abc")
-    assert same(weights(model), before)
-    assert vars(optimizer).keys() - vars(plain).keys() <= {"_preamp_link"}
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        with door.scale_loss(loss, optimizer) as scaled:
+    run, plain = Run("O9", door=door, enabled=False, loss_scale="abc"), Run(PLAIN)
+    assert same(weights(run.model), weights(plain.model))
+    assert vars(run.optimizer).keys() - vars(plain.optimizer).keys() <= {"_preamp_link"}
+    for index in range(3):
+        loss = run.loss(index)
+        with door.scale_loss(loss, run.optimizer) as scaled:
             assert scaled is loss
             scaled.backward()
-        torch.nn.utils.clip_grad_norm_(door.master_params(optimizer), 1.0)
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, step).backward()
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        plain.step()
-    assert same(weights(model), weights(reference))
-    assert list(door.master_params(optimizer)) == list(model.parameters())
+        torch.nn.utils.clip_grad_norm_(door.master_params(run.optimizer), 0.5)
+        run.play("step; zero")
+        plain.play(f"backward {index}; clip; step; zero")
+    assert same(weights(run.model), weights(plain.model))
+    assert list(door.master_params(run.optimizer)) == list(run.model.parameters())
 
 
-@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@DOORS
 def test_disabled_asks_nothing_of_its_arguments(door: Any) -> None:
     """With amp off scripts pass tuples, mocks and wrappers; they come back as they are."""
     model = Net()
@@ -478,29 +435,25 @@ def test_disabled_scale_loss_asks_nothing_of_its_optimizers(optimizers: Any) -> 
 
 
 def test_disabled_state() -> None:
-    model, optimizer = make()
-    amp.initialize(model, optimizer, enabled=False)
+    run = Run("O2", door=amp, enabled=False)
     assert amp.state_dict() == {}
     amp.load_state_dict({})
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
     assert amp.state_dict() == {}
     with amp.disable_casts():
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is F32
-    engine = preamp.engine_of(optimizer)
-    assert engine.explain() == "preamp is off (enabled=False): every call passes through."
-    assert preamp.state_dict(engine)["steps"]
-    assert preamp.clip_grad_norm_(optimizer, 1.0).item() == 0.0
-    engine.close()
-    assert "_preamp_link" not in vars(model)
+    assert run.engine.explain() == "preamp is off (enabled=False): every call passes through."
+    assert preamp.state_dict(run.engine)["steps"]
+    assert preamp.clip_grad_norm_(run.optimizer, 1.0).item() == 0.0
+    run.close()
+    assert "_preamp_link" not in vars(run.model)
 
 
 def test_disabled_then_enabled() -> None:
-    model, optimizer = make()
-    preamp.initialize(model, optimizer, enabled=False)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert preamp.engine_of(optimizer).policy.opt_level == "O2"
-    train_step(model, optimizer, 0)
-    assert halves_match(model)
+    run = Run("O2", enabled=False)
+    run.initialize(enabled=True)
+    assert run.engine.policy.opt_level == "O2"
+    assert halves_match(run.play("iterate").model)
 
 
 # -- inputs ----------------------------------------------------------------------------------
@@ -612,7 +565,7 @@ def check_container(kind: str, found: Any, given: torch.dtype, expected: torch.d
 INPUT_DTYPE = {"O0": F32, "O1": F32, "O2": F16, "O3": F16, "O4": F32, "O5": BF16}
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_inputs(level: str, by_keyword: bool) -> None:
     model = echo(level)
@@ -637,8 +590,8 @@ def test_the_callers_containers_are_not_changed() -> None:
     assert given["list"][0].dtype is F32
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@LEVELS
+@DOORS
 def test_objects_that_move_themselves_go_in_and_out_as_they_are(door: Any, level: str) -> None:
     model = door.initialize(Echo(), opt_level=level, verbosity=0)
     batch = Movable()
@@ -655,7 +608,7 @@ def test_objects_that_move_themselves_go_in_and_out_as_they_are(door: Any, level
 # -- outputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@LEVELS
 @pytest.mark.parametrize("scope", ["model", "thread"])
 def test_outputs(level: str, scope: Any) -> None:
     """Models answer in float32; those around which functions are cast too are left alone."""
@@ -670,45 +623,27 @@ def test_outputs(level: str, scope: Any) -> None:
         assert got is one
 
 
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """A call with a float64 argument.
-
-    Attributes:
-        options: Of ``initialize``.
-        seen: What the model gets of its argument; None where that is no matter here.
-        answer: What the model returns.
-        out: What comes out of the call.
-    """
-
-    level: str
-    options: dict[str, Any]
-    seen: torch.dtype | None
-    answer: torch.dtype
-    out: torch.dtype
-
-
 UNCAST = {"cast_model_type": False}
-FORWARDS = [
-    Forward("O0", {}, seen=F32, answer=F16, out=F32),
-    *(Forward(level, {}, seen=F64, answer=F64, out=F64) for level in CASTING_FUNCTIONS),
-    *(Forward(level, {}, seen=F64, answer=BF16, out=F32) for level in CASTING_FUNCTIONS),
-    Forward("O2", UNCAST, seen=F64, answer=F16, out=F16),
-    Forward("O2", {**UNCAST, "cast_model_outputs": F16}, seen=F64, answer=F32, out=F16),
-    *(
-        Forward(level, {"cast_model_outputs": out}, seen=None, answer=F32, out=out)
-        for level in LEVEL_NAMES
-        for out in (F16, F64)
-    ),
+FORWARDS: list[tuple[str, dict[str, Any], torch.dtype | None, torch.dtype, torch.dtype]] = [
+    # level, options, what the model gets of a float64 tensor (or no matter), answers, and gives
+    ("O0", {}, F32, F16, F32),
+    *((level, {}, F64, F64, F64) for level in CASTING_FUNCTIONS),
+    *((level, {}, F64, BF16, F32) for level in CASTING_FUNCTIONS),
+    ("O2", UNCAST, F64, F16, F16),
+    ("O2", {**UNCAST, "cast_model_outputs": F16}, F64, F32, F16),
+    *((level, {"cast_model_outputs": F16}, None, F32, F16) for level in ALL),
+    *((level, {"cast_model_outputs": F64}, None, F32, F64) for level in ALL),
 ]
 
 
-@pytest.mark.parametrize("call", FORWARDS, ids=lambda call: call.level)
-def test_forwards(call: Forward) -> None:
-    model = echo(call.level, **call.options)
-    model.answer = torch.ones(1, dtype=call.answer)
-    assert model(torch.ones(1, dtype=F64)).dtype is call.out
-    assert call.seen in (None, model.seen[0][0].dtype)
+@pytest.mark.parametrize(("level", "options", "seen", "answer", "out"), FORWARDS)
+def test_forwards(
+    level: str, options: dict[str, Any], seen: Any, answer: torch.dtype, out: torch.dtype
+) -> None:
+    model = echo(level, **options)
+    model.answer = torch.ones(1, dtype=answer)
+    assert model(torch.ones(1, dtype=F64)).dtype is out
+    assert seen in (None, model.seen[0][0].dtype)
 
 
 # -- float32 made inside a half model --------------------------------------------------------
@@ -766,24 +701,21 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_float32_inside(level: str, name: str) -> None:
     build, call = LAYERS[name]
-    model = Inside(build(), call)
-    optimizer = sgd(model)
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    out = model()
+    run = Run(level, model=lambda: Inside(build(), call))
+    out = run.model()
     assert out.dtype is F32
-    with preamp.scale_loss(out.sum(), optimizer) as scaled:
-        scaled.backward()
-    assert all(p.grad is not None for p in preamp.master_params(optimizer))
-    model.eval()
+    run.back(out.sum())
+    assert all(param.grad is not None for param in run.params())
+    run.model.eval()
     with torch.no_grad():
-        assert model().isfinite().all()
+        assert run.model().isfinite().all()
 
 
 # -- calling again ---------------------------------------------------------------------------
 
 
 def test_bound_methods_are_methods() -> None:
-    _, optimizer = started("O2")
+    optimizer = Run("O2").optimizer
     for name in ("step", "zero_grad", "add_param_group"):
         method = getattr(optimizer, name)
         assert isinstance(method, MethodType)
@@ -792,8 +724,7 @@ def test_bound_methods_are_methods() -> None:
 
 
 def test_state_is_complete_after_initialize() -> None:
-    model, optimizer = started("O2")
-    assert everything(model, optimizer)["engine"] == {
+    assert Run("O2").engine.state_dict() == {
         "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
         "steps": [{"applied": 0, "skipped": 0, "skips_in_row": 0}],
     }
@@ -802,14 +733,13 @@ def test_state_is_complete_after_initialize() -> None:
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_numbers_of_an_optimizer_keep_their_dtype(level: str) -> None:
     """State of the weights' shape is cast with them; NAdam's product of momenta is a number."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    run = Run(level, "NAdam", starts=False)
+    optimizer = run.optimizer
+    run.loss().backward()
+    run.step()
     products = [state["mu_product"].clone() for state in optimizer.state.values()]
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    run.initialize()
     found = list(optimizer.state.values())
-    weights = torch.float32 if level == "O2" else torch.float16
-    assert {state["exp_avg"].dtype for state in found} == {weights}
+    assert {state["exp_avg"].dtype for state in found} == {F32 if level == "O2" else F16}
     assert [state["mu_product"] for state in found] == products
     assert {state["mu_product"].dtype for state in found} == {torch.float32}

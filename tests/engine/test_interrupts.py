@@ -32,10 +32,10 @@ import preamp
 from cases.levels import EXACT, LEVEL_NAMES
 from cases.models import Exact, loss_of
 from cases.optimizers import clone_state
-from cases.pair import Pair
 from cases.tolerances import assert_same
-from engine.harness import train_plain, train_step
 from kit.compare import differences, picture
+from kit.loops import train_plain, train_step
+from kit.pair import Pair
 from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.patches import PATCH_LOCK, PATCHES
 from preamp.casting.thread_casts import CASTS

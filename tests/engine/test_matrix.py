@@ -23,9 +23,9 @@ import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, LEVELS
 from cases.models import Damage, Exact, loss_of, values
 from cases.optimizers import ADAM, ALL, MAIN, NO_ROW, OptimizerCase, clone_state
-from cases.pair import Pair
 from cases.tolerances import assert_same
 from kit.compare import halves_match
+from kit.pair import Pair
 
 STEPS = 4  # injections fall into the first three, so a clean step always follows
 
@@ -261,7 +261,6 @@ def test_every_torch_optimizer_has_a_row() -> None:
     assert theirs <= {row.kind.__name__ for row in ALL} | set(NO_ROW)  # type: ignore[attr-defined]
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("optimizer", ALL, ids=lambda row: row.name)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_any_torch_optimizer_trains_and_skips(level: str, optimizer: OptimizerCase) -> None:
@@ -280,7 +279,6 @@ def test_any_torch_optimizer_trains_and_skips(level: str, optimizer: OptimizerCa
         )
 
 
-@pytest.mark.each
 @pytest.mark.parametrize(
     ("optimizer", "variant"),
     [(row, variant) for row in ALL for variant in row.variants],

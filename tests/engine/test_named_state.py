@@ -16,8 +16,8 @@ from torch import nn
 
 import preamp
 from cases.levels import WITH_MASTERS
-from engine.harness import train_step
 from kit.compare import same
+from kit.loops import train_step
 from kit.run import Net
 from preamp.kernels import named_state
 from preamp.kernels.named_state import MODULE

@@ -14,9 +14,9 @@ from torch import nn
 import preamp
 from cases.levels import EXACT, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, values
-from cases.pair import Pair
 from cases.tolerances import assert_same
 from kit.compare import halves_match
+from kit.pair import Pair
 
 levels = pytest.mark.parametrize("level", EXACT)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)

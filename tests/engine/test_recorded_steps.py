@@ -21,7 +21,7 @@ import preamp
 from cases.host_reads import far_from_the_host
 from cases.levels import WITH_MASTERS
 from cases.selection import examples
-from engine.harness import loss_of, make, started, train_step
+from kit.loops import loss_of, make, started, train_step
 from kit.run import Net
 from preamp.engine import ledger
 from preamp.kernels.reference import tally

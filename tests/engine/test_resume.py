@@ -13,7 +13,8 @@ from torch import nn
 
 import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
-from engine.harness import (
+from kit.compare import halves_match, same
+from kit.loops import (
     OPTIMIZERS,
     everything,
     make,
@@ -23,7 +24,6 @@ from engine.harness import (
     train_step,
     weights,
 )
-from kit.compare import halves_match, same
 from kit.run import Net
 from preamp import amp
 
@@ -118,11 +118,11 @@ def test_resume(level: str, optimizer: str, order: str, stop: int) -> None:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_the_check_can_fail() -> None:
     """A run resumed without its optimizer's state is another run."""
-    whole = Run("O2", "adam")
+    whole = Run("O2", "Adam")
     whole.initialize()
     whole.train(range(2))
     state = torch.load(io.BytesIO(whole.save()), weights_only=True)
-    resumed = Run("O2", "adam", 1)
+    resumed = Run("O2", "Adam", 1)
     resumed.initialize()
     resumed.load(state, "model", "amp", "scheduler")
     for run in (whole, resumed):
@@ -130,13 +130,14 @@ def test_the_check_can_fail() -> None:
     assert not same(resumed.numbers(), whole.numbers())
 
 
+@pytest.mark.product
 @ALL_LEVELS
 @pytest.mark.parametrize("then", LEVEL_NAMES)
 def test_resume_at_another_level(level: str, then: str) -> None:
-    first = started(level, optimizer="adam")
+    first = started(level, optimizer="Adam")
     train_step(*first, 0)
     state = copy.deepcopy({"model": first[0].state_dict(), "optimizer": first[1].state_dict()})
-    second = started(then, 1, "adam")
+    second = started(then, 1, "Adam")
     second[0].load_state_dict(state["model"])
     second[1].load_state_dict(state["optimizer"])
     loaded = {k: v for k, v in second[0].state_dict().items() if "running" not in k}
@@ -311,7 +312,7 @@ def test_tied_weights(level: str) -> None:
 @ALL_LEVELS
 def test_file_in_the_format_of_apex(level: str) -> None:
     """float32 model (widened halves), torch's optimizer dict, and the scalers' numbers."""
-    source, trained = make(optimizer="adam")
+    source, trained = make(optimizer="Adam")
     train_plain(source, trained, 0)
     file = io.BytesIO()
     state = {
@@ -325,7 +326,7 @@ def test_file_in_the_format_of_apex(level: str) -> None:
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    model, optimizer = make(1, "adam")
+    model, optimizer = make(1, "Adam")
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -342,7 +343,7 @@ def test_file_in_the_format_of_apex(level: str) -> None:
 @MASTERS
 def test_masters_saved_as_a_list(level: str) -> None:
     """The recipe for exact masters under Apex: their list in the file, copied back by ``data``."""
-    model, optimizer = started(level, optimizer="adam")
+    model, optimizer = started(level, optimizer="Adam")
     train_step(model, optimizer, 0)
     saved = copy.deepcopy([p.detach() for p in amp.master_params(optimizer)])
     widened = {
@@ -352,7 +353,7 @@ def test_masters_saved_as_a_list(level: str) -> None:
     state = copy.deepcopy(optimizer.state_dict())
     train_step(model, optimizer, 1)
     expected = masters(optimizer)
-    other, second = started(level, 1, "adam")
+    other, second = started(level, 1, "Adam")
     other.load_state_dict(widened)
     second.load_state_dict(state)
     for param, value in zip(amp.master_params(second), saved, strict=True):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import lr_scheduler as S
 import preamp
 from cases.host_reads import far_from_the_host
 from cases.levels import LEVEL_NAMES
+from kit.refusals import refused
 from preamp.fp16_utils import FP16_Optimizer, network_to_half
 from preamp.optimizers import FusedAdam
 from preamp.parallel.LARC import LARC
@@ -220,51 +220,39 @@ def test_training_that_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     far_from_the_host(monkeypatch)
     run = Run(optimizer=FusedAdam, max_consecutive_skips=1)
     run.train(overflow=True)
-    with pytest.raises(preamp.LossScaleError, match="1 optimizer steps in a row skipped"):
+    with refused("schedulers", "a limit of skips", run.model):
         preamp.step_scheduler(run.scheduler, run.optimizer)
 
 
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_before_the_first_step() -> None:
+def trained() -> Run:
     run = Run()
-    text = (
-        "step_scheduler was called before the first step of this SGD. It asks whether the "
-        "optimizer's latest step was taken. Call optimizer.step() first, then "
-        "step_scheduler(scheduler, optimizer)."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
-        preamp.step_scheduler(run.scheduler, run.optimizer)
+    run.train()
+    return run
+
+
+REFUSED: dict[str, tuple[Callable[[], Run], Callable[[Run], Any]]] = {
+    "before the first step": (Run, lambda run: run.scheduler),
+    "nothing": (trained, lambda _: None),
+    "the name of a scheduler": (trained, lambda _: "StepLR"),
+    "a list of nothing": (trained, lambda _: [None]),
+    "nothing beside a scheduler": (trained, lambda run: [run.scheduler, None]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, schedulers = REFUSED[name]
+    run = make()
+    with refused("schedulers", name, run.model, run.optimizer):
+        preamp.step_scheduler(schedulers(run), run.optimizer)
+    assert run.lr == 0.1
 
 
 def test_an_optimizer_without_engine() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    text = (
-        "step_scheduler was given an SGD that has no engine. Whether a step was taken is known of "
-        "optimizers that went through preamp.initialize, and of FP16_Optimizer. Pass that very "
-        "optimizer, or step the scheduler directly."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
-        preamp.step_scheduler(S.StepLR(optimizer, 1), optimizer)
-
-
-@pytest.mark.parametrize("wrong", [None, "StepLR", [None]])
-def test_no_scheduler(wrong: Any) -> None:
-    run = Run()
-    run.train()
-    kind = "str" if isinstance(wrong, str) else "NoneType"
-    text = (
-        f"step_scheduler was given a {kind} as a scheduler. A scheduler has a method step; a list "
-        "of them is allowed too. Pass the scheduler first and the optimizer second."
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
-        preamp.step_scheduler(wrong, run.optimizer)
-
-
-def test_a_scheduler_that_is_none_stops_all() -> None:
-    run = Run()
-    run.train()
-    with pytest.raises(TypeError):
-        preamp.step_scheduler([run.scheduler, None], run.optimizer)
-    assert run.lr == 0.1
+    scheduler = S.StepLR(optimizer, 1)
+    with refused("schedulers", "no engine", optimizer):
+        preamp.step_scheduler(scheduler, optimizer)

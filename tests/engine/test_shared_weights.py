@@ -14,8 +14,8 @@ from torch import nn
 import preamp
 from cases.levels import WITH_MASTERS
 from cases.models import Damage, Parts
-from cases.pair import Build, sgd
 from cases.tolerances import assert_same
+from kit.pair import Build, sgd
 
 levels = pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # where weights stay float32
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])

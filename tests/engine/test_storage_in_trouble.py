@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -11,14 +10,24 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import loss_of, train_step
-from engine.test_storage import BUILDS, exact, is_packed, levels, start, twins
+from engine.test_storage import levels, packed, start
 from kit.compare import same
+from kit.refusals import refused
+from kit.run import Run, assert_alike, assert_same_program
 from preamp.optimizers import FusedAdam, FusedSGD
 
 
-def tables(optimizer: Any) -> list[Any]:
-    return preamp.engine_of(optimizer).sessions[id(optimizer)].tables
+def tables(run: Run) -> list[Any]:
+    return run.engine.sessions[id(run.optimizer)].tables
+
+
+def first_master(run: Run) -> Any:
+    return run.twins()[0].master.view(-1)
+
+
+def stays_float32(run: Run) -> bool:
+    """The first master, as the only one."""
+    return packed(run) == [False, *[True] * (len(run.twins()) - 1)]
 
 
 @levels
@@ -27,11 +36,8 @@ def test_memory_that_runs_out_while_packing_loses_nothing(
 ) -> None:
     """Those packed before are whole, and no write of theirs is taken for a script's."""
     monkeypatch.setattr("preamp.optim.table._BOTH_FORMS", 1)
-    runs = [start(level, storage) for storage in ("split", "split")]
-    for model, optimizer in runs:
-        train_step(model, optimizer, 0)
-    _, optimizer = runs[1]
-    for table in tables(optimizer):
+    runs = [start(level, "split").play("iterate") for _ in range(2)]
+    for table in tables(runs[1]):
         table.make()
         original, calls = table._pack_few, 0
 
@@ -46,12 +52,10 @@ def test_memory_that_runs_out_while_packing_loses_nothing(
             patch.setattr(table, "_pack_few", pack_few)
             with pytest.raises(MemoryError):
                 table.pack()
-        assert sum(is_packed(optimizer)) == 2
-    assert same(*[exact(*run) for run in runs])
-    for model, optimizer in runs:
-        train_step(model, optimizer, 1)
-    assert same(*[exact(*run) for run in runs])
-    assert all(is_packed(runs[1][1]))
+        assert sum(packed(runs[1])) == 2
+    assert_alike(*runs)
+    assert_same_program("iterate 1", *runs)
+    assert all(packed(runs[1]))
 
 
 class Slices(nn.Module):
@@ -71,19 +75,16 @@ class Slices(nn.Module):
 def test_slices_of_one_tensor_stay_exact(level: str, name: str, recwarn: Any) -> None:
     weights: list[list[torch.Tensor]] = []
     for storage in ("full", "split"):
-        model = Slices()
+        run = start(level, storage, name, model=Slices, starts=False)
+        (group,) = run.optimizer.param_groups
         # Groups are updated one after the other.
-        optimizer = BUILDS[name]([{"params": [weight]} for weight in model.weights])
-        model, optimizer = preamp.initialize(
-            model, optimizer, opt_level=level, storage=storage, backend="reference", verbosity=0
-        )
+        run.optimizer.param_groups[:] = [{**group, "params": [p]} for p in group["params"]]
+        run.initialize()
         for number in range(4):
-            with preamp.scale_loss(model(torch.arange(8.0) + number), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append([twin.value().clone() for twin in twins(optimizer)])
-        assert not any(twin.stays_wide for twin in twins(optimizer))
+            run.back(run.model(torch.arange(8.0) + number))
+            run.play("step; zero")
+        weights.append([twin.value().clone() for twin in run.twins()])
+        assert not any(twin.stays_wide for twin in run.twins())
     for full, split in zip(*weights, strict=True):
         torch.testing.assert_close(split, full, rtol=2.0**-20, atol=2.0**-38)
     assert not [
@@ -92,55 +93,42 @@ def test_slices_of_one_tensor_stay_exact(level: str, name: str, recwarn: Any) ->
 
 
 def test_loaded_masters_beyond_float16_stay_float32() -> None:
-    model, optimizer = start("O2", "full")
-    train_step(model, optimizer, 0)
+    run = start("O2", "full").play("iterate")
     with torch.no_grad():
-        twins(optimizer)[0].master.view(-1)[0] = 1e5
-    train_step(model, optimizer, 1)
-    state, engine = model.state_dict(), preamp.engine_of(model)
-    large = twins(optimizer)[0].master.detach().clone()
-    engine.close()
+        first_master(run)[0] = 1e5
+    state, large = run.play("iterate 1").model.state_dict(), run.twins()[0].master.detach().clone()
+    run.close()
 
-    model, optimizer = start("O2", "split")
-    model.load_state_dict(state)
-    tables(optimizer)[0].compare()
+    run = start("O2", "split")
+    run.model.load_state_dict(state)
+    tables(run)[0].compare()
     with pytest.warns(UserWarning, match=r"was given values beyond 65504.*stays float32"):
-        tables(optimizer)[0].pack()
-    assert torch.equal(twins(optimizer)[0].value(), large)
-    assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
+        tables(run)[0].pack()
+    assert torch.equal(run.twins()[0].value(), large)
+    assert stays_float32(run)
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
-@pytest.mark.parametrize(
-    "look", [None, lambda model: model(torch.ones(2, 4)), nn.Module.state_dict]
-)
+@pytest.mark.parametrize("look", [lambda model: None, Run.forward, lambda run: run.states()])
 def test_masters_written_beyond_float16_stay_float32(name: str, look: Any) -> None:
     """Split they would be infinite, and a script that takes them back would find nothing."""
-    model, optimizer = start("O2", "split", BUILDS[name])
-    train_step(model, optimizer, 0)
-    with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
-        scaled.backward()
+    run = start("O2", "split", name).play("iterate; backward 1")
     with torch.no_grad():
-        twins(optimizer)[0].master.view(-1)[0] = 1e5
-    if look is not None:
-        look(model)
+        first_master(run)[0] = 1e5
+    look(run)
     with pytest.warns(UserWarning, match=r"was given values beyond 65504.*stays float32"):
-        optimizer.step()
-    assert 9e4 < float(twins(optimizer)[0].value().detach().flatten()[0]) < 1.1e5
-    assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
+        run.play("step")
+    assert 9e4 < float(run.twins()[0].value().detach().flatten()[0]) < 1.1e5
+    assert stays_float32(run)
 
 
 def test_infinite_masters_are_split_as_they_are() -> None:
     """Half weights hold them too."""
-    model, optimizer = start("O2", "split", BUILDS["FusedSGD"])
-    train_step(model, optimizer, 0)
-    with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
-        scaled.backward()
+    run = start("O2", "split", "FusedSGD").play("iterate; backward 1")
     with torch.no_grad():
-        twins(optimizer)[0].master.view(-1)[0] = torch.inf
-    optimizer.step()
-    assert all(is_packed(optimizer))
-    assert twins(optimizer)[0].value().flatten()[0] == torch.inf
+        first_master(run)[0] = torch.inf
+    assert all(packed(run.play("step")))
+    assert run.twins()[0].value().flatten()[0] == torch.inf
 
 
 @pytest.mark.parametrize(
@@ -148,29 +136,21 @@ def test_infinite_masters_are_split_as_they_are() -> None:
 )
 def test_half_weights_of_another_half_dtype(level: str, convert: Any) -> None:
     """Masters are split by what their half weights are then, and read by the same."""
-    masters: list[list[torch.Tensor]] = []
-    for storage in ("full", "split"):
-        model, optimizer = start(level, storage)
-        convert(model)  # while masters are float32
-        with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        masters.append([twin.value().clone() for twin in twins(optimizer)])
-    assert all(is_packed(optimizer))
-    for full, split in zip(*masters, strict=True):
-        torch.testing.assert_close(split, full, rtol=0, atol=2.0**-38)
+    runs = [start(level, storage) for storage in ("full", "split")]
+    for run in runs:
+        convert(run.model)  # while masters are float32
+        run.play("backward; step")
+    assert all(packed(runs[1]))
+    for full, split in zip(runs[0].twins(), runs[1].twins(), strict=True):
+        torch.testing.assert_close(split.value(), full.value(), rtol=0, atol=2.0**-38)
 
 
 @levels
 def test_states_of_float64_load(level: str) -> None:
-    model, optimizer = start(level, "split")
-    train_step(model, optimizer, 0)
-    model.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
-    other, again = start(level, "split")
-    train_step(other, again, 0)
-    for one in (model, other):
-        train_step(one, preamp.engine_of(one).optimizers[0], 1)
-    assert same(exact(model, optimizer), exact(other, again))
+    runs = [start(level, "split").play("iterate") for _ in range(2)]
+    state = runs[0].model.state_dict()
+    runs[0].model.load_state_dict({name: value.double() for name, value in state.items()})
+    assert_same_program("iterate 1", *runs)
 
 
 def test_codes_load_into_optimizers_without_moments_in_fewer_bits() -> None:
@@ -242,13 +222,12 @@ def test_codes_whose_scales_do_not_fit_are_refused(scales: Any) -> None:
 
 
 def test_a_failed_load_tells_of_nothing_rounded(capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = start("O5", "full")
-    train_step(model, optimizer, 0)
-    state = optimizer.state_dict()
+    run = start("O5", "full").play("iterate")
+    state = run.optimizer.state_dict()
     state["param_groups"].append(state["param_groups"][0])
-    preamp.engine_of(model).close()
+    run.close()
 
-    _, other = start("O5", preamp.Storage(moments="bfloat16"))
+    other = start("O5", preamp.Storage(moments="bfloat16")).optimizer
     capsys.readouterr()
     with pytest.raises(ValueError, match="different number of parameter groups"):
         other.load_state_dict(state)
@@ -259,20 +238,19 @@ def test_a_failed_load_tells_of_nothing_rounded(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("name", "given"),
     [
-        ({"masters": "Split"}, ValueError, "Here 'split' was probably meant"),
-        ({"masters": None}, TypeError, "It takes 'float32', 'split'"),
-        ({"moments": 8}, TypeError, "It takes 'float32', 'bfloat16', '8bit'"),
-        ({"moments": "int4"}, ValueError, "Check the spelling"),
-        ({"seed": "0"}, TypeError, "whole numbers from 0 to 2**32 - 1"),
-        ({"seed": -1}, ValueError, "whole numbers from 0 to 2**32 - 1"),
-        ({"seed": 2**32}, ValueError, "whole numbers from 0 to 2**32 - 1"),
+        ("misspelt masters", {"masters": "Split"}),
+        ("masters of None", {"masters": None}),
+        ("moments of a number", {"moments": 8}),
+        ("unknown moments", {"moments": "int4"}),
+        ("a seed in words", {"seed": "0"}),
+        ("a seed out of range", {"seed": -1}),
+        ("a seed out of range", {"seed": 2**32}),
     ],
-    ids=str,
 )
-def test_wrong_storages(given: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
+def test_wrong_storages(name: str, given: dict[str, Any]) -> None:
+    with refused("engine", name, **given):
         preamp.Storage(**given)
 
 

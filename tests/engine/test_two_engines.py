@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import preamp
 from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
-from engine.harness import everything, loss_of, make, started, train_step
 from kit.compare import differences, picture, same
+from kit.loops import everything, loss_of, make, started, train_step
 from preamp import amp
 
 STEPS = 4
@@ -62,7 +62,7 @@ def alone(
 @pytest.mark.parametrize(
     ("first", "second"), [*PAIRS, *HALF_PAIRS, *((b, a) for a, b in (*PAIRS[:2], *HALF_PAIRS))]
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("scope", ["model", "thread"])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_interleaved(first: str, second: str, optimizer: str, scope: str, clip: str) -> None:
@@ -90,7 +90,7 @@ def test_interleaved(first: str, second: str, optimizer: str, scope: str, clip: 
 def test_nested_blocks(first: str, second: str) -> None:
     """One engine's whole backward inside the other's ``with`` block."""
     expected = [
-        alone(level, seed, "sgd", poison=False)[0] for seed, level in enumerate((first, second))
+        alone(level, seed, "SGD", poison=False)[0] for seed, level in enumerate((first, second))
     ]
     one = started(first, 0, loss_scale="dynamic")
     two = started(second, 1, loss_scale="dynamic")
@@ -111,9 +111,9 @@ def test_nested_blocks(first: str, second: str) -> None:
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_plain_training_of_a_half_precision_neighbour(level: str) -> None:
     """Closing one engine halfway leaves the other's course alone."""
-    expected, _ = alone("O2", 1, "adam", poison=False)
-    one = started(level, 0, "adam", loss_scale="dynamic")
-    two = started("O2", 1, "adam", loss_scale="dynamic")
+    expected, _ = alone("O2", 1, "Adam", poison=False)
+    one = started(level, 0, "Adam", loss_scale="dynamic")
+    two = started("O2", 1, "Adam", loss_scale="dynamic")
     for step in range(STEPS):
         if step < 2:
             one_step(one, step, poison=False)
@@ -161,7 +161,7 @@ def test_a_step_is_not_cast_by_another_engine(level: str) -> None:
         return result
 
     alone = train()
-    other = started("O1", 1, "sgd", scope="thread")
+    other = started("O1", 1, "SGD", scope="thread")
     assert same(train(), alone)
     assert preamp.engine_of(other[0]) is not None
 
@@ -332,6 +332,7 @@ def pair() -> tuple[Run, Run]:
     return one, two
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("half", HALF_WEIGHTS)
 @pytest.mark.parametrize("other", LEVEL_NAMES)
 @pytest.mark.parametrize("half_first", [True, False])
@@ -363,6 +364,7 @@ def test_a_shared_layer_is_refused_where_one_engine_has_it_half(
     assert preamp.engine_of(second).policy.opt_level == levels[1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("first", F32_WEIGHTS)
 @pytest.mark.parametrize("second", F32_WEIGHTS)
 def test_a_shared_float32_layer_is_accepted(first: str, second: str) -> None:

@@ -269,7 +269,6 @@ def results(level: str, run: Program, **options: Any) -> list[Any]:
     return [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in found]
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_legal_program_runs_as_it_does_unwatched(name: str, level: str) -> None:

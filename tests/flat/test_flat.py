@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,10 @@ from torch import nn
 import preamp
 import preamp.optimizers
 from cases.models import Parts, loss_of, values
-from cases.tolerances import assert_same
 from flat.early_adam import EarlyAdam
+from kit.compare import same
+from kit.refusals import assert_refused, refused
 from preamp.compat.flat import FP16_Optimizer
-from preamp.core.errors import LossScaleError, PreampStateError
 from preamp.optim import LARC
 from preamp.optim.fused.every import FusedMixedPrecisionLamb
 
@@ -250,13 +249,7 @@ def test_a32_weights_written_later_count(how: str) -> None:
 def test_a32_models_cast_later_are_refused(use: Callable[[FP16_Optimizer], Any]) -> None:
     model, optimizer = wrapped()
     model.float()
-    text = (
-        "A parameter of shape (2, 3) became torch.float32 on cpu after FP16_Optimizer was made. It "
-        "stays torch.float16 on cpu, a view of the optimizer's flat buffer. Move and convert the "
-        "model before making the optimizer."
-    )
-    with refused(PreampStateError, text):
-        use(optimizer)
+    assert_refused("flat", "a model that was cast", lambda: use(optimizer), model, optimizer)
 
 
 # -- overflow and the scale ----------------------------------------------------------------------
@@ -342,56 +335,57 @@ def test_overflows_without_end_are_an_error() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True, verbose=False)
     steps = []
 
-    def train() -> None:
+    with refused("flat", "overflows without end"):
         while True:
             optimizer.zero_grad()
             optimizer.backward(model.b.weight.float().sum() * torch.nan)
             steps.append(None)
             optimizer.step()
-
-    text = (
-        "50 optimizer steps in a row skipped; gradients overflow in parameter 0 of group 1, of "
-        "shape (2, 3) at loss scale 1.0. Training needs a step without overflow now and then. "
-        "Check that the loss is finite, call zero_grad() after each step, lower a static scale or "
-        "the learning rate, or train in bfloat16."
-    )
-    with refused(LossScaleError, text):
-        train()
     assert len(steps) == 50
 
 
 # -- refusals ------------------------------------------------------------------------------------
 
 
-def refused(error: type[Exception], text: str) -> Any:
-    return pytest.raises(error, match=f"^{re.escape(text)}$")
-
-
 def params(*dtypes: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "shown"),
-    [
-        (HALVES, "torch.bfloat16 on cpu and torch.float16 on cpu"),
-        ((torch.float16, torch.float32), "torch.float16 on cpu and torch.float32 on cpu"),
-        ((torch.float64,), "torch.float64 on cpu"),
-    ],
-)
-def test_groups_that_do_not_fit_into_one_buffer(dtypes: Any, shown: str) -> None:
-    first, mixed = params(torch.float16), params(*dtypes)
-    inner = sgd([{"params": first}, {"params": mixed}])
-    pointer = first[0].data_ptr()
-    text = (
-        f"Parameter group 1 has {shown}. The flat FP16_Optimizer takes groups of one device and "
-        "one dtype: float16, bfloat16 or float32. Give each dtype a group of its own, or use "
-        "preamp.fp16_utils.FP16_Optimizer."
-    )
-    with refused(TypeError, text):
-        FP16_Optimizer(inner)
-    assert inner.param_groups[0]["params"] == first
-    assert first[0].data_ptr() == pointer
+def groups(*dtypes: torch.dtype) -> torch.optim.Optimizer:
+    """The second group has one parameter of each dtype."""
+    return sgd([{"params": params(torch.float16)}, {"params": params(*dtypes)}])
+
+
+def stepped() -> torch.optim.Optimizer:
+    (param,) = params(torch.float32)
+    param.grad = torch.ones(2)
+    inner = torch.optim.Adam([param])
+    inner.step()
+    return inner
+
+
+UNFIT: dict[str, Callable[[], torch.optim.Optimizer]] = {
+    "a group of two half dtypes": lambda: groups(*HALVES),
+    "a group of half and float32": lambda: groups(torch.float16, torch.float32),
+    "a group of float64": lambda: groups(torch.float64),
+    "LBFGS": lambda: torch.optim.LBFGS(params(torch.float16)),
+    "Adafactor": lambda: torch.optim.Adafactor(params(torch.float16)),
+    "FusedLAMB": lambda: preamp.optimizers.FusedLAMB(params(torch.float16), lr=0.1),
+    "FusedLARS": lambda: preamp.optimizers.FusedLARS(params(torch.float16), lr=0.1),
+    "FusedNovoGrad": lambda: preamp.optimizers.FusedNovoGrad(params(torch.float16), lr=0.1),
+    "FusedMixedPrecisionLamb": lambda: FusedMixedPrecisionLamb(params(torch.float16)),
+    "LARC": lambda: LARC(sgd(params(torch.float16))),  # type: ignore[dict-item]
+    "an optimizer that has stepped": stepped,
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_cannot_be_flat(name: str) -> None:
+    inner = UNFIT[name]()
+    places = [param.data_ptr() for group in inner.param_groups for param in group["params"]]
+    assert_refused("flat", name, lambda: FP16_Optimizer(inner), inner)
+    kept = [param.data_ptr() for group in inner.param_groups for param in group["params"]]
+    assert kept == places
 
 
 def test_groups_of_different_dtypes() -> None:
@@ -402,67 +396,24 @@ def test_groups_of_different_dtypes() -> None:
     assert half.tolist() == brain.tolist() == [0.0, 0.0]
 
 
-def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
-    text = (
-        "init_optimizer is LBFGS, which does not update each element by itself. The flat "
-        "FP16_Optimizer takes elementwise optimizers such as SGD and Adam. Use "
-        "preamp.fp16_utils.FP16_Optimizer, which keeps parameters apart."
-    )
-    with refused(TypeError, text):
-        FP16_Optimizer(torch.optim.LBFGS(params(torch.float16)))
-    with pytest.raises(TypeError, match="Adafactor"):
-        FP16_Optimizer(torch.optim.Adafactor(params(torch.float16)))
-
-
-@pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedNovoGrad"])
-def test_optimizers_that_scale_by_norms_of_parameters_are_refused(name: str) -> None:
-    inner = getattr(preamp.optimizers, name)(params(torch.float16), lr=0.1)
-    with pytest.raises(TypeError, match=f"init_optimizer is {name}, which does not update each"):
-        FP16_Optimizer(inner)
-
-
-@pytest.mark.parametrize("adapt", [FusedMixedPrecisionLamb, lambda p: LARC(sgd(p))])
-def test_so_are_those_that_wrap_or_extend_them(adapt: Any) -> None:
-    with pytest.raises(TypeError, match="does not update each element by itself"):
-        FP16_Optimizer(adapt(params(torch.float16)))
-
-
-def test_an_optimizer_with_state_is_refused() -> None:
-    (param,) = params(torch.float32)
-    inner = torch.optim.Adam([param])
-    param.grad = torch.ones(2)
-    inner.step()
-    text = (
-        "init_optimizer has state already. The flat FP16_Optimizer takes an optimizer that has "
-        "made no step. Wrap it right after making it, and load a checkpoint into the wrapper."
-    )
-    with refused(PreampStateError, text):
-        FP16_Optimizer(inner)
-
-
 @pytest.mark.parametrize("scale", [0, -1.0, torch.nan, torch.inf, "big", None])
-def test_unusable_scales_are_refused(scale: Any) -> None:
-    text = (
-        f"Got { ({'static_loss_scale': scale}) }. Scales and the window are finite numbers above "
-        "0, scale_factor is 1 or more. For a scale that finds itself pass dynamic_loss_scale=True."
-    )
-    with refused(ValueError, text):
-        FP16_Optimizer(sgd(params(torch.float16)), static_loss_scale=scale)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"scale_factor": 0.5}, ValueError, "Got {'scale_factor': 0.5}"),
-        ({"scale_window": 0}, ValueError, "Got {'scale_window': 0}"),
-        ({"min_loss_scale": 1}, TypeError, "dynamic_loss_args has 'min_loss_scale'"),
-    ],
-)
-def test_unusable_options_are_refused(
-    options: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_unusable_scales(scale: Any) -> None:
     inner = sgd(params(torch.float16))
-    with pytest.raises(error, match=f"^{re.escape(words)}"):
+    with refused("flat", "an unusable static scale", inner, scale=repr(scale)):
+        FP16_Optimizer(inner, static_loss_scale=scale)
+
+
+OPTIONS = {
+    "a scale_factor below 1": {"scale_factor": 0.5},
+    "a scale_window of 0": {"scale_window": 0},
+    "an unknown dynamic_loss_args": {"min_loss_scale": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_unusable_options(name: str) -> None:
+    inner, options = sgd(params(torch.float16)), OPTIONS[name]
+    with refused("flat", name, inner):
         FP16_Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args=options)
     FP16_Optimizer(inner, dynamic_loss_args=options)  # not dynamic: ignored, as in Apex
 
@@ -483,15 +434,10 @@ def test_numbers_given_as_text_are_numbers() -> None:
     assert (optimizer.cur_scale, optimizer.scale_window) == (128.0, 2.0)
 
 
-def test_groups_added_later_are_refused() -> None:
-    _, optimizer = wrapped()
+def test_groups_added_later() -> None:
+    model, optimizer = wrapped()
     optimizer.optimizer.add_param_group({"params": params(torch.float16)})
-    text = (
-        "The inner optimizer has 3 parameters in 3 groups, of which FP16_Optimizer made 2. Its "
-        "groups are those it had when it was wrapped. Add all groups before making FP16_Optimizer."
-    )
-    with refused(PreampStateError, text):
-        optimizer.step()
+    assert_refused("flat", "a group added later", optimizer.step, model, optimizer)
 
 
 # -- checkpoints: Apex's keys, exact, refused as a whole --------------------------------------
@@ -572,103 +518,47 @@ def test_loading_binds_parameters_that_were_given_other_data() -> None:
     assert model.a.weight.any()
 
 
-def picture(model: torch.nn.Module, optimizer: FP16_Optimizer) -> dict[str, Any]:
-    return {**copy.deepcopy(optimizer.state_dict()), "model": values(model)}
+def load(*left_out: str, **changes: Any) -> Callable[[FP16_Optimizer], object]:
+    """Load the state of another optimizer with changes."""
+
+    def act(optimizer: FP16_Optimizer) -> None:
+        state = wrapped(BUILDS["adam"], static_loss_scale=2.0)[1].state_dict() | changes
+        optimizer.load_state_dict({k: v for k, v in state.items() if k not in left_out})
+
+    return act
 
 
-def lacking(state: dict[str, Any]) -> None:
-    del state["cur_iter"], state["fp32_groups_flat"]
-
-
-def lacking_dynamic(state: dict[str, Any]) -> None:
-    state["dynamic_loss_scale"] = True
-
-
-def other_sizes(state: dict[str, Any]) -> None:
-    state["fp32_groups_flat"] = [torch.zeros(8), torch.zeros(7)]
-
-
-def other_groups(state: dict[str, Any]) -> None:
-    state["fp32_groups_flat"] = state["fp32_groups_flat"][:1]
-
-
-def useless_scale(state: dict[str, Any]) -> None:
-    state["cur_scale"] = -2.0
-
-
-NOTHING = "Pass what state_dict() returned; nothing was loaded."
-PLACE = "Groups and parameters are those that the state was saved with, in the same order."
-REBUILD = "Build the model and the optimizer as in the saved run; nothing was loaded."
+STATES: dict[str, Callable[[FP16_Optimizer], object]] = {
+    "an incomplete state": load("cur_iter", "fp32_groups_flat"),
+    "a dynamic state of a static scale": load(dynamic_loss_scale=True),
+    "masters of other sizes": load(fp32_groups_flat=[torch.zeros(8), torch.zeros(7)]),
+    "a group of masters too few": load(fp32_groups_flat=[torch.zeros(8)]),
+    "a negative scale": load(cur_scale=-2.0),
+}
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "cur_scale": (-2.0, torch.inf, "big", None),
+    "scale_factor": (0.0,),
+    "scale_window": (0,),
+    "cur_iter": ("1",),
+    "last_overflow_iter": (None,),
+}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (
-            lacking,
-            "The state has no 'cur_iter', 'fp32_groups_flat'; it has 'dynamic_loss_scale', "
-            "'cur_scale', 'optimizer_state_dict'. Needed is the state of the flat FP16_Optimizer. "
-            "Pass what its state_dict() returned; nothing was loaded.",
-        ),
-        (
-            lacking_dynamic,
-            "The state has no 'last_overflow_iter', 'scale_factor', 'scale_window'; it has "
-            "'dynamic_loss_scale', 'cur_scale', 'cur_iter', 'optimizer_state_dict', "
-            "'fp32_groups_flat'. Needed is the state of the flat FP16_Optimizer. Pass what its "
-            "state_dict() returned; nothing was loaded.",
-        ),
-        (
-            other_sizes,
-            "The state has flat masters of shapes [(8,), (7,)], this optimizer [(8,), (8,)]. "
-            f"{PLACE} {REBUILD}",
-        ),
-        (
-            other_groups,
-            "The state has flat masters of shapes [(8,)], this optimizer [(8,), (8,)]. "
-            f"{PLACE} {REBUILD}",
-        ),
-        (
-            useless_scale,
-            "The state has cur_scale=-2.0. Scales and windows are finite numbers above 0, and "
-            f"steps are numbers. {NOTHING}",
-        ),
-    ],
+    ("name", "words"),
+    [(name, {}) for name in STATES]
+    + [("an unusable number", {k: v}) for k, values in NUMBERS.items() for v in values],
 )
-def test_states_that_do_not_fit_are_refused_as_a_whole(spoil: Any, text: str) -> None:
-    model, optimizer = wrapped(BUILDS["adam"], static_loss_scale=4.0)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_states_are_refused_as_a_whole(name: str, words: dict[str, Any], dynamic: bool) -> None:
+    model, optimizer = wrapped(
+        BUILDS["adam"], static_loss_scale=4.0, dynamic_loss_scale=dynamic, verbose=False
+    )
     train(model, optimizer, 0)
-    state = copy.deepcopy(wrapped(BUILDS["adam"], static_loss_scale=2.0)[1].state_dict())
-    spoil(state)
-    before = picture(model, optimizer)
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        optimizer.load_state_dict(state)
-    after = picture(model, optimizer)
-    for key in ("model", "fp32_groups_flat"):
-        for a, b in zip(before.pop(key), after.pop(key), strict=True):
-            assert_same(a, b, key)
-    inner = [s.pop("optimizer_state_dict") for s in (before, after)]
-    assert inner[0]["param_groups"] == inner[1]["param_groups"]
-    assert inner[0]["state"].keys() == inner[1]["state"].keys()
-    assert before == after
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("cur_scale", torch.inf),
-        ("cur_scale", "big"),
-        ("cur_scale", None),
-        ("scale_factor", 0.0),
-        ("scale_window", 0),
-        ("cur_iter", "1"),
-        ("last_overflow_iter", None),
-    ],
-)
-def test_numbers_that_the_next_step_would_fail_on_are_refused(key: str, value: Any) -> None:
-    model, optimizer = wrapped(BUILDS["adam"], dynamic_loss_scale=True)
-    state = {**copy.deepcopy(optimizer.state_dict()), key: value}
-    before = picture(model, optimizer)
-    with pytest.raises(ValueError, match=re.escape(f"The state has {key}={value!r}. ")):
-        optimizer.load_state_dict(state)
-    assert before.keys() == picture(model, optimizer).keys()
-    assert getattr(optimizer, key) == before[key]
+    before = {**copy.deepcopy(optimizer.state_dict()), "model": values(model)}
+    other = wrapped(BUILDS["adam"], dynamic_loss_scale=True)[1].state_dict()
+    act = STATES.get(name) or load(**other | words)
+    shown = "".join(f"{key}={value!r}" for key, value in words.items())
+    with refused("flat", name, model, optimizer, optimizer.optimizer, number=shown):
+        act(optimizer)
+    assert same({**optimizer.state_dict(), "model": values(model)}, before)

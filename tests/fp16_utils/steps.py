@@ -52,6 +52,14 @@ def assert_agree(model: nn.Module, optimizer: FP16_Optimizer, plain: nn.Module) 
     assert all(map(torch.equal, values(model), rounded))
 
 
+def net(dtype: torch.dtype = torch.float16) -> nn.Sequential:
+    """Three layers, of which the second is frozen."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).to(dtype)
+    model[1].weight.requires_grad_(False)
+    model.append(nn.Linear(2, 1, bias=False).to(dtype))
+    return model
+
+
 class Weights(nn.Module):
     """A half parameter and a float32 one, all ones; the gradient of `loss` is ``factor``."""
 

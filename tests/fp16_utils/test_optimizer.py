@@ -24,9 +24,9 @@ from fp16_utils.steps import (
     sgd,
     wrapped,
 )
+from kit.refusals import refused
 from preamp import fp16_utils
 from preamp.compat.amp_state import amp_state
-from preamp.core.errors import LossScaleError
 from preamp.fp16_utils import FP16_Optimizer, convert_network
 
 DTYPES = pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -387,15 +387,15 @@ def test_a_first_skipped_step_does_not_upset_schedulers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "steps", "words"),
+    ("name", "options", "steps"),
     [
-        ({}, 40, "The loss scale fell to its minimum"),
-        ({"min_loss_scale": 1.0}, 50, "50 optimizer steps in a row skipped"),
+        ("overflows down to the least scale", {}, 40),
+        ("overflows at scale 1", {"min_loss_scale": 1.0}, 50),
     ],
 )
 @pytest.mark.parametrize("closure", [False, True])
 def test_overflows_without_end_are_an_error(
-    options: dict[str, Any], steps: int, words: str, closure: bool
+    name: str, options: dict[str, Any], steps: int, closure: bool
 ) -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args=options)
     calls = []
@@ -407,14 +407,11 @@ def test_overflows_without_end_are_an_error(
         optimizer.backward(loss)
         return loss
 
-    def train() -> None:
+    with refused("fp16_utils", name):
         while True:
             if not closure:
                 evaluate()
             optimizer.step(evaluate if closure else None)
-
-    with pytest.raises(LossScaleError, match=f"^{words}.*the loss itself was infinite or nan"):
-        train()
     assert len(calls) == steps
 
 

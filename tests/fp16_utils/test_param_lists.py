@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from preamp.core.errors import PreampStateError
+from fp16_utils.steps import net
 from preamp.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
@@ -34,13 +32,6 @@ from preamp.fp16_utils import (
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 FLAT = pytest.mark.parametrize("flat", [False, True])
-
-
-def net(dtype: torch.dtype = torch.float16) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).to(dtype)
-    model[1].weight.requires_grad_(False)
-    model.append(nn.Linear(2, 1, bias=False).to(dtype))
-    return model
 
 
 @HALVES
@@ -119,64 +110,6 @@ def test_sparse_gradients_reach_both_kinds_of_master() -> None:
         grad = masters[0].grad
         dense = grad.to_dense() if grad.is_sparse else grad
         assert dense.reshape(4, 2).tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
-
-
-def refused(error: type[Exception], text: str) -> Any:
-    return pytest.raises(error, match=f"^{re.escape(text)}$")
-
-
-def test_a_flat_master_needs_every_gradient() -> None:
-    params, masters = prep_param_lists(net(), flat_master=True)
-    params[0].grad = torch.ones_like(params[0])
-    with refused(
-        PreampStateError,
-        "Parameter 1 of 3 has no gradient. With flat_master=True every parameter needs one, as "
-        "they share a master. Freeze unused parameters before prep_param_lists, or pass "
-        "flat_master=False.",
-    ):
-        model_grads_to_master_grads(params, masters, flat_master=True)
-    assert masters[0].grad.abs().sum() == 0
-
-
-def test_a_flat_master_needs_one_dtype() -> None:
-    model = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
-    with refused(
-        TypeError,
-        "The model has parameters of torch.float16 on cpu, torch.float32 on cpu. With "
-        "flat_master=True all share one dtype and device. Pass flat_master=False, or convert the "
-        "whole model, batch norms included.",
-    ):
-        prep_param_lists(model, flat_master=True)
-
-
-def test_a_flat_master_needs_a_parameter() -> None:
-    with refused(
-        ValueError,
-        "The model has no trainable parameter. A flat master needs one at least. Pass "
-        "flat_master=False, or unfreeze parameters before prep_param_lists.",
-    ):
-        prep_param_lists(nn.ReLU(), flat_master=True)
-    assert prep_param_lists(nn.ReLU()) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("flat", "allowed"),
-    [
-        (False, "one master of the same shape for each parameter"),
-        (True, "one flat master with as many elements as all parameters"),
-    ],
-)
-@pytest.mark.parametrize("copy", [model_grads_to_master_grads, master_params_to_model_params])
-def test_lists_that_do_not_belong_together(flat: bool, allowed: str, copy: Any) -> None:
-    params, masters = prep_param_lists(net(), flat_master=flat)
-    before = [param.detach().clone() for param in params]
-    text = (
-        f"Got 2 parameters with 8 elements and {len(masters)} masters with 10. Needed is "
-        f"{allowed}. Pass both lists as prep_param_lists returned them, with the same flat_master."
-    )
-    with refused(ValueError, text):
-        copy(params[:2], masters, flat_master=flat)
-    assert all(map(torch.equal, params, before))
 
 
 def test_to_python_float() -> None:

@@ -22,6 +22,7 @@ from cases.layouts import LAYOUTS
 from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ORACLES, ROWS, SIGNATURES, RuleRow
 from cases.selection import examples
 from cases.tolerances import assert_same
+from kit.refusals import refused
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import Update
 from preamp.kernels.rules import RULES, AdamRule, BiasCorrection, LambRule, LarsRule, NovoGradRule
@@ -341,13 +342,12 @@ def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -
     lists = lists_of(row, F32, F32, F32, [(3,), (40, 1), (3,)])
     lists[2][1] = torch.ones(shape)
     before = copy(lists)
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        ops.update_(*lists, rule=row.rule, update=Update(step=2))
     if ops is REFERENCE:  # where torch finds it out, in the middle
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.update_(*lists, rule=row.rule, update=Update(step=2))
         return
-    assert str(error.value).startswith(
-        f"A gradient or state of shape {shape} was given for parameter 1 of shape (40, 1). "
-    )
+    with refused("kernels", "a state of another shape", shape=shape, number=1, wanted=(40, 1)):
+        ops.update_(*lists, rule=row.rule, update=Update(step=2))
     for ours, old in zip(lists, before, strict=True):
         assert_bits(ours, old)
 
@@ -490,7 +490,8 @@ def test_lists_seen_before_are_looked_at_again(ops: Any, change: str) -> None:
         moment.data = moment.data.double()
     elif change == "shape":
         moment.data = moment.data.view(6, 4)
-        with pytest.raises(ValueError, match=r"shape \(6, 4\) was given for parameter 0"):
+        words = {"shape": (6, 4), "number": 0, "wanted": (4, 6)}
+        with refused("kernels", "a state of another shape", **words):
             ops.update_(*lists, rule=row.rule, update=Update(**options))
         return
     before = copy(lists)

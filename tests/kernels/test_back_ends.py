@@ -27,6 +27,9 @@ from preamp.core.dtypes import math_dtype
 from preamp.kernels.blocks.cut import Block, blocks_of, plan_of
 from preamp.kernels.places import shapes_of
 
+# What a dtype takes is written anew in each back end.
+pytestmark = pytest.mark.product
+
 CPU = torch.device("cpu")
 DTYPES = (F16, BF16, F32, F64)
 EDGES = tuple(block + by for block in (1 << 16, 1 << 18) for by in (-1, 0, 1))

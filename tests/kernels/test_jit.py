@@ -6,12 +6,13 @@ That they compute what the other back ends do is in the tests of every back end.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import hashlib
 import math
 import os
 import pickle
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -30,12 +31,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+import preamp
 from cases.back_ends import JIT, REFERENCE
 from cases.rules import BF16, F16, F32, F64, ONE_EACH, ROWS
 from cases.selection import examples
 from cases.stored import STORAGES, Case, assert_bits
 from cases.tolerances import assert_same
-from preamp.core.errors import PreampUnavailableError
+from kit.refusals import assert_refused, refused
 from preamp.kernels import Update, backend, dispatch, explain, places
 from preamp.kernels.jit import compiler, loops, words
 from preamp.kernels.jit import ops as jit_ops
@@ -96,6 +98,7 @@ def cast_in_integers(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return target
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("wide", [F32, F64])
 @pytest.mark.parametrize("half", [F16, BF16])
 def test_every_half_widens_and_comes_back(half: torch.dtype, wide: torch.dtype) -> None:
@@ -308,25 +311,6 @@ def test_an_error_in_a_thread_is_raised_and_all_have_ended(
     assert len(ended) == 3
 
 
-def test_threads_that_find_a_damaged_file_together(
-    threads: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads(3)
-    together = threading.Barrier(3)
-    ended: list[int] = []
-
-    class Damaged:
-        py_func = None
-
-        def __call__(self, *_: Any) -> None:
-            together.wait(60)
-            raise EOFError
-
-    monkeypatch.setattr(loops, "function", lambda _: lambda first, *_: ended.append(first))
-    walk(Damaged(), loops.cut([loops.CHUNK * 30]))
-    assert len(ended) == 3
-
-
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
 def test_an_interrupt_is_raised_when_all_threads_have_ended(threads: Any) -> None:
     """It comes while the caller waits for the others."""
@@ -422,7 +406,7 @@ def test_factors_of_one_element_are_numbers() -> None:
         found.append(torch.cat([*targets, *p]))
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
     targets = [torch.zeros(4) for _ in range(3)]
-    with pytest.raises(ValueError, match="Lists of 3, 2 tensors were given"):
+    with refused("kernels", "fewer factors than tensors"):
         JIT.axpby_(targets, torch.ones(2), targets, 1.0, [None] * 3)
 
 
@@ -571,24 +555,64 @@ def test_children_started_in_every_way(tmp_path: Path) -> None:
 def test_damaged_files_cost_compiling_only(tmp_path: Path) -> None:
     assert outcome(start(tmp_path)) == "0 1"
     assert outcome(start(tmp_path, PREAMP_JIT_FP16="integer")) == "0 1"  # other code
-    for file in tmp_path.rglob("*.nb?"):
-        file.write_bytes(file.read_bytes()[:10])
-    assert outcome(start(tmp_path)) == "0 0"  # by another way
+    files = list(tmp_path.rglob("*.code"))
+    assert len(files) == 2
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-10])
+    assert outcome(start(tmp_path)) == "0 1"
+    assert outcome(start(tmp_path)) == "1 0"
+
+
+@pytest.mark.parametrize("length", [0, 10, -10])
+def test_a_damaged_file_is_made_anew(cache: Path, length: int) -> None:
+    (file,) = use_cache()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:length])
+    assert use_cache() == [file]
+    assert len(file.read_bytes()) == len(whole)
+    shutil.rmtree(file.parent)  # and where nothing can be kept any more
+    assert use_cache() == []
+
+
+_DOUBLED = """
+import torch
+from preamp.kernels import backend
+from preamp.kernels.jit import loops
+target = torch.zeros(3, dtype=torch.bfloat16)
+backend("jit").cast_copy_([torch.full((3,), 1.5)], [target])
+stats = loops.combine.stats
+print(loops.__file__, target[0].item(), *map(len, (stats.cache_hits, stats.cache_misses)))
+"""
+
+
+@pytest.mark.full
+def test_copies_of_the_package_share_code_while_their_sources_are_the_same(tmp_path: Path) -> None:
+    """It is not found by where the package lies, nor by when its files were written."""
+    source = Path(preamp.__file__).parent
+    for name in ("one", "other"):
+        shutil.copytree(source, tmp_path / name / "preamp", copy_function=shutil.copyfile)
+
+    def found(name: str) -> list[str]:
+        place = tmp_path / name
+        file, *rest = outcome(start(tmp_path / "cache", _DOUBLED, PYTHONPATH=str(place))).split()
+        assert file.startswith(str(place))
+        return rest
+
+    assert found("one") == ["1.5", "0", "1"]
+    assert found("other") == ["1.5", "1", "0"]
+    words = tmp_path / "other" / "preamp/kernels/jit/words.py"
+    before, now = "narrow(peek(values, i, math), _ZERO_BF16)", "narrow(f32_of_bits(0), _ZERO_BF16)"
+    text = words.read_text()
+    assert before in text
+    words.write_text(text.replace(before, now))  # a function that the kernel calls
+    assert found("other") == ["0.0", "0", "1"]
+    assert found("one") == ["1.5", "1", "0"]
 
 
 @pytest.mark.full
 def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert outcome(start(tmp_path / "file" / "folder")) == "0 1"
-
-
-def test_the_users_own_functions_keep_their_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "_folder", lambda: str(tmp_path / "ours"))
-    compiler.kernel(lambda: None)
-    assert str(tmp_path) == compiler._config.CACHE_DIR
 
 
 def test_there_is_room_for_what_is_counted() -> None:
@@ -634,7 +658,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def use_cache() -> list[Path]:
     """Compile a kernel and return the files that it is kept in."""
     assert compiler.kernel(one_more)(1.0) == 2.0
-    return [file for file in compiler.cache_folder().rglob("*.nb?") if file.is_file()]
+    return [file for file in compiler.cache_folder().rglob("*.code")]
 
 
 def one_more(number: float) -> float:
@@ -660,6 +684,7 @@ def test_folders_for_code_are_made_for_the_user_alone(cache: Path) -> None:
     assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, cache, cache.parent)] == [0o700] * 3
 
 
+@pytest.mark.product
 @posix_only
 @pytest.mark.parametrize("mode", [0o775, 0o722, 0o1777])
 @pytest.mark.parametrize("place", ["code", "above", "inner"])
@@ -709,7 +734,7 @@ def test_a_link_is_judged_by_where_it_leads(
 
 
 class Planted:
-    """What an index that somebody else put there can be: code that runs when it is read."""
+    """What a file that somebody else put there can be: code that runs when it is read."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -720,18 +745,17 @@ class Planted:
 
 @posix_only
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_planted_index_is_not_read(cache: Path, tmp_path: Path, is_shared: bool) -> None:
-    (index,) = [file for file in use_cache() if file.suffix == ".nbi"]
-    version = pickle.loads(index.read_bytes())
-    index.write_bytes(pickle.dumps(version) + pickle.dumps(Planted(tmp_path / "proof")))
+def test_a_planted_file_is_not_read(cache: Path, tmp_path: Path, is_shared: bool) -> None:
+    (file,) = use_cache()
+    planted = pickle.dumps((Planted(tmp_path / "proof"), None))
+    file.write_bytes(hashlib.sha256(planted).digest() + planted)
     compiler._folder.cache_clear()
     if is_shared:
         cache.chmod(0o777)
         with pytest.warns(UserWarning, match="could run code in this process"):
             use_cache()
-    else:  # numba does run it, so the rule is needed
-        with contextlib.suppress(TypeError):
-            use_cache()
+    else:  # it does run, so the rule is needed
+        use_cache()
     assert (tmp_path / "proof").exists() is not is_shared
 
 
@@ -754,10 +778,7 @@ def test_without_numba_blocks_are_taken_and_jit_is_refused(monkeypatch: pytest.M
     backend.cache_clear()
     assert dispatch.choose(CPU)[0] == "blocks"
     assert why in explain()
-    with pytest.raises(
-        PreampUnavailableError, match=rf"(?s){why}.*pip install '\.\[cpu\]', or leave"
-    ):
-        backend("jit")
+    assert_refused("kernels", "no numba", lambda: backend("jit"), why=why)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -775,11 +796,6 @@ def test_a_numba_that_cannot_be_imported_is_told(
         dispatch.lacks_numba.cache_clear()
     assert why is not None
     assert ("cannot be imported" in why) is broken
-
-
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(PreampUnavailableError, match="backend='jit' was given a tensor on meta"):
-        backend("jit").scale_add_([torch.ones(1, device="meta")], 2.0, [None])
 
 
 def test_a_norm_beyond_float32_is_no_overflow() -> None:

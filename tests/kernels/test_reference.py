@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cases.tolerances import assert_same
-from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import backend
 
 OPS = backend("reference")
@@ -66,14 +65,6 @@ def spacing(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     info = torch.finfo(dtype)
     exponent = torch.frexp(wanted.abs().clamp(min=info.tiny)).exponent.double()
     return torch.exp2(exponent - BITS[dtype])
-
-
-# -- the table -------------------------------------------------------------------------------
-
-
-def test_an_unknown_back_end_is_refused() -> None:
-    with pytest.raises(PreampUnavailableError, match=r"^backend='cudnn' is not known\. Choose"):
-        backend("cudnn")
 
 
 # -- scale_add_ ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ def picture(*subjects: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
                 seen[f"{index}.{name}.grad"] = None if grad is None else _exactly(grad)
         else:
             for key, value in vars(subject).items():
-                if key not in ("state", "param_groups"):
+                known = isinstance(getattr(type(subject), key, None), functools.cached_property)
+                if key not in ("state", "param_groups") and not known:  # known: asked for once
                     seen[f"{index}.{key}"] = _exactly(value)
             seen[f"{index}.groups"] = ("object", id(subject.param_groups))
             for number, group in enumerate(subject.param_groups):

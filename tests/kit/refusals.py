@@ -51,14 +51,15 @@ def refused(
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the book has its type and its words
         yield
     assert_approved(book, name, f"{caught.type.__name__}: {caught.value}", **words)
-    assert changes or differences(before, picture(*subjects)) == []
+    changed = [] if changes else differences(before, picture(*subjects))
+    assert not changed, changed
 
 
 def assert_approved(book: str, name: str, said: str, **words: Any) -> None:
     """What was said is the line ``name`` of the book."""
     said, wanted = said.replace("\n", "\\n"), words_of(book).get(name, "")
     for key, value in words.items():
-        wanted = wanted.replace(f"{{{key}}}", str(value))
+        wanted = wanted.replace(f"{{{key}}}", str(value).replace("\n", "\\n"))
     pattern = ".*".join(map(re.escape, wanted.split("[…]")))
     assert re.fullmatch(pattern, said), (
         f"{name!r} has to say\n{wanted}\nbut says\n{said}\n"
@@ -130,10 +131,16 @@ def reached(row: Refusal, level: str, door: str) -> Run:
 
 
 def assert_run_refused(book: str, name: str, row: Refusal, run: Run) -> None:
-    """The run's act is refused in the words of the book."""
+    """The run's act is refused in the words of the book; its engine's state too is as before."""
     subjects, words = (*run.models, *run.optimizers), words_for(run)
+    before = _state_of(run)
     with refused(book, name, *subjects, changes=row.changes, **words):
         run.play(row.act) if isinstance(row.act, str) else row.act(run)
+    assert row.changes or _state_of(run) == before
+
+
+def _state_of(run: Run) -> object:
+    return preamp.state_dict(run.optimizer) if hasattr(run.optimizer, "_preamp_link") else None
 
 
 def words_for(run: Run) -> dict[str, str]:

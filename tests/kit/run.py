@@ -4,15 +4,18 @@
 Every test that trains something starts here. A `Run` has models and optimizers by name, at a level
 of ``preamp.initialize``, or at the level ``"plain"`` without any engine: that is plain torch, what
 others are compared with. A program is a list of acts, ``;`` between them; an act is the name of a
-method of `Run` or of a function marked `act`, and its arguments. Programs may be joined, repeated
-(``3 * "iterate; "``) and be keys of a table, and say in a failure what was done.
+function or method marked `act`, and its arguments. Programs may be joined, repeated
+(``3 * "iterate; "``) and be keys of a table, and say in a failure what was done. What no act could
+do is refused before the first one is done.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import nn
@@ -23,16 +26,58 @@ from kit.compare import same
 from preamp import optimizers as fused
 from preamp.optim import LARC
 
-Act = Callable[..., object]
+Act = Callable[..., Any]
 ACTS: dict[str, Act] = {}
-"""Acts that are no methods, by name; a file of tests adds its own with `act`."""
+"""What programs can do, by name; a file of tests adds its own with `act`."""
 PLAIN = "plain"
+How = Literal["inf", "delay", "late"]
 
 
 def act(function: Act) -> Act:
-    """Let programs call ``function(run, *arguments)`` by its name."""
-    ACTS[function.__name__] = function
+    """Let programs call ``function(run, *arguments)`` by its name, which is of one file only."""
+    name = function.__name__
+    there = ACTS.setdefault(name, function)
+    if there.__code__.co_filename != function.__code__.co_filename:
+        raise ValueError(f"The act {name!r} is in {there.__code__.co_filename} already.")
+    ACTS[name] = function
     return function
+
+
+@functools.cache
+def parameters_of(function: Act) -> list[inspect.Parameter]:
+    """Those that a program can give: their order, and what words stand for."""
+    params = inspect.signature(function, eval_str=True).parameters.values()
+    return [p for p in [*params][1:] if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+
+
+def value_of(word: str, kind: Any) -> Any:
+    """What a word is for a parameter that takes a number, a string or one of some words."""
+    if get_origin(kind) is Literal:
+        if word not in get_args(kind):
+            raise ValueError(f"{word!r} is none of {', '.join(get_args(kind))}")
+        return word
+    return kind(word) if kind in (int, float, str) else word
+
+
+def parsed(program: str) -> list[tuple[str, Act, list[Any]]]:
+    """The acts of a program, in its words, and with their arguments."""
+    acts = []
+    for text in program.split(";"):
+        if not (words := text.split()):
+            continue
+        name, *given = words
+        if name not in ACTS:
+            raise ValueError(f"No act is {name!r}; there are {', '.join(sorted(ACTS))}.")
+        takes = parameters_of(ACTS[name])
+        try:
+            inspect.Signature(takes).bind(*given)
+            takes = takes + (len(given) - len(takes)) * takes[-1:]  # the last may be repeated
+            values = [value_of(word, p.annotation) for word, p in zip(given, takes, strict=False)]
+        except (TypeError, ValueError) as error:
+            told = ", ".join(map(str, parameters_of(ACTS[name])))
+            raise ValueError(f"{' '.join(words)!r}: {error}; {name} takes ({told}).") from error
+        acts.append((" ".join(words), ACTS[name], values))
+    return acts
 
 
 # -- what runs are made of ------------------------------------------------------------------------
@@ -76,8 +121,8 @@ def build(name: str, params: Iterable[Any], **options: Any) -> Any:
 
 
 def batch_of(model: nn.Module, index: int) -> torch.Tensor:
-    """Inputs number ``index``, as wide as the model's first weight."""
-    width = next(p.shape[-1] for p in model.parameters() if p.dim() > 1)
+    """Inputs number ``index``, as wide as the model's first matrix that is more than a column."""
+    width = next(p.shape[-1] for p in model.parameters() if p.dim() > 1 and p.shape[-1] > 1)
     return torch.randn(6, width, generator=torch.Generator().manual_seed(index))
 
 
@@ -94,7 +139,7 @@ class Run:
         self,
         level: str = "O2",
         optimizer: str = "SGD",
-        model: str = "Net",
+        model: str | Callable[[], Any] = "Net",
         *,
         count: int = 1,
         seed: int = 0,
@@ -104,13 +149,15 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         self.door, self.row, self.log = door, BY_NAME.get(level), list[str]()
-        self.models: list[Any] = [MODELS[model]() for _ in range(count)]
+        make = MODELS[model] if isinstance(model, str) else model
+        self.models: list[Any] = [make() for _ in range(count)]
         self.optimizers: list[Any] = [build(optimizer, m.parameters()) for m in self.models]
         self.model, self.optimizer = self.models[0], self.optimizers[0]
         self.options = {"opt_level": level, "verbosity": 0, **options}
         if starts and level != PLAIN:
             self.initialize()
 
+    @act
     def initialize(self, **changes: Any) -> None:
         """Through the door; ``changes`` are other arguments, ``models`` and ``optimizers`` too."""
         given = {"models": self.models, "optimizers": self.optimizers, **self.options, **changes}
@@ -122,16 +169,10 @@ class Run:
 
     def play(self, *programs: str) -> Run:
         """Do what they say, in order."""
-        for words in (text.split() for program in programs for text in program.split(";")):
-            if words:
-                self.log.append(" ".join(words))
-                self.do(words[0], *map(value_of, words[1:]))
+        for words, function, values in [one for program in programs for one in parsed(program)]:
+            self.log.append(words)
+            function(self, *values)
         return self
-
-    def do(self, name: str, *arguments: Any) -> object:
-        if name in ACTS:
-            return ACTS[name](self, *arguments)
-        return getattr(self, name)(*arguments)
 
     # -- acts -----------------------------------------------------------------------------------
 
@@ -140,23 +181,32 @@ class Run:
         made = [model(batch_of(model, index)).float().square().mean() for model in self.models]
         return torch.stack(made).sum()
 
-    def backward(self, index: int = 0, *how: str, **scaling: Any) -> None:
+    @act
+    def backward(
+        self, index: int = 0, *how: Literal["inf", "delay", "late"], **scaling: Any
+    ) -> None:
         """In a block: ``inf`` makes its gradients infinite, ``delay`` leaves them scaled."""
-        loss = self.loss(index)
-        if self.row is None:
-            return loss.backward()
         if "delay" in how:
             scaling["delay_unscale"] = True
         if "late" in how:
             scaling["delay_overflow_check"] = True
+        self.back(self.loss(index), float("inf") if "inf" in how else 1.0, **scaling)
+
+    def back(self, loss: torch.Tensor, by: float = 1.0, **scaling: Any) -> None:
+        """The backward of a loss that a test has made."""
+        if self.row is None:
+            return loss.backward()
         owners = self.optimizers if len(self.optimizers) > 1 else self.optimizer
         with self.door.scale_loss(loss, owners, **scaling) as scaled:
-            (scaled * float("inf") if "inf" in how else scaled).backward()
+            (scaled * by).backward()
+        return None
 
+    @act
     def outside(self, index: int = 0) -> None:
         """A backward in no block."""
         self.loss(index).backward()
 
+    @act
     def clip(self, max_norm: float = 0.5) -> None:
         for optimizer in self.optimizers:
             if self.row is None:
@@ -164,14 +214,17 @@ class Run:
             else:
                 preamp.clip_grad_norm_(optimizer, max_norm)
 
+    @act
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def zero(self, to_none: bool = True) -> None:
+    @act
+    def zero(self, how: Literal["none", "filled"] = "none") -> None:
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=to_none)
+            optimizer.zero_grad(set_to_none=how == "none")
 
+    @act
     def iterate(self, *indices: int) -> None:
         """Whole iterations, one for each index."""
         for index in indices or (0,):
@@ -179,6 +232,7 @@ class Run:
             self.step()
             self.zero()
 
+    @act
     def closure(self, index: int = 0) -> None:
         """A step with a closure that makes its gradients."""
 
@@ -189,21 +243,25 @@ class Run:
 
         self.optimizer.step(again)
 
+    @act
     def forward(self) -> None:
         with torch.no_grad():
             self.loss()
 
+    @act
     def read(self) -> None:
         """Look at each master and its gradient."""
-        for param in self.params():
+        for param in preamp.master_params(self.optimizer) if self.row else self.params():
             assert param.isfinite().all()
             _ = param.grad
 
+    @act
     def fill(self, value: float = 0.5) -> None:
         """Write to all weights without a trace in torch."""
         for param in self.model.parameters():
             param.data.fill_(value)
 
+    @act
     def save(self, path: Any = None, **options: Any) -> Any:
         """To a file, or to be loaded by ``load`` without one."""
         if path is not None:
@@ -211,6 +269,7 @@ class Run:
         self.saved = copy.deepcopy(self.states())
         return None
 
+    @act
     def load(self, path: Any = None) -> None:
         if path is not None:
             preamp.load_checkpoint(path, self.models, self.optimizers)
@@ -220,6 +279,7 @@ class Run:
             thing.load_state_dict(state)
         preamp.load_state_dict(self.optimizer, engine)
 
+    @act
     def close(self) -> None:
         self.engine.close()
 
@@ -245,25 +305,17 @@ class Run:
 
     def numbers(self) -> dict[str, Any]:
         """Copies of all that training goes on from."""
-        stored = [[*model.parameters(), *model.buffers()] for model in self.models]
+        models, optimizers, engine = copy.deepcopy(self.states())
+        tensors = [[*model.parameters(), *model.buffers()] for model in self.models]
+        grads = [[param.grad for param in model.parameters()] for model in self.models]
         return {
-            "stored": [[tensor.detach().clone() for tensor in each] for each in stored],
-            "states": copy.deepcopy(self.states()),
-            "gradients": [
-                None if p.grad is None else p.grad.clone()
-                for m in self.models
-                for p in m.parameters()
-            ],
-            "skipped": self.engine.last_step_skipped if self.row else False,
+            "models": models,
+            "optimizers": optimizers,
+            "engine": engine,
+            "stored": [[tensor.detach().clone() for tensor in each] for each in tensors],
+            "gradients": [[None if g is None else g.clone() for g in each] for each in grads],
+            "skipped": bool(self.row) and self.engine.last_step_skipped,
         }
-
-
-def value_of(word: str) -> Any:
-    """A number, or the word itself."""
-    try:
-        return float(word) if "." in word or "e-" in word else int(word)
-    except ValueError:
-        return word
 
 
 # -- what is asked of runs ------------------------------------------------------------------------
@@ -279,11 +331,17 @@ def differing(a: Any, b: Any, at: str = "") -> str:
     return "" if same(a, b) else f"{at}: {a} is not {b}"
 
 
-def assert_alike(*runs: Run, of: str | None = None) -> None:
-    """All have the same bits, everywhere or in what is named."""
-    first, *others = [run.numbers() if of is None else run.numbers()[of] for run in runs]
+def assert_alike(*runs: Run, of: Sequence[str] = ()) -> None:
+    """All have the same bits: in what is named of `Run.numbers`, or in all that they have.
+
+    With plain torch that is what state dicts have: weights as exact as they are, and moments.
+    """
+    has_plain = any(run.row is None for run in runs)
+    first, *others = [run.numbers() for run in runs]
+    names = of or (["models", "optimizers"] if has_plain else list(first))
     for run, other in zip(runs[1:], others, strict=True):
-        assert not (where := differing(first, other)), f"after {'; '.join(run.log)}\n{where}"
+        found = filter(None, (differing(first[name], other[name], name) for name in names))
+        assert not (where := next(found, "")), f"after {'; '.join(run.log)}\n{where}"
 
 
 def assert_same_program(program: str, *runs: Run, after: str = "") -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 
 from cases.fused import EARLY_ADAM, Oracle, assert_close, gradients, parameters
 from cases.tolerances import assert_same
-from preamp.core.errors import PreampStateError
+from kit.refusals import assert_refused
 from preamp.optimizers import FusedAdam
 
 SHAPES = ((6,), (4,))
@@ -157,117 +157,70 @@ def test_resuming_keeps_the_counts() -> None:
 # -- refusals --------------------------------------------------------------------------------
 
 
-def stepped(**arguments: Any) -> FusedAdam:
+def one(**options: Any) -> FusedAdam:
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)
-    optimizer = FusedAdam([param])
+    return FusedAdam([param], **options)
+
+
+def stepped(**arguments: Any) -> FusedAdam:
+    optimizer = one()
     optimizer.step(**arguments)
     return optimizer
 
 
-@pytest.mark.parametrize("argument", ["output_params", "scale", "grad_norms"])
-def test_without_grads_todays_formula_refuses(argument: str) -> None:
-    message = (
-        f"FusedAdam.step() got {argument}. Without grads they belong to the FusedAdam of early "
-        "2019 alone. Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)."
-    )
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        stepped(**{argument: 2.0})
-
-
-def test_formulas_do_not_mix() -> None:
-    todays, early = stepped(), stepped(grads=[torch.ones(2)])
-    with pytest.raises(PreampStateError, match="the formula of early 2019, but its state has the"):
-        todays.step(grads=[torch.ones(2)])
-    with pytest.raises(PreampStateError, match="the formula of today, but its state has the step"):
-        early.step()
-    assert todays.param_groups[0]["step"] == 1
-
-
-def test_a_checkpoint_of_torch_is_not_taken_for_todays() -> None:
-    param = nn.Parameter(torch.ones(2))
-    param.grad = torch.ones(2)
-    theirs = torch.optim.AdamW([param])
+def loaded_from_torch() -> FusedAdam:
+    theirs, ours = torch.optim.AdamW([nn.Parameter(torch.ones(2))]), one()
+    theirs.param_groups[0]["params"][0].grad = torch.ones(2)
     theirs.step()
-    ours = FusedAdam([param])
     ours.load_state_dict(theirs.state_dict())
-    with pytest.raises(PreampStateError, match=r"like torch\.optim\.Adam, for each parameter"):
-        ours.step()
+    return ours
 
 
-def test_capturable_takes_no_gradients() -> None:
-    optimizer = FusedAdam([nn.Parameter(torch.ones(2))], capturable=True)
-    with pytest.raises(RuntimeError, match=re.escape("got grads while capturable=True.")):
-        optimizer.step(grads=[torch.ones(2)])
+def flat(**options: Any) -> FusedAdam:
+    return FusedAdam(flat_groups()[0], **options)
 
 
-@pytest.mark.parametrize(
-    "todays",
-    [{"adam_w_mode": False}, {"capturable": True}, {"capturable": True, "master_weights": True}],
-)
-def test_options_of_both_generations_are_refused(todays: dict[str, Any]) -> None:
-    name, value = next(iter(todays.items()))
-    message = (
-        "FusedAdam got max_grad_norm, which select the optimizer of early 2019, together with "
-        f"{name}={value}."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        FusedAdam([nn.Parameter(torch.ones(2))], max_grad_norm=1.0, **todays)
+Step = tuple[Callable[[], FusedAdam], dict[str, Any]]
+GRADS = [torch.ones(6), torch.ones(4)]
+SHORT = [torch.ones(6), torch.ones(1)]  # the last would broadcast
+REFUSED_STEPS: dict[str, Step] = {
+    "output_params without grads": (one, {"output_params": 2.0}),
+    "scale without grads": (one, {"scale": 2.0}),
+    "grad_norms without grads": (one, {"grad_norms": 2.0}),
+    "early after today's steps": (stepped, {"grads": [torch.ones(2)]}),
+    "today's after early steps": (lambda: stepped(grads=[torch.ones(2)]), {}),
+    "a checkpoint of torch's Adam": (loaded_from_torch, {}),
+    "grads while capturable": (lambda: one(capturable=True), {"grads": [torch.ones(2)]}),
+    "no grads for two": (flat, {"grads": []}),
+    "one gradient for two": (flat, {"grads": [torch.ones(6)]}),
+    "empty groups of grads": (flat, {"grads": [[], []]}),
+    "grads of another shape": (flat, {"grads": SHORT}),
+    "output_params of another shape": (flat, {"grads": GRADS, "output_params": SHORT}),
+    "two norms for a group": (
+        lambda: flat(max_grad_norm=1.0),
+        {"grads": GRADS, "grad_norms": [1.0, 2.0]},
+    ),
+    "sparse grads": (flat, {"grads": [GRADS[0], GRADS[1].to_sparse()]}),
+}
 
 
-def test_an_adjustment_of_the_scale_is_refused() -> None:
-    message = "FusedAdam got amp_scale_adjustment=2.0. Gradients reach the optimizer unscaled"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        FusedAdam([nn.Parameter(torch.ones(2))], amp_scale_adjustment=2.0)
+@pytest.mark.parametrize("name", REFUSED_STEPS)
+def test_refused_steps(name: str) -> None:
+    make, arguments = REFUSED_STEPS[name]
+    optimizer = make()
+    params = nn.ParameterList(optimizer.param_groups[0]["params"])
+    assert_refused("optim", name, lambda: optimizer.step(**arguments), optimizer, params)
 
 
-@pytest.mark.parametrize(
-    ("grads", "lengths"), [([], [0]), ([torch.ones(6)], [1]), ([[], []], [0, 0])]
-)
-def test_grads_that_do_not_match_are_refused(grads: Any, lengths: list[int]) -> None:
-    masters, _ = flat_groups()
-    before = [master.detach().clone() for master in masters]
-    message = (
-        f"FusedAdam.step() got grads of lengths {lengths}. The groups have [2] parameters. Pass "
-        "grads as one list per group, or flat if there is a single group."
-    )
-    optimizer = FusedAdam(masters)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        optimizer.step(grads=grads)
-    for master, was in zip(masters, before, strict=True):
-        assert torch.equal(master, was)
+REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
+    "early with L2 decay": {"max_grad_norm": 1.0, "adam_w_mode": False},
+    "early and capturable": {"max_grad_norm": 1.0, "capturable": True},
+    "early with masters": {"max_grad_norm": 1.0, "capturable": True, "master_weights": True},
+    "an adjustment of the scale": {"amp_scale_adjustment": 2.0},
+}
 
 
-@pytest.mark.parametrize("name", ["grads", "output_params"])
-def test_shapes_that_do_not_match_are_refused(name: str) -> None:
-    masters, _ = flat_groups()
-    tensors = [torch.ones(6), torch.ones(1)]  # the last would broadcast
-    message = (
-        f"FusedAdam.step() got a tensor of shape (1,) in {name}. Its parameter has the shape "
-        f"(4,). Pass {name} in the order and shapes of the groups' parameters."
-    )
-    optimizer = FusedAdam(masters)
-    arguments = {"grads": [torch.ones(6), torch.ones(4)], name: tensors}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        optimizer.step(**arguments)
-    assert not optimizer.state
-
-
-def test_norms_that_do_not_match_are_refused() -> None:
-    masters, _ = flat_groups()
-    optimizer = FusedAdam(masters, max_grad_norm=1.0)
-    message = "FusedAdam.step() got grad_norms of length 2. There are 1 groups. Pass one norm per"
-    grads = gradients(SHAPES, 0, torch.float32)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        optimizer.step(grads=grads, grad_norms=[1.0, 2.0])
-    assert not optimizer.state
-
-
-def test_sparse_grads_are_refused_before_anything_changes() -> None:
-    masters, _ = flat_groups()
-    before = masters[0].detach().clone()
-    optimizer = FusedAdam(masters)
-    with pytest.raises(RuntimeError, match="FusedAdam got a sparse gradient"):
-        optimizer.step(grads=[torch.ones(6), torch.ones(4).to_sparse()])
-    assert torch.equal(masters[0], before)
-    assert not optimizer.state
+@pytest.mark.parametrize("name", REFUSED_OPTIONS)
+def test_refused_options(name: str) -> None:
+    assert_refused("optim", name, lambda: one(**REFUSED_OPTIONS[name]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from cases.fused import ADAM, DTYPES, FUSED, MIXED_LAMB, FusedCase, variant_id
 from cases.optimizers import clone_state
 from cases.tolerances import assert_same
+from kit.refusals import assert_refused
 
 Build = Callable[[Any], Any]
 LAMB = {"lr": 0.125, "max_grad_norm": 1.0, "weight_decay": 0.1}
@@ -192,13 +192,13 @@ def test_no_scaler_given(build: Build) -> None:
 def test_other_keywords_are_refused(name: str) -> None:
     params, optimizer = make(torch.float32, BUILDS[name])
     backward(params, 1.0, 0).backward()
-    message = (
-        f"{type(optimizer).__name__}.step() got 'gradscaler'. Its only other keyword argument is "
-        "'grad_scaler'. Check the spelling."
+    assert_refused(
+        "optim",
+        "a misspelled grad_scaler",
+        lambda: optimizer.step(gradscaler=None),
+        optimizer,
+        kind=type(optimizer).__name__,
     )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        optimizer.step(gradscaler=None)
-    assert int(optimizer.param_groups[0]["step"]) == 0
 
 
 @every_build

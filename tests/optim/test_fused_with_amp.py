@@ -14,8 +14,8 @@ from cases.fused import ADAM, FUSED, MIXED_LAMB, SGD, FusedCase, Options, varian
 from cases.levels import LEVEL_NAMES
 from cases.models import Exact, Parts, loss_of
 from cases.optimizers import clone_state
-from cases.pair import Pair
 from cases.tolerances import assert_same
+from kit.pair import Pair
 from preamp import amp
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
@@ -38,7 +38,6 @@ def counters(optimizer: torch.optim.Optimizer) -> list[int]:
     return [int(group.get("step", -1)) for group in optimizer.param_groups]
 
 
-@pytest.mark.each
 @every_level
 @every_kind
 def test_training_with_an_overflow(level: str, case: FusedCase, options: Options) -> None:
@@ -57,7 +56,6 @@ def test_training_with_an_overflow(level: str, case: FusedCase, options: Options
         assert counters(both.optimizer) == counters(both.plain_optimizer)
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @every_kind
 def test_clipping_by_hand_reaches_the_update(level: str, case: FusedCase, options: Options) -> None:
@@ -71,7 +69,6 @@ def test_clipping_by_hand_reaches_the_update(level: str, case: FusedCase, option
         both.check(f"step {step}")
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @every_kind
 def test_a_group_added_after_initialize(level: str, case: FusedCase, options: Options) -> None:
@@ -99,7 +96,6 @@ def test_a_group_added_after_initialize(level: str, case: FusedCase, options: Op
         assert_same(a.detach(), b.detach())
 
 
-@pytest.mark.each
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 @every_kind
 def test_state_from_before_initialize(level: str, case: FusedCase, options: Options) -> None:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from preamp import OPT_LEVELS, PreampPolicyError
+from kit.refusals import assert_approved, refused
+from preamp import OPT_LEVELS
 from preamp.policy import KeepFP32, describe_overrides, resolve
 
 HALF_LEVELS = [name for name, row in OPT_LEVELS.items() if row.half_dtype is row.cast_model_type]
@@ -45,22 +45,22 @@ def test_one_or_several(given: Any, entries: list[Any], level: str) -> None:
     "given", [True, 3, torch.ones(2), int, nn.Linear(2, 2), {"a"}, ["a", None], [["a"]]]
 )
 def test_anything_else_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"^keep_fp32 contains .+\. Allowed are module types, .+\."):
+    shown = given[-1] if isinstance(given, list) else given
+    with refused("policy", "keep_fp32 of something else", given=shown):
         resolve("O2", {"keep_fp32": given})
 
 
 @pytest.mark.parametrize("level", OTHER_LEVELS)
 def test_levels_that_cast_no_model_refuse_it(level: str) -> None:
-    text = (
-        f"keep_fp32=LayerNorm, 'rotary.*' with opt_level={level!r}. Weights and buffers are "
-        "float32 where models are not cast to half. Leave keep_fp32 out, or choose "
-        "opt_level='O2' or 'O3' ('O5' for bfloat16)."
-    )
     given = {"keep_fp32": [nn.LayerNorm, "rotary.*"]}
-    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
+    words = {"given": "LayerNorm, 'rotary.*'", "level": level}
+    with refused("policy", "keep_fp32 without half weights", **words):
         resolve(level, given)
-    with pytest.warns(UserWarning, match=re.escape(text)):
+    with pytest.warns(UserWarning, match=r" because hard_override is set\.$") as caught:
         resolve(level, given, hard_override=True)
+    said = str(caught[0].message).removesuffix(" Going on because hard_override is set.")
+    said = f"PreampPolicyError: {said}"
+    assert_approved("policy", "keep_fp32 without half weights", said, **words)
     assert resolve(level, {"keep_fp32": None}) == resolve(level, {"keep_fp32": []})
 
 
@@ -79,7 +79,7 @@ def test_the_dtype_that_counts_is_the_final_one(level: str, cast_to: Any, works:
     if works:
         assert list(resolve(level, overrides).keep_fp32) == ["a"]
     else:
-        with pytest.raises(PreampPolicyError, match=r"^keep_fp32='a' with opt_level="):
+        with refused("policy", "keep_fp32 without half weights", given="'a'", level=level):
             resolve(level, overrides)
 
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from cases.levels import LEVELS
+from kit.refusals import assert_approved, assert_refused, refused
 from preamp.core.errors import PreampPolicyError
 from preamp.policy import OPT_LEVELS, Policy, describe_overrides, level_defaults, resolve
 
@@ -153,86 +154,56 @@ def test_only_what_was_overridden_differs() -> None:
 
 # -- refusals --------------------------------------------------------------------------------
 
-CONTRADICTING: list[tuple[str, list[tuple[str, Any]], str]] = [
-    (
-        "cast_model_type",
-        [(level, dtype) for level in FUNCTION_LEVELS for dtype in (F16, BF16, F64)],
-        "O1 and O4 keep the weights in float32 and cast function by function. Leave "
-        "cast_model_type out, or choose opt_level='O2' or 'O3' ('O5' for bfloat16).",
-    ),
-    (
-        "patch_torch_functions",
-        [(level, given) for level in OTHER_LEVELS for given in (True, "True")],
-        "Functions are cast one by one at O1 (float16) and O4 (bfloat16) only. Choose "
-        "opt_level='O1' or 'O4', or leave patch_torch_functions out.",
-    ),
-    (
-        "patch_torch_functions_type",
-        [("O0", F16), ("O1", BF16), ("O2", F16), ("O3", F16), ("O4", F16), ("O5", BF16)],
-        "O1 casts functions to torch.float16, O4 to torch.bfloat16, other levels to nothing. "
-        "Choose opt_level='O1' or 'O4' by the dtype you want.",
-    ),
-    (
-        "keep_batchnorm_fp32",
-        [(level, given) for level in FUNCTION_LEVELS for given in (True, False, "False")],
-        "O1 and O4 keep all weights in float32, batch norm included. Leave keep_batchnorm_fp32 "
-        "out.",
-    ),
-    (
-        "master_weights",
-        [(level, given) for level in FUNCTION_LEVELS for given in (True, False)],
-        "O1 and O4 keep the weights in float32, so there is nothing to keep a master of. Leave "
-        "master_weights out, or choose opt_level='O2' ('O5' for bfloat16).",
-    ),
-]
-CONTRADICTIONS = [
-    (level, name, given, f"{name}={shown!r} with opt_level='{level}'. {text}")
-    for name, cases, text in CONTRADICTING
-    for level, given in cases
-    for shown in [True if name == "patch_torch_functions" else given]  # of a text what it means
-]
+CONTRADICTING: dict[str, list[tuple[str, Any]]] = {  # levels and what is given
+    "cast_model_type": [(level, dtype) for level in FUNCTION_LEVELS for dtype in (F16, BF16, F64)],
+    "patch_torch_functions": [(level, given) for level in OTHER_LEVELS for given in (True, "True")],
+    "patch_torch_functions_type": [
+        ("O0", F16),
+        ("O1", BF16),
+        ("O2", F16),
+        ("O3", F16),
+        ("O4", F16),
+        ("O5", BF16),
+    ],
+    "keep_batchnorm_fp32": [
+        (level, given) for level in FUNCTION_LEVELS for given in (True, False, "False")
+    ],
+    "master_weights": [(level, given) for level in FUNCTION_LEVELS for given in (True, False)],
+}
 
 
-@pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
-def test_contradiction_is_refused(level: str, name: str, given: Any, text: str) -> None:
-    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
-        resolve(level, {name: given})
-
-
-@pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
-def test_hard_override_warns_and_goes_on(level: str, name: str, given: Any, text: str) -> None:
-    warning = f"^{re.escape(text)} Going on because hard_override is set.$"
-    with pytest.warns(UserWarning, match=warning):
+@pytest.mark.parametrize(
+    ("name", "level", "given"),
+    [(name, *row) for name, rows in CONTRADICTING.items() for row in rows],
+)
+def test_contradictions_are_refused_or_overridden(name: str, level: str, given: Any) -> None:
+    shown = True if name == "patch_torch_functions" else given  # of a text what it means
+    words = {"given": repr(shown), "level": level}
+    assert_refused("policy", name, lambda: resolve(level, {name: given}), **words)
+    with pytest.warns(UserWarning, match=r" Going on because hard_override is set\.$") as caught:
         policy = resolve(level, {name: given}, hard_override=True)
     assert getattr(policy, name) == {"True": True, "False": False}.get(given, given)
+    said = str(caught[0].message).replace(" Going on because hard_override is set.", "")
+    assert_approved("policy", name, f"PreampPolicyError: {said}", **words)
 
 
-LETTER = "Levels are strings that begin with the letter O, not the digit zero"
-BFLOAT16 = "for bfloat16 'O5', or 'O4' to keep the weights in float32"
-FLOAT16 = "for float16 'O2', or 'O1' to keep the weights in float32"
 MEANT = {"01": "O1", "o2": "O2", 1: "O1", 0: "O0", "0": "O0", "5": "O5", "00": "O0"}
-UNKNOWN: list[tuple[Any, str]] = [
-    *((given, f"{LETTER}; here {meant!r} was probably meant.") for given, meant in MEANT.items()),
-    *((given, f"{LETTER}.") for given in ("O9", "fp", None, [], True)),
-    *(
-        (given, f"Pass {BFLOAT16}.")
-        for given in ("bf16", "BF16", "bfloat16", "bf16-mixed", torch.bfloat16)
-    ),
-    *(
-        (given, f"Pass {FLOAT16}.")
-        for given in ("fp16", "float16", "half", "16-mixed", 16, torch.float16)
-    ),
-    *((given, f"Pass {BFLOAT16}; {FLOAT16}.") for given in ("mixed", "amp")),
-    *((given, "For float32 pass 'O0'.") for given in ("fp32", "float32", torch.float32)),
-]
+UNKNOWN: dict[str, Sequence[Any]] = {
+    "a level by other letters": [*MEANT],
+    "no level": ("O9", "fp", None, [], True),
+    "bfloat16 for a level": ("bf16", "BF16", "bfloat16", "bf16-mixed", torch.bfloat16),
+    "float16 for a level": ("fp16", "float16", "half", "16-mixed", 16, torch.float16),
+    "either half for a level": ("mixed", "amp"),
+    "float32 for a level": ("fp32", "float32", torch.float32),
+}
 
 
-@pytest.mark.parametrize(("given", "hint"), UNKNOWN, ids=str)
-def test_an_unknown_level_is_refused_with_what_was_meant(given: Any, hint: str) -> None:
-    known = "Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'."
-    text = f"opt_level={given!r} is not known. {known} {hint}"
-    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
-        resolve(given, {})
+@pytest.mark.parametrize(
+    ("name", "given"), [(name, given) for name, rows in UNKNOWN.items() for given in rows]
+)
+def test_an_unknown_level_is_refused_with_what_was_meant(name: str, given: Any) -> None:
+    meant = repr(MEANT[given]) if name == "a level by other letters" else ""
+    assert_refused("policy", name, lambda: resolve(given, {}), given=repr(given), meant=meant)
 
 
 def test_a_refusal_is_a_runtime_error() -> None:
@@ -240,77 +211,39 @@ def test_a_refusal_is_a_runtime_error() -> None:
         resolve("O7", {})
 
 
-NO_TRUTH = "is not a truth value. Allowed are True, False, 'True' and 'False'."
-NO_DTYPE = "is not a floating-point dtype. Allowed "
-NO_SCALE = (
-    "cannot be used. Allowed is 'dynamic' or a positive number, also as a string such as '128.0'."
-)
-NO_NUMBER = "cannot be used. Allowed is a positive number, also as a string such as '128.0'."
-
-BAD_VALUES: list[tuple[str, Any, type[Exception], str]] = [
-    ("cast_model_type", torch.int32, TypeError, f"cast_model_type=torch.int32 {NO_DTYPE}"),
-    ("cast_model_type", "fp16", TypeError, f"cast_model_type='fp16' {NO_DTYPE}"),
-    ("cast_model_type", True, TypeError, f"cast_model_type=True {NO_DTYPE}"),
-    ("cast_model_outputs", torch.int8, TypeError, f"cast_model_outputs=torch.int8 {NO_DTYPE}"),
-    ("cast_model_outputs", False, TypeError, f"cast_model_outputs=False {NO_DTYPE}"),
-    ("patch_torch_functions", "yes", TypeError, f"patch_torch_functions='yes' {NO_TRUTH}"),
-    ("patch_torch_functions", 1, TypeError, f"patch_torch_functions=1 {NO_TRUTH}"),
-    ("keep_batchnorm_fp32", "false", TypeError, f"keep_batchnorm_fp32='false' {NO_TRUTH}"),
-    ("keep_batchnorm_fp32", 0, TypeError, f"keep_batchnorm_fp32=0 {NO_TRUTH}"),
-    ("master_weights", "no", TypeError, f"master_weights='no' {NO_TRUTH}"),
-    ("loss_scale", "abc", ValueError, f"loss_scale='abc' {NO_SCALE}"),
-    ("loss_scale", "Dynamic", ValueError, f"loss_scale='Dynamic' {NO_SCALE}"),
-    ("loss_scale", 0, ValueError, f"loss_scale=0 {NO_SCALE}"),
-    ("loss_scale", -1.0, ValueError, f"loss_scale=-1.0 {NO_SCALE}"),
-    ("loss_scale", float("inf"), ValueError, f"loss_scale=inf {NO_SCALE}"),
-    ("loss_scale", "nan", ValueError, f"loss_scale='nan' {NO_SCALE}"),
-    ("loss_scale", [1.0], ValueError, f"loss_scale=[1.0] {NO_SCALE}"),
-    ("min_loss_scale", -1, ValueError, f"min_loss_scale=-1 {NO_NUMBER}"),
-    ("min_loss_scale", "x", ValueError, f"min_loss_scale='x' {NO_NUMBER}"),
-    ("max_loss_scale", 0, ValueError, f"max_loss_scale=0 {NO_NUMBER}"),
-    ("max_loss_scale", "big", ValueError, f"max_loss_scale='big' {NO_NUMBER}"),
-    (
-        "max_loss_scale",
-        None,
-        TypeError,
-        "max_loss_scale=None with a dynamic loss scale. A dynamic scale needs a ceiling, or it "
-        "grows to infinity on a tiny loss.",
-    ),
-    (
-        "scope",
-        "module",
-        ValueError,
-        "scope='module' is not known. Allowed are 'model' (casts hold inside the models' forward "
-        "only) and 'thread' (casts hold in the whole thread).",
-    ),
-    (
-        "max_consecutive_skips",
-        0,
-        ValueError,
-        "max_consecutive_skips=0 cannot be used. Allowed is a whole number from 1, or None for no "
-        "limit.",
-    ),
-    ("max_consecutive_skips", 1.5, ValueError, "max_consecutive_skips=1.5 cannot be used."),
-    ("max_consecutive_skips", "3", ValueError, "max_consecutive_skips='3' cannot be used."),
-]
+# Dynamic, and every argument is allowed there.
+REFUSED: dict[str, list[tuple[str, Any]]] = {
+    "a dtype for weights": [("cast_model_type", given) for given in (torch.int32, "fp16", True)],
+    "a dtype for outputs": [("cast_model_outputs", given) for given in (torch.int8, False)],
+    "a truth value": [
+        *(("patch_torch_functions", given) for given in ("yes", 1)),
+        *(("keep_batchnorm_fp32", given) for given in ("false", 0)),
+        ("master_weights", "no"),
+    ],
+    "a loss scale": [
+        ("loss_scale", given) for given in ("abc", "Dynamic", 0, -1.0, float("inf"), "nan", [1.0])
+    ],
+    "a bound of the scale": [
+        *(("min_loss_scale", given) for given in (-1, "x")),
+        *(("max_loss_scale", given) for given in (0, "big")),
+    ],
+    "no ceiling": [("max_loss_scale", None)],
+    "a scope": [("scope", "module")],
+    "a number of skips": [("max_consecutive_skips", given) for given in (0, 1.5, "3")],
+}
 
 
 @pytest.mark.parametrize("hard_override", [False, True])
-@pytest.mark.parametrize(("name", "given", "error", "text"), BAD_VALUES)
-def test_bad_value(
-    name: str, given: Any, error: type[Exception], text: str, hard_override: bool
-) -> None:
-    level = "O2"  # dynamic, and every argument is allowed there
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
-        resolve(level, {name: given}, hard_override=hard_override)
+@pytest.mark.parametrize(
+    ("name", "option", "given"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
+)
+def test_bad_value(name: str, option: str, given: Any, hard_override: bool) -> None:
+    with refused("policy", name, option=option, given=repr(given)):
+        resolve("O2", {option: given}, hard_override=hard_override)
 
 
 def test_floor_above_ceiling() -> None:
-    text = (
-        "min_loss_scale=16.0 is above max_loss_scale=8.0. The floor of the loss scale must not be "
-        "above its ceiling. Lower min_loss_scale or raise max_loss_scale."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+    with refused("policy", "a floor above the ceiling"):
         resolve("O1", {"min_loss_scale": 16, "max_loss_scale": 8})
 
 

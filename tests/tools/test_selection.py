@@ -32,6 +32,17 @@ def test_every_value_is_chosen() -> None:
     assert [len(set(values)) for values in zip(*chosen, strict=True)] == [3, 6, 2]
 
 
+@pytest.mark.parametrize("sizes", [(2, 8), (9, 3), (6, 6), (4, 4, 8)])
+def test_values_that_are_needed_once_are_spread(sizes: tuple[int, ...]) -> None:
+    """Those of a shorter list are as frequent as each other, and equal ones do not meet."""
+    rows = list(itertools.product(*map(range, sizes)))
+    chosen = [rows[number] for number in covering(rows, 1)]
+    assert len(chosen) == max(sizes)
+    for size, values in zip(sizes, zip(*chosen, strict=True), strict=True):
+        assert {values.count(value) for value in range(size)} == {max(sizes) // size}
+    assert all(len(set(row)) > 1 for row in chosen) or sizes != (6, 6)
+
+
 @pytest.mark.parametrize("sizes", [(7,), (5, 4), ()])
 def test_one_or_two_parameters_are_taken_whole(sizes: tuple[int, ...]) -> None:
     rows = list(itertools.product(*map(range, sizes)))
@@ -45,6 +56,25 @@ def test_the_suites_share_searches_only(request: pytest.FixtureRequest) -> None:
     assert {item.name for item in {*quick} & {*rest}} <= {"test_a_search"}
     assert request.node in (*quick, *rest)
     assert all(item.get_closest_marker("full") is None for item in quick)
+
+
+@pytest.mark.parametrize("b", "xyzw")
+@pytest.mark.parametrize("a", range(3))
+def test_of_two_parameters_each_value_occurs(
+    request: pytest.FixtureRequest, a: int, b: str
+) -> None:
+    count = {"quick": 4, "rest": 8, "all": 12}[request.config.getoption("--suite")]
+    name = test_of_two_parameters_each_value_occurs.__name__
+    assert sum(item.name.startswith(f"{name}[") for item in request.session.items) <= count
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("b", "xyzw")
+@pytest.mark.parametrize("a", range(3))
+def test_of_a_product_everything_is_in_the_quick_suite(
+    request: pytest.FixtureRequest, a: int, b: str
+) -> None:
+    assert request.config.getoption("--suite") != "rest"
 
 
 @pytest.mark.threes
@@ -108,3 +138,4 @@ def test_loops_are_short_in_the_quick_suite(monkeypatch: pytest.MonkeyPatch) -> 
 def test_searches_are_as_long_as_the_profile_says() -> None:
     most = settings().max_examples
     assert [examples(100), examples(200), examples(8)] == [most, 2 * most, max(8, most * 8 // 100)]
+    assert examples(200, quick=7) == (7 if most == 25 else 2 * most)

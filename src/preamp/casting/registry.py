@@ -64,7 +64,7 @@ def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrappe
         label = getattr(module, "__name__", type(module).__name__)
         raise bad_value(
             f"{caller}({label}, {name!r}): there is no such attribute",
-            f"the name must be one that {label} has now",
+            f"The name must be one that {label} has now",
             "Check the spelling, and that the module that defines it has been imported",
         )
     try:  # now, since what cannot be wrapped would fail every later engine
@@ -78,7 +78,7 @@ def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrappe
     except (AttributeError, TypeError) as error:
         raise bad_type(
             f"{caller}({module!r}, {name!r}): this attribute cannot be replaced ({error})",
-            "it must be a function in a Python module, class or instance",
+            "It must be a function in a Python module, class or instance",
             "Register it where your program looks it up, such as torch or torch.Tensor",
         ) from error
     for install, rank, layer in (

@@ -225,7 +225,7 @@ def wrap_banned(fn: AnyFunction) -> AnyFunction:
             raise worded(
                 NotImplementedError,
                 f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts are active",
-                "it takes float32 here, because the logarithm of a half-precision "
+                "It takes float32 here, because the logarithm of a half-precision "
                 "probability is infinite once the probability rounds to 0 or 1",
                 "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
                 "register_float_function(torch, 'sigmoid') so that the probabilities "
@@ -261,7 +261,7 @@ def wrap_in_place(*, refuse_half: bool) -> Wrapper:
                 raise worded(
                     NotImplementedError,
                     f"{name} got a {dtype_name(target.dtype)} target while casts are active",
-                    f"it runs in float32, as {name.rstrip('_')} does, and cannot store its "
+                    f"It runs in float32, as {name.rstrip('_')} does, and cannot store its "
                     "result in a half tensor",
                     f"Use {name.rstrip('_')}, which returns a new float32 tensor, or call it "
                     "on tensor.float(), or inside disable_casts()",

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,30 +35,6 @@ class Findings:
             self.found.append(finding)
 
 
-T = TypeVar("T")
-
-
-class ByOptimizer(Generic[T]):
-    """What is known of each optimizer, also when that is gone and another has its ``id``."""
-
-    def __init__(self, make: Callable[[torch.optim.Optimizer], T]) -> None:
-        self._make = make
-        self._known = weakref.WeakKeyDictionary[torch.optim.Optimizer, T]()
-        self.all: list[T] = []  # in the order in which they were asked for
-
-    def __getitem__(self, optimizer: torch.optim.Optimizer) -> T:
-        """That of an optimizer, made where there is none."""
-        known = self._known.get(optimizer)
-        if known is None:
-            known = self._known[optimizer] = self._make(optimizer)
-            self.all.append(known)
-        return known
-
-    def get(self, optimizer: torch.optim.Optimizer) -> T | None:
-        """That of an optimizer, if there is one."""
-        return self._known.get(optimizer)
-
-
 class Detector:
     """Looks for the bugs of a few rules; told of everything that happens in the run.
 
@@ -71,11 +46,7 @@ class Detector:
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         self.seen = seen
-        self._findings = findings
-
-    def is_new(self, rule: Rule, key: object) -> bool:
-        """Whether looking further for this is worth it."""
-        return self._findings.is_new(rule, key)
+        self.findings = findings
 
     def report(
         self,
@@ -103,7 +74,7 @@ class Detector:
             numbers=numbers,
             do=do,
         )
-        self._findings.add(finding, key)
+        self.findings.add(finding, key)
 
     # -- what happens in a run ---------------------------------------------------------------
 
@@ -157,8 +128,8 @@ class Detector:
     ) -> None:
         """A backward from ``roots``, a loss that ``scaler`` has scaled, is about to run."""
 
-    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
-        """A backward has run; the gradients have been marked."""
+    def backward_ended(self, source: Source, reached: Collection[int]) -> None:
+        """A backward has run, and has marked the gradients of parameters with these ``id``s."""
 
     def gradients_unscaled(
         self, params: Sequence[torch.Tensor], scaler: object, scale: Callable[[], float]

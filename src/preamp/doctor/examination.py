@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.modules import CompileProbe, ModuleProbes, OperationProbes
+from preamp.doctor.probes.modules import ModuleProbes
 from preamp.doctor.probes.training import ScalerProbes, TrainingProbes
 from preamp.doctor.rule import Finding
 from preamp.doctor.watch import EnoughSteps, Watch
@@ -29,9 +29,7 @@ class Examination(Watch):
         try:
             TrainingProbes(self, undo)
             ScalerProbes(self, undo)
-            modules = ModuleProbes(self, undo)
-            operations = OperationProbes(self, undo)
-            CompileProbe(self, undo, modules, operations)
+            ModuleProbes(self, undo)
             yield
         except EnoughSteps:
             if not self.is_active:
@@ -46,8 +44,3 @@ class Examination(Watch):
     def findings(self) -> list[Finding]:
         """What was found, the worst first, then by rule."""
         return sorted(self._findings.found, key=lambda f: (-f.severity.rank, f.rule.id))
-
-    @property
-    def notes(self) -> list[str]:
-        """What could not be looked at, in sentences."""
-        return list(self.seen.notes)

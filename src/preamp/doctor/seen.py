@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -127,12 +128,14 @@ class Gradients:
 
     def backward_ends(
         self, params: Iterable[torch.Tensor], source: Source, was_half: Container[int] = ()
-    ) -> None:
+    ) -> set[int]:
         """Mark what the backward has written to the ``params`` given to `backward_begins`.
 
-        ``was_half`` has the ``id`` of each parameter whose gradient was float16 on its way.
+        ``was_half`` has the ``id`` of each parameter whose gradient was float16 on its way; those
+        of all that were written to are returned.
         """
         weights: State | None = None
+        reached: set[int] = set()
         for param in params:
             key, state = id(param), _state(param)
             before = self._before.get(key)
@@ -154,7 +157,9 @@ class Gradients:
                 is_zero = before is None or (before[2] != "" and float(before[2]) == 0.0)
                 mark = replace(mark, dropped=is_zero * (known.dropped + 1))
             self._marks[key] = mark
+            reached.add(key)
         self._before = {}
+        return reached
 
     def block_begins(self, params: Iterable[torch.Tensor]) -> None:
         """An engine is about to take the gradients of ``params`` away until `block_ends`."""
@@ -163,7 +168,7 @@ class Gradients:
     def block_ends(self, params: Iterable[torch.Tensor]) -> None:
         """The engine has unscaled new gradients of ``params``, and added the earlier ones."""
         for param in params:
-            mark, state = self._marks.get(id(param)), _state(param)
+            mark, state = self.last(param), _state(param)
             if mark is None or state is None or mark.origin is not Origin.ENGINE:
                 continue
             mark, known = replace(mark, state=state), self._aside.get(id(param))
@@ -172,16 +177,17 @@ class Gradients:
 
     def live(self, param: torch.Tensor) -> Mark | None:
         """The mark of a gradient that nobody has written to."""
-        mark = self._marks.get(id(param))
+        mark = self.last(param)
         return mark if mark is not None and mark.state == _state(param) else None
 
     def last(self, param: torch.Tensor) -> Mark | None:
         """The mark that the latest backward has left, or the step that used its gradient."""
         return self._marks.get(id(param))
 
-    def divided_by(self, param: torch.Tensor, grad: torch.Tensor | None) -> float:
-        """What ``grad`` was divided by since it was the gradient of ``param``; nan if not known."""
-        mark, state = self._marks.get(id(param)), _digest(grad) if grad is not None else ""
+    def divided_by(self, param: torch.Tensor) -> float:
+        """What the gradient of ``param`` was divided by since its backward; nan if not known."""
+        mark, grad = self.last(param), stored_grad(param)
+        state = "" if grad is None else _digest(grad)
         if mark is None or not state or not mark.state[2] or float(state) == 0.0:
             return math.nan
         return float(mark.state[2]) / float(state)
@@ -190,20 +196,14 @@ class Gradients:
         """Those of ``params`` whose gradient is as a backward has left it."""
         return [param for param in params if self.live(param) is not None]
 
-    def clipped(self, params: Iterable[torch.Tensor]) -> None:
-        """Take clipping of `marked` gradients for no change of where they come from."""
-        for param in params:
-            mark, state = self._marks.get(id(param)), _state(param)
-            if mark is not None and state is not None:
-                self._marks[id(param)] = replace(mark, state=state)
-
-    def become(self, params: Iterable[torch.Tensor], origin: Origin) -> None:
-        """The gradients of ``params`` are from now on of this kind."""
+    def become(self, params: Iterable[torch.Tensor], origin: Origin | None = None) -> None:
+        """What was written to the gradients is known: they are of this kind now, or as before."""
         for param in params:
             mark, state = self._marks.pop(id(param), None), _state(param)
             if state is not None:
-                mark = mark or Mark(source=Source(origin=origin), origin=origin, state=state)
-                self._marks[id(param)] = replace(mark, origin=origin, state=state)
+                kind = origin or (Origin.OTHER if mark is None else mark.origin)
+                mark = mark or Mark(source=Source(origin=kind), origin=kind, state=state)
+                self._marks[id(param)] = replace(mark, origin=kind, state=state)
 
     def of(self, params: Iterable[torch.Tensor], origin: Origin) -> list[torch.Tensor]:
         """Those of ``params`` whose gradient is of this kind, and nobody has written to it."""
@@ -211,7 +211,7 @@ class Gradients:
 
     def was_half(self, param: torch.Tensor) -> bool:
         """Whether the gradient of ``param``, or a part of it, was float16 on its way."""
-        mark = self._marks.get(id(param))
+        mark = self.last(param)
         return mark is not None and mark.was_half
 
     def scale_of(self, param: torch.Tensor) -> float:
@@ -219,7 +219,7 @@ class Gradients:
 
         Synchronises.
         """
-        mark = self._marks.get(id(param))
+        mark = self.last(param)
         scaler = None if mark is None or mark.source.scaler is None else mark.source.scaler()
         return math.nan if scaler is None else float(scaler.get_scale())
 
@@ -315,10 +315,11 @@ class Streak:
         return self._moments[-self.latest]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OptimizerFacts:
-    """What became of one optimizer."""
+    """What became of one optimizer; detectors keep what they know of it by these."""
 
+    name: str  # of its class
     made: Place | None = None  # the line that built it
     lines: tuple[Place, ...] = ()  # of the script that led there, the innermost first
     begun: int = 0  # calls of ``step`` that reached it
@@ -327,6 +328,7 @@ class OptimizerFacts:
     is_inside: bool = False  # whether a step is under way, or has failed
     # Whether a ``GradScaler`` has unscaled its gradients and not stepped yet.
     unscaled: bool = False
+    in_scaler: bool = False  # whether a ``GradScaler.step`` is under way that is to step it
     by_scaler: bool = False  # whether its latest step was one of ``GradScaler.step``
 
 
@@ -354,18 +356,16 @@ class Seen:
         # Of losses that the script has multiplied by a loss scale, whose it was, by their lines.
         self._by_hand: dict[tuple[Place, ...], weakref.ref[Any] | None] = {}
         self.forwards = 0  # calls of models by the script
-        self.stepping: list[torch.optim.Optimizer] = []  # those inside ``GradScaler.step``
         self.steps = 0  # of optimizers so far; those that an engine skips are not among them
         self.skipped = 0  # those of them that were left out
         self.compiles = False  # whether the script has called ``torch.compile``
         self.has_optimizers = False  # whether the script has built any; evaluations do not
         self.zeroed = 0  # calls of ``Optimizer.zero_grad``
         self.reads_gradients = False  # whether the script computes with gradients but no step
-        self.notes: list[str] = []  # what could not be looked at, in sentences
 
     def facts(self, optimizer: torch.optim.Optimizer) -> OptimizerFacts:
         """What is known of ``optimizer``; it may have been unpickled, and never built."""
-        return self.optimizers.setdefault(optimizer, OptimizerFacts())
+        return self.optimizers.setdefault(optimizer, OptimizerFacts(type(optimizer).__name__))
 
     def params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The model's parameters that ``optimizer`` updates: halves in place of their masters."""
@@ -401,13 +401,9 @@ class Seen:
 
     def all_params(self) -> list[torch.Tensor]:
         """The parameters of all optimizers and of the models that were called, each once."""
-        found = {
-            id(param): param
-            for optimizer in tuple(self.optimizers)
-            for param in self.params(optimizer)
-        }
-        found |= {id(param): param for root in tuple(self.roots) for param in root.parameters()}
-        return list(found.values())
+        params = [p for optimizer in tuple(self.optimizers) for p in self.params(optimizer)]
+        params += [p for root in tuple(self.roots) for p in root.parameters()]
+        return list({id(param): param for param in params}.values())
 
     def counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """How many steps of ``optimizer`` were applied so far, and how many skipped."""
@@ -470,9 +466,8 @@ class Seen:
     def name(self, thing: torch.Tensor | nn.Module) -> str:
         """The qualified name of a parameter or module below the roots."""
         for root in tuple(self.roots):
-            named: list[tuple[str, object]] = [*root.named_parameters()]
-            named += cast("list[tuple[str, object]]", [*root.named_modules()])
-            for name, own in named:
+            modules = cast("Iterator[tuple[str, object]]", root.named_modules())
+            for name, own in chain(root.named_parameters(), modules):
                 if own is thing:
                     return name or type(root).__name__
         if isinstance(thing, nn.Module):

@@ -37,11 +37,11 @@ def _count(findings: Sequence[Finding]) -> str:
     if not findings:
         return "no findings"
     kinds = [finding.severity for finding in findings]
-    words = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "info"}
+    counts = {kind: kinds.count(kind) for kind in (Severity.ERROR, Severity.WARNING, Severity.INFO)}
     return ", ".join(
-        f"{kinds.count(kind)} {word}{'s' if kinds.count(kind) > 1 and word != 'info' else ''}"
-        for kind, word in words.items()
-        if kind in kinds
+        f"{count} {kind.value}{'s' if count > 1 and kind is not Severity.INFO else ''}"
+        for kind, count in counts.items()
+        if count
     )
 
 

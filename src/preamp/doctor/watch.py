@@ -30,14 +30,12 @@ class Watch:
     def __init__(self, rules: Sequence[Rule], *, steps: int | None = None) -> None:
         """Watch nothing yet; after ``steps`` optimizer steps `EnoughSteps` will be raised."""
         self.seen = Seen()
+        self.notes: list[str] = []  # what could not be looked at, in sentences
         self.after_step: list[Callable[[], None]] = []  # called once detectors know of a step
         self._findings = Findings(rules)
         self._steps = steps
-        wanted = {rule.id for rule in rules}
         self._detectors = [
-            kind(self.seen, self._findings)
-            for kind in DETECTORS
-            if wanted & {rule.id for rule in kind.RULES}
+            kind(self.seen, self._findings) for kind in DETECTORS if {*rules} & {*kind.RULES}
         ]
         self._lock = threading.RLock()
         self._process: int | None = None  # the examined one
@@ -102,8 +100,8 @@ class Watch:
             f"{who}: the doctor itself failed ({type(error).__name__}: {error}) and missed "
             "something. The run was not affected; please report this."
         )
-        if note not in self.seen.notes:
-            self.seen.notes.append(note)
+        if note not in self.notes:
+            self.notes.append(note)
 
     def step_taken(self) -> None:
         """Count an optimizer step; raises `EnoughSteps` at the last one wanted, and after it."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies and pickles of models and optimizers: plain ones, in float32, with the exact values.
+"""Copies and pickles of models: plain ones, in float32, with the exact values.
 
-What is copied or pickled in one call stays together. The copied optimizer updates the copied
-model's parameters: where a half weight and its master were, there is one float32 parameter. So a
-pair that was copied trains on as float32, without an engine. At levels with half weights and no
-masters (O3) models are copied as torch copies them.
+Where a half weight and its master were, there is one float32 parameter. A copied optimizer does
+not know whether its model was copied with it, so where there are masters it refuses to step. At
+levels with half weights and no masters (O3) models are copied as torch copies them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from preamp.core.link import ATTRIBUTE, EngineHook
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import version_of
 from preamp.core.undo import UndoStack, set_attribute
-from preamp.engine.optimizer_hooks import find_closure
 from preamp.engine.params import twin_of
 from preamp.kernels.modules import forget_moves, remove_hooks, with_step_pre_hook
 from preamp.kernels.shards import set_data
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 _COPY: Final = "__deepcopy__"
 _PICKLE: Final = "__reduce_ex__"
-_TOGETHER: Final = "_preamp_copied"
 _MAKERS: Final = ("preamp.engine.", "preamp.compat.", "preamp.distributed.", "preamp.checkpoint.")
 """The modules whose methods and hooks an engine puts on optimizers."""
 _STASH: Final = "_amp_stash"  # Apex's attribute, which knows the session
@@ -53,9 +50,6 @@ class Copies:
         A layer that models share must not keep the engine of one that was dropped.
         """
         self._engine = weakref.ref(engine)
-        # The parts of a copied model hold a copy of this one object, and a copied optimizer asks
-        # whether that lives. A set, so that files with models load where preamp is not installed.
-        self.together = {"a model, and optimizers copied or pickled in the same call"}
         # Of half tensors without a master, as long as a pickler holds them: for what is tied
         self._widened: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = (
             weakref.WeakValueDictionary()
@@ -90,8 +84,7 @@ class Copies:
     def plain_state(self, state: Any) -> Any:
         """The attributes of a module as those of a plain float32 one; anything else as it is.
 
-        Masters are in their half weights' places: a pickler writes the object that it meets again
-        in the optimizer once.
+        Masters are in their half weights' places, so that what is tied stays so.
         """
         if not (isinstance(state, dict) and "_parameters" in state and "_buffers" in state):
             return cast("Any", state)
@@ -101,8 +94,6 @@ class Copies:
             is_table = "_hooks" in name and isinstance(value, dict)
             own[name] = cast("Any", value).copy() if is_table else map_leaves(self._exact, value)
         _strip(plain)
-        if self.has_masters:
-            own[_TOGETHER] = self.together
         return own
 
     def _exact(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -189,8 +180,6 @@ class CopyPlain(_Door):
         finally:
             own.update(doors)
         _strip(made)
-        if copies.has_masters:
-            vars(made)[_TOGETHER] = copy.deepcopy(copies.together, memo)
         return made
 
 
@@ -213,7 +202,7 @@ class PickleOptimizer:
     """
 
     def __init__(self, copies: Copies, optimizer: torch.optim.Optimizer) -> None:
-        """Let copies of ``optimizer`` know whether their model was copied, if it has masters."""
+        """Let copies of ``optimizer`` refuse to step, if it has masters."""
         self._copies = copies
         self._optimizer = weakref.ref(optimizer)
 
@@ -224,7 +213,7 @@ class PickleOptimizer:
         if rest and isinstance(rest[0], dict) and "param_groups" in rest[0]:
             rest[0] = _without_engine(cast("dict[str, Any]", rest[0]))
             if self._copies.has_masters:
-                rest[0] = with_step_pre_hook(rest[0], NeedsModel(self._copies.together))
+                rest[0] = with_step_pre_hook(rest[0], refuse_step)
         return (make, args, *rest)
 
 
@@ -252,34 +241,16 @@ def _is_of_engine(value: object) -> bool:
     return module.startswith(_MAKERS)
 
 
-class NeedsModel:
-    """Step pre-hook of a copied optimizer, whose parameters are a copied model's or nobody's."""
-
-    def __init__(self, together: set[str]) -> None:
-        """The parts of a model that was copied in the same call hold ``together``."""
-        self._together = weakref.ref(together)
-        self._has_trained = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NeedsModel, (self._together(),)
-
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Refuse a step that would do nothing, as all others after it."""
-        if self._has_trained or find_closure(args, kwargs) is not None:
-            return
-        groups = optimizer.param_groups
-        self._has_trained = any(p.grad is not None for group in groups for p in group["params"])
-        if not self._has_trained and self._together() is None:
-            raise bad_state(
-                f"optimizer.step() was called on {with_article(type(optimizer).__name__)} that "
-                "was copied or loaded without its model, and no parameter of it has a gradient",
-                "At O2 and O5 an optimizer updates float32 masters, and copies of these belong "
-                "to a model only if both are copied, or saved, in one call",
-                "Write copy.deepcopy((model, optimizer)) or torch.save([model, optimizer], file); "
-                "or make an optimizer of model.parameters(), and load optimizer.state_dict()",
-            )
+def refuse_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook of a copied optimizer, whose parameters are copies of masters: nobody's."""
+    del args, kwargs
+    kind = with_article(type(optimizer).__name__)
+    raise bad_state(
+        f"optimizer.step() was called on {kind} that is a copy of one with float32 masters",
+        "At O2 and O5 copies and pickles of models are plain float32 models, which an optimizer "
+        "is made for",
+        "Build one for the copied model, of model.parameters(), and load optimizer.state_dict()",
+    )
 
 
 def attach_copies(modules: Iterable[nn.Module], copies: Copies, undo: UndoStack) -> None:
@@ -295,8 +266,8 @@ def attach_optimizer_copies(
 ) -> None:
     """Let ``optimizer`` be copied and pickled without the engine.
 
-    Where it has masters, its copies refuse to step without their model. Otherwise there is nothing
-    to do if its class has torch's way to say what is copied.
+    Where it has masters, its copies refuse to step. Otherwise there is nothing to do if its class
+    has torch's way to say what is copied.
     """
     kind: Any = type(optimizer)
     own = getattr(kind, "__getstate__", None), kind.__reduce_ex__, kind.__reduce__

@@ -81,7 +81,10 @@ def far(ops: Any, part: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return started
 
 
-@pytest.mark.parametrize(("half", "kind"), STORAGES)
+@pytest.mark.parametrize(
+    ("half", "kind"),
+    [pytest.param(*row, marks=[pytest.mark.full] if row[0] is F16 else []) for row in STORAGES],
+)
 def test_updates_in_fewer_bits(
     ops: Any, device: torch.device, half: Any, kind: str, request: pytest.FixtureRequest
 ) -> None:

@@ -49,7 +49,6 @@ def assert_alike(ours: Case, wanted: Case) -> None:
             torch.testing.assert_close(one, other, rtol=rtol, atol=1e-8)
 
 
-@pytest.mark.each
 @every_storage
 @one_each
 def test_updates_of_every_rule(

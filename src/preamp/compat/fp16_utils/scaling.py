@@ -42,9 +42,17 @@ def make_scaler(
             f"Known are {', '.join(_OPTIONS)}",
             "Leave the others out",
         )
-    start = given.pop("init_scale", 2.0**16)
-    usual = state_of(LossScaler(DynamicScale()))
-    state = scaler_state({**usual, "dynamic": dynamic, "loss_scale": start, **given})
+    usual = {**state_of(LossScaler(DynamicScale())), "dynamic": dynamic}
+    start = {"loss_scale": given.get("init_scale", 2.0**16)}
+    try:
+        state = scaler_state(usual | given | start)
+    except ValueError as error:
+        raise bad_value(
+            f"Got {given if dynamic else {'static_loss_scale': static_scale}}",
+            "Scales and the window are finite numbers above 0, scale_factor is 1 or more, and "
+            "min_loss_scale is at most max_loss_scale",
+            "For a scale that finds itself pass dynamic_loss_scale=True alone",
+        ) from error
     if dynamic:
         state["loss_scale"] = min(state["loss_scale"], state["max_loss_scale"])
     return scaler_from(state)

@@ -11,10 +11,10 @@ from preamp.casting.patches import PATCHES, Rank
 from preamp.core.undo import UndoStack
 from preamp.doctor.watch import Watch
 
-Around = Callable[..., Any]
+Function = Callable[..., Any]
 
 
-def around(watch: Watch, owner: Any, name: str, wrap: Around, undo: UndoStack) -> None:
+def around(watch: Watch, owner: Any, name: str, wrap: Function, undo: UndoStack) -> None:
     """Put ``wrap(function, *args, **kwargs)`` around ``owner.name``; ``undo`` takes it off again.
 
     Nothing happens if the owner has no such attribute, since torch's versions differ. ``wrap`` must
@@ -24,7 +24,7 @@ def around(watch: Watch, owner: Any, name: str, wrap: Around, undo: UndoStack) -
     if not hasattr(owner, name):
         return
 
-    def layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    def layer(function: Function) -> Function:
         @functools.wraps(function)
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not watch.is_active:
@@ -36,14 +36,14 @@ def around(watch: Watch, owner: Any, name: str, wrap: Around, undo: UndoStack) -
     PATCHES.add(owner, name, Rank.PROBE, layer, undo)
 
 
-def telling(watch: Watch, event: str, *, late: bool = False, of_result: bool = False) -> Around:
+def telling(watch: Watch, event: str, *, late: bool = False, of_result: bool = False) -> Function:
     """What tells detectors of ``event`` and of a call's first argument.
 
     It does so before the call, or, ``late``, once it has returned; ``of_result`` instead of what it
     has returned.
     """
 
-    def tell(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def tell(function: Function, *args: Any, **kwargs: Any) -> Any:
         is_told = of_result or bool(args)
         if is_told and not (late or of_result):
             watch.tell(event, args[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,16 +16,19 @@ from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.around import around, telling
+from preamp.doctor.probes.around import Function, around, telling
 from preamp.doctor.watch import Watch
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.observe import ObservedOps
 
-STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
+_STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
 
 
 class ModuleProbes:
-    """Hooks on all modules for the first steps, and wrappers of what loads and saves."""
+    """Hooks on all modules for the first steps, and wrappers of what loads, saves and compiles.
+
+    Ended is what would be compiled into the model, or would keep it from running compiled.
+    """
 
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         self._watch = watch
@@ -44,10 +47,8 @@ class ModuleProbes:
         around(watch, nn.Module, "load_state_dict", loaded, undo)
         around(watch, torch, "save", telling(watch, "saved"), undo)
         around(watch, torch, "load", telling(watch, "loaded", of_result=True), undo)
-
-    def leave_alone(self) -> None:
-        """Look at no calls any more."""
-        self._hooks.unwind()
+        self._operations = OperationProbes(watch, undo)
+        around(watch, torch, "compile", self._compile, undo)
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
@@ -72,15 +73,31 @@ class ModuleProbes:
         elif is_call:
             self._watch.seen.forwards += 1
             self._watch.tell("model_called", module, output)
-        if self._watch.seen.steps >= STEPS or next(tensors_in(output), None) is None:
-            return
-        self._watch.tell("module_called", module, output)
+        if self._watch.seen.steps < _STEPS and next(tensors_in(output), None) is not None:
+            self._watch.tell("module_called", module, output)
 
-    def _read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _read(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args else None
         is_loss = isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.numel() == 1
         if is_loss and not self._watch.is_looking:
             self._watch.tell("loss_read", tensor)
+        return function(*args, **kwargs)
+
+    def _compile(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        seen = self._watch.seen
+        if not seen.compiles:
+            seen.compiles = True
+            self._hooks.unwind()
+            self._operations.leave_alone()
+            self._watch.notes.append(
+                "The script uses torch.compile. From there on calls of modules were not looked at, "
+                "and what is compiled has no graph to read: PA102, PA204, PA301, PA302 and PA304 "
+                "see less. A compiled optimizer.step is not seen at all."
+            )
+        model = args[0] if args else kwargs.get("model")
+        model = getattr(model, "__self__", model)  # Module.compile hands over a method
+        if isinstance(model, nn.Module):
+            seen.roots[model] = None
         return function(*args, **kwargs)
 
 
@@ -115,7 +132,7 @@ class OperationProbes:
         elif not self._is_over:
             self._start()
 
-    def _backward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         self._backwards += 1
         if self._backwards == _BACKWARDS and not self._watch.seen.steps:
@@ -140,10 +157,12 @@ class OperationProbes:
         steps = self._watch.seen.steps
         if self._watch.is_looking or self._is_over:
             return
+        name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
         if steps == 1:
-            self._watch.attempt(self._note_writes, str(func), read, written)
+            targets = read if name.startswith("_foreach_") else written
+            self._watch.attempt(self._note_writes, name.removeprefix("_foreach_"), targets)
         elif not steps and backward_under_way() < 0:
-            self._watch.attempt(self._note_gradients, str(func.overloadpacket), read)
+            self._watch.attempt(self._note_gradients, name, read)
 
     def _note_gradients(self, name: str, read: Sequence[torch.Tensor]) -> None:
         """Tell what the script computes from gradients from what sets them to zero."""
@@ -167,44 +186,13 @@ class OperationProbes:
         self._patches.unwind()
         self._stop()
 
-    def _note_writes(
-        self, func: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-    ) -> None:
+    def _note_writes(self, name: str, targets: Sequence[torch.Tensor]) -> None:
         """Tell of half tensors that the script computes in place between steps."""
-        name = func.removeprefix("aten.").removeprefix("_foreach_").partition(".")[0]
         if name in _IN_PLACE and not any(f.is_inside for f in self._watch.seen.optimizers.values()):
-            for target in filter(is_half, read if "foreach" in func else written):
+            for target in filter(is_half, targets):
                 self._watch.tell("written", target)
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Where their values are; sparse tensors have no one place."""
     return {tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided}
-
-
-class CompileProbe:
-    """Ends what would be compiled into the model, or would keep it from running compiled."""
-
-    def __init__(
-        self, watch: Watch, undo: UndoStack, modules: ModuleProbes, operations: OperationProbes
-    ) -> None:
-        self._watch = watch
-        self._probes = (modules, operations)
-        around(watch, torch, "compile", self._compile, undo)
-
-    def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        seen = self._watch.seen
-        if not seen.compiles:
-            seen.compiles = True
-            for probe in self._probes:
-                probe.leave_alone()
-            seen.notes.append(
-                "The script uses torch.compile. From there on calls of modules were not looked at, "
-                "and what is compiled has no graph to read: PA102, PA204, PA301, PA302 and PA304 "
-                "see less. A compiled optimizer.step is not seen at all."
-            )
-        model = args[0] if args else kwargs.get("model")
-        model = getattr(model, "__self__", model)  # Module.compile hands over a method
-        if isinstance(model, nn.Module):
-            seen.roots[model] = None
-        return function(*args, **kwargs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.around import around, telling
+from preamp.doctor.probes.around import Function, around, telling
 from preamp.doctor.rule import current_place, current_places, frames
 from preamp.doctor.seen import LEAST_SCALE, Origin, Source
 from preamp.doctor.watch import Watch
@@ -27,7 +27,6 @@ from preamp.engine.grad_scaler import GradScaler
 from preamp.kernels.autograd import is_mean, leaves_through, shared_factors
 from preamp.scaling import LossScaler
 
-Function = Callable[..., Any]
 _CLIPPING = {
     "clip_grad_norm_": "max_norm",
     "clip_grad_value_": "clip_value",
@@ -77,9 +76,7 @@ class TrainingProbes:
         self._watch.seen.zeroed += 1
         return function(*args, **kwargs)
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
@@ -91,9 +88,7 @@ class TrainingProbes:
         facts.begun += 1
         self._watch.tell("step_begins", optimizer)
 
-    def _after_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
@@ -105,7 +100,7 @@ class TrainingProbes:
         facts.skipped += is_skipped
         facts.applied += not is_skipped
         seen.skipped += is_skipped
-        facts.by_scaler = any(optimizer is other for other in seen.stepping)
+        facts.by_scaler = facts.in_scaler
         self._watch.tell("step_ended", optimizer)
         self._watch.attempt(seen.use, optimizer)
         self._watch.step_taken()
@@ -123,7 +118,7 @@ class TrainingProbes:
             result = function(given, *args[1:], **kwargs)
         else:
             result = function(**{**kwargs, "parameters": given})
-        self._watch.attempt(self._watch.seen.gradients.clipped, marked or ())
+        self._watch.attempt(self._watch.seen.gradients.become, marked or ())
         self._watch.seen.reads_gradients = reads
         return result
 
@@ -142,8 +137,9 @@ class TrainingProbes:
             result = function(*args, **kwargs)
         if known is not None:
             seen = self._watch.seen
-            self._watch.attempt(seen.gradients.backward_ends, seen.all_params(), *known)
-            self._watch.tell("backward_ended", known[0], known[1])
+            ends = seen.gradients.backward_ends
+            reached = self._watch.attempt(ends, seen.all_params(), *known)
+            self._watch.tell("backward_ended", known[0], reached or ())
         return result
 
     def _before_backward(
@@ -153,7 +149,7 @@ class TrainingProbes:
         seen = self._watch.seen
         given = args[0] if args else kwargs.get("tensors")
         seed = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        roots = [given] if isinstance(given, torch.Tensor) else list(_tensors(given))
+        roots = list(tensors_in(given))
         self._watch.tell("backward_is_near", False)
         seen.gradients.backward_begins(seen.all_params())
         half: set[int] = set()
@@ -211,19 +207,11 @@ def _skipped_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 def _read_twice(given: Any) -> tuple[Any, list[torch.Tensor]]:
     """What to pass on, and the tensors in it; an iterator can be read only once."""
-    if isinstance(given, torch.Tensor):
-        return given, [given]
-    if isinstance(given, (list, tuple)):
-        return cast("Any", given), list(_tensors(given))
-    items: list[Any] = list(given)
+    is_kept = isinstance(given, (torch.Tensor, list, tuple))
+    items = cast("Any", given) if is_kept else list(given)
     # torch tells an exhausted generator from an empty list.
     is_generator = isinstance(given, types.GeneratorType)
-    return (item for item in items) if is_generator else items, list(_tensors(items))
-
-
-def _tensors(given: Any) -> Iterable[torch.Tensor]:
-    items = cast("Iterable[Any]", given) if isinstance(given, Iterable) else ()
-    return (item for item in items if isinstance(item, torch.Tensor))
+    return (item for item in items) if is_generator else items, list(tensors_in(items))
 
 
 class ScalerProbes:
@@ -268,66 +256,51 @@ class ScalerProbes:
 
     def _begin_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
         self._watch.tell("backward_is_near", True)
-        self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_begins)
+        params = self._watch.attempt(_params_of, block) or []
+        self._watch.attempt(self._watch.seen.gradients.block_begins, params)
         return function(block, *args, **kwargs)
 
     def _finish_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
-        if not block.scaler.is_identity:
-            scaler = block.scaler
-            self._watch.attempt(self._mark_block, block, self._tell_unscaled, scaler, scaler.value)
+        params, scaler = self._watch.attempt(_params_of, block) or [], block.scaler
+        if not scaler.is_identity:
+            self._watch.tell("gradients_unscaled", params, scaler, scaler.value)
         result = function(block, *args, **kwargs)
-        self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_ends)
+        self._watch.attempt(self._watch.seen.gradients.block_ends, params)
         return result
 
-    def _mark_block(self, block: Any, mark: Function, *more: Any) -> None:
-        mark([p for session in block.sessions for p in session.model_params()], *more)
-
-    def _tell_unscaled(
-        self, params: list[torch.Tensor], scaler: object, scale: Callable[[], float]
-    ) -> None:
-        self._watch.tell("gradients_unscaled", params, scaler, scale)
-
     def _unscale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self._optimizer_in(scaler, args, kwargs)
+        optimizer = _optimizer_in(scaler, args, kwargs)
         if optimizer is None:
             return function(scaler, *args, **kwargs)
         seen = self._watch.seen
-        if not any(optimizer is other for other in seen.stepping):
-            self._watch.attempt(self._look_at_scaled, optimizer, scaler)
+        facts = seen.facts(optimizer)
+        if not facts.in_scaler:
+            self._tell_unscaled(optimizer, scaler)
         marked = self._watch.attempt(seen.gradients.marked, seen.params(optimizer))
         result = function(scaler, *args, **kwargs)
         self._watch.attempt(seen.gradients.become, marked or (), Origin.UNSCALED)
-        seen.facts(optimizer).unscaled = True
+        facts.unscaled = True
         return result
 
-    def _optimizer_in(
-        self, scaler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.optim.Optimizer | None:
-        """The optimizer of a call that is to be looked at."""
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        is_seen = isinstance(optimizer, torch.optim.Optimizer) and scaler.is_enabled()
-        return cast("torch.optim.Optimizer", optimizer) if is_seen else None
-
-    def _look_at_scaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        params = list(self._watch.seen.params(optimizer))
-        self._tell_unscaled(params, scaler, scaler.get_scale)
+    def _tell_unscaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        params = self._watch.attempt(list[torch.Tensor], self._watch.seen.params(optimizer)) or []
+        self._watch.tell("gradients_unscaled", params, scaler, scaler.get_scale)
 
     def _step(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self._optimizer_in(scaler, args, kwargs)
+        optimizer = _optimizer_in(scaler, args, kwargs)
         if optimizer is None:
             return function(scaler, *args, **kwargs)
         seen = self._watch.seen
         facts = seen.facts(optimizer)
         begun = facts.begun
-        self._watch.attempt(self._look_at_scaled, optimizer, scaler)
+        self._tell_unscaled(optimizer, scaler)
         self._watch.tell("scaler_steps", optimizer, scaler)
-        seen.stepping.append(optimizer)
+        facts.in_scaler = True
         try:
             with self._watch.noting_errors():
                 result = function(scaler, *args, **kwargs)
         finally:
-            seen.stepping.remove(optimizer)
-            facts.unscaled = facts.is_inside = False
+            facts.in_scaler = facts.unscaled = facts.is_inside = False
         if facts.begun == begun:
             # A compiled step is not seen to begin, and was perhaps taken.
             is_skipped = bool(begun or not seen.compiles)
@@ -337,3 +310,14 @@ class ScalerProbes:
             self._watch.attempt(seen.use, optimizer)
             self._watch.step_taken()
         return result
+
+
+def _optimizer_in(scaler: Any, args: Any, kwargs: Any) -> torch.optim.Optimizer | None:
+    """The optimizer of a call that is to be looked at."""
+    optimizer = args[0] if args else kwargs.get("optimizer")
+    is_seen = isinstance(optimizer, torch.optim.Optimizer) and scaler.is_enabled()
+    return optimizer if is_seen else None
+
+
+def _params_of(block: Block) -> list[torch.Tensor]:
+    return [param for session in block.sessions for param in session.model_params()]

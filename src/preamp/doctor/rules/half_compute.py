@@ -77,7 +77,6 @@ class BatchNorm(Detector):
 
     def module_called(self, module: nn.Module, output: Any) -> None:
         """Note BatchNorm layers in half."""
-        del output
         if not isinstance(module, _BATCH_NORM) or not module.training or id(module) in self._layers:
             return
         held = (getattr(module, name, None) for name in ("running_var", "running_mean", "weight"))
@@ -110,7 +109,7 @@ class HalfLoss(Detector):
 
     def loss_made(self, loss: torch.Tensor) -> None:
         """Look at the tensor that backward starts from, and at what it was cast from."""
-        if loss.numel() != 1 or not self.is_new(HALF_LOSS, "loss"):
+        if loss.numel() != 1 or not self.findings.is_new(HALF_LOSS, "loss"):
             return
         if is_half(loss):
             self._report(loss, loss.dtype, "The loss is")
@@ -129,24 +128,18 @@ class HalfLoss(Detector):
             self._report(output, output.dtype, f"What {kind.__name__} returned is")
 
     def _report(self, loss: torch.Tensor, dtype: torch.dtype, what: str) -> None:
-        if not self.is_new(HALF_LOSS, "loss"):
+        if not self.findings.is_new(HALF_LOSS, "loss"):
             return
         form = FORMATS[dtype_name(dtype)]
         value = float(loss.detach().float().mean())
-        text = f"{what} {form.name}"
-        if not math.isfinite(value) or value == 0:
-            self.report(HALF_LOSS, "loss", f"{text}; its value is {value}.", dtype=form.name)
-            return
-        exponent = max(math.frexp(abs(value))[1] - 1, form.min_exponent)
-        spacing = 2.0 ** (exponent - form.mantissa_bits)
-        self.report(
-            HALF_LOSS,
-            "loss",
-            f"{text}; its value is {value:.4g}, where neighbours are {spacing:.2g} apart.",
-            dtype=form.name,
-            loss=value,
-            spacing=spacing,
-        )
+        numbers: dict[str, Any] = {"dtype": form.name}
+        text = f"{value}"
+        if math.isfinite(value) and value:
+            exponent = max(math.frexp(abs(value))[1] - 1, form.min_exponent)
+            spacing = 2.0 ** (exponent - form.mantissa_bits)
+            numbers |= {"loss": value, "spacing": spacing}
+            text = f"{value:.4g}, where neighbours are {spacing:.2g} apart"
+        self.report(HALF_LOSS, "loss", f"{what} {form.name}; its value is {text}.", **numbers)
 
 
 class CachedCasts(Detector):

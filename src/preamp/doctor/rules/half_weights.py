@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,9 +13,9 @@ import torch
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import find_again, stored_grad
-from preamp.doctor.detector import ByOptimizer, Detector, Findings
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Seen, sample_of
+from preamp.doctor.seen import OptimizerFacts, Seen, sample_of
 from preamp.numerics import FORMATS
 
 EPS_IS_ZERO = define_rule(
@@ -95,7 +96,7 @@ class Eps(Detector):
         """Look at the groups; their options may change between steps."""
         if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not _is_known(optimizer):
             return
-        if not self.is_new(EPS_IS_ZERO, id(optimizer)):
+        if not self.findings.is_new(EPS_IS_ZERO, id(optimizer)):
             return
         form = FORMATS["float16"]
         for group in optimizer.param_groups:
@@ -125,13 +126,15 @@ def is_eps_zero(options: Mapping[str, Any]) -> bool:
     return not options.get("fused") and all(0 <= value <= largest_lost for value in added)
 
 
+_Sample = tuple[torch.Tensor, torch.Tensor, float]
+"""A parameter, some of its values, and its learning rate."""
+
+
 @dataclass(slots=True)
 class _Watched:
     """Samples of one optimizer's half weights."""
 
-    before: list[tuple[torch.Tensor, torch.Tensor, float]] = field(
-        default_factory=list[tuple[torch.Tensor, torch.Tensor, float]]
-    )
+    before: list[_Sample] = field(default_factory=list[_Sample])  # of the step under way
     shares: list[float] = field(default_factory=list[float])
     # The weights before the first step that was looked at, and how many are still the same.
     first: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
@@ -141,7 +144,6 @@ class _Watched:
     looks: int = 0  # at weights with gradients, before that
     weights: int = 0
     dtype: torch.dtype = torch.float16
-    made: Place | None = None
 
 
 class LostUpdates(Detector):
@@ -151,14 +153,14 @@ class LostUpdates(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._watched = ByOptimizer(lambda of: _Watched(made=seen.facts(of).made))
+        self._watched = defaultdict[OptimizerFacts, _Watched](_Watched)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy some weights, at steps that are powers of two; half ones once any has moved."""
-        number = self.seen.facts(optimizer).begun
-        if number & (number - 1) or not _is_known(optimizer):
+        facts = self.seen.facts(optimizer)
+        if facts.begun & (facts.begun - 1) or not _is_known(optimizer):
             return
-        watched = self._watched[optimizer]
+        watched = self._watched[facts]
         watched.before.clear()
         room = _SAMPLED
         for group in optimizer.param_groups:
@@ -179,8 +181,8 @@ class LostUpdates(Detector):
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the weights that stayed what they were."""
-        watched = self._watched.get(optimizer)
-        if watched is None or not watched.before:
+        watched = self._watched[self.seen.facts(optimizer)]
+        if not watched.before:
             return
         moved_by = stayed = still = 0
         is_idle = False
@@ -210,7 +212,7 @@ class LostUpdates(Detector):
 
     def run_ended(self) -> None:
         """Report optimizers most of whose updates were lost."""
-        for key, watched in enumerate(self._watched.all):
+        for facts, watched in self._watched.items():
             shares, rate = watched.shares, watched.largest_lr
             if not watched.has_moved and watched.looks >= _LOOKS and not shares:
                 steps = 2 ** (watched.looks - 1)
@@ -219,18 +221,18 @@ class LostUpdates(Detector):
                 do = "Look at the schedule: the rate is zero."
                 if rate:
                     do = "Look at the learning rate, and at what writes to weights or gradients."
-                made = watched.made
-                self.report(UPDATE_IS_LOST, key, what, where=made, do=do, steps=steps, lr=rate)
+                made = facts.made
+                self.report(UPDATE_IS_LOST, facts, what, where=made, do=do, steps=steps, lr=rate)
             if len(shares) < 2 or median(shares) <= 0.5 or shares[-1] <= 0.5:
                 continue
             share = median(shares)
             self.report(
                 UPDATE_IS_LOST,
-                key,
+                facts,
                 f"{share:.0%} of {watched.weights:,} {dtype_name(watched.dtype)} weights with a "
                 f"gradient did not change in a step, at learning rates up to {rate:g}; median of "
                 f"{len(shares)} steps. {watched.unmoved:.0%} have not moved since the first.",
-                where=watched.made,
+                where=facts.made,
                 severity=None if share >= _MOST else Severity.WARNING,
                 stalled_share=share,
                 unmoved_share=watched.unmoved,

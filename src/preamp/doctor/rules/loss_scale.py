@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from preamp.core.tensors import local_of, stored_grad
-from preamp.doctor.detector import ByOptimizer, Detector, Findings
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Origin, Seen, Source
+from preamp.doctor.seen import OptimizerFacts, Origin, Seen, Source, largest
 from preamp.engine import find_engine
 from preamp.kernels.autograd import has_hooks
 
@@ -70,8 +70,6 @@ BYPASSED = define_rule(
 
 _BEFORE_UNSCALE = "before scaler.unscale_(optimizer)"
 _SOON = 100  # steps; a scale that grows this often is found before it matters
-
-
 _LIMITED = 0.01  # share of clamped values that are the limit
 _FEWEST_LIMITED = 8
 _NORMS = 3
@@ -107,7 +105,7 @@ class Clipping(Detector):
             and grad.layout is torch.strided
         ]
         key = id(changed[0][0]) if changed else 0
-        if not changed or key in self._told or not self.is_new(CLIPPED_SCALED, key):
+        if not changed or key in self._told or not self.findings.is_new(CLIPPED_SCALED, key):
             return
         own, grads = zip(*changed, strict=True)
         values = [local_of(grad).reshape(-1).float().abs() for grad in grads if grad.numel()]
@@ -191,7 +189,6 @@ class _UnscaledSteps:
     """Steps of one optimizer after ``scaler.unscale_`` and outside ``scaler.step``."""
 
     key: int
-    name: str
     where: Place | None
     taken: int = 0
     overflowed: int = 0
@@ -204,9 +201,7 @@ class Stepping(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._unscaled = ByOptimizer(
-            lambda of: _UnscaledSteps(id(of), type(of).__name__, current_place())
-        )
+        self._unscaled: dict[OptimizerFacts, _UnscaledSteps] = {}
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look whether the step was taken already, and at the scale at the first one."""
@@ -232,61 +227,48 @@ class Stepping(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at where the gradients of this step come from."""
-        if any(optimizer is other for other in self.seen.stepping):
-            return
-        params = list(self.seen.params(optimizer))
-        self._check_bypass(optimizer, params)
-        self._check_plain(optimizer, params)
+        if not self.seen.facts(optimizer).in_scaler:
+            params = list(self.seen.params(optimizer))
+            self._check_bypass(optimizer, params)
+            self._check_plain(optimizer, params)
 
-    def _check_bypass(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
-    ) -> None:
-        if not self.is_new(BYPASSED, id(optimizer)):
+    def _check_bypass(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+        if not self.findings.is_new(BYPASSED, id(optimizer)):
             return
-        gradients, name = self.seen.gradients, type(optimizer).__name__
-        scaled = gradients.of(params, Origin.GRAD_SCALER)
+        gradients, facts = self.seen.gradients, self.seen.facts(optimizer)
+        name, scaled = facts.name, gradients.of(params, Origin.GRAD_SCALER)
         if scaled:
             scale = gradients.scale_of(scaled[0])
             what = f"{name}.step used {len(scaled)} gradients that carry the scale {scale:g}."
             count = len(scaled)
             self.report(BYPASSED, id(optimizer), what, loss_scale=scale, scaled_gradients=count)
-        elif self.seen.facts(optimizer).by_scaler and gradients.of(params, Origin.USED):
+        elif facts.by_scaler and gradients.of(params, Origin.USED):
             what = f"{name}.step used gradients that scaler.step had used already."
             self.report(BYPASSED, id(optimizer), what)
-        elif self.seen.facts(optimizer).unscaled:
-            self._note_unscaled(optimizer, params)
-
-    def _note_unscaled(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
-    ) -> None:
-        steps = self._unscaled[optimizer]
-        steps.taken += 1
-        grads = (grad for param in params if (grad := stored_grad(param)) is not None)
-        if not all(bool(grad.detach().isfinite().all()) for grad in grads):
-            steps.overflowed += 1
+        elif facts.unscaled:
+            new = _UnscaledSteps(id(optimizer), current_place())
+            steps, size = self._unscaled.setdefault(facts, new), largest(map(stored_grad, params))
+            steps.taken += 1
+            steps.overflowed += size is not None and not bool(size.isfinite())
 
     def run_ended(self) -> None:
         """Report steps after ``unscale_``: only an overflow shows whether the script looks."""
-        for steps in self._unscaled.all:
-            did = (
-                f"{steps.overflowed} of them applied an overflow."
-                if steps.overflowed
-                else "an overflow would be applied, unless the script looks for it."
-            )
+        for facts, steps in self._unscaled.items():
+            did = "an overflow would be applied, unless the script looks for it."
+            if steps.overflowed:
+                did = f"{steps.overflowed} of them applied an overflow."
             self.report(
                 BYPASSED,
                 steps.key,
-                f"{steps.name}.step was called after scaler.unscale_ {steps.taken} times; {did}",
+                f"{facts.name}.step was called after scaler.unscale_ {steps.taken} times; {did}",
                 where=steps.where,
                 severity=None if steps.overflowed else Severity.INFO,
                 steps=steps.taken,
                 overflows_applied=steps.overflowed,
             )
 
-    def _check_plain(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
-    ) -> None:
-        if not self.is_new(NOT_SCALED, id(optimizer)):
+    def _check_plain(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+        if not self.findings.is_new(NOT_SCALED, id(optimizer)):
             return
         engine = find_engine(optimizer)
         if engine is not None and not engine.scales_losses:
@@ -298,16 +280,13 @@ class Stepping(Detector):
         were_half = [param for param in plain if self.seen.gradients.was_half(param)]
         if not half and not were_half:
             return
-        how = (
-            f"{len(half)} float16 gradients"
-            if half
-            else f"{len(were_half)} gradients of a forward in float16"
-        )
+        how = "float16 gradients" if half else "gradients of a forward in float16"
         around = "outside scale_loss" if engine is not None else "without a loss scale"
         self.report(
             NOT_SCALED,
             id(optimizer),
-            f"{type(optimizer).__name__}.step used {how}, from a backward {around}.",
+            f"{type(optimizer).__name__}.step used {len(half or were_half)} {how}, "
+            f"from a backward {around}.",
             float16_gradients=len(half),
             gradients_through_float16=len(were_half),
             gradients=len(plain),
@@ -337,8 +316,7 @@ SCHEDULED_SKIP = define_rule(
 class _Schedule:
     name: str
     counted: tuple[int, int]
-    steps: list[int] = field(default_factory=list[int])  # between its calls
-    calls: int = 0
+    steps: list[int] = field(default_factory=list[int])  # before each of its calls
     after_skips: int = 0
     where: Place | None = None
     is_fed: bool = False  # whether its optimizer has got gradients since its last call
@@ -357,13 +335,11 @@ class Scheduling(Detector):
         self._known = weakref.WeakKeyDictionary[Any, _Schedule]()
         self._schedules: list[_Schedule] = []
 
-    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+    def backward_ended(self, source: Source, reached: Container[int]) -> None:
         """Note whose schedule's optimizer has got gradients."""
-        last = self.seen.gradients.last
         for scheduler, schedule in tuple(self._known.items()):
-            params = () if schedule.is_fed else self.seen.params(scheduler.optimizer)
-            marks = (mark for param in params if (mark := last(param)) is not None)
-            schedule.is_fed |= any(mark.source is source for mark in marks)
+            params = self.seen.params(scheduler.optimizer)
+            schedule.is_fed = schedule.is_fed or any(id(param) in reached for param in params)
 
     def schedule_stepped(self, scheduler: Any) -> None:
         """Compare the steps since the last call with what became of them."""
@@ -379,12 +355,10 @@ class Scheduling(Detector):
             self._known[scheduler] = schedule
             self._schedules.append(schedule)
             return
-        applied, skipped = counts
-        before_applied, before_skipped = schedule.counted
-        schedule.counted = applied, skipped
-        schedule.calls += 1
-        schedule.steps.append(applied + skipped - before_applied - before_skipped)
-        if skipped > before_skipped and applied == before_applied:
+        applied, skipped = (now - old for now, old in zip(counts, schedule.counted, strict=True))
+        schedule.counted = counts
+        schedule.steps.append(applied + skipped)
+        if skipped > 0 and applied == 0:
             schedule.after_skips += 1
             schedule.where = schedule.where or current_place()
         elif schedule.is_fed and not schedule.steps[-1]:
@@ -395,22 +369,23 @@ class Scheduling(Detector):
     def run_ended(self) -> None:
         """Report every schedule that ran ahead."""
         for schedule in self._schedules:
+            calls = len(schedule.steps)
             if schedule.after_skips and median(schedule.steps) <= 1:
                 self.report(
                     SCHEDULED_SKIP,
                     schedule.where,
-                    f"{schedule.name}.step was called {schedule.calls} times, "
+                    f"{schedule.name}.step was called {calls} times, "
                     f"{schedule.after_skips} of them after a step that was skipped.",
                     where=schedule.where,
-                    calls=schedule.calls,
+                    calls=calls,
                     after_skipped_steps=schedule.after_skips,
                 )
             steps, planned = sum(schedule.steps), schedule.planned
-            is_planned = planned is not None and planned >= schedule.calls
-            if 2 * schedule.idle < max(schedule.calls - 1, _FEWEST_IDLE) or is_planned:
+            is_planned = planned is not None and planned >= calls
+            if 2 * schedule.idle < max(calls - 1, _FEWEST_IDLE) or is_planned:
                 continue
             if steps > 1 and not self.seen.compiles:  # of compiled steps nothing is seen
-                where, calls = schedule.idle_at, schedule.calls
+                where = schedule.idle_at
                 what = f"{schedule.name}.step was called {calls} times for {steps} steps"
                 what += "." if planned is None else f"; it was made for {planned} calls."
                 kind, rule = Severity.INFO if planned is None else None, SCHEDULED_SKIP

@@ -17,9 +17,9 @@ from torch.autograd.graph import Node
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
-from preamp.doctor.detector import ByOptimizer, Detector, Findings
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, current_places, define_rule
-from preamp.doctor.seen import Moment, Seen, Source, Streak, largest
+from preamp.doctor.seen import Moment, OptimizerFacts, Seen, Source, Streak, largest
 from preamp.kernels.autograd import has_hooks, reached_from
 
 NO_STEP = define_rule(
@@ -49,10 +49,10 @@ BAD_WEIGHTS = define_rule(
     if its step is skipped, and show in the evaluation only.""",
     how="""After each step the largest magnitude is taken of what the optimizer updates and has had
     a gradient, of half weights with masters, and of the running means and variances of its
-    model. Reported if it is not finite in
-    the end, no later optimizer has taken over, and no copy of the model was evaluated in its place.
-    Left out is a trial that was given up: another training went well whose optimizer was built by
-    the same lines, or that came later, when these weights were gone.""",
+    model. Reported if it is not finite in the end, no later optimizer has taken over, and no copy
+    of the model was evaluated in its place. Left out is a trial that was given up: another training
+    went well whose optimizer was built by the same lines, or that came later, when these weights
+    were gone.""",
     do="""Go back to a checkpoint from before the step named. Make a static loss scale smaller, or
     use a dynamic one, which skips such steps; look at the learning rate, and at PA201.""",
 )
@@ -77,14 +77,14 @@ _SURELY = 4
 _OUTPUTS = 8
 _AWAITED = 8  # values of one line whose graph is kept until a backward begins
 
+_Refs = list[weakref.ref[torch.Tensor]]
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Training:
     """What became of one optimizer and its weights."""
 
-    name: str
-    made: Place | None
-    lines: tuple[Place, ...]
+    facts: OptimizerFacts
     # How many steps all optimizers together had taken before its first one, and before its last.
     first: int = -1
     last: int = -1
@@ -94,14 +94,9 @@ class _Training:
     sought: int = 0  # skipped steps before the first one that was applied
     backwards: int = 0  # that gave its parameters gradients
     # Weights and running averages, as long as the script has them.
-    tensors: list[weakref.ref[torch.Tensor]] = field(
-        default_factory=list[weakref.ref[torch.Tensor]]
-    )
+    tensors: _Refs = field(default_factory=_Refs)
     weights: int = 0  # as many of them come first
-    # Parameters that have never had a gradient.
-    untrained: list[weakref.ref[torch.Tensor]] = field(
-        default_factory=list[weakref.ref[torch.Tensor]]
-    )
+    untrained: _Refs = field(default_factory=_Refs)  # parameters that have never had a gradient
     state: Streak = field(default_factory=Streak)  # of all of them
     at: Place | None = None  # the line of its steps
 
@@ -109,8 +104,6 @@ class _Training:
         """Take over how many steps were applied and skipped so far."""
         self.sought = self.sought if self.applied else skipped
         self.in_row = skipped - self.skipped + (self.in_row if applied == self.applied else 0)
-        if applied != self.applied and skipped == self.skipped:
-            self.in_row = 0
         self.applied, self.skipped = applied, skipped
 
     def look_again(self, moment: Moment | None = None) -> None:
@@ -140,11 +133,11 @@ class _Training:
     def bad_part(self) -> str:
         """What of it is not finite. Synchronises."""
         alive = [tensor for ref in self.tensors[: self.weights] if (tensor := ref()) is not None]
-        size = largest(alive)
+        size, name = largest(alive), self.facts.name
         if size is None and self.weights < len(self.tensors):
-            return f"{self.name}'s weights, or running averages of its model,"
+            return f"{name}'s weights, or running averages of its model,"
         is_finite = size is not None and bool(size.isfinite())
-        return f"Running averages of {self.name}'s model" if is_finite else f"{self.name}'s weights"
+        return f"Running averages of {name}'s model" if is_finite else f"{name}'s weights"
 
     @property
     def is_gone(self) -> bool:
@@ -168,8 +161,8 @@ class Outcome(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._trainings = ByOptimizer(self._training)
-        self._all = self._trainings.all
+        self._trainings: dict[OptimizerFacts, _Training] = {}
+        self._all = self._trainings.values()
         self._losses = _Losses(seen)
         self._forwards = 0  # in training mode
         # Calls that raised, since the latest step: of backward and step, and of models by line.
@@ -184,7 +177,7 @@ class Outcome(Detector):
 
     def _training(self, optimizer: torch.optim.Optimizer) -> _Training:
         facts = self.seen.facts(optimizer)
-        return _Training(type(optimizer).__name__, facts.made, facts.lines)
+        return self._trainings.setdefault(facts, _Training(facts))
 
     # -- losses ------------------------------------------------------------------------------
 
@@ -197,17 +190,16 @@ class Outcome(Detector):
         if not loss.is_meta:  # which has no value
             self._losses.begin(loss)
 
-    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+    def backward_ended(self, source: Source, reached: Container[int]) -> None:
         """Count those of parameters that are never stepped."""
         self._trained.update(self._called.values())
         self._see_steps()
         is_training = any(root.training for root in tuple(self.seen.roots))
         for optimizer in tuple(self.seen.optimizers):
-            training = self._trainings[optimizer]
+            training = self._training(optimizer)
             if is_training and training.backwards < _SKIPPED and not self.seen.steps:
-                params = list(self.seen.params(optimizer))
-                marks = (self.seen.gradients.live(p) for p in params if not has_hooks(p))
-                training.backwards += any(m is not None and m.source is source for m in marks)
+                params = (p for p in self.seen.params(optimizer) if id(p) in reached)
+                training.backwards += not all(map(has_hooks, params))
 
     def model_called(self, module: nn.Module, output: Any) -> None:
         """Look at what the loss will be computed from."""
@@ -235,7 +227,7 @@ class Outcome(Detector):
     def _see_steps(self) -> None:
         """Count steps, those too that an engine has skipped, of which no event tells."""
         for optimizer in tuple(self.seen.optimizers):
-            training = self._trainings[optimizer]
+            training = self._training(optimizer)
             applied, skipped = training.applied, training.skipped
             training.count(*self.seen.counts(optimizer))
             if training.skipped > skipped:  # running averages know of no skips
@@ -254,7 +246,7 @@ class Outcome(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note when and where it is."""
-        training = self._trainings[optimizer]
+        training = self._training(optimizer)
         training.at = training.at or current_place()
         training.last = self.seen.steps
         training.first = training.last if training.first < 0 else training.first
@@ -266,7 +258,7 @@ class Outcome(Detector):
         weights = [param for param in params.values() if self._is_trained(param)]
         trained = {*map(id, weights)}
         tensors = [*weights, *_averages(tuple(self.seen.roots), params)]
-        size, training = largest(tensors), self._trainings[optimizer]
+        size, training = largest(tensors), self._training(optimizer)
         training.tensors, training.weights = [*map(weakref.ref, tensors)], len(weights)
         training.untrained = [weakref.ref(p) for key, p in params.items() if key not in trained]
         self._losses.forget()
@@ -315,13 +307,12 @@ class Outcome(Detector):
     def run_ended(self) -> None:
         """Report trainings that came to nothing, or destroyed what they trained."""
         self._see_steps()
-        for optimizer in tuple(self.seen.optimizers):
-            self._failed += self.seen.facts(optimizer).is_inside
+        self._failed += sum(facts.is_inside for facts in tuple(self.seen.optimizers.values()))
         self._look_again(self._all)
         given_up = [training for training in self._all if self._is_given_up(training)]
-        for number, training in enumerate(self._all):
+        for training in self._all:
             if training not in given_up:
-                self._report(number, training)
+                self._report(training)
         if not self._report_losses(given_up):  # which would be the reason
             self._report_no_backward()
         self._report_no_step()
@@ -335,13 +326,13 @@ class Outcome(Detector):
             if other is not training and training.first >= 0
             if (other.first > training.last and training.is_gone)
             or (
-                other.lines == training.lines
+                other.facts.lines == training.facts.lines
                 and (other.first > training.last or 0 <= other.last < training.first)
             )
         )
 
-    def _report(self, number: int, training: _Training) -> None:
-        self._report_skips(number, training)
+    def _report(self, training: _Training) -> None:
+        self._report_skips(training)
         later = (other for other in self._all if other.first > training.last)
         bad = training.state.latest
         if bad and not any(other.shares(training) for other in later):
@@ -350,24 +341,23 @@ class Outcome(Detector):
             if "averages" not in part:
                 self._lost = min(self._lost, taken)
             what = f"{part} are not finite since step {step}, for {bad} steps."
-            self.report(BAD_WEIGHTS, number, what, where=training.at, step=step, steps=bad)
+            self.report(BAD_WEIGHTS, training, what, where=training.at, step=step, steps=bad)
 
-    def _report_skips(self, number: int, training: _Training) -> None:
-        steps = training.applied + training.skipped
+    def _report_skips(self, training: _Training) -> None:
+        steps, name = training.applied + training.skipped, training.facts.name
         if training.in_row < _SKIPPED and (training.applied or not training.skipped):
             lost = training.skipped - training.sought
             if lost >= _SKIPPED and lost > training.applied:
-                what = f"{training.name} has skipped {lost} of {steps - training.sought} steps "
+                what = f"{name} has skipped {lost} of {steps - training.sought} steps "
                 what += f"since the first that was applied, step {training.sought + 1}."
-                self.report(NO_STEP, number, what, where=training.at, skipped=lost, steps=steps)
+                self.report(NO_STEP, training, what, where=training.at, skipped=lost, steps=steps)
             return
         first = steps - training.in_row + 1
         self.report(
             NO_STEP,
-            number,
-            f"{training.name} has skipped every step since step {first}: "
-            f"{training.in_row} of {steps}.",
-            where=training.at or training.made,
+            training,
+            f"{name} has skipped every step since step {first}: {training.in_row} of {steps}.",
+            where=training.at or training.facts.made,
             severity=None if training.in_row >= _SURELY else Severity.WARNING,
             step=first,
             skipped=training.in_row,
@@ -388,12 +378,12 @@ class Outcome(Detector):
             self.report(NO_STEP, "errors", what, where=self._failed_at, do=do, errors=failed)
         if self.seen.steps or self.seen.compiles:
             return
-        for number, training in enumerate(self._all):
+        for training in self._all:
             if training.backwards >= _SKIPPED and not self.seen.reads_gradients:
-                what = f"{training.name} was never stepped, though its parameters got gradients."
-                made, backwards = training.made, training.backwards
-                do = f"Call {training.name}.step(), or scaler.step(optimizer), after the backward."
-                self.report(NO_STEP, number, what, where=made, do=do, backwards=backwards)
+                name, made, backwards = training.facts.name, training.facts.made, training.backwards
+                what = f"{name} was never stepped, though its parameters got gradients."
+                do = f"Call {name}.step(), or scaler.step(optimizer), after the backward."
+                self.report(NO_STEP, training, what, where=made, do=do, backwards=backwards)
 
     def _report_no_backward(self) -> None:
         counts = {"zero_grad was": self.seen.zeroed, "A model in training was": self._forwards}

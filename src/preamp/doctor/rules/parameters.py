@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from preamp.core.tensors import stored_grad
-from preamp.doctor.detector import ByOptimizer, Detector, Findings
+from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Origin, Seen, largest, sample_of
+from preamp.doctor.seen import OptimizerFacts, Origin, Seen, largest, sample_of
 from preamp.engine import find_engine
 
 MISSING = define_rule(
@@ -180,23 +180,19 @@ class Membership(Detector):
         for param in missing:
             if stored_grad(param) is not None:
                 lost.setdefault(param.shape, []).append(param)
-        pairs = [
-            (orphan, lost[orphan.shape].pop())
-            for orphan in orphans
-            if orphan.requires_grad and lost.get(orphan.shape)
-        ]
-        if not pairs or 2 * len(pairs) < len(orphans):
+        found = [lost[p.shape].pop() for p in orphans if p.requires_grad and lost.get(p.shape)]
+        if not found or 2 * len(found) < len(orphans):
             return
-        self._replaced |= {id(param) for _, param in pairs}
-        name = self.seen.name(pairs[0][1])
+        self._replaced.update(map(id, found))
+        name = self.seen.name(found[0])
         self.report(
             REPLACED,
             id(optimizer),
-            f"{len(pairs)} of {len(own)} parameters of {type(optimizer).__name__} have no gradient "
+            f"{len(found)} of {len(own)} parameters of {type(optimizer).__name__} have no gradient "
             f"and are in no model; the model trains others of these shapes, such as {name}.",
             where=self.seen.facts(optimizer).made,
             parameters=len(own),
-            without_model=len(pairs),
+            without_model=len(found),
         )
 
     def _note_partly_owned(self) -> None:
@@ -254,7 +250,6 @@ class Membership(Detector):
 class _Sums:
     """What the gradients of one optimizer's steps were."""
 
-    name: str
     steps: int = 0  # before which a backward had made gradients
     dropped: int = 0  # those in which there were none any more
     carried: int = 0  # those in which the gradients of the step before were in them
@@ -273,7 +268,7 @@ class Accumulation(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._sums = ByOptimizer(lambda optimizer: _Sums(type(optimizer).__name__))
+        self._sums = defaultdict[OptimizerFacts, _Sums](_Sums)
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look before the scaler refuses a step without gradients."""
@@ -281,13 +276,13 @@ class Accumulation(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the gradients, unless that was done."""
-        if not any(optimizer is other for other in self.seen.stepping):
+        if not self.seen.facts(optimizer).in_scaler:
             self._look(optimizer)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         gradients, behind = self.seen.gradients, self.seen.behind(optimizer)
         params = behind or list(self.seen.params(optimizer))
-        known = self._sums[optimizer]
+        known = self._sums[self.seen.facts(optimizer)]
         last = [(p, m) for p in params if (m := gradients.last(p)) is not None]
         made = [(p, m) for p, m in last if m.origin is not Origin.USED]
         if not made:
@@ -310,15 +305,14 @@ class Accumulation(Detector):
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Look what gradients are left, where nobody has zeroed them so far."""
-        known = self._sums.get(optimizer)
-        if known is not None and known.steps <= 2 * known.carried + 2:
+        known = self._sums[self.seen.facts(optimizer)]
+        if known.steps <= 2 * known.carried + 2:
             known.kept = self._has_gradients(optimizer) is True
 
     def backward_is_near(self, of_engine: bool) -> None:
         """Look again: what is zeroed through .data shows nowhere else."""
-        for optimizer in tuple(self.seen.optimizers):
-            known = self._sums.get(optimizer)
-            has_engine = find_engine(optimizer) is not None
+        for optimizer, facts in tuple(self.seen.optimizers.items()):
+            known, has_engine = self._sums.get(facts), find_engine(optimizer) is not None
             if known is not None and known.kept and has_engine == of_engine:
                 known.kept = self._has_gradients(optimizer) is not False
 
@@ -330,22 +324,22 @@ class Accumulation(Detector):
 
     def run_ended(self) -> None:
         """Report optimizers whose steps got something else than they should."""
-        for key, known in enumerate(self._sums.all):
-            name, steps, where = known.name, known.steps, known.where
+        for facts, known in self._sums.items():
+            name, steps, where = facts.name, known.steps, known.where
             if 2 * known.dropped > steps:
                 what = f"{name} had lost all gradients before {known.dropped} of {steps} steps."
-                self.report(DROPPED, key, what, where=where, steps=steps, dropped=known.dropped)
+                self.report(DROPPED, facts, what, where=where, steps=steps, dropped=known.dropped)
             dropped, times = next(iter(known.last_only.most_common(1)), (0, 0))
             if times >= _STEPS and 2 * times > steps:
                 what = f"{times} of {name}'s {steps} steps used the last of {dropped + 1} backwards"
                 what = f"{what} alone; the gradients of the others had been set to zero."
-                self.report(DROPPED, key, what, where=where, steps=steps, dropped=dropped)
+                self.report(DROPPED, facts, what, where=where, steps=steps, dropped=dropped)
             if known.carried >= _STEPS and 2 * known.carried > steps:
                 what = f"{known.carried} of {name}'s {steps} steps had earlier gradients in theirs."
-                self.report(NEVER_ZEROED, key, what, where=where, steps=steps)
+                self.report(NEVER_ZEROED, facts, what, where=where, steps=steps)
             if known.summed >= 2 and 2 * known.summed > steps:
                 what = f"{known.summed} of {steps} steps used sums of {known.backwards} backwards."
-                self.report(NOT_DIVIDED, key, what, where=where, backwards=known.backwards)
+                self.report(NOT_DIVIDED, facts, what, where=where, backwards=known.backwards)
 
 
 class Frozen(Detector):

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen, Source
@@ -103,6 +102,7 @@ HALF_RESUMED = define_rule(
     do="Call load_state_dict of the optimizer and of the scaler too.",
 )
 
+_OPTIMIZER_KEYS = {"state", "param_groups"}
 _SCALER_WORDS = ("scaler", "loss_scale", "_growth_tracker")
 _NEW = 3
 _LOOKED_AT = 4
@@ -129,14 +129,10 @@ class ScalerUse(Detector):
         # Of each scaler, after how many updates a scaled loss had gradients for no parameter.
         self._handed_on = weakref.WeakKeyDictionary[Any, int]()
 
-    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+    def backward_ended(self, source: Source, reached: Collection[int]) -> None:
         """Note scaled gradients that came to no parameter: the script may go on from them."""
         scaler = None if source.scaler is None else source.scaler()
-        if source.origin is not Origin.GRAD_SCALER or scaler is None:
-            return
-        last = self.seen.gradients.last
-        marks = (mark for param in self.seen.all_params() if (mark := last(param)) is not None)
-        if not any(mark.source is source for mark in marks):
+        if source.origin is Origin.GRAD_SCALER and scaler is not None and not reached:
             self._handed_on[scaler] = source.updates
 
     def scaled_backward_begins(
@@ -193,7 +189,7 @@ class ScalerUse(Detector):
         """Look whether the script has divided by the scale what it has written to."""
         gradients = self.seen.gradients
         known = [(p, mark) for p in params if (mark := gradients.last(p)) is not None]
-        ratios = [gradients.divided_by(p, stored_grad(p)) for p, _ in known]
+        ratios = [gradients.divided_by(p) for p, _ in known]
         if not ratios or any(map(math.isnan, ratios)):  # as on GPUs: the scale need not be read
             return
         value = scale()
@@ -238,7 +234,7 @@ class Saving(Detector):
 
     def loaded(self, content: object) -> None:
         """Look what a run may go on from."""
-        kinds = {*_kinds_in(content)}
+        kinds = set(_kinds_in(content))
         if "optimizer" in kinds:
             self._read_at = current_place()
             self._unread |= kinds
@@ -287,22 +283,22 @@ class Saving(Detector):
             self.report(NOT_SAVED, "checkpoint", what, where=self._where)
 
 
-def _kinds_in(content: object, depth: int = 0) -> Sequence[str]:
+def _kinds_in(content: object, depth: int = 0) -> Iterator[str]:
     """What states are in something that is saved, nested six deep at most."""
+    parts: list[object] = []
     if isinstance(content, torch.amp.GradScaler):
-        return ["scaler"]
-    if isinstance(content, torch.optim.Optimizer):
-        return ["optimizer"]
-    if isinstance(content, Mapping):
-        mapping = cast("Mapping[Any, Any]", content)
-        if "state" in mapping and "param_groups" in mapping:
-            own = ("state", "param_groups")
-            rest = {key: value for key, value in mapping.items() if key not in own}
-            return ["optimizer", *_kinds_in(rest, depth)]
-        if any(word in str(key) for key in mapping for word in _SCALER_WORDS):
-            return ["scaler", *_kinds_in(list(mapping.values()), depth)]
-        return _kinds_in(list(mapping.values()), depth)
-    if isinstance(content, list | tuple) and depth <= 6:
-        items = cast("Sequence[Any]", content)
-        return [kind for item in items for kind in _kinds_in(item, depth + 1)]
-    return []
+        yield "scaler"
+    elif isinstance(content, torch.optim.Optimizer):
+        yield "optimizer"
+    elif isinstance(content, Mapping):
+        rest = dict(cast("Mapping[Any, object]", content))
+        if rest.keys() >= _OPTIMIZER_KEYS:
+            yield "optimizer"
+            rest = {key: part for key, part in rest.items() if key not in _OPTIMIZER_KEYS}
+        if any(word in str(key) for key in rest for word in _SCALER_WORDS):
+            yield "scaler"
+        parts = list(rest.values())
+    elif isinstance(content, (list, tuple)):
+        parts = list(cast("Sequence[object]", content))
+    for part in parts if depth <= 6 else ():
+        yield from _kinds_in(part, depth + 1)

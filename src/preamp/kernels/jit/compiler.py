@@ -2,13 +2,14 @@
 # pyright: reportMissingTypeStubs=false
 """How functions are compiled, and where the machine code is kept between processes.
 
-numba compiles at the first call with new dtypes and rules. Its own index of what is on the disk
-knows the processor and the version of numba, and of the sources only the file that a kernel stands
-in; so the folder's name has a digest of all of them. Files are replaced as a whole, which lets any
-number of processes compile at once. Where nothing can be written each process compiles for itself.
+numba compiles at the first call with new dtypes and rules. It would keep code by the path of the
+source, and look at changes of that file alone; here the folder's name has a digest of all sources
+that kernels are made of, and of the versions of numba and Python. So copies of the package share
+their code where they are alike, and only there. Where nothing can be written each process compiles
+for itself.
 
-numba unpickles its index, which runs what somebody else may have put there. So the folder is used
-only where nobody else can write to it, by the rule that ssh has for its files.
+Files are unpickled, which runs what somebody else may have put there. So the folder is used only
+where nobody else can write to it, by the rule that ssh has for its files.
 """
 
 from __future__ import annotations
@@ -16,20 +17,27 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 import stat
 import sys
 import tempfile
+import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import caching, serialize
+from numba.core.compiler import CompileResult
 
 from preamp.core.errors import message
 
 _numba: Any = numba
-_config: Any = _numba.config
+_NullCache: Any = caching.NullCache
+_serialize: Any = serialize
+_CompileResult: Any = CompileResult
 
 # Results are those of each operation rounded on its own: no fused products, no order but the
 # written one, subnormals and signs of zeros kept. Sums that may be taken in any order say so where
@@ -62,7 +70,7 @@ def _folder() -> str | None:
 
     Where others may write to it, a warning says so once.
     """
-    digest = hashlib.sha256(_numba.__version__.encode() + FP16.encode())
+    digest = hashlib.sha256(f"{_numba.__version__} {sys.version_info[:2]} {FP16}".encode())
     here = Path(__file__).parent
     beside = [here.parent / name for name in ("ops.py", "stored.py", "rules.py")]
     for file in (*beside, *sorted(here.glob("*.py"))):
@@ -112,15 +120,63 @@ def _left_alone(folder: Path, why: str) -> str:
     )
 
 
+class _Kept(_NullCache):
+    """What numba asks for machine code of a kernel before it compiles, and gives it to afterwards.
+
+    The code for one list of types and one processor is a file by itself, replaced as a whole: any
+    number of processes may compile at once. What is damaged or cannot be written is compiled again.
+    """
+
+    def __init__(self, body: Callable[..., Any], folder: str) -> None:
+        code = body.__code__
+        self._name = f"{body.__module__}.{code.co_name}"
+        # Sources of the package are in the folder's name, those of other kernels are not.
+        self._code = repr((code.co_code, code.co_consts, code.co_names))
+        self._folder = Path(folder)
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._folder)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        key = self._key(sig, target_context.codegen())
+        try:
+            content = self._file(key).read_bytes()
+        except OSError:
+            return None
+        digest, pickled = content[:32], content[32:]
+        if hashlib.sha256(pickled).digest() != digest:
+            return None
+        kept, parts = pickle.loads(pickled)
+        return _CompileResult._rebuild(target_context, *parts) if kept == key else None
+
+    def save_overload(self, sig: Any, cres: Any) -> None:
+        key = self._key(sig, cres.codegen)
+        pickled = _serialize.dumps((key, cres._reduce()))
+        file = self._file(key)
+        draft = file.with_suffix(f".tmp{uuid.uuid4().hex[:16]}")
+        with suppress(OSError):
+            try:
+                draft.write_bytes(hashlib.sha256(pickled).digest() + pickled)
+                draft.replace(file)
+            finally:
+                draft.unlink(missing_ok=True)
+
+    def _key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
+        return signature, codegen.magic_tuple(), self._code
+
+    def _file(self, key: tuple[Any, ...]) -> Path:
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()
+        return self._folder / f"{self._name}-{digest[:24]}.code"
+
+
 def kernel(body: Callable[..., Any]) -> Any:
     """Compile ``body`` when it is called with new types, or take what was compiled before."""
-    folder, before = _folder(), _config.CACHE_DIR
-    # numba reads the folder when a function is decorated; the user's own functions keep theirs.
-    _config.CACHE_DIR = folder or before
-    try:
-        return _numba.njit(cache=folder is not None, **_OPTIONS)(body)
-    finally:
-        _config.CACHE_DIR = before
+    compiled, folder = _numba.njit(**_OPTIONS)(body), _folder()
+    if folder is not None and body.__closure__ is None:  # which nothing would tell from another
+        compiled._cache = _Kept(body, folder)
+    return compiled
 
 
 def function(body: Callable[..., Any]) -> Any:

@@ -154,9 +154,6 @@ def in_blocks(chunks: Chunks, shapes: tuple[torch.Size, ...]) -> Chunks:
     return replace(chunks, table=np.stack([owners, first, last - first]), _shares={})
 
 
-_without_folder: dict[Any, Any] = {}
-"""What was compiled anew in place of kernels whose folder failed."""
-
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 """By process, since threads do not come along in a fork, and by their number."""
 
@@ -190,15 +187,7 @@ def walk(kernel: Any, chunks: Chunks, rows: Sequence[Any], at: np.ndarray, *argu
         return
 
     def run(first: int, last: int) -> None:
-        given = (first, last, chunks.table, at, _room.address, _room.found, *arguments)
-        compiled = _without_folder.get(kernel, kernel)
-        try:
-            compiled(*given)
-        except Exception:  # no kernel raises: a file in the folder is damaged, or the disk is full
-            if compiled is not kernel or not hasattr(kernel, "py_func"):
-                raise
-            # Threads may come here together, and take the first's.
-            _without_folder.setdefault(kernel, function(kernel.py_func))(*given)
+        kernel(first, last, chunks.table, at, _room.address, _room.found, *arguments)
         len(rows)  # which live as long as the last thread that writes to them
 
     threads = min(torch.get_num_threads(), chunks.numel // _SHARE, total)

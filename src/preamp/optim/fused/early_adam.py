@@ -47,8 +47,8 @@ class EarlyOptions:
         clashing = [name for name, is_set in todays.items() if is_set]
         if clashing:
             raise bad_value(
-                f"FusedAdam got {', '.join(self.given)}, which select the optimizer of early "
-                f"2019, together with {', '.join(clashing)}",
+                f"FusedAdam got {', '.join(self.given)} of the optimizer of early "
+                f"2019 together with {', '.join(clashing)}",
                 "That optimizer decays the parameter, on the host's step count, and has no "
                 "masters of its own",
                 f"Leave out {' and '.join(clashing)}, or clip with preamp.clip_grad_norm_ "

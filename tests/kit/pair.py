@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One model trained twice: by preamp, and by plain torch on weights of the optimizer's dtype."""
+"""One model trained twice: by preamp, and by plain torch on weights of the optimizer's dtype.
+
+Gradients are exact at every level here (`cases.models`), so that both are equal to the bit where
+runs of other models are not (`kit.run.assert_same_program`).
+"""
 
 from __future__ import annotations
 
@@ -31,31 +35,20 @@ class Pair:
     """The same steps for both; afterwards both must be equal to the bit.
 
     Attributes:
-        model: Trained by preamp with `optimizer`.
-        plain: Trained by torch alone with `plain_optimizer`.
-        engine: The engine of `model`.
+        model, optimizer, engine: Of preamp.
+        plain, plain_optimizer: Of torch alone.
     """
 
     def __init__(
-        self,
-        level: str,
-        build: Build = sgd,
-        make: Callable[[], nn.Module] = Parts,
-        *,
-        prepare: Callable[[nn.Module], object] = lambda model: None,
-        **options: Any,
+        self, level: str, build: Build = sgd, make: Callable[[], nn.Module] = Parts, **options: Any
     ) -> None:
-        """Initialize at ``level``; ``prepare`` is called on both models before."""
         row = BY_NAME[level]
         self.model = make()
         self.plain = copy.deepcopy(self.model).to(torch.float32 if row.has_masters else row.weight)
-        for model in (self.model, self.plain):
-            prepare(model)
         self.optimizer = build(self.model.parameters())
         self.plain_optimizer = build(self.plain.parameters())
-        preamp.initialize(
-            self.model, self.optimizer, opt_level=level, **{"verbosity": 0, **options}
-        )
+        options = {"opt_level": level, "verbosity": 0, **options}
+        preamp.initialize(self.model, self.optimizer, **options)
         self.engine = preamp.engine_of(self.model)
 
     def loss(self, index: int, parts: str = "ab") -> torch.Tensor:
@@ -64,51 +57,48 @@ class Pair:
 
     def plain_loss(self, index: int, parts: str = "ab") -> torch.Tensor:
         x, coefficients = batch(index)
+        dtype = next(self.plain.parameters()).dtype
         with preamp.disable_casts():
-            return (
-                self.plain(x.to(next(self.plain.parameters()).dtype), parts).float() * coefficients
-            ).sum()
+            return (self.plain(x.to(dtype), parts).float() * coefficients).sum()
 
     def ours(self, index: int, parts: str = "ab", **scaling: Any) -> None:
         """A backward of preamp's side."""
-        loss = self.loss(index, parts)
-        with preamp.scale_loss(loss, self.optimizer, **scaling) as scaled:
+        with preamp.scale_loss(self.loss(index, parts), self.optimizer, **scaling) as scaled:
             scaled.backward()
 
     def theirs(self, index: int, parts: str = "ab") -> None:
         """A backward of torch's side."""
         self.plain_loss(index, parts).backward()
 
-    def backward(self, index: int, parts: str = "ab", **scaling: Any) -> None:
-        """A backward of both."""
-        self.ours(index, parts, **scaling)
-        self.theirs(index, parts)
-
-    def step(self) -> None:
-        """A step of both."""
-        self.optimizer.step()
-        self.plain_step()
+    def overflow(self) -> None:
+        """A backward of preamp's side with an infinite loss, hence nan and inf everywhere."""
+        with preamp.scale_loss(self.loss(0) * torch.inf, self.optimizer) as scaled:
+            scaled.backward()
 
     def plain_step(self) -> None:
         """A step of torch's side."""
         with preamp.disable_casts():
             self.plain_optimizer.step()
 
+    # -- both sides -----------------------------------------------------------------------------
+
+    def backward(self, index: int, parts: str = "ab", **scaling: Any) -> None:
+        self.ours(index, parts, **scaling)
+        self.theirs(index, parts)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.plain_step()
+
     def zero(self) -> None:
-        """Drop the gradients of both."""
         self.optimizer.zero_grad()
         self.plain_optimizer.zero_grad()
 
     def train(self, index: int, parts: str = "ab") -> None:
-        """A whole iteration of both."""
+        """A whole iteration."""
         self.backward(index, parts)
         self.step()
         self.zero()
-
-    def overflow(self) -> None:
-        """A backward of preamp's side with an infinite loss, hence nan and inf everywhere."""
-        with preamp.scale_loss(self.loss(0) * torch.inf, self.optimizer) as scaled:
-            scaled.backward()
 
     def check(self, where: str = "") -> None:
         """Parameters, optimizer state and half weights are what they should be."""
