@@ -149,6 +149,19 @@ def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
     assert pair.optimizer.param_groups[1]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_weights_that_stayed_float32_may_join(level: str) -> None:
+    model = Exact()
+    optimizer = sgd(model.linear.parameters())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.add_param_group({"params": list(model.norm.parameters())})
+    before = model.norm.weight.detach().clone()
+    with preamp.scale_loss(loss_of([model], 0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not torch.equal(model.norm.weight, before)
+
+
 def replaced(model: Any) -> list[nn.Parameter]:
     torch.manual_seed(3)
     model.b = nn.Linear(3, 2)

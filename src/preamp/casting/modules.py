@@ -30,6 +30,7 @@ class Conversion:
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
         self.dtypes: dict[int, torch.dtype] = {}  # those from before, by ``id`` of what was cast
         self._models: list[nn.Module] = []
+        self.members: dict[int, torch.Tensor] = {}  # what the models had, cast or not, by ``id``
 
     def convert(self, model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
         """Cast the floating parameters, their gradients, and the floating buffers of ``model``.
@@ -40,6 +41,7 @@ class Conversion:
         self._models.append(model)
         is_half = dtype in HALF_DTYPES
         for tensor in floating_tensors(model):
+            self.members[id(tensor)] = tensor
             if is_half and self.kept.is_wide(tensor):
                 self._convert_tensor(tensor, torch.float32)
             elif not (keep_batchnorm_fp32 and id(tensor) in self.kept.norms):
@@ -81,6 +83,7 @@ class Conversion:
             self._cast(tensor, values.get(id(tensor), tensor.data), dtype)
         self._tensors.clear()
         self.dtypes.clear()
+        self.members.clear()
         self._grads.clear()
         for model in self._models:
             renew(model)

@@ -10,7 +10,7 @@ from torch import nn
 
 from preamp.casting import attach_layer_casts, attach_state_hooks
 from preamp.casting.state_hooks import SaveFloat32
-from preamp.core.dtypes import HALF_DTYPES, is_half
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.undo import UndoStack
 from preamp.engine.copies import attach_copies
@@ -42,8 +42,9 @@ def refuse_new_layers(engine: Engine, params: Sequence[torch.Tensor]) -> None:
     for model in engine.own_models:
         for layer in model.modules():
             is_new = not has_hook(layer, SaveFloat32)
-            for param in layer.parameters(recurse=False):
-                if id(param) in ids and (is_new or _is_unknown(engine, param)):
+            for param in filter(torch.is_floating_point, layer.parameters(recurse=False)):
+                was_there = not is_new and id(param) in engine.conversion.members
+                if id(param) in ids and not was_there:
                     raise _joins_late(engine, model, param)
 
 
@@ -56,9 +57,3 @@ def _joins_late(engine: Engine, model: nn.Module, param: torch.Tensor) -> Preamp
         "Call preamp.engine_of(optimizer).close(), which keeps exact weights and the optimizer's "
         "state, then add_param_group, then preamp.initialize again",
     )
-
-
-def _is_unknown(engine: Engine, param: torch.Tensor) -> bool:
-    """Whether a parameter is none that was cast, or given a master, before."""
-    is_known = id(param) in engine.conversion.dtypes or engine.master_of(param) is not None
-    return param.is_floating_point() and not is_half(param) and not is_known
