@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What every test starts from and leaves behind: seeds, default dtype, casts, open engines."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The alias for one test, and processes that have it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

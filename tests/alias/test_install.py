@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """On, off, and what else may be called apex."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every documented name of Apex is there, or says what replaces it."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

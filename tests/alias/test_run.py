@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp run`` beside plain Python: the same program sees and leaves the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

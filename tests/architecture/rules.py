@@ -4,8 +4,6 @@
 They read syntax only, so they can be pointed at a folder with a planted violation.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Books of approved words: in order, and nothing in them that no test asks for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

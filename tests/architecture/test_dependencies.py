@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rooms import downwards only; each rule is also shown a planted violation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

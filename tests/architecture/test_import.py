@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Importing preamp loads preamp, nothing else, and changes nothing in torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Limits on functions and signatures, none on files, and one licence line in each."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

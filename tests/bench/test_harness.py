@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The harness interleaves and compares, rows say where they come from, and tables what rows say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """All variants of a step do the same work, and a case yields complete rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loops by hand train as preamp's do; workers answer; a level yields complete rows."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The back ends that run on every machine, as one parameter of a test."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ An oracle computes in float64 and rounds what it stores, parameters and state, t
 the optimizer stores it in; nothing else of the optimizer's precision is in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ways in which the elements of a tensor may lie in memory."""
 
-from __future__ import annotations
-
 import math
 
 import torch

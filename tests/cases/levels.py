@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One row per opt level: what the generic tests may expect of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

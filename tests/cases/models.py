@@ -6,8 +6,6 @@ two, so no gradient is ever rounded: whatever the level, it equals the one plain
 in float32, and an update that differs by one bit is an error of ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One row per torch optimizer: how to build it and what it can do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A model with one of everything whose memory is easily counted wrong, and training steps of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run a function on several processes joined by gloo, and collect what each returns."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

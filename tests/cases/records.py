@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Records made up by hand, and names that were made to deceive."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

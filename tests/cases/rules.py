@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The update rules: one row per branch, and each rule in float64 as the op table states it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

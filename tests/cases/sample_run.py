@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A small model really trained, and everything about it recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, cast

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which tests the quick suite runs: every value, or pair of values, but not every combination."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import os

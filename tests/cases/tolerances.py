@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The error budget: where results are not exact, they may be twice as far off as torch's."""
 
-from __future__ import annotations
-
 import torch
 
 TINY = 2.0**-20

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Waits of the host for a device, which CUDA can be told to refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ for cycles goes through all objects of torch. There is no backward here and no t
 miss what they leave.
 """
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The op table installed, and a check that a test left the thread's state as it found it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

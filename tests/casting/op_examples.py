@@ -4,8 +4,6 @@
 What holds for most functions is the default of the rule; the rest is listed by name.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A model that runs a callback inside its forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The op table against the functions that Apex's O1 cast: the same, but for what is named here."""
 
-from __future__ import annotations
-
 import pytest
 
 from preamp.casting.functions import namespace_owner

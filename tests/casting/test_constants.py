@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Constants beyond a half format are clamped to it, under casts and in half models alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

@@ -5,8 +5,6 @@ They follow torch's lists for CUDA (``ATen/autocast_mode.h``), its list for CPUs
 for the rest, what is said beside it. So a row that is lost or gets another rule is noticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Installing and removing: every attribute is exactly what it was."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole models under casts: backward, checkpointing, composite layers, compilation."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import subprocess

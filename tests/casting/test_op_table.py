@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The op table holds: each row, both half dtypes, half, float32 and mixed arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where torch has no half kernel, the error says which module it was, and the ways out."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

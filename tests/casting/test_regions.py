@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where casts are active: model regions, thread-wide casts, disabled blocks, backward passes."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The user's own rules: registered functions and decorated ones."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is cast, told: ``verbosity=2`` line by line, and the audit by counts, bytes and lines."""
 
-from __future__ import annotations
-
 import threading
 import types
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Casts that end where the state could not be set, and forwards that never ended."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Half products on the CPU, run wide: contract, error budget, composition with casts."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

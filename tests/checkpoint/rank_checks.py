@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What every rank checks about files of its own; run by ``test_run_state.py``."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

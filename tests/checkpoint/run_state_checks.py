@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs that ``torch.distributed.checkpoint`` stops and resumes, alone and on ranks."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is written to the disk, and what happens if that fails or the file is damaged later."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

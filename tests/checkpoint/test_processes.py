@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Processes that are killed while they save, and processes that are asked to stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

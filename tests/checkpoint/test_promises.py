@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the page on checkpoints promises, attacked: the disk, other processes, and crafted files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stop between any two steps, load the file, and go on bitwise as if nothing had happened."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp.RunState``: runs in the files of ``torch.distributed.checkpoint``."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

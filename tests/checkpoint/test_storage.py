@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checkpoints of masters and moments in fewer bits: bits come back, or conversions are told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

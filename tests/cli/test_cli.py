@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The command line: options, refusals, which frames of a traceback it shows, and its width."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

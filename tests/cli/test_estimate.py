@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp estimate``: options, output, refusals."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -5,8 +5,6 @@ Classes under Apex's module names exist only while a file is written; a reader t
 would fail.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

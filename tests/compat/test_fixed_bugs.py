@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Known bugs of Apex, one test each, showing the right behaviour."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """model.forward called by hand after amp.initialize: float32 out, as where Apex replaced it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``amp.init``: the casts of Apex's first interface, its known bugs, and what it no longer has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

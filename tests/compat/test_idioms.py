@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What people's scripts do with Apex, through ``from preamp import amp``."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import inspect

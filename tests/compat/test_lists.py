@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """amp.lists: the op table to look at, and an error for every way to change it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Half gradients written to after scale_loss: without effect under Apex's names, with a warning."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Several calls of ``amp.initialize``: what the functions without an argument mean then."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

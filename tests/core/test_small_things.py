@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Links that stay behind, steps that are taken back, messages in three parts, lines said once."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

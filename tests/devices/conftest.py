@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What tests of storage on the host need of each other."""
 
-from __future__ import annotations
-
 import pytest
 
 from preamp.kernels import staged

@@ -5,8 +5,6 @@ Both runs take the same back end. The pretended device brings copies late, over 
 that was read too early shows. Runs of few bytes make several of a model's few tensors.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from contextlib import suppress

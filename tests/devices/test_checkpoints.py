@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checkpoints of tensors on a device: few large copies, nothing that the host need not wait for."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

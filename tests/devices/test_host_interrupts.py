@@ -6,8 +6,6 @@ from after it, all of them together, and training goes on. Lines inside of a ker
 for every place: what has been added in place there cannot be told from what has not.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import warnings

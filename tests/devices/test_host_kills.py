@@ -5,8 +5,6 @@ It is killed at each point at which a file's bytes or name go to the disk. What 
 is the checkpoint from before the save or that of the save, and loads at either place.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -5,8 +5,6 @@ The ranks average gradients, or share out weights. Each has its part of masters 
 host; checkpoints go from one place to the other.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

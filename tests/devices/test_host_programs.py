@@ -4,8 +4,6 @@
 Each does what plain torch does, and gives the bits of the same storage on the device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

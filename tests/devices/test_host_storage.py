@@ -4,8 +4,6 @@
 What only concerns gradients that wait there too is in ``test_release_on_the_host.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

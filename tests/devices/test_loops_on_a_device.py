@@ -4,8 +4,6 @@
 ``delay_unscale``, a ``GradScaler``, accumulation, clips and storages, with an overflow on the way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What must hold on each device: always the CPU, and an accelerator if there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The device that ``make test-device`` pretends: values read too early are wrong, waits raise."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

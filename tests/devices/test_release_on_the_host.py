@@ -4,8 +4,6 @@
 That they train as the device does is in ``test_host_storage.py``.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Triton's kernels on a GPU: nothing there may wait for the device."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole training steps on a GPU: nothing waits, graphs replay them, launches do not add up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of ranks that do not train the same: both are told, and what differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of DistributedDataParallel, Reducer and process groups."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of DistributedDataParallel with ``delay_allreduce=True``."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

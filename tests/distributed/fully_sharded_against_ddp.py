@@ -5,8 +5,6 @@ Ranks do the same arithmetic and reduce to the same mean, so whole weights are e
 with norms, and where a part ends within a vector of the processor, up to the last bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of models under ``fully_shard``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

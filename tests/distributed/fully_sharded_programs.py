@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of programs around models under ``fully_shard``: legal ones and refused."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

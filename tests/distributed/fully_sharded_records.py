@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of records about models under ``fully_shard``: of their own parts."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What four ranks check: pairs of them share statistics, the pairs do not."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What four ranks check of two-dimensional meshes and of groups that hold plain tensors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks check of moments in fewer bits: however they are shared, the bits are the same."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks check of ``torch.distributed.checkpoint.state_dict``, sharded and whole."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from pathlib import Path

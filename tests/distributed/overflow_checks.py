@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of an overflow on one of them: both name the same parameters."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ A check is a function of a module; every rank calls it. A rank that fails stops,
 tells the others, and a deadline covers what gloo does not notice.
 """
 
-from __future__ import annotations
-
 import time
 import traceback
 import warnings

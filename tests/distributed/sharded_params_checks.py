@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of optimizers over sharded parameters: they are those of one process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

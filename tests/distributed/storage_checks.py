@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks check of split masters: the run is that of full storage, to the bit."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ The oracle is torch's batch norm in float64 over the whole batch; the error budg
 batch norm in the input's own dtype makes over the whole batch.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Sequence

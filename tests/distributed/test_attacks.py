@@ -8,8 +8,6 @@ that do not end a process follow each other in one start: after each the ranks l
 group, and join a new one for the next.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

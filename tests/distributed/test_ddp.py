@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel, Reducer, groups and SyncBatchNorm, as far as one process shows them."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

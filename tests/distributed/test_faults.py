@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A rank that dies or hangs: the others raise, with the reason, and what they have is whole."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

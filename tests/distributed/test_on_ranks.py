@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What several ranks check, the checks of a row in one start: `ranks.assert_pass` runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Gradients are exact (see ``cases.models``), so runs that round nothing on the wa
 with both batches to the bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

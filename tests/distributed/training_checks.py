@@ -4,8 +4,6 @@
 Gradients are exact (see ``cases.models``), so equal means equal to the bit.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

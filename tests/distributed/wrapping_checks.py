@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of wrappers that are made, used or left at other times than usual."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import warnings

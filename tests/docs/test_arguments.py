@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The page on arguments has a section for each argument of ``initialize``, and no other."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

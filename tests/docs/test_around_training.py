@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The block of the page that needs several ranks trains one model on two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The example learns on two ranks, waits for skipped steps, and resumes bit by bit."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every page is found from the first one, and code blocks fit the page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The Python blocks of the README and of the documentation run without an error or a warning."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

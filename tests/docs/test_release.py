@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a release says of itself agrees: versions, Pythons, systems, addresses, workflows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

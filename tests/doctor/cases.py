@@ -4,8 +4,6 @@
 The line to be named is marked; everything else about a script with a bug is as in the healthy one.
 """
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any

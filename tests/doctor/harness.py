@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Scripts run under the doctor in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The rules as data, what may be selected of them, and their page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

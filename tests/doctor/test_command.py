@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp doctor`` as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole training programs that have no such bug are found to have none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each rule finds its bug at its line, and nothing in the same script without the bug."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A run under the doctor computes the same, ends the same, and leaves torch as it was."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

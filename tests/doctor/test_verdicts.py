@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pairs of scripts that look alike, of which one has a bug, and right scripts that look wrong."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

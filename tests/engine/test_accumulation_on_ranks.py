@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Accumulation under DistributedDataParallel: every rank sees the mean over all ranks."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

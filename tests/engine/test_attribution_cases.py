@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A part of the generated overflows whose cause is known; ``make bench`` has all of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

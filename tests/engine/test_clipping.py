@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``clip_grad_norm_`` of all that torch's takes, and with every kind of norm."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torch.compile`` of what runs between two steps: one graph, the same numbers."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models copied, pickled or saved, alone and with what refers to them; optimizers that are not."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

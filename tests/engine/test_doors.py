@@ -5,8 +5,6 @@ Each test makes the same calls on an initialized model and on float32 weights wi
 on numbers that half precision holds exactly, and wants the same bits.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

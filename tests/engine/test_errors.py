@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every error a user can cause: its words, and that nothing has changed after it."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable

@@ -6,8 +6,6 @@ made of a deep copy is float32. torch's own autocast is what casts are recorded 
 tried once where half products run as torch has them, and once where they run wide.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

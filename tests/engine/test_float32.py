@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What float32 makes of a forward that a watched step names, and that trying it changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp.GradScaler``: loops written for ``torch.amp``, before and after the one changed line."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp.GradScaler`` on two ranks: the same steps, scales and clips on both."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

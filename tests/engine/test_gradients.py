@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What scripts see and do between ``scale_loss`` and ``step``: master gradients and clipping."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

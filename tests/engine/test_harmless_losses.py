@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Losses that are not finite, and who is told of them at which verbosity."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What an engine leaves in its history, and that taking notes changes nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@
 What moves there, and the numbers, is in ``tests/devices/test_host_storage.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ After each one all is as before the first ``initialize``, or ``close`` makes it 
 counted off with ``sys.settrace``, so that each is hit and none by chance.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What stays float32 in half models: by ``keep_fp32``, and buffers that no checkpoint holds."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What initializing again, ``Engine.close`` and dropping an engine leave behind: nothing."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Copies, files and compiled forms of initialized models and optimizers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

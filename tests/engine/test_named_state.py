@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torch.distributed.checkpoint.state_dict``: masters and their state go by the model's names."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import io

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls in places where nobody expects them: right numbers, or a refusal that says so."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How scripts call ``step``: bound early, through schedulers and subclasses, with closures."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import defaultdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whom a watched step names: what led to the loss, and nobody where that was not seen."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import math

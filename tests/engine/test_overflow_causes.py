@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which parameter overflowed first: the named cause is right wherever the bad value came in."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

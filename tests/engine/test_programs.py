@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whatever a script calls in whatever order, it gets what plain torch computes in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

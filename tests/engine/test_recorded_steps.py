@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is recorded of a step is of the gradients that it used, and nothing of it gets lost."""
 
-from __future__ import annotations
-
 import copy
 import math
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients applied as soon as they are made: the numbers of training without that, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """An engine's own report, and what its history has of memory and casts."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stop anywhere, resume by the standard recipe, and get bitwise what an uninterrupted run gets."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

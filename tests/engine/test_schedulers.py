@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Schedulers pause while steps are skipped, and nobody warns of an order."""
 
-from __future__ import annotations
-
 import math
 import types
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Weights that several optimizers update, and gradients that only the model's side can drop."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a steady step costs in Python: the more parameters, the more only torch has to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from step_map import calls_per_parameter, make_step, trace

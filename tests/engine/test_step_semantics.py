@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What one iteration may look like: accumulation, delays, exceptions, frozen parts, skips."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

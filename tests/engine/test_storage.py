@@ -6,8 +6,6 @@ to what split ones can hold after each step (`settle`): at O5 half weights that 
 also masters below float16's normal range.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

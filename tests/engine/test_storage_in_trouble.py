@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Storage where something goes wrong: memory runs out, values do not fit, arguments are wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

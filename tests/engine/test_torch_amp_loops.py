@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loops as people write them for ``torch.amp``: one changed line, and the losses of float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

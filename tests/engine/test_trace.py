@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Watching the modules: what is told, and nothing else changes; test_attribution_cases has whom."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

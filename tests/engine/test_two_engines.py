@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Two engines in one process: trained by turns, each gives bitwise what it gives alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A tiny optimizer with the calling convention of the FusedAdam of early 2019."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

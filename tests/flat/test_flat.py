@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The flat FP16_Optimizer: one buffer for each group, both protocols, every odd gradient."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

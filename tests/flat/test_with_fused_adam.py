@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The pair that BERT scripts of early 2019 used: the flat FP16_Optimizer around FusedAdam."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A half model, the same training in plain float32 torch, and ways to make overflows."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

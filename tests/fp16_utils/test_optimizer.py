@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """FP16_Optimizer trains as plain torch does on the masters, whatever the optimizer."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Masters kept by the script, casts of whole models, and the stand-alone scalers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

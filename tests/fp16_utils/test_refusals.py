@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What fp16_utils refuses; both kinds of FP16_Optimizer where they refuse the same."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import reprlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """FP16_Optimizer's checkpoints: exact, plain data, refused as a whole where they do not fit."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

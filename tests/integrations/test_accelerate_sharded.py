@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Accelerate with FSDP2 at opt levels: numbers of `fully_shard` by hand, and its checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

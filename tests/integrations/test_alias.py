@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The code that mmengine and timm have for Apex trains on preamp, as a loop by hand does."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

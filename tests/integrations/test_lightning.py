@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lightning's Trainer at opt levels: the numbers of a loop by hand, and its checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

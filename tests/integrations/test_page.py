@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each script of the page on frameworks runs as it stands, where its package is installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

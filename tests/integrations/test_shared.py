@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Without its framework an integration says what installs it; the engine's state goes along."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchao: optimizers with quantized state, and linear layers in fp8."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

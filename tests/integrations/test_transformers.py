@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The Trainer at opt levels: a loop by hand's numbers, its checkpoints, saved configurations."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The back ends under test; Triton's kernels are interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The update rules of every back end, against float64."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -5,8 +5,6 @@ What only one result can be right for is compared bitwise; sums of rounded produ
 within the ulps that the op table states.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

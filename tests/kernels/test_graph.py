@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which leaves a backward reaches through a dtype, and whether it has freed its graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 That they compute what the other back ends do is in the tests of every back end.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Triton's census at the edges of its chunks, and rounding of every half value."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The reference back end, op by op, against float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lists that are kept in fewer bits: the formats by themselves, and in the updates."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

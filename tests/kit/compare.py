@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is compared: values to the bit, and everything that an engine may change by identity."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

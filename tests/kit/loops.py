@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loops as scripts write them, for tests of what stands between their lines; else see `kit.run`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -5,8 +5,6 @@ Gradients are exact at every level here (`cases.models`), so that both are equal
 runs of other models are not (`kit.run.assert_same_program`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

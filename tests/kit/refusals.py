@@ -7,8 +7,6 @@ missing or others, the failure prints the line, to be read and pasted. In a line
 that do not count, and ``\n`` for the end of a line. Every refusal leaves everything as it was.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs of the kit with all that a checkpoint has to bring back: random numbers, schedulers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

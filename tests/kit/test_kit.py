@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The kit itself: what it refuses, and what it sees."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

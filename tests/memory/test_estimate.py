@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Estimates against the counted bytes of real engines: equal, not close."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

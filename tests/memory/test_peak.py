@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Estimated peaks against the allocator's own record of a training step."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What cannot be estimated or counted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One step of each rule on one parameter, written from its formula, in float64."""
 
-from __future__ import annotations
-
 import torch
 
 T = torch.Tensor

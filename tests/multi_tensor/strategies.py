@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lists of tensors as the operations take them, and what they are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

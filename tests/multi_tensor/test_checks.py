@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What does not fit is refused before anything is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What holds for every operation of ``amp_C``: one row each, generic tests over all rows."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The applier, ``apex_C``, and the ways scripts use all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ``multi_tensor_l2norm`` family, scaling, and ``update_scale_hysteresis``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

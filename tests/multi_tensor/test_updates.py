@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``multi_tensor_adam`` and its capturable forms, ``multi_tensor_sgd``, ``multi_tensor_lamb``."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

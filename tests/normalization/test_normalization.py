@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """preamp.normalization: forward and backward against float64, in every mix of dtypes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A history keeps a bounded number of records, writes all of them, and gets over damage."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Statistics and counts by exponent are what numpy finds in float64, for every dtype and layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

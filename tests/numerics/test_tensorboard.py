@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The TensorBoard writer, read back from the event files that TensorBoard itself would read."""
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings

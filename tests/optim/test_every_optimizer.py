@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A new optimizer, op or option of a rule is missed by name in every table that tests run over."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The FusedAdam of early 2019: how it is selected, and the arguments of its step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

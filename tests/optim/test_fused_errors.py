@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the fused optimizers refuse, in which words, and that nothing has changed then."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

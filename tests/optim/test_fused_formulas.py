@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every class with every option, in every dtype, against its formula in float64."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torch.amp.GradScaler with the optimizers that read its scale and flag on the device."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

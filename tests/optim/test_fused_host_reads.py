@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """No optimizer's step reads a value back to the host, on any device."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checkpoints, copies, groups added later, schedules, zeroing: what scripts do around the step."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every fused optimizer through ``initialize``: the numbers of plain float32 training, bitwise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """LARC: the formula against float64, its optimizer's surface, and every opt level."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Telling from values what a script has done to half gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

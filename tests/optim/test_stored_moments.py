@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Moments in bfloat16 and in 8 bits: what optimizers keep, save, load, convert and refuse."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

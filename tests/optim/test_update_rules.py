@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What update rules promise to the bit, whatever their formula: the reference keeps it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

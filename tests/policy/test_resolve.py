@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Opt levels and their overrides: defaults, what may be changed, what is refused and how."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each rule speaks where it should, with the right number, and is silent where it should be."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

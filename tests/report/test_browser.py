@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The page in a real browser: quiet, complete, on a phone, in the dark."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

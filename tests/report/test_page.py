@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The page: complete, escaped, accessible, small, and written all or not at all."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is drawn, counted and worded is what was recorded, and nothing that matters is left out."""
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

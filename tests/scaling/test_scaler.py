@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The loss scaler against a model of it in plain Python numbers; everything is exact."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole training programs that know only the name apex end where their float32 run ends."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

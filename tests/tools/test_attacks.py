@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The attacks find nothing in a short form, and notice what they are there to notice."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The checks of docs, of the wheel and of planted faults find what is missing."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

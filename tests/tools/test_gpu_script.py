@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``tools/gpu.sh`` on the pretended device: parts measure and write, and tell what failed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The quick suite has every pair of values; quick and rest together are everything."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

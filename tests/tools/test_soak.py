@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The soak passes in a short form, and notices what it is there to notice."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

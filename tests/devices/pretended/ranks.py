@@ -4,8 +4,6 @@
 torch's own groups of a build without CUDA take no tensors of it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from datetime import timedelta

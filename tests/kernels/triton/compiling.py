@@ -7,8 +7,6 @@ and ``moves`` of values between threads in the loop over whole blocks. And by th
 kernels what is ``narrow`` in them: instructions that make addresses from what has 32 bits.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What NVIDIA's GPUs get of an update, as the compiler for them says; no GPU is needed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -5,8 +5,6 @@ Tables are changed on their way to the kernels: every tensor seems to have so ma
 which no program works on, and to begin so far before its memory. Results must be the same.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lists that are kept in fewer bits, in Triton's kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

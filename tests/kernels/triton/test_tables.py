@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tables, sorting into launches, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math
