@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out=(RESULTS / "step.jsonl", "file that gets the rows"),
     )
     with refusing():
-        counts, sizes = numbers(given.params, "--params"), numbers(given.tensors, "--tensors")
+        counts, sizes = numbers(given.params), numbers(given.tensors)
         clips = CLIPS[chosen(given.clips, CLIPS, "--clips")[0]]
         cases = step.grid(counts, sizes, clips, choose_device(given.device))
     for case in cases:

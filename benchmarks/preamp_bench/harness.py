@@ -15,8 +15,6 @@ from time import perf_counter
 
 import torch
 
-from preamp.core.errors import message
-
 FEWEST_ROUNDS = 5
 """Fewer have no spread worth reporting, so a measurement has more unless it is told otherwise."""
 
@@ -38,17 +36,6 @@ class Effort:
     least: int = FEWEST_ROUNDS  # rounds at least
     most: int = 50  # rounds at most
     warmup: int = 1  # rounds before, which are not counted
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be summarised."""
-        if not 2 <= self.least <= self.most:
-            raise ValueError(
-                message(
-                    f"Got least={self.least} and most={self.most} rounds",
-                    "There are two or more, and no fewer at most than at least",
-                    f"Pass for example least={FEWEST_ROUNDS} and most={10 * FEWEST_ROUNDS}",
-                )
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +102,6 @@ def time_rounds(variants: Sequence[Variant], effort: Effort) -> dict[str, list[f
         ValueError: Two variants have one name.
     """
     taken: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    if len(taken) != len(variants):
-        names = [variant.name for variant in variants]
-        raise ValueError(
-            message(f"Got variants {names}", "Each has a name of its own", "Rename one of them")
-        )
     for _ in range(effort.warmup):
         for variant in variants:
             variant.seconds()

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preamp.core.errors import message
-
 MAX_NORM = 1.0
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 """AdamW's, for every variant; betas and eps are torch's defaults."""
@@ -28,17 +26,6 @@ class StepCase:
     half: torch.dtype  # ``torch.float16`` or ``torch.bfloat16``
     clip: bool  # whether every step clips the norm of the gradients
     device: torch.device  # where the tensors are
-
-    def __post_init__(self) -> None:
-        """Refuse tensors without elements."""
-        if not 1 <= self.tensors <= self.parameters:
-            raise ValueError(
-                message(
-                    f"Got {self.parameters} parameters in {self.tensors} tensors",
-                    "Every tensor has at least one element",
-                    "Pass for example --params 1e6 --tensors 10",
-                )
-            )
 
     @property
     def sizes(self) -> list[int]:
