@@ -1,32 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plant faults one at a time and see whether the tests notice: ``python tools/mutants.py``.
+"""Faults planted by hand, where a slip is likely and easy to miss; see ``kill_matrix.py``.
 
-Each fault replaces a text that must stand exactly once in its file, in a copy of the package. The
-tests of its folders run over the copy, the quick ones, and the rest if these pass. What passes
-both survives. Before the first fault they have to pass without one. Arguments choose faults by a
-part of their file or text.
+Each replaces a text that stands exactly once in its file. Files are below ``src/preamp``, what has
+to notice is below ``tests``.
 """
-
-from __future__ import annotations
-
-import os
-import re
-import shutil
-import signal
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TRITON_INTERPRET", "1")  # as in tests/kernels; read by the import
-
-import pytest
-import torch._dynamo  # noqa: F401 - what every run of pytest would import anew
-import triton  # noqa: F401
-
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "src" / "preamp"
 
 KERNELS = "kernels optim multi_tensor"
 TRITON = "kernels/test_back_end_rules.py kernels/test_back_ends.py "
@@ -351,71 +328,3 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("keys.append(list(map(id, entries.factors)))", "pass"),
     ),
 }
-
-
-def text_of(file: str) -> str:
-    """The source of a file of the package; nothing if there is none."""
-    path = PACKAGE / file
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-def noticed_by(tests: str, suite: str, folder: Path) -> str:
-    """The first test that fails over the package in ``folder``, in a fork; empty if none does."""
-    output = folder / "output.txt"
-    child = os.fork()
-    if child == 0:
-        status = 3
-        try:
-            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
-            signal.alarm(3600)
-            os.chdir(ROOT)
-            os.environ["PYTHONPATH"] = str(folder)
-            # Processes that tests start find the tests by their names from the root.
-            sys.path[:0] = [str(folder), str(ROOT)]
-            options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--suite", suite]
-            status = pytest.main([*options, *(f"tests/{name}" for name in tests.split())])
-        finally:
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    printed = output.read_text("utf-8")
-    if status < 0:
-        return f"signal {-status}"
-    if status > 1:
-        raise SystemExit(printed)
-    return re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)[-1] if status else ""
-
-
-def chosen(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
-    """File, tests, old and new text of the faults that ``words`` choose; of all without any."""
-    for (file, tests), faults in FAULTS.items():
-        for old, new in faults:
-            if not words or any(word in file or word in old for word in words):
-                yield file, tests, old, new
-
-
-def main(words: Sequence[str]) -> int:
-    """Print what each suite notices; return the number of survivors."""
-    lost = [f"{file}: {old}" for file, _, old, _ in chosen(words) if text_of(file).count(old) != 1]
-    if lost:
-        raise SystemExit("\n".join(["What should stand once in a file does not:", *lost]))
-    for tests in dict.fromkeys(tests for _, tests, _, _ in chosen(words)):
-        with tempfile.TemporaryDirectory() as name:
-            shutil.copytree(PACKAGE, Path(name, "preamp"))
-            if failed := noticed_by(tests, "quick", Path(name)):
-                raise SystemExit(f"{failed} fails without any fault")
-    survivors = 0
-    for file, tests, old, new in chosen(words):
-        with tempfile.TemporaryDirectory() as name:
-            copy = Path(shutil.copytree(PACKAGE, Path(name, "preamp")))
-            (copy / file).write_text(text_of(file).replace(old, new), encoding="utf-8")
-            quick = noticed_by(tests, "quick", Path(name))
-            rest = "" if quick else noticed_by(tests, "rest", Path(name))
-        survivors += not (quick or rest)
-        print(f"{'quick' if quick else 'rest' if rest else 'SURVIVED'}: {file}")
-        print(f"    {old.strip()!r} → {new.strip()!r}\n    {quick or rest}", flush=True)
-    print(f"{survivors} survived")
-    return survivors
-
-
-if __name__ == "__main__":
-    sys.exit(min(main(sys.argv[1:]), 1))
