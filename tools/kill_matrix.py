@@ -63,6 +63,8 @@ LATE = ("llvmlite", "numba", "preamp", "torch", "triton")
 UNSEEN = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "sys.settrace")
 """Events of a test that reaches code where neither coverage nor the change of code does."""
 
+MANY = 1 << 30
+
 DEATHS = 3
 """Forks of one fault that may hang or crash before the tests that are left stay unasked."""
 
@@ -225,6 +227,8 @@ class Matrix:
             if int(tests[test]["lines"].get(fault.file, "0"), 16) & fault.mask
             and test.startswith(fault.tests or "")
         ]
+        if self._args.enough < MANY:  # the quick ones may be enough
+            chosen.sort(key=self._usual)
         state, noticed, unasked = NOT_REACHED, dict[str, str](), 0
         if chosen and not fault.is_outside and not is_compiled(fault.file):
             codes = [((old.co_filename, old), new) for old, new in fault.swaps.items()]
@@ -583,7 +587,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="try each so manieth fault")
     parser.add_argument("--tests", nargs="*", default=[], help="default: those of the room")
     parser.add_argument("--suite", default="", help="quick, rest or all")
-    parser.add_argument("--enough", type=int, default=1 << 30, help="stop when so many notice")
+    parser.add_argument("--enough", type=int, default=MANY, help="stop when so many notice")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after these")
     parser.add_argument("--hang", type=int, default=10, help="CPU seconds beyond the usual")
