@@ -16,6 +16,8 @@ not.
 
 What it does not see: lines that run in another interpreter (ranks), or where a test traces by
 itself. Faults there are `not reached`, if no other test reaches them, and such tests never spare.
+No fault is drawn outside of functions: a test that is spare may still be the one that pins a
+default, or an order of a table. Read it before it goes.
 """
 
 from __future__ import annotations
@@ -425,6 +427,20 @@ def report(paths: Sequence[Path]) -> int:
     return states[NOT_PLANTED]
 
 
+def lines_of(header: Row) -> dict[str, set[tuple[str, int]]]:
+    """Which lines of which files each function of tests enters."""
+    lines = defaultdict[str, set[tuple[str, int]]](set)
+    for test, known in header["tests"].items():
+        for file, mask in known["lines"].items():
+            lines[function_of(test)] |= {(file, at) for at in places(mask)}
+    return lines
+
+
+def places(mask: str) -> list[int]:
+    """The numbers of a mask's lines."""
+    return [at for at, bit in enumerate(bin(int(mask, 16))[:1:-1]) if bit == "1"]
+
+
 def spare(header: Row, rows: Iterable[Row], sizes: Mapping[str, int], keep: int) -> list[str]:
     """Tests that may go, the longest first, while ``keep`` notice each fault that they notice.
 
@@ -432,27 +448,17 @@ def spare(header: Row, rows: Iterable[Row], sizes: Mapping[str, int], keep: int)
     process sees, and one that alone enters a line where no fault was noticed.
     """
     killers = [set(row["noticed"]) for row in rows if row["noticed"]]
-    judged: dict[str, int] = defaultdict(int)
-    for row in rows:
-        if row["noticed"]:
-            judged[row["file"]] |= int(row["mask"], 16)
-    lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
-    stays: set[str] = set()
-    for test, known in header["tests"].items():
-        name = function_of(test)
-        if known["unseen"]:
-            stays.add(name)
-        for file, mask in known["lines"].items():
-            bits = bin(int(mask, 16) & ~judged[file])[:1:-1]
-            lines[name].update((file, at) for at, bit in enumerate(bits) if bit == "1")
-    entered = Counter(line for them in lines.values() for line in them)
+    judged = {(r["file"], at) for r in rows if r["noticed"] for at in places(r["mask"])}
+    lines = {name: entered - judged for name, entered in lines_of(header).items()}
+    stays = {function_of(test) for test, known in header["tests"].items() if known["unseen"]}
+    entering = Counter(line for entered in lines.values() for line in entered)
     gone = []
     judges = set().union(*killers) & set(lines) - stays
     for name in sorted(judges, key=lambda n: (-sizes.get(n, 0), n)):
         mine = [them for them in killers if name in them]
-        if all(len(them) > keep for them in mine) and all(entered[at] > 1 for at in lines[name]):
+        if all(len(them) > keep for them in mine) and all(entering[at] > 1 for at in lines[name]):
             gone.append(name)
-            entered.subtract(lines[name])
+            entering.subtract(lines[name])
             for them in mine:
                 them.discard(name)
     return gone
@@ -473,6 +479,21 @@ def sizes_of(root: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 HOMES = (ast.Module, ast.ClassDef)
+
+
+def print_spare(args: argparse.Namespace) -> int:
+    """Print tests that may go, their lines, and which files they enter that had no fault."""
+    header, rows = read(args.matrix)
+    sizes = sizes_of(args.root, map(function_of, header["tests"]))
+    names = spare(header, rows, sizes, args.keep)
+    lines = lines_of(header)
+    everywhere = set.intersection(*lines.values())  # what a fixture of all tests does
+    for name in names:
+        files = {file for file, _ in lines[name] - everywhere} - {row["file"] for row in rows}
+        note = f"; not judged for {', '.join(sorted(files))}" if files else ""
+        print(f"{sizes[name]:5} {name}{note}")
+    print(f"{len(names)} tests, {sum(sizes[name] for name in names)} lines")
+    return 0
 
 
 def diff(before: Path, after: Path) -> int:
@@ -609,13 +630,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "diff":
         return min(diff(*args.matrix), 1)
     if args.command == "spare":
-        header, rows = read(args.matrix)
-        sizes = sizes_of(args.root, map(function_of, header["tests"]))
-        names = spare(header, rows, sizes, args.keep)
-        for name in names:
-            print(f"{sizes[name]:5} {name}")
-        print(f"{len(names)} tests, {sum(sizes[name] for name in names)} lines")
-        return 0
+        return print_spare(args)
     return run(args) if args.command == "run" else over_copy(args)
 
 
