@@ -369,6 +369,28 @@ def test_a_reaction_is_four_operations() -> None:
         scaler.record(flag)
         scaler.react()
     assert seen.names == ["maximum", "_amp_update_scale_", "clamp_", "zero_"]
+    with Operations() as seen:
+        scaler.react()
+    assert seen.names == ["_amp_update_scale_", "clamp_"]  # nothing was recorded since
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_used"),
+    [
+        ({"growth_interval": 2**31 - 1, "max_scale": 2.0**126}, True),
+        ({"growth_interval": 2**31}, False),
+        ({"growth_interval": 0}, False),
+        ({"max_scale": 2.0**127}, False),  # it would not grow to infinity, and so not at all
+    ],
+)
+def test_the_operation_is_used_where_it_does_the_same(
+    numbers: dict[str, Any], is_used: bool
+) -> None:
+    scaler = LossScaler(DynamicScale(**numbers))
+    scaler.rule = scaler.rule  # replaced, with the same bounds
+    with Operations() as seen:
+        scaler.react()
+    assert ("_amp_update_scale_" in seen.names) is is_used
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
@@ -421,6 +443,9 @@ def test_an_interval_below_the_count_lets_the_scale_grow_next() -> None:
     assert scaler.value() == 2.0**16
     scaler.update()
     assert scaler.state_dict() == {"loss_scale": 2.0**17, "unskipped": 0}
+    with Operations() as seen:
+        scaler.update()
+    assert "_amp_update_scale_" in seen.names  # the formula was for once
 
 
 def test_adjust_is_pure() -> None:
@@ -461,7 +486,8 @@ def test_a_dynamic_scale_of_one_is_no_identity() -> None:
     ],
 )
 def test_the_scaled_loss_is_wide(given: torch.dtype, wide: torch.dtype) -> None:
-    scaled = LossScaler(DynamicScale()).scale_loss(torch.tensor(2.0, dtype=given))
+    # With a dimension: a half scalar would be widened by the scale itself.
+    scaled = LossScaler(DynamicScale()).scale_loss(torch.full((1,), 2.0, dtype=given))
     assert scaled.dtype is wide
     assert scaled.item() == 2.0**17
 
@@ -487,6 +513,8 @@ def test_unreadable_state_changes_nothing(state: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == {"loss_scale": 2.0**16, "unskipped": 1}
+    largest = {"loss_scale": 2.0**127, "unskipped": 2**31 - 1}
+    assert scaler.read_state(largest) == tuple(largest.values())
 
 
 # -- Apex's face -----------------------------------------------------------------------------

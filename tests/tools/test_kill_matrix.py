@@ -103,6 +103,21 @@ def test_in_another_process():
         os._exit(0)
     os.wait()
 """,
+    "src/tiny/odd/__init__.py": "",
+    "src/tiny/odd/other.py": """
+def other(x):
+    return x + 1
+
+
+other.__code__ = other.__code__.replace(co_name="another")
+""",
+    "tests/odd/test_other.py": """
+from tiny.odd.other import other
+
+
+def test_other():
+    assert other(1) == 2
+""",
     "faults.py": """
 FAULTS = {
     ("room/sums.py", "room"): (
@@ -117,10 +132,10 @@ FAULTS = {
 Rows = list[dict[str, Any]]
 
 
-def call(folder: Path, *arguments: str) -> str:
+def call(folder: Path, *arguments: str, status: int = 0) -> str:
     command = [sys.executable, kill_matrix.__file__, *arguments, "--root", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
@@ -177,6 +192,11 @@ def test_what_is_not_in_a_function_is_tried_in_a_copy(tiny: Path) -> None:
     assert state_of(rows, "return 2 * function(x) → return 3 * function(x)")[1] == ["test_above"]
     assert state_of(rows, "kept.append(2) → kept.append(3)") == ("not noticed", [])
     assert "3 faults of 3: 2 noticed, 1 not noticed" in printed
+
+
+def test_a_function_whose_code_is_not_found_counts_as_an_error(tiny: Path) -> None:
+    printed = call(tiny, "run", "--room", "odd", "--out", str(tiny / "odd.jsonl"), status=1)
+    assert "1 faults of 1: 0 noticed, 0 not noticed, 0 not reached, 1 NOT PLANTED" in printed
 
 
 def test_it_goes_on_where_it_ended(tiny: Path) -> None:
