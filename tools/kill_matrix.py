@@ -23,7 +23,6 @@ default, or an order of a table. Read it before it goes.
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
 import hashlib
 import importlib
@@ -41,17 +40,30 @@ import threading
 import time
 import traceback
 import types
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
 from faults import Fault, drawn, planted
+from kill_rows import (
+    KEY,
+    NOT_NOTICED,
+    NOT_PLANTED,
+    NOT_REACHED,
+    NOTICED,
+    Row,
+    diff,
+    function_of,
+    key_of,
+    print_spare,
+    report,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,15 +81,6 @@ MANY = 1 << 30
 
 DEATHS = 3
 """Forks of one fault that may hang or crash before the tests that are left stay unasked."""
-
-NOTICED, NOT_NOTICED, NOT_REACHED, NOT_PLANTED = STATES = (
-    "noticed", "not noticed", "not reached", "NOT PLANTED",
-)  # fmt: skip
-
-KEY = ("file", "line", "column", "what")
-"""What of a row tells its fault from all others."""
-
-Row = dict[str, Any]
 
 # -- who notices ------------------------------------------------------------------------------
 
@@ -381,139 +384,7 @@ class Matrix:
         return at, failed, end
 
 
-# -- what a matrix tells ----------------------------------------------------------------------
-
-
-def read(paths: Iterable[Path]) -> tuple[Row, list[Row]]:
-    """What is known of tests, and the rows of all faults."""
-    header: Row = {"tests": {}, "left_out": [], "faults": 0}
-    rows = []
-    for path in paths:
-        for line in path.read_text("utf-8").splitlines():
-            row = json.loads(line)
-            if "tests" in row:
-                header["tests"].update(row["tests"])
-                header["left_out"] += row["left_out"]
-                header["faults"] += row["faults"]
-            else:
-                rows.append(row)
-    return header, rows
-
-
-def key_of(row: Row) -> tuple[object, ...]:
-    """What tells its fault from all others."""
-    return tuple(row[name] for name in KEY)
-
-
-def told(row: Row) -> str:
-    """A fault in a line or two."""
-    what = " ".join(row["what"].split())
-    return f"  {row['file']}:{row['line']}: {what if len(what) < 160 else what[:157] + '...'}"
-
-
-def report(paths: Sequence[Path]) -> int:
-    """Print counts, and each fault that no test noticed."""
-    header, rows = read(paths)
-    states = Counter(row["state"] for row in rows)
-    seconds = sum(row["seconds"] for row in rows)
-    counts = ", ".join(f"{states[state]} {state}" for state in STATES)
-    print(f"{len(rows)} faults of {header['faults']}: {counts}; {seconds:.0f} s")
-    for state in STATES[1:]:
-        for row in rows:
-            if row["state"] == state:
-                print(f"{state}:\n{told(row)}")
-    for name in header["left_out"]:
-        print(f"left out, since it fails without a fault: {name}")
-    return states[NOT_PLANTED]
-
-
-def lines_of(header: Row) -> dict[str, set[tuple[str, int]]]:
-    """Which lines of which files each function of tests enters."""
-    lines = defaultdict[str, set[tuple[str, int]]](set)
-    for test, known in header["tests"].items():
-        for file, mask in known["lines"].items():
-            lines[function_of(test)] |= {(file, at) for at in places(mask)}
-    return lines
-
-
-def places(mask: str) -> list[int]:
-    """The numbers of a mask's lines."""
-    return [at for at, bit in enumerate(bin(int(mask, 16))[:1:-1]) if bit == "1"]
-
-
-def spare(header: Row, rows: Iterable[Row], sizes: Mapping[str, int], keep: int) -> list[str]:
-    """Tests that may go, the longest first, while ``keep`` notice each fault that they notice.
-
-    One that noticed nothing was not judged, and stays. So does one that does more than this
-    process sees, and one that alone enters a line where no fault was noticed.
-    """
-    killers = [set(row["noticed"]) for row in rows if row["noticed"]]
-    judged = {(r["file"], at) for r in rows if r["noticed"] for at in places(r["mask"])}
-    lines = {name: entered - judged for name, entered in lines_of(header).items()}
-    stays = {function_of(test) for test, known in header["tests"].items() if known["unseen"]}
-    entering = Counter(line for entered in lines.values() for line in entered)
-    gone = []
-    judges = set().union(*killers) & set(lines) - stays
-    for name in sorted(judges, key=lambda n: (-sizes.get(n, 0), n)):
-        mine = [them for them in killers if name in them]
-        if all(len(them) > keep for them in mine) and all(entering[at] > 1 for at in lines[name]):
-            gone.append(name)
-            entering.subtract(lines[name])
-            for them in mine:
-                them.discard(name)
-    return gone
-
-
-def sizes_of(root: Path, names: Iterable[str]) -> dict[str, int]:
-    """Lines of test functions, with their decorators."""
-    sizes = {}
-    for file in {name.partition("::")[0] for name in names}:
-        for node in ast.walk(ast.parse(Path(root, file).read_text("utf-8"))):
-            for inner in [node, *getattr(node, "body", ())] if isinstance(node, HOMES) else ():
-                if isinstance(inner, ast.FunctionDef):
-                    first = min(n.lineno for n in (inner, *inner.decorator_list))
-                    path = (file, node.name) if isinstance(node, ast.ClassDef) else (file,)
-                    name = "::".join((*path, inner.name))
-                    sizes[name] = (inner.end_lineno or first) - first + 1
-    return sizes
-
-
-HOMES = (ast.Module, ast.ClassDef)
-
-
-def print_spare(args: argparse.Namespace) -> int:
-    """Print tests that may go, their lines, and which files they enter that had no fault."""
-    header, rows = read(args.matrix)
-    sizes = sizes_of(args.root, map(function_of, header["tests"]))
-    names = spare(header, rows, sizes, args.keep)
-    lines = lines_of(header)
-    everywhere = set.intersection(*lines.values())  # what a fixture of all tests does
-    for name in names:
-        files = {file for file, _ in lines[name] - everywhere} - {row["file"] for row in rows}
-        note = f"; not judged for {', '.join(sorted(files))}" if files else ""
-        print(f"{sizes[name]:5} {name}{note}")
-    print(f"{len(names)} tests, {sum(sizes[name] for name in names)} lines")
-    return 0
-
-
-def diff(before: Path, after: Path) -> int:
-    """Print the faults that a matrix noticed and a later one does not; how many."""
-    now = {key_of(row): row["state"] for row in read([after])[1]}
-    lost = [
-        row for row in read([before])[1] if row["noticed"] and now.get(key_of(row)) != STATES[0]
-    ]
-    for row in lost:
-        print(f"{now.get(key_of(row), 'not tried')}:\n{told(row)}\n    {', '.join(row['noticed'])}")
-    print(f"{len(lost)} faults were noticed, and are no more")
-    return len(lost)
-
-
 # -- the command ------------------------------------------------------------------------------
-
-
-def function_of(test: str) -> str:
-    """The test without the parameters of one case."""
-    return test.partition("[")[0]
 
 
 def package_of(root: Path) -> Path:
@@ -554,7 +425,7 @@ def faults_of(args: argparse.Namespace) -> list[Fault]:
         found = [f for file in left if not is_compiled(file) for f in drawn(file, package / file)]
     if not found:
         raise SystemExit("no faults are there")
-    return found[:: args.every]
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -566,6 +437,7 @@ def run(args: argparse.Namespace) -> int:
     files = sorted(p for folder in ("src", "tests") for p in Path(args.root, folder).rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     header: Row = {"digest": digest, "of": [tests, args.suite], "faults": len(faults)}
+    faults = faults[:: args.every]
     if args.out.exists():
         old, *rows = map(json.loads, args.out.read_text("utf-8").splitlines())
         if {key: old[key] for key in header} != header:
@@ -630,7 +502,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "diff":
         return min(diff(*args.matrix), 1)
     if args.command == "spare":
-        return print_spare(args)
+        return print_spare(args.matrix, args.root, args.keep)
     return run(args) if args.command == "run" else over_copy(args)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import faults
 import kill_matrix
+import kill_rows
 import planted_faults
 
 FILES = {
@@ -204,7 +205,8 @@ def test_it_goes_on_where_it_ended(tiny: Path) -> None:
     assert none == []
     _, _, rows = run(tiny, "late.jsonl", "--every", "6", "--jobs", "2")
     _, _, again = run(tiny, "late.jsonl", "--every", "6")
-    assert len({kill_matrix.key_of(row) for row in rows}) == len(rows) >= 3
+    assert "faults were tried: more may keep" in call(tiny, "spare", str(tiny / "late.jsonl"))
+    assert len({kill_rows.key_of(row) for row in rows}) == len(rows) >= 3
     assert again == rows
 
 
@@ -219,6 +221,7 @@ def test_spare_names_what_others_do_too(tiny: Path, drawn: tuple[dict[str, Any],
     assert "test_below" not in names
     assert "test_count" not in names
     assert "test_in_another" not in names
+    assert "more may keep" not in names
 
 
 def row(line: int, *noticed: str) -> dict[str, Any]:
@@ -241,11 +244,11 @@ def test_spare_keeps_what_it_cannot_judge() -> None:
     }
     header = {"tests": tests}
     rows = [row(1, "alone", "ranks", "plain", "other", "last"), row(2), row(3, "plain", "other")]
-    assert kill_matrix.spare(header, rows, {"alone": 9, "ranks": 9, "plain": 5}, 1) == [
+    assert kill_rows.spare(header, rows, {"alone": 9, "ranks": 9, "plain": 5}, 1) == [
         "plain",
         "last",
     ]
-    assert kill_matrix.spare(header, rows, {}, 2) == ["last"]
+    assert kill_rows.spare(header, rows, {}, 2) == ["last"]
 
 
 def test_diff_names_what_is_lost(
