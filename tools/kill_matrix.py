@@ -451,6 +451,7 @@ def run(args: argparse.Namespace) -> int:
 def run_pytest(args: argparse.Namespace, tests: Sequence[str], plugin: object) -> int:
     """Run pytest in this process, from the root."""
     os.chdir(args.root)
+    sys.path.insert(0, str(args.root))  # as python -m pytest has it, for ranks
     sys.path.append(str(args.root / "src"))  # after a copy of it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = ["-q", "-s", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist"]
