@@ -47,7 +47,7 @@ def key_of(row: Row) -> tuple[object, ...]:
 
 
 def told(row: Row) -> str:
-    """A fault in a line or two."""
+    """A fault in a line."""
     what = " ".join(row["what"].split())
     return f"  {row['file']}:{row['line']}: {what if len(what) < 160 else what[:157] + '...'}"
 
@@ -60,9 +60,9 @@ def report(paths: Sequence[Path]) -> int:
     counts = ", ".join(f"{states[state]} {state}" for state in STATES)
     print(f"{len(rows)} faults of {header['faults']}: {counts}; {seconds:.0f} s")
     for state in STATES[1:]:
-        for row in rows:
-            if row["state"] == state:
-                print(f"{state}:\n{told(row)}")
+        lines = [told(row) for row in rows if row["state"] == state]
+        if lines:
+            print(f"{state}:", *lines, sep="\n")
     for name in header["left_out"]:
         print(f"left out, since it fails without a fault: {name}")
     return states[NOT_PLANTED]
