@@ -59,6 +59,8 @@ def report(paths: Sequence[Path]) -> int:
     seconds = sum(row["seconds"] for row in rows)
     counts = ", ".join(f"{states[state]} {state}" for state in STATES)
     print(f"{len(rows)} faults of {header['faults']}: {counts}; {seconds:.0f} s")
+    hows = Counter(how for row in rows for how in row["noticed"].values())
+    print(f"how: {', '.join(f'{count} {how}' for how, count in hows.most_common())}")
     for state in STATES[1:]:
         lines = [told(row) for row in rows if row["state"] == state]
         if lines:

@@ -137,7 +137,7 @@ def call(folder: Path, *arguments: str, status: int = 0) -> str:
     command = [sys.executable, kill_matrix.__file__, *arguments, "--root", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def run(folder: Path, out: str, *arguments: str) -> tuple[str, dict[str, Any], Rows]:
@@ -181,9 +181,10 @@ def test_it_tells_who_notices(drawn: tuple[dict[str, Any], Rows]) -> None:
     assert state_of(rows, "x - 1 → x + 1") == ("not reached", [])
 
 
-def test_a_test_that_hangs_notices(drawn: tuple[dict[str, Any], Rows]) -> None:
+def test_a_test_that_hangs_notices(tiny: Path, drawn: tuple[dict[str, Any], Rows]) -> None:
     (row,) = [row for row in drawn[1] if row["what"] == "without n -= 1"]
     assert row["noticed"] == {"tests/room/test_sums.py::test_count": "hang"}
+    assert "2 hang" in call(tiny, "report", str(tiny / "drawn.jsonl"))
 
 
 def test_what_is_not_in_a_function_is_tried_in_a_copy(tiny: Path) -> None:
@@ -203,11 +204,14 @@ def test_a_function_whose_code_is_not_found_counts_as_an_error(tiny: Path) -> No
 def test_it_goes_on_where_it_ended(tiny: Path) -> None:
     _, _, none = run(tiny, "late.jsonl", "--every", "6", "--seconds", "0")
     assert none == []
-    _, _, rows = run(tiny, "late.jsonl", "--every", "6", "--jobs", "2")
+    _, _, rows = run(tiny, "late.jsonl", "--every", "6", "--jobs", "2", "--enough", "1")
     _, _, again = run(tiny, "late.jsonl", "--every", "6")
     assert "faults were tried: more may keep" in call(tiny, "spare", str(tiny / "late.jsonl"))
     assert len({kill_rows.key_of(row) for row in rows}) == len(rows) >= 3
     assert again == rows
+    assert {len(row["noticed"]) for row in rows} == {0, 1}
+    others = ("--tests", "tests/odd", "--out", str(tiny / "late.jsonl"))
+    assert "name another file" in call(tiny, "run", "--room", "room", *others, status=1)
 
 
 def test_spare_names_what_others_do_too(tiny: Path, drawn: tuple[dict[str, Any], Rows]) -> None:
@@ -277,3 +281,5 @@ def test_each_planted_fault_stands_once_in_its_file_and_changes_it() -> None:
     args = kill_matrix.arguments(["run", "--planted"])
     count = sum(map(len, planted_faults.FAULTS.values()))
     assert len(kill_matrix.faults_of(args)) == count >= 40
+    package = kill_matrix.package_of(kill_matrix.ROOT)
+    assert [place for place in kill_matrix.COMPILED if not (package / place).exists()] == []
