@@ -303,7 +303,22 @@ def test_a_reaction_that_is_due_stays_due() -> None:
     scaler, session, waiting = LossScaler(DynamicScale(init_scale=8.0)), object(), Adjustments()
     waiting.later(scaler, [session], torch.ones(()), is_due=True)
     waiting.later(scaler, [session], None, is_due=False)
+    waiting.catch_up(object())  # the step of another
+    assert scaler.scale.item() == 8.0
     waiting.catch_up(session)
+    assert scaler.scale.item() == 4.0
+
+
+def test_what_is_only_to_be_remembered_waits_for_a_reaction() -> None:
+    scaler, session, waiting = LossScaler(DynamicScale(init_scale=8.0)), object(), Adjustments()
+    waiting.later(scaler, [session], None, is_due=False)
+    waiting.catch_up(session)
+    assert scaler.state_dict() == {"loss_scale": 8.0, "unskipped": 0}
+    waiting.later(scaler, [session], torch.zeros(()), is_due=False)
+    waiting.later(scaler, [session], torch.ones(()), is_due=False)
+    waiting.catch_up(session)
+    assert scaler.scale.item() == 8.0
+    scaler.react()
     assert scaler.scale.item() == 4.0
 
 
@@ -403,6 +418,9 @@ def test_a_reaction_happens_once(calls: int) -> None:
     for _ in range(calls):
         react()
     assert scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
+    assert scaler.generation == 2
+    scaler.set_scale(8.0)
+    assert scaler.generation == 3
 
 
 @pytest.mark.parametrize(
