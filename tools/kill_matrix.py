@@ -409,6 +409,12 @@ def append(out: Path, row: Row) -> None:
         file.write(json.dumps(row).encode() + b"\n")
 
 
+def digest_of(root: Path) -> str:
+    """What tells these sources and tests from all others."""
+    files = sorted(path for folder in ("src", "tests") for path in Path(root, folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def faults_of(args: argparse.Namespace) -> list[Fault]:
     """The faults that the arguments choose."""
     package = package_of(args.root)
@@ -434,8 +440,7 @@ def run(args: argparse.Namespace) -> int:
     tests = args.tests or sorted(
         {test for fault in faults for test in fault.tests or [f"tests/{fault.file.split('/')[0]}"]}
     )
-    files = sorted(p for folder in ("src", "tests") for p in Path(args.root, folder).rglob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    digest = digest_of(args.root)
     header: Row = {"digest": digest, "of": [tests, args.suite], "faults": len(faults)}
     faults = faults[:: args.every]
     if args.out.exists():
@@ -445,6 +450,8 @@ def run(args: argparse.Namespace) -> int:
         tried = set(map(key_of, rows))
         header, faults = old, [fault for fault in faults if fault.key not in tried]
     status = run_pytest(args, tests, Matrix(args, header, faults)) if faults else 0
+    if digest_of(args.root) != digest:  # searches are seeded with the text of their test
+        raise SystemExit(f"files have changed meanwhile: begin {args.out} anew")
     return status or min(report([args.out]), 1)
 
 
