@@ -104,6 +104,7 @@ class Entered:
     """Which lines tests enter, how long they take, and which do more than is seen here."""
 
     def __init__(self, package: Path) -> None:
+        os.environ.setdefault("COVERAGE_CORE", "ctrace")  # sys.monitoring knows no contexts
         # Not installed where only the matrix is read.
         self._coverage = importlib.import_module("coverage").Coverage(
             data_file=None, include=[f"{package}/*"], config_file=False, messages=False
