@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -19,25 +18,14 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Div: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 
+Row = dict[str, Any]
+Swaps = dict[CodeType, CodeType]
+"""Of functions: code that is there, and is to be."""
 
-@dataclass(frozen=True)
-class Fault:
-    """A change of one place in one file."""
 
-    file: str  # below the package
-    line: int
-    column: int
-    what: str
-    mask: int  # of the lines, a bit for each
-    swaps: Mapping[CodeType, CodeType]  # of functions: code that was there, and is to be
-    is_outside: bool = False  # whether anything but the code of functions changes
-    source: str = ""  # of the whole file; planted ones only
-    tests: tuple[str, ...] = ()  # that have to notice; any if empty
-
-    @property
-    def key(self) -> tuple[str, int, int, str]:
-        """What tells it from all others."""
-        return self.file, self.line, self.column, self.what
+def row(*values: object) -> Row:
+    """What a matrix says of a fault."""
+    return dict(zip(("file", "line", "last", "column", "what"), values, strict=True))
 
 
 def changes(node: ast.AST) -> Iterator[tuple[Any, str, Any, str]]:
@@ -52,11 +40,10 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, str, Any, str]]:
         yield node, "operand", ast.UnaryOp(node.op, node.operand), ""
     elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
         # What is left out stays in the source: names keep their scopes, and closures their cells.
-        never = ast.BoolOp(ast.And(), [ast.Constant(False), node.test])
-        yield node.test, "test", never, f"never {ast.unparse(node.test)}"
-        if not isinstance(node, ast.While):
-            always = ast.BoolOp(ast.Or(), [ast.Constant(True), node.test])
-            yield node.test, "test", always, f"always {ast.unparse(node.test)}"
+        for word, op in (("never", ast.And()), ("always", ast.Or())):
+            if word == "never" or not isinstance(node, ast.While):
+                test = ast.BoolOp(op, [ast.Constant(word == "always"), node.test])
+                yield node.test, "test", test, f"{word} {ast.unparse(node.test)}"
     for name in ("body", "orelse", "finalbody"):
         block = getattr(node, name, None)
         if not isinstance(block, list) or (isinstance(node, ast.If) and len(block) == 1):
@@ -70,7 +57,7 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, str, Any, str]]:
                 yield line, name, without, f"without {ast.unparse(line)}"
 
 
-def drawn(file: str, path: Path) -> Iterator[Fault]:
+def drawn(file: str, path: Path) -> Iterator[tuple[Row, Swaps]]:
     """All faults of one place in the functions of a file."""
     tree = ast.parse(path.read_text("utf-8"))
     original = compile(tree, str(path), "exec", dont_inherit=True)
@@ -80,71 +67,53 @@ def drawn(file: str, path: Path) -> Iterator[Fault]:
             setattr(node, field, value)
             ast.fix_missing_locations(tree)
             what = words or f"{before} → {ast.unparse(place)}"
-            changed = compile(tree, str(path), "exec", dont_inherit=True)
-            swaps, is_outside = compared(original, changed)
+            swaps = compared(original, compile(tree, str(path), "exec", dont_inherit=True))
             setattr(node, field, old)
-            if swaps and not is_outside:
-                mask = mask_of(place.lineno, place.end_lineno)
-                yield Fault(file, place.lineno, place.col_offset, what, mask, swaps)
+            if swaps:
+                yield row(file, place.lineno, place.end_lineno, place.col_offset, what), swaps
 
 
-def planted(file: str, path: Path, tests: str, old: str, new: str) -> Fault:
+def planted(file: str, path: Path, old: str, new: str) -> tuple[Row, Swaps]:
     """The fault that puts ``new`` where ``old`` stands."""
-    source = path.read_text("utf-8") if path.is_file() else ""
+    source = path.read_text("utf-8")
     if source.count(old) != 1:
         raise SystemExit(f"{file} should have once, and has {source.count(old)} times: {old!r}")
     # As many lines as before: codes are found by where they begin.
     changed = source.replace(old, "\n" * (old.count("\n") - new.count("\n")) + new)
-    codes = [compile(text, str(path), "exec", dont_inherit=True) for text in (source, changed)]
-    swaps, is_outside = compared(*codes)
-    if not swaps and not is_outside:
-        raise SystemExit(f"{file} does the same with {new!r} for {old!r}")
-    before = source[: source.index(old)].split("\n")
-    line, column = len(before), len(before[-1])
-    what = f"{old.strip()} → {new.strip()}"
-    mask = mask_of(line, line + old.rstrip().count("\n"))
-    names = tuple(f"tests/{name}" for name in tests.split())
-    return Fault(file, line, column, what, mask, swaps, is_outside, changed, names)
+    swaps = compared(*(compile(s, str(path), "exec", dont_inherit=True) for s in (source, changed)))
+    if not swaps:
+        raise SystemExit(f"{file}: no function changes with {new!r} for {old!r}")
+    *above, left = source[: source.index(old)].split("\n")
+    first, last = len(above) + 1, len(above) + 1 + old.rstrip().count("\n")
+    return row(file, first, last, len(left), f"{old.strip()} → {new.strip()}"), swaps
 
 
-def mask_of(first: int, last: int) -> int:
-    """Lines as one number, with a bit for each."""
-    return (1 << last + 1) - (1 << first)
-
-
-def compared(old: CodeType, new: CodeType) -> tuple[dict[CodeType, CodeType], bool]:
-    """The functions whose code differs, and whether anything else does."""
-    swaps, is_outside = dict[CodeType, CodeType](), False
-    pairs = [(old, new)]
-    while pairs:
-        one, other = pairs.pop()
-        if bare(one) == bare(other):
-            continue
-        if not one.co_flags & inspect.CO_OPTIMIZED:  # of a module or a class
-            is_outside |= bare(one, is_deep=False) != bare(other, is_deep=False)
-        elif one.co_freevars == other.co_freevars:
-            swaps[one] = other
-        else:  # functions that are there have other cells
-            is_outside = True
-        others = dict(parts(other))
-        pairs += [(code, others[key]) for key, code in parts(one) if key in others]
-    return swaps, is_outside
-
-
-def parts(code: CodeType) -> Iterator[tuple[object, CodeType]]:
-    """The codes in ``code``, by what finds them in a changed one."""
-    seen = Counter[object]()
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """All codes in ``code``."""
     for part in code.co_consts:
         if isinstance(part, CodeType):
-            key = part.co_name, part.co_firstlineno
-            seen[key] += 1
-            yield (key, seen[key]), part
+            yield part
+            yield from codes(part)
 
 
-def bare(code: CodeType, *, is_deep: bool = True) -> CodeType:
-    """``code`` without columns, and without what is in functions unless ``is_deep``."""
-    inner = [
-        (bare(part) if is_deep else part.co_name) if isinstance(part, CodeType) else part
-        for part in code.co_consts
-    ]
+def bare(code: CodeType) -> CodeType:
+    """``code`` without columns."""
+    inner = [bare(part) if isinstance(part, CodeType) else part for part in code.co_consts]
     return code.replace(co_linetable=b"", co_consts=tuple(inner))
+
+
+def compared(old: CodeType, new: CodeType) -> Swaps:
+    """The functions whose code differs, or that of functions in them."""
+    swaps = Swaps()
+    after = defaultdict[object, list[CodeType]](list)
+    for code in codes(new):
+        after[code.co_name, code.co_firstlineno].append(code)
+    for code in codes(old):
+        others = after[code.co_name, code.co_firstlineno]
+        other = others.pop(0) if others else code
+        # Not of a class, which has been made.
+        if code.co_flags & inspect.CO_OPTIMIZED and bare(code) != bare(other):
+            if code.co_freevars != other.co_freevars:  # functions that are there have other cells
+                raise SystemExit(f"{code.co_name} cannot be given {other.co_freevars}")
+            swaps[code] = other
+    return swaps
