@@ -19,13 +19,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 
 Row = dict[str, Any]
-Swaps = dict[CodeType, CodeType]
-"""Of functions: code that is there, and is to be."""
-
-
-def row(*values: object) -> Row:
-    """What a matrix says of a fault."""
-    return dict(zip(("file", "line", "last", "column", "what"), values, strict=True))
+Swaps = dict[CodeType, CodeType]  # of functions: code that is there, and is to be
 
 
 def changes(node: ast.AST) -> Iterator[tuple[Any, str, Any, str]]:
@@ -40,10 +34,11 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, str, Any, str]]:
         yield node, "operand", ast.UnaryOp(node.op, node.operand), ""
     elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
         # What is left out stays in the source: names keep their scopes, and closures their cells.
-        for word, op in (("never", ast.And()), ("always", ast.Or())):
-            if word == "never" or not isinstance(node, ast.While):
-                test = ast.BoolOp(op, [ast.Constant(word == "always"), node.test])
-                yield node.test, "test", test, f"{word} {ast.unparse(node.test)}"
+        never = ast.BoolOp(ast.And(), [ast.Constant(False), node.test])
+        yield node.test, "test", never, f"never {ast.unparse(node.test)}"
+        if not isinstance(node, ast.While):
+            always = ast.BoolOp(ast.Or(), [ast.Constant(True), node.test])
+            yield node.test, "test", always, f"always {ast.unparse(node.test)}"
     for name in ("body", "orelse", "finalbody"):
         block = getattr(node, name, None)
         if not isinstance(block, list) or (isinstance(node, ast.If) and len(block) == 1):
@@ -52,48 +47,53 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, str, Any, str]]:
             is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
             kinds = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Raise)
             if isinstance(line, kinds) and not is_text:
-                gone = ast.If(ast.Constant(False), [line], [])
-                without = [*block[:at], gone, *block[at + 1 :]]
+                without = [*block[:at], ast.If(ast.Constant(False), [line], []), *block[at + 1 :]]
                 yield line, name, without, f"without {ast.unparse(line)}"
 
 
-def drawn(file: str, path: Path) -> Iterator[tuple[Row, Swaps]]:
+def drawn(file: str) -> Iterator[tuple[Row, Swaps]]:
     """All faults of one place in the functions of a file."""
+    path = Path(file).absolute()
     tree = ast.parse(path.read_text("utf-8"))
-    original = compile(tree, str(path), "exec", dont_inherit=True)
+    original = compile(tree, path, "exec", dont_inherit=True)
     for node in ast.walk(tree):
         for place, field, value, words in changes(node):
             before, old = ast.unparse(place), getattr(node, field)
             setattr(node, field, value)
             ast.fix_missing_locations(tree)
             what = words or f"{before} → {ast.unparse(place)}"
-            swaps = compared(original, compile(tree, str(path), "exec", dont_inherit=True))
+            swaps = compared(original, compile(tree, path, "exec", dont_inherit=True))
             setattr(node, field, old)
             if swaps:
                 yield row(file, place.lineno, place.end_lineno, place.col_offset, what), swaps
 
 
-def planted(file: str, path: Path, old: str, new: str) -> tuple[Row, Swaps]:
+def planted(file: str, old: str, new: str) -> tuple[Row, Swaps]:
     """The fault that puts ``new`` where ``old`` stands."""
+    path = Path(file).absolute()
     source = path.read_text("utf-8")
     if source.count(old) != 1:
         raise SystemExit(f"{file} should have once, and has {source.count(old)} times: {old!r}")
     # As many lines as before: codes are found by where they begin.
     changed = source.replace(old, "\n" * (old.count("\n") - new.count("\n")) + new)
-    swaps = compared(*(compile(s, str(path), "exec", dont_inherit=True) for s in (source, changed)))
+    swaps = compared(*(compile(s, path, "exec", dont_inherit=True) for s in (source, changed)))
     if not swaps:
         raise SystemExit(f"{file}: no function changes with {new!r} for {old!r}")
     *above, left = source[: source.index(old)].split("\n")
-    first, last = len(above) + 1, len(above) + 1 + old.rstrip().count("\n")
-    return row(file, first, last, len(left), f"{old.strip()} → {new.strip()}"), swaps
+    last = len(above) + 1 + old.rstrip().count("\n")
+    return row(file, len(above) + 1, last, len(left), f"{old} → {new}"), swaps
 
 
-def codes(code: CodeType) -> Iterator[CodeType]:
-    """All codes in ``code``."""
-    for part in code.co_consts:
-        if isinstance(part, CodeType):
-            yield part
-            yield from codes(part)
+def row(file: str, line: int, last: int, column: int, what: str) -> Row:
+    """What a matrix says of a fault."""
+    name = f"{file}:{line}:{column}: {' '.join(what.split())}"
+    return {"fault": name, "file": file, "lines": [*range(line, last + 1)]}
+
+
+def codes(code: CodeType) -> list[CodeType]:
+    """``code``, and all codes in it."""
+    inner = [codes(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return [code, *(part for parts in inner for part in parts)]
 
 
 def bare(code: CodeType) -> CodeType:

@@ -3,14 +3,13 @@
 
 ``run`` collects tests once, and asks ``coverage`` which lines each enters. For each fault it forks,
 gives the living functions the code of the changed source, runs all tests that enter the changed
-lines, and writes a line of JSON with those that notice: they fail, hang or end the process. Tests
-after one that hangs are not asked, nor further cases of one that has failed. Faults that ``--out``
-has are skipped: the same command goes on where it was ended. Files must not change between.
+lines, and writes a line of JSON with those that notice: they fail, hang or end the process (tests
+after one of these are not asked). Faults are drawn from the source (comparisons, signs, operators,
+conditions, left-out statements), or stand in ``planted_faults.py``. Those that ``--out`` has are
+skipped: the same command goes on where it was ended. Files must not change between.
 
-Faults are drawn from the source (comparisons, signs, operators, conditions, left-out statements),
-or stand in ``planted_faults.py``. ``report`` counts, and lists what no test noticed. ``spare``
-names tests without which each fault keeps ``--keep`` that notice it. ``diff`` lists what an earlier
-matrix noticed and a later one does not.
+``report`` counts, and lists what no test noticed. ``spare`` names tests without which each fault
+keeps ``--keep`` that notice it. ``diff`` lists what only the first of two matrices has noticed.
 
 Only functions of this process change: what runs in another interpreter, or as machine code, is `not
 reached`, and tests that start processes are never spare. Nothing is drawn outside of functions: a
@@ -31,11 +30,10 @@ import runpy
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -43,24 +41,16 @@ from typing import Any
 
 import pytest
 from coverage import Coverage
-from hypothesis import Phase, settings
 
-from faults import Row, drawn, planted
+from faults import Row, Swaps, drawn, planted
 
-COMPILED = ("kernels/triton/",)
-COMPILED += tuple(f"kernels/jit/{name}.py" for name in ("formats", "formulas", "loops", "words"))
-"""Triton and numba read these functions: new code of theirs changes nothing."""
+COMPILED = ("triton/", "jit/formats.py", "jit/formulas.py", "jit/loops.py", "jit/words.py")
+"""In kernels: Triton and numba read these functions, and new code of theirs changes nothing."""
 
-UNSEEN = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "sys.settrace")
-"""Events of a test that runs code where neither coverage nor the change of code is."""
+UNSEEN = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect")
+"""Events of a test that runs code where the changed one is not."""
 
 FORK = multiprocessing.get_context("fork")
-
-
-def package() -> Path:
-    """The folder of the only package below ``src``."""
-    (found,) = Path.cwd().glob("src/*/__init__.py")
-    return found.parent
 
 
 def function_of(test: str) -> str:
@@ -71,15 +61,16 @@ def function_of(test: str) -> str:
 class Matrix:
     """A plugin that runs tests over faults instead of running them."""
 
-    def __init__(self, out: Path, jobs: int, limit: int, faults: Sequence[Any]) -> None:
-        self._out, self._jobs, self._limit, self._faults = out, jobs, limit, faults
+    def __init__(self, args: argparse.Namespace, faults: Iterable[tuple[Row, Swaps]]) -> None:
+        self._args, self._faults = args, faults
         self._tests: dict[str, Row] = {}
-        self._failed: set[str] = set()  # in this fork
-        self._log = -1
+        self._log = -1  # a file of who begins and who fails
 
     @pytest.hookimpl(trylast=True)  # after a conftest has chosen a profile
     def pytest_configure(self) -> None:
         """Let searches end with the first example that fails, and not look for a smaller one."""
+        from hypothesis import Phase, settings
+
         phases = (Phase.explicit, Phase.generate)
         settings.register_profile("kill", settings(), phases=phases, report_multiple_bugs=False)
         settings.load_profile("kill")
@@ -87,7 +78,6 @@ class Matrix:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take note of who fails."""
         if report.failed:
-            self._failed.add(function_of(report.nodeid))
             os.write(self._log, f"! {function_of(report.nodeid)}\n".encode())
 
     @pytest.hookimpl(tryfirst=True)
@@ -95,29 +85,29 @@ class Matrix:
         """Try all faults."""
         if session.testsfailed:
             return None  # pytest tells what could not be collected
-        faults = self._living()
+        faults, jobs = self._living(), self._args.jobs
         fail = self._noticed(lambda: self._trace(session.items))
+        if {*fail.values()} - {"failed"}:
+            raise pytest.UsageError(f"without a fault: {fail}")
         print("left out, since they fail without a fault:", fail)
-        self._tests = read([self._out])[0]
+        self._tests = read([self._args.out])[0]
         items = [item for item in session.items if function_of(item.nodeid) not in fail]
-        parts = [faults[at :: self._jobs] for at in range(self._jobs)]
-        workers = [FORK.Process(target=self._try, args=(part, items)) for part in parts]
-        for worker in workers:
+        work = [FORK.Process(target=self._try, args=(faults[n::jobs], items)) for n in range(jobs)]
+        for worker in work:
             worker.start()
-        for worker in workers:
+        for worker in work:
             worker.join()
-        if any(worker.exitcode for worker in workers):
+        if any(worker.exitcode for worker in work):
             raise pytest.UsageError("a worker has died; what it says is above")
         return True
 
     def _living(self) -> list[tuple[Row, Any]]:
         """The faults, each with the functions that it changes and their new code."""
-        for name in ("numba", "torch._dynamo"):  # once, instead of in each fork
+        files = [Path(row["file"]).with_suffix("") for row, _ in self._faults]
+        names = {".".join(file.parts[1:]).removesuffix(".__init__") for file in files}
+        for name in ("numba", "torch._dynamo", *names):  # once, instead of in each fork
             with suppress(ImportError):
                 importlib.import_module(name)
-        for file in {row["file"] for row, _ in self._faults}:
-            parts = (package().name, *Path(file).with_suffix("").parts)
-            importlib.import_module(".".join(parts).removesuffix(".__init__"))
         gc.unfreeze()  # what a conftest may hide
         functions = defaultdict[object, list[FunctionType]](list)
         for thing in gc.get_objects():
@@ -129,7 +119,7 @@ class Matrix:
             codes = [((old.co_filename, old), new) for old, new in swaps.items()]
             faults.append((row, [(f, new) for key, new in codes for f in functions[key]]))
             if not faults[-1][1]:
-                raise pytest.UsageError(f"no living function changes with {told(row)}")
+                raise pytest.UsageError(f"no living function changes with {row['fault']}")
         return faults
 
     def _noticed(self, work: Callable[[], None]) -> dict[str, str]:
@@ -157,69 +147,51 @@ class Matrix:
         work()
         os._exit(0)  # and wait for nobody
 
-    def _run(self, items: Iterable[pytest.Item], seen: Any = nullcontext) -> None:
-        left = iter(items)
-        item = next(left, None)
-        while item:
-            after = next((i for i in left if function_of(i.nodeid) not in self._failed), None)
-            os.write(self._log, f"> {function_of(item.nodeid)}\n".encode())
-            with seen(item):
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-            item = after
-
-    def _trace(self, items: Iterable[pytest.Item]) -> None:
-        """Write what ``items`` enter, how long they are, and whether they do more."""
-        os.environ["COVERAGE_CORE"] = "ctrace"  # sys.monitoring knows no contexts
-        coverage = Coverage(data_file=None, include=[f"{package()}/*"], config_file=False)
-        tests, now = dict[str, Row](), Row()
-
-        def hear(event: str, arguments: object) -> None:
-            if event in UNSEEN and threading.current_thread() is threading.main_thread():
-                now["unseen"] = True
-
-        @contextmanager
-        def seen(item: Any) -> Iterator[None]:
-            nonlocal now
-            coverage.start()  # anew, if a test has traced by itself
-            coverage.switch_context(item.nodeid)
-            # The zygote is a process that many tests share.
-            now = tests[item.nodeid] = {"unseen": "zygote" in item.fixturenames, "lines": {}}
+    def _trace(self, items: Sequence[Any]) -> None:
+        """Run ``items``, and write what each enters, its lines, and whether it does more."""
+        started = list[str]()
+        sys.addaudithook(lambda event, _: started.append(event) if event in UNSEEN else None)
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            coverage = Coverage(data_file=None, include=["src/*"], config_file=False)
+            started.clear()
+            coverage.start()
             begun = time.perf_counter()
-            yield
-            now["seconds"] = round(time.perf_counter() - begun, 3)
-            now["size"] = len(inspect.getsourcelines(item.function)[0])
-            now = {}
+            self._run(item, after)
+            seconds = round(time.perf_counter() - begun, 3)
             coverage.stop()
+            data = coverage.get_data()
+            lines = {os.path.relpath(file): data.lines(file) for file in data.measured_files()}
+            size = len(inspect.getsourcelines(item.function)[0])
+            # The zygote is a process that many tests share.
+            unseen = bool(started) or "zygote" in item.fixturenames
+            known = {"lines": lines, "seconds": seconds, "size": size, "unseen": unseen}
+            self._tests[item.nodeid] = known
+        append(self._args.out, {"tests": self._tests})
 
-        sys.addaudithook(hear)
-        self._run(items, seen)
-        data = coverage.get_data()
-        for path in data.measured_files():
-            file = Path(path).relative_to(package()).as_posix()
-            for line, names in data.contexts_by_lineno(path).items():
-                for lines in [tests[name]["lines"] for name in {*names} - {""}]:
-                    lines[file] = lines.get(file, 0) | 1 << line
-        append(self._out, {"tests": tests})
+    def _run(self, item: pytest.Item, after: pytest.Item | None) -> None:
+        os.write(self._log, f"> {function_of(item.nodeid)}\n".encode())
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
 
     def _try(self, faults: Iterable[tuple[Row, Any]], items: Iterable[pytest.Item]) -> None:
         """Write who of ``items`` notices each fault."""
         for row, living in faults:
             begun = time.perf_counter()
-            mask = (1 << row["last"] + 1) - (1 << row["line"])
-            known = [(item, self._tests[item.nodeid]) for item in items]
-            asked = [(i, test) for i, test in known if test["lines"].get(row["file"], 0) & mask]
+            entered = {t: known["lines"].get(row["file"], ()) for t, known in self._tests.items()}
+            asked = [i for i in items if {*row["lines"]}.intersection(entered[i.nodeid])]
             noticed = self._noticed(partial(self._ask, asked, living)) if asked else {}
             state = "noticed" if noticed else "not noticed" if asked else "not reached"
             seconds = round(time.perf_counter() - begun, 1)
-            append(self._out, {**row, "state": state, "noticed": noticed, "seconds": seconds})
+            append(self._args.out, {**row, "state": state, "noticed": noticed, "seconds": seconds})
 
-    def _ask(self, asked: Iterable[tuple[pytest.Item, Row]], living: Any) -> None:
-        limit = int(self._limit + 3 * sum(test["seconds"] for _, test in asked))
+    def _ask(self, items: Sequence[pytest.Item], living: Any) -> None:
+        usual = sum(self._tests[item.nodeid]["seconds"] for item in items)
+        limit = int(self._args.limit + 3 * usual)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         signal.alarm(5 * limit)  # one that waits uses no CPU
         for function, code in living:
             function.__code__ = code
-        self._run(item for item, _ in asked)
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            self._run(item, after)
 
 
 def append(out: Path, row: Row) -> None:
@@ -230,25 +202,23 @@ def append(out: Path, row: Row) -> None:
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     """Try the faults that ``--out`` does not have yet."""
-    here, rooms = package(), {place.partition("/")[0] for place in args.of}
-    files = [path.relative_to(here).as_posix() for path in sorted(here.rglob("*.py"))]
-    files = [f for f in files if any(f == place or f.startswith(f"{place}/") for place in args.of)]
+    paths = [path for place in args.of for path in [place, *sorted(place.rglob("*.py"))]]
+    files = [path.as_posix() for path in paths if path.is_file()]
     if args.planted:
         table = runpy.run_path("tools/planted_faults.py")["FAULTS"]
-        faults = [planted(f, here / f, *pair) for f in files for pair in table.get(f, ())]
+        faults = [planted(file, *pair) for file in files for pair in table.get(file, ())]
     else:
-        chosen = [file for file in files if not file.startswith(COMPILED)]
-        faults = [fault for file in chosen for fault in drawn(file, here / file)]
-    out = args.out.absolute()
-    tried = set(map(key_of, read([out])[1])) if out.exists() else set()
-    faults = [fault for fault in faults if key_of(fault[0]) not in tried]
-    sys.path += [str(Path.cwd()), str(here.parent)]
+        compiled = tuple(f"src/preamp/kernels/{place}" for place in COMPILED)
+        found = [drawn(file) for file in files if not file.startswith(compiled)]
+        faults = [fault for some in found for fault in some]
+    args.out = args.out.absolute()
+    tried = {row["fault"] for row in read([args.out])[1]} if args.out.exists() else set()
+    faults = [fault for fault in faults if fault[0]["fault"] not in tried]
+    sys.path += [str(Path.cwd()), str(Path.cwd() / "src")]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = ["-q", "-s", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    tests = given or sorted(f"tests/{room}" for room in rooms)
-    matrix = Matrix(out, args.jobs, args.limit, faults)
-    status = int(pytest.main([*options, *tests], plugins=[matrix])) if faults else 0
-    return status or report([out])
+    status = pytest.main([*options, *given], plugins=[Matrix(args, faults)]) if faults else 0
+    return int(status) or report([args.out])
 
 
 # -- what the rows tell -----------------------------------------------------------------------
@@ -265,65 +235,53 @@ def read(paths: Iterable[Path]) -> tuple[dict[str, Row], list[Row]]:
     return tests, rows
 
 
-def key_of(row: Row) -> tuple[object, ...]:
-    """What tells its fault from all others."""
-    return row["file"], row["line"], row["column"], row["what"]
-
-
-def told(row: Row) -> str:
-    """A fault in a line."""
-    return f"  {row['file']}:{row['line']}: {' '.join(row['what'].split())[:160]}"
-
-
 def report(paths: Iterable[Path]) -> int:
     """Print counts, and each fault that no test noticed."""
     rows = read(paths)[1]
-    of = {
-        s: [r for r in rows if r["state"] == s] for s in ("noticed", "not noticed", "not reached")
-    }
-    counts = ", ".join(f"{len(found)} {state}" for state, found in of.items())
-    print(f"{len(rows)} faults: {counts}; {sum(row['seconds'] for row in rows):.0f} s")
-    for state in ("not noticed", "not reached"):
-        print(f"{state}:", *map(told, of[state]), sep="\n")
+    print(f"{len(rows)} faults; {sum(row['seconds'] for row in rows):.0f} s")
+    for state in ("noticed", "not noticed", "not reached"):
+        found = [row["fault"] for row in rows if row["state"] == state]
+        print(f"{len(found)} {state}", *(found if state != "noticed" else ()), sep="\n  ")
     return 0
 
 
-def spare(tests: dict[str, Row], rows: Iterable[Row], keep: int) -> list[tuple[int, str]]:
-    """Tests that may go, the longest first, while ``keep`` notice each fault that they notice.
+def spare(paths: Iterable[Path], keep: int) -> int:
+    """Print tests that may go, the longest first, while ``keep`` notice what they notice.
 
     One that noticed nothing was not judged, and stays. So does one that does more than this
     process sees, and one that alone enters a line where no fault was noticed.
     """
-    noticed = [row for row in rows if row["noticed"]]
-    killers = [set(row["noticed"]) for row in noticed]
-    judged = {(r["file"], line) for r in noticed for line in range(r["line"], r["last"] + 1)}
-    enters, sizes, stays = defaultdict[str, set[object]](set), dict[str, int](), set[str]()
+    tests, rows = read(paths)
+    rows = [row for row in rows if row["noticed"]]
+    killers = [set(row["noticed"]) for row in rows]
+    judged = {(row["file"], line) for row in rows for line in row["lines"]}
+    sizes = {function_of(test): known["size"] for test, known in tests.items()}
+    stays = {function_of(test) for test, known in tests.items() if known["unseen"]}
+    enters = defaultdict[str, set[object]](set)
     for test, known in tests.items():
-        name = function_of(test)
-        sizes[name] = known["size"]
-        stays |= {name} if known["unseen"] else set()
-        for file, mask in known["lines"].items():
-            bits = enumerate(bin(mask)[:1:-1])
-            enters[name] |= {(file, line) for line, bit in bits if bit == "1"} - judged
+        lines = {(file, line) for file, lines in known["lines"].items() for line in lines}
+        enters[function_of(test)] |= lines - judged
     entering = Counter(line for lines in enters.values() for line in lines)
     gone = []
     for name in sorted(set().union(*killers) - stays, key=lambda n: (-sizes[n], n)):
         mine = [them for them in killers if name in them]
         if all(len(them) > keep for them in mine) and all(entering[x] > 1 for x in enters[name]):
-            gone.append((sizes[name], name))
+            gone.append(name)
             entering.subtract(enters[name])
             for them in mine:
                 them.discard(name)
-    return gone
+    print(*(f"{sizes[name]:5} {name}" for name in gone), sep="\n")
+    print(f"{len(gone)} tests, {sum(sizes[name] for name in gone)} lines")
+    return 0
 
 
 def diff(before: Path, after: Path) -> int:
     """Print the faults that a matrix noticed and a later one does not."""
-    now = {key_of(row): row["state"] for row in read([after])[1]}
-    rows = [row for row in read([before])[1] if row["noticed"]]
-    lost = [row for row in rows if now.get(key_of(row)) != "noticed"]
+    now = {row["fault"]: row["state"] for row in read([after])[1]}
+    lost = [r for r in read([before])[1] if r["noticed"] and now.get(r["fault"]) != "noticed"]
     for row in lost:
-        print(f"{now.get(key_of(row), 'not tried')}:\n{told(row)}\n    {', '.join(row['noticed'])}")
+        state = now.get(row["fault"], "not tried")
+        print(f"{state}: {row['fault']}\n    was noticed by {', '.join(row['noticed'])}")
     print(f"{len(lost)} faults were noticed, and are no more")
     return bool(lost)
 
@@ -331,26 +289,22 @@ def diff(before: Path, after: Path) -> int:
 def main(argv: Sequence[str]) -> int:
     """Do what the arguments say."""
     at = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(epilog="run: after -- come tests and options of pytest")
+    parser = argparse.ArgumentParser(epilog="run: after -- come tests, and options of pytest")
     parser.add_argument("command", choices=("run", "report", "spare", "diff"))
-    parser.add_argument("of", nargs="+", help="run: files or folders of the package; else matrices")
+    parser.add_argument(
+        "of", nargs="+", type=Path, help="run: files or folders of src; else: matrices"
+    )
     parser.add_argument("--planted", action="store_true", help="the planted faults, not drawn ones")
     parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=int, default=20, help="CPU seconds beyond thrice the usual")
     parser.add_argument("--keep", type=int, default=2, help="so many notice each fault")
     args = parser.parse_intermixed_args(argv[:at])
-    paths = [Path(path) for path in args.of]
     if args.command == "run":
         return run(args, argv[at + 1 :])
-    if args.command == "report":
-        return report(paths)
-    if args.command == "diff":
-        return diff(*paths)
-    gone = spare(*read(paths), args.keep)
-    print(*(f"{size:5} {name}" for size, name in gone), sep="\n")
-    print(f"{len(gone)} tests, {sum(size for size, _ in gone)} lines")
-    return 0
+    if args.command == "spare":
+        return spare(args.of, args.keep)
+    return diff(*args.of) if args.command == "diff" else report(args.of)
 
 
 if __name__ == "__main__":
