@@ -4,12 +4,11 @@
 ``run`` collects tests once, and asks ``coverage`` which lines each enters. For each fault it forks,
 gives the living functions the code of the changed source, runs all tests that enter the changed
 lines, and writes a line of JSON with those that notice: they fail, hang or end the process (tests
-after one of these are not asked). Faults are drawn from the source (comparisons, signs, operators,
+after such a one are not asked). Faults are drawn from the source (comparisons, signs, operators,
 conditions, left-out statements), or stand in ``planted_faults.py``. Those that ``--out`` has are
-skipped: the same command goes on where it was ended. Files must not change between.
-
-``report`` counts, and lists what no test noticed. ``spare`` names tests without which each fault
-keeps ``--keep`` that notice it. ``diff`` lists what only the first of two matrices has noticed.
+skipped, so that a run can go on; files must not change between. ``report`` lists what no test
+notices, ``spare`` tests without which each fault keeps ``--keep`` that notice it, and ``diff`` what
+only the first of two matrices noticed.
 
 Only functions of this process change: what runs in another interpreter, or as machine code, is `not
 reached`, and tests that start processes are never spare. Nothing is drawn outside of functions: a
@@ -19,6 +18,7 @@ spare test may still be the one that pins a default or a table. Read it before i
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
 import importlib
 import inspect
@@ -32,25 +32,124 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 from coverage import Coverage
 
-from faults import Row, Swaps, drawn, planted
+Row = dict[str, Any]
+Fault = tuple[Row, dict[CodeType, CodeType]]  # what a matrix says of it; new code by old
 
 COMPILED = ("triton/", "jit/formats.py", "jit/formulas.py", "jit/loops.py", "jit/words.py")
-"""In kernels: Triton and numba read these functions, and new code of theirs changes nothing."""
+"""In kernels: what Triton and numba read, so that new code of its functions changes nothing."""
 
 UNSEEN = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect")
 """Events of a test that runs code where the changed one is not."""
 
 FORK = multiprocessing.get_context("fork")
+
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
+    ast.Div: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+
+
+def changes(node: ast.AST) -> Iterator[tuple[Any, str, Any, str]]:
+    """What slips make of ``node``: the part that changes, the field, its new value, in words."""
+    if isinstance(node, ast.Compare):
+        for at, op in enumerate(node.ops):
+            if type(op) in SWAPS:
+                yield node, "ops", [*node.ops[:at], SWAPS[type(op)](), *node.ops[at + 1 :]], ""
+    elif isinstance(node, (ast.BoolOp, ast.BinOp, ast.AugAssign)) and type(node.op) in SWAPS:
+        yield node, "op", SWAPS[type(node.op)](), ""
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        yield node, "operand", ast.UnaryOp(node.op, node.operand), ""
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        # What is left out stays in the source: names keep their scopes, and closures their cells.
+        never = ast.BoolOp(ast.And(), [ast.Constant(False), node.test])
+        yield node.test, "test", never, f"never {ast.unparse(node.test)}"
+        if not isinstance(node, ast.While):
+            always = ast.BoolOp(ast.Or(), [ast.Constant(True), node.test])
+            yield node.test, "test", always, f"always {ast.unparse(node.test)}"
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if not isinstance(block, list) or (isinstance(node, ast.If) and len(block) == 1):
+            continue  # a condition that never holds leaves its only statement out
+        for at, line in enumerate(block):
+            is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+            kinds = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Raise)
+            if isinstance(line, kinds) and not is_text:
+                without = [*block[:at], ast.If(ast.Constant(False), [line], []), *block[at + 1 :]]
+                yield line, name, without, f"without {ast.unparse(line)}"
+
+
+def drawn(file: str) -> Iterator[Fault]:
+    """All faults of one place in the functions of a file."""
+    path = Path(file).absolute()
+    tree = ast.parse(path.read_text("utf-8"))
+    original = compile(tree, path, "exec", dont_inherit=True)
+    for node in ast.walk(tree):
+        for place, field, value, words in changes(node):
+            before, old = ast.unparse(place), getattr(node, field)
+            setattr(node, field, value)
+            ast.fix_missing_locations(tree)
+            what = words or f"{before} → {ast.unparse(place)}"
+            swaps = compared(original, compile(tree, path, "exec", dont_inherit=True))
+            setattr(node, field, old)
+            if swaps:
+                name = f"{file}:{place.lineno}:{place.col_offset}: {what}"
+                lines = [*range(place.lineno, place.end_lineno + 1)]
+                yield {"fault": name, "file": file, "lines": lines}, swaps
+
+
+def planted(file: str, old: str, new: str) -> Fault:
+    """The fault that puts ``new`` where ``old`` stands."""
+    path = Path(file).absolute()
+    source = path.read_text("utf-8")
+    if source.count(old) != 1:
+        raise SystemExit(f"{file} should have once, and has {source.count(old)} times: {old!r}")
+    # As many lines as before: codes are found by where they begin.
+    changed = source.replace(old, "\n" * (old.count("\n") - new.count("\n")) + new)
+    swaps = compared(*(compile(s, path, "exec", dont_inherit=True) for s in (source, changed)))
+    if not swaps:
+        raise SystemExit(f"{file}: no function changes with {new!r} for {old!r}")
+    line = source[: source.index(old)].count("\n") + 1
+    lines = [*range(line, line + old.rstrip().count("\n") + 1)]
+    return {"fault": f"{file}:{line}: {old!r} → {new!r}", "file": file, "lines": lines}, swaps
+
+
+def compared(old: CodeType, new: CodeType) -> dict[CodeType, CodeType]:
+    """The functions (no classes: these are made) whose code, or code in it, differs."""
+    swaps, after = dict[CodeType, CodeType](), defaultdict[object, list[CodeType]](list)
+    for code in codes(new):
+        after[code.co_name, code.co_firstlineno].append(code)
+    for code in codes(old):
+        others = after[code.co_name, code.co_firstlineno]
+        other = others.pop(0) if others else code
+        if code.co_flags & inspect.CO_OPTIMIZED and bare(code) != bare(other):
+            if code.co_freevars != other.co_freevars:  # functions that are there have other cells
+                raise SystemExit(f"{code.co_name} cannot be given {other.co_freevars}")
+            swaps[code] = other
+    return swaps
+
+
+def codes(code: CodeType) -> list[CodeType]:
+    """``code``, and all codes in it."""
+    inner = [codes(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return [code, *(part for parts in inner for part in parts)]
+
+
+def bare(code: CodeType) -> CodeType:
+    """``code`` without columns."""
+    inner = [bare(part) if isinstance(part, CodeType) else part for part in code.co_consts]
+    return code.replace(co_linetable=b"", co_consts=tuple(inner))
 
 
 def function_of(test: str) -> str:
@@ -61,7 +160,7 @@ def function_of(test: str) -> str:
 class Matrix:
     """A plugin that runs tests over faults instead of running them."""
 
-    def __init__(self, args: argparse.Namespace, faults: Iterable[tuple[Row, Swaps]]) -> None:
+    def __init__(self, args: argparse.Namespace, faults: Iterable[Fault]) -> None:
         self._args, self._faults = args, faults
         self._tests: dict[str, Row] = {}
         self._log = -1  # a file of who begins and who fails
@@ -166,7 +265,11 @@ class Matrix:
             unseen = bool(started) or "zygote" in item.fixturenames
             known = {"lines": lines, "seconds": seconds, "size": size, "unseen": unseen}
             self._tests[item.nodeid] = known
-        append(self._args.out, {"tests": self._tests})
+        self._append({"tests": self._tests})
+
+    def _append(self, row: Row) -> None:
+        with self._args.out.open("ab", buffering=0) as file:  # in one go: workers share it
+            file.write(json.dumps(row).encode() + b"\n")
 
     def _run(self, item: pytest.Item, after: pytest.Item | None) -> None:
         os.write(self._log, f"> {function_of(item.nodeid)}\n".encode())
@@ -181,7 +284,7 @@ class Matrix:
             noticed = self._noticed(partial(self._ask, asked, living)) if asked else {}
             state = "noticed" if noticed else "not noticed" if asked else "not reached"
             seconds = round(time.perf_counter() - begun, 1)
-            append(self._args.out, {**row, "state": state, "noticed": noticed, "seconds": seconds})
+            self._append({**row, "state": state, "noticed": noticed, "seconds": seconds})
 
     def _ask(self, items: Sequence[pytest.Item], living: Any) -> None:
         usual = sum(self._tests[item.nodeid]["seconds"] for item in items)
@@ -194,12 +297,6 @@ class Matrix:
             self._run(item, after)
 
 
-def append(out: Path, row: Row) -> None:
-    """Write a row in one go: workers share the file."""
-    with out.open("ab", buffering=0) as file:
-        file.write(json.dumps(row).encode() + b"\n")
-
-
 def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     """Try the faults that ``--out`` does not have yet."""
     paths = [path for place in args.of for path in [place, *sorted(place.rglob("*.py"))]]
@@ -209,19 +306,13 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         faults = [planted(file, *pair) for file in files for pair in table.get(file, ())]
     else:
         compiled = tuple(f"src/preamp/kernels/{place}" for place in COMPILED)
-        found = [drawn(file) for file in files if not file.startswith(compiled)]
-        faults = [fault for some in found for fault in some]
+        faults = [f for file in files if not file.startswith(compiled) for f in drawn(file)]
     args.out = args.out.absolute()
     tried = {row["fault"] for row in read([args.out])[1]} if args.out.exists() else set()
     faults = [fault for fault in faults if fault[0]["fault"] not in tried]
-    sys.path += [str(Path.cwd()), str(Path.cwd() / "src")]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = ["-q", "-s", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, *given], plugins=[Matrix(args, faults)]) if faults else 0
     return int(status) or report([args.out])
-
-
-# -- what the rows tell -----------------------------------------------------------------------
 
 
 def read(paths: Iterable[Path]) -> tuple[dict[str, Row], list[Row]]:
@@ -248,8 +339,7 @@ def report(paths: Iterable[Path]) -> int:
 def spare(paths: Iterable[Path], keep: int) -> int:
     """Print tests that may go, the longest first, while ``keep`` notice what they notice.
 
-    One that noticed nothing was not judged, and stays. So does one that does more than this
-    process sees, and one that alone enters a line where no fault was noticed.
+    One that noticed nothing stays, and one that alone enters a line where nothing was noticed.
     """
     tests, rows = read(paths)
     rows = [row for row in rows if row["noticed"]]
@@ -281,7 +371,7 @@ def diff(before: Path, after: Path) -> int:
     lost = [r for r in read([before])[1] if r["noticed"] and now.get(r["fault"]) != "noticed"]
     for row in lost:
         state = now.get(row["fault"], "not tried")
-        print(f"{state}: {row['fault']}\n    was noticed by {', '.join(row['noticed'])}")
+        print(f"{state}: {row['fault']}; was noticed by", *row["noticed"])
     print(f"{len(lost)} faults were noticed, and are no more")
     return bool(lost)
 
@@ -291,9 +381,7 @@ def main(argv: Sequence[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(epilog="run: after -- come tests, and options of pytest")
     parser.add_argument("command", choices=("run", "report", "spare", "diff"))
-    parser.add_argument(
-        "of", nargs="+", type=Path, help="run: files or folders of src; else: matrices"
-    )
+    parser.add_argument("of", nargs="+", type=Path, help="run: what of src; else: matrices")
     parser.add_argument("--planted", action="store_true", help="the planted faults, not drawn ones")
     parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"))
     parser.add_argument("--jobs", type=int, default=1)
