@@ -217,7 +217,7 @@ class Matrix:
         for row, swaps in self._faults:
             codes = [((old.co_filename, old), new) for old, new in swaps.items()]
             faults.append((row, [(f, new) for key, new in codes for f in functions[key]]))
-            if not faults[-1][1]:
+            if self._args.planted and not faults[-1][1]:
                 raise pytest.UsageError(f"no living function changes with {row['fault']}")
         return faults
 
@@ -280,7 +280,7 @@ class Matrix:
         for row, living in faults:
             begun = time.perf_counter()
             entered = {t: known["lines"].get(row["file"], ()) for t, known in self._tests.items()}
-            asked = [i for i in items if {*row["lines"]}.intersection(entered[i.nodeid])]
+            asked = [i for i in items if living and {*row["lines"]} & {*entered[i.nodeid]}]
             noticed = self._noticed(partial(self._ask, asked, living)) if asked else {}
             state = "noticed" if noticed else "not noticed" if asked else "not reached"
             seconds = round(time.perf_counter() - begun, 1)

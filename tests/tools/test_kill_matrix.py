@@ -65,15 +65,14 @@ def test_count():
     assert count(12) == 10
 def test_in_another_process():
     assert Sum(2).total(3) == 5
-    if os.fork():
-        os.wait()
-    else:
-        os._exit(in_another(1))
+    os.wait() if os.fork() else os._exit(in_another(1))
 def test_fails():
     assert above(4) == 3
 """,
     "tools/planted_faults.py": """
-FAULTS = {"src/tiny/sums.py": (("return 2 * function(x)", "return 3 * function(x)"),)}
+FAULTS = {
+    "src/tiny/sums.py": (("return 2 * function(x)", "return 3 * function(x)"),),
+    "src/tiny/odd.py": (("x + 1", "x + 2"),)}
 """,
 }
 
@@ -129,8 +128,9 @@ def test_a_planted_fault_is_noticed_and_tried_once(tiny: tuple[Path, Rows]) -> N
 
 
 def test_a_function_whose_code_is_not_found_is_an_error(tiny: tuple[Path, Rows]) -> None:
-    printed = call(tiny[0], "run", "src/tiny/odd.py", status=4)
-    assert "no living function changes with src/tiny/odd.py:3:11: x + 1" in printed
+    printed = call(tiny[0], "run", "src/tiny/odd.py", "--planted", status=4)
+    assert "no living function changes with src/tiny/odd.py:3: 'x + 1'" in printed
+    assert "1 not reached\n  src/tiny/odd.py:3" in call(tiny[0], "run", "src/tiny/odd.py")
 
 
 def test_spare_names_what_others_do_too(tiny: tuple[Path, Rows]) -> None:
