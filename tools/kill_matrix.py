@@ -188,7 +188,7 @@ class Matrix:
         fail = self._noticed(lambda: self._trace(session.items))
         if {*fail.values()} - {"failed"}:
             raise pytest.UsageError(f"without a fault: {fail}")
-        print("left out, since they fail without a fault:", fail)
+        print("left out, since they fail without a fault:", *fail)
         self._tests = read([self._args.out])[0]
         items = [item for item in session.items if function_of(item.nodeid) not in fail]
         work = [FORK.Process(target=self._try, args=(faults[n::jobs], items)) for n in range(jobs)]
@@ -205,7 +205,7 @@ class Matrix:
         files = [Path(row["file"]).with_suffix("") for row, _ in self._faults]
         names = {".".join(file.parts[1:]).removesuffix(".__init__") for file in files}
         for name in ("numba", "torch._dynamo", *names):  # once, instead of in each fork
-            with suppress(ImportError):
+            with suppress(Exception):
                 importlib.import_module(name)
         gc.unfreeze()  # what a conftest may hide
         functions = defaultdict[object, list[FunctionType]](list)
