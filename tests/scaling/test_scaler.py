@@ -299,7 +299,22 @@ def test_a_reaction_that_is_due_stays_due() -> None:
     scaler, session, waiting = LossScaler(DynamicScale(init_scale=8.0)), object(), Adjustments()
     waiting.later(scaler, [session], torch.ones(()), is_due=True)
     waiting.later(scaler, [session], None, is_due=False)
+    waiting.catch_up(object())  # the step of another
+    assert scaler.scale.item() == 8.0
     waiting.catch_up(session)
+    assert scaler.scale.item() == 4.0
+
+
+def test_what_is_only_to_be_remembered_waits_for_a_reaction() -> None:
+    scaler, session, waiting = LossScaler(DynamicScale(init_scale=8.0)), object(), Adjustments()
+    waiting.later(scaler, [session], None, is_due=False)
+    waiting.catch_up(session)
+    assert scaler.state_dict() == {"loss_scale": 8.0, "unskipped": 0}
+    waiting.later(scaler, [session], torch.zeros(()), is_due=False)
+    waiting.later(scaler, [session], torch.ones(()), is_due=False)
+    waiting.catch_up(session)
+    assert scaler.scale.item() == 8.0
+    scaler.react()
     assert scaler.scale.item() == 4.0
 
 
@@ -365,6 +380,28 @@ def test_a_reaction_is_four_operations() -> None:
         scaler.record(flag)
         scaler.react()
     assert seen.names == ["maximum", "_amp_update_scale_", "clamp_", "zero_"]
+    with Operations() as seen:
+        scaler.react()
+    assert seen.names == ["_amp_update_scale_", "clamp_"]  # nothing was recorded since
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_used"),
+    [
+        ({"growth_interval": 2**31 - 1, "max_scale": 2.0**126}, True),
+        ({"growth_interval": 2**31}, False),
+        ({"growth_interval": 0}, False),
+        ({"max_scale": 2.0**127}, False),  # it would not grow to infinity, and so not at all
+    ],
+)
+def test_the_operation_is_used_where_it_does_the_same(
+    numbers: dict[str, Any], is_used: bool
+) -> None:
+    scaler = LossScaler(DynamicScale(**numbers))
+    scaler.rule = scaler.rule  # replaced, with the same bounds
+    with Operations() as seen:
+        scaler.react()
+    assert ("_amp_update_scale_" in seen.names) is is_used
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
@@ -377,6 +414,9 @@ def test_a_reaction_happens_once(calls: int) -> None:
     for _ in range(calls):
         react()
     assert scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
+    assert scaler.generation == 2
+    scaler.set_scale(8.0)
+    assert scaler.generation == 3
 
 
 @pytest.mark.parametrize(
@@ -417,6 +457,9 @@ def test_an_interval_below_the_count_lets_the_scale_grow_next() -> None:
     assert scaler.value() == 2.0**16
     scaler.update()
     assert scaler.state_dict() == {"loss_scale": 2.0**17, "unskipped": 0}
+    with Operations() as seen:
+        scaler.update()
+    assert "_amp_update_scale_" in seen.names  # the formula was for once
 
 
 def test_adjust_is_pure() -> None:
@@ -457,7 +500,8 @@ def test_a_dynamic_scale_of_one_is_no_identity() -> None:
     ],
 )
 def test_the_scaled_loss_is_wide(given: torch.dtype, wide: torch.dtype) -> None:
-    scaled = LossScaler(DynamicScale()).scale_loss(torch.tensor(2.0, dtype=given))
+    # With a dimension: a half scalar would be widened by the scale itself.
+    scaled = LossScaler(DynamicScale()).scale_loss(torch.full((1,), 2.0, dtype=given))
     assert scaled.dtype is wide
     assert scaled.item() == 2.0**17
 
@@ -479,6 +523,8 @@ def test_unreadable_state_changes_nothing(state: dict[str, Any]) -> None:
     with refused("scaling", "a state that cannot be read", state=state):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == {"loss_scale": 2.0**16, "unskipped": 1}
+    largest = {"loss_scale": 2.0**127, "unskipped": 2**31 - 1}
+    assert scaler.read_state(largest) == tuple(largest.values())
 
 
 # -- Apex's face -----------------------------------------------------------------------------

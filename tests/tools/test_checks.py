@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The checks of docs, of the wheel and of planted faults find what is missing."""
+"""The checks of docs and of the wheel find what is missing."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 
 import check_wheel
-import mutants
 from check_docs import main, undocumented, unexplained
 from code_blocks import blocks_of
 
@@ -100,12 +99,3 @@ def test_a_command_that_fails_ends_the_check(
     monkeypatch.setattr(sys, "argv", ["check_wheel.py", "--keep", str(tmp_path / "new")])
     assert check_wheel.main() == 1
     assert "failed with status 7" in capsys.readouterr().err
-
-
-# -- planted faults ---------------------------------------------------------------------------
-
-
-def test_each_fault_stands_once_in_its_file() -> None:
-    faults = [(file, text) for (file, _), pairs in mutants.FAULTS.items() for text, _ in pairs]
-    assert len(faults) >= 40
-    assert [fault for fault in faults if mutants.text_of(fault[0]).count(fault[1]) != 1] == []

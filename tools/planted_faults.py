@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Slips in functions that ``kill_matrix.py`` does not draw: a wrong or missing term or argument.
+
+Each replaces a text that stands exactly once in its file.
+"""
+
+FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "src/preamp/casting/regions.py": (
+        ("if bracket.nesting == around and CASTS.disabled is None:", "if CASTS.disabled is None:"),
+    ),
+    "src/preamp/casting/wrappers.py": (
+        (
+            "tensor.dtype in CASTABLE and tensor.device.type == device_type",
+            "tensor.device.type == device_type",
+        ),
+        ("return has_half and has_float32", "return has_half"),
+    ),
+    "src/preamp/core/pytree.py": (("kind(items, value.maxlen)", "kind(items)"),),
+    "src/preamp/engine/block.py": (
+        ("self._reaction = self._reaction or adjust", "self._reaction = adjust"),
+    ),
+    "src/preamp/engine/clipping.py": (
+        ("norm + _EPS", "norm"),
+        ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
+    ),
+    "src/preamp/engine/optimizer_hooks.py": (
+        ("self._stepping = self._withheld = False", "self._stepping = False"),
+    ),
+    "src/preamp/engine/session.py": (
+        ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
+        ("self.found_inf = self.heard = None", "self.heard = None"),
+        ("return bool(torch.isfinite(norm))", "return True"),
+    ),
+    "src/preamp/engine/storage.py": (
+        ("id(param) in updated and not kept.is_wide(param)", "not kept.is_wide(param)"),
+        ("not kept.is_wide(param) and id(param) not in norms", "id(param) not in norms"),
+        ("tuple(scales.shape) != wanted", "False"),
+    ),
+    "src/preamp/kernels/blocks/cut.py": (
+        ("if total + size > most or len(together) == _TOGETHER:", "if len(together) == _TOGETHER:"),
+    ),
+    "src/preamp/kernels/blocks/ops.py": (
+        ("step = _constant(number(update.step) if corrects else math.inf)", "step = _constant(1)"),
+        (
+            "(~torch.isfinite(_stack(ends)).all()).float()",
+            "torch.isnan(_stack(ends)).any().float()",
+        ),
+    ),
+    "src/preamp/kernels/jit/ops.py": (
+        ("enumerate(self.part.rows) if place != 1]", "enumerate(self.part.rows) if place > 1]"),
+        ("each[owners] = np.add.reduceat(", "each[: len(owners)] = np.add.reduceat("),
+        ("finite = each.sum(1) - each[:, NONFINITE]", "finite = each.sum(1)"),
+    ),
+    "src/preamp/kernels/places.py": (
+        ("len(devices) > 1 or any([tensor.is_neg() for tensor in tensors])", "len(devices) > 1"),
+    ),
+    "src/preamp/kernels/reference/formulas.py": (
+        ("size = size * c2**0.5 / c1", "size = size * c2 / c1"),
+        ("ratio = p_norm / u_norm\n", "ratio = p_norm / (u_norm + 1e-3)\n"),
+        ("g_norm + rule.weight_decay * p_norm + rule.eps", "g_norm + rule.weight_decay * p_norm"),
+        ("number / c2**0.5 + rule.eps", "number / c2 + rule.eps"),
+    ),
+    "src/preamp/kernels/reference/ops.py": (
+        ("torch.isfinite(max_abs).all()", "~torch.isinf(max_abs).any()"),
+        (
+            "grad.copy_(wide if addend is None else wide + addend.to(dtype))",
+            "grad.copy_(wide).add_(0 if addend is None else addend)",
+        ),
+    ),
+    "src/preamp/kernels/reference/stored.py": (
+        (
+            "(self.update.found_inf.to(target.device) != 0, target, value)",
+            "(torch.tensor(0) != 0, target, value)",
+        ),
+        ("start=stored.starts[0]", "start=0"),
+    ),
+    "src/preamp/kernels/reference/update.py": (
+        (
+            "return -torch.expm1(self.scalar(step) * log)",
+            "return 1 - torch.exp(self.scalar(step) * log)",
+        ),
+        ("self._store_one(self._half, self._targets[0])", "self._store_one(self._half, p)"),
+        (
+            "rounded = torch.where(skip, target, rounded)",
+            "rounded = rounded * ~skip + target * skip",
+        ),
+        ("return (a > 0) & (b > 0)", "return a > 0"),
+    ),
+    "src/preamp/kernels/rules.py": (
+        ("v = beta2 * v + rest * g * g", "v = beta2 * v + g * g"),
+        ('"COUPLED": decays and not decoupled', '"COUPLED": decays'),
+        ("choose(spread < eps, eps, spread)", "spread"),
+        ("step = step + size * (decay * p)", "step = step + decay * p"),
+        ("m = choose(is_first, g, later)", "m = later"),
+        ("share=1 - self.dampening", "share=1.0"),
+        ("divide(g, root(m) + eps)", "divide(g, root(m + eps))"),
+        ("    u = corrected(m, c1)\n", "    u = m\n"),
+    ),
+    "src/preamp/kernels/stored.py": (
+        ("high = ((word + 0x8000) >> 16).to(torch.int16)", "high = (word >> 16).to(torch.int16)"),
+        ("(far == 0x8000).to(torch.int16)", "(far == -0x8000).to(torch.int16)"),
+        ("(ODD**row & 0xFFFF)", "1"),
+        ("exponent.clamp(min=113, max=142)", "exponent.clamp(max=142)"),
+        ("found[start - 8 * first :][:count]", "found[:count]"),
+        ("(zero + step) & _WORD", "zero"),
+        ("torch.where(word < lowest << 23, below, word)", "word"),
+        ("torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)", "value"),
+        ("(w.abs() >= BEYOND_FLOAT16) & w.isfinite()", "w.abs() >= BEYOND_FLOAT16"),
+    ),
+    "src/preamp/optim/fused/base.py": (
+        ("torch.where(is_lost, torch.ones_like(factor), factor)", "factor"),
+    ),
+    "src/preamp/optim/fused/entries.py": (
+        ("both = factor * inv_scale.to(factor.device)", "both = factor"),
+    ),
+    "src/preamp/optim/fused/keeping.py": (
+        (
+            "if known is None or known[0] != ids or known[1] != list(map(id, state)):",
+            "if not known:",
+        ),
+        ('groups[home.number].get("step", 1) - 1', "0"),
+        ("numbers=numbers", "numbers=[0] * len(numbers)"),
+    ),
+    "src/preamp/optim/fused/moments.py": (
+        ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),
+        ("            row=self.row,\n", "            row=0,\n"),
+    ),
+    "src/preamp/optim/fused/norms.py": (
+        ("if max_norm == 0 or not any(every):", "if not any(every):"),
+        (
+            "torch.where(norm > max_norm, max_norm / norm, one) * scale",
+            "torch.where(norm > max_norm, max_norm / norm, one)",
+        ),
+    ),
+    "src/preamp/optim/gradients.py": (
+        ("if are_same and versions == self.versions and not looks:", "if are_same and not looks:"),
+    ),
+    "src/preamp/optim/larc.py": (
+        ("(norm != 0) & (grad_norm != 0)", "grad_norm != 0"),
+        ("ratio = (ratio / rate_of(group)).clamp(max=1.0)", "ratio = ratio.clamp(max=1.0)"),
+    ),
+    "src/preamp/optim/masters.py": (("and value.shape == param.shape\n", ""),),
+    "src/preamp/optim/pairs.py": (
+        ("        if changed or False in rounded:", "        if False in rounded:"),
+        ("torch.where(rounded == half, wide, half.float())", "half.float()"),
+        ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
+    ),
+    "src/preamp/optim/rewritten.py": (
+        (" | (old.isnan() != new.isnan()).any()", ""),
+        ("largest = torch.stack", "largest = 0 * torch.stack"),
+    ),
+    "src/preamp/optim/table.py": (("if not self.packs or self.compares:", "if not self.packs:"),),
+    "src/preamp/scaling/scaler.py": (
+        (
+            "(state.scale * self.backoff_factor).clamp(min=self.floor)",
+            "state.scale * self.backoff_factor",
+        ),
+        ("torch.where(grows, 0, tracker)", "tracker"),
+        ("late.is_due |= is_due", "late.is_due = is_due"),
+        (
+            "torch.maximum(own, found_inf.to(own.device, own.dtype), out=own)",
+            "own.copy_(found_inf)",
+        ),
+        ("generation = self.rule, self.generation + 1", "generation = self.rule, self.generation"),
+        ("isinstance(rule, DynamicScale) and not rule.bounds(value)", "False"),
+        ("isinstance(rule, DynamicScale) and number >= rule.growth_interval", "False"),
+        ("self._has_odd_scale |= rule.floor > old.floor or", "self._has_odd_scale |="),
+        ("c_float(number).value for number", "number for number"),
+    ),
+}
