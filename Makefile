@@ -30,7 +30,7 @@ PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PY
 # Frameworks have a target of their own, and warnings that pytest-xdist may fail to pass on.
 SUITES = $(PYTEST) --ignore=tests/integrations
 
-test: $(VENV)/.ready-dev  ## Run the tests, with every pair of values of their parameters
+test: $(VENV)/.ready-dev  ## Run the tests, with a part of the combinations of their parameters
 	$(SUITES)
 
 SUITE ?= all

@@ -85,22 +85,14 @@ def wait_for(device: torch.device) -> None:
 
 
 def measure(variants: Sequence[Variant], effort: Effort) -> list[Row]:
-    """Time all variants, interleaved; return a row for each, over the first of its group.
-
-    Raises:
-        ValueError: Two variants have one name.
-    """
+    """Time all variants, interleaved; return a row for each, over the first of its group."""
     seconds = time_rounds(variants, effort)
     baselines = {variant.group: variant.name for variant in reversed(variants)}
     return [compare(variant, baselines[variant.group], seconds) for variant in variants]
 
 
 def time_rounds(variants: Sequence[Variant], effort: Effort) -> dict[str, list[float]]:
-    """Return seconds by name; the n-th of each belong to one round.
-
-    Raises:
-        ValueError: Two variants have one name.
-    """
+    """Return seconds by name, which differ; the n-th of each belong to one round."""
     taken: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for _ in range(effort.warmup):
         for variant in variants:

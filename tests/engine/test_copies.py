@@ -325,3 +325,23 @@ def test_a_copied_optimizer_says_how_to_build_one(
         with pytest.raises(preamp.PreampStateError, match=text):
             made.step()
     train_step(model, optimizer, 1)
+
+
+@calls
+def test_a_copied_optimizer_of_float32_weights_trains_the_copied_model(call: Any) -> None:
+    """Batch norms are float32 at O2, and have no masters."""
+    model = Net()
+    norms = {*model.bn.parameters()}
+    optimizers = [
+        BUILDS["SGD"]([param for param in model.parameters() if param not in norms]),
+        BUILDS["Adam"](model.bn.parameters()),
+    ]
+    preamp.initialize(model, optimizers, opt_level="O2", verbosity=0)
+    made, (with_masters, without) = call((model, optimizers))
+    assert {*without.param_groups[0]["params"]} == {*made.bn.parameters()}
+    before = made.bn.weight.detach().clone()
+    loss_of(made, 0).backward()
+    without.step()
+    assert not torch.equal(made.bn.weight, before)
+    with pytest.raises(preamp.PreampStateError, match="is a copy of one with float32 masters"):
+        with_masters.step()

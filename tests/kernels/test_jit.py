@@ -4,6 +4,7 @@
 That they compute what the other back ends do is in the tests of every back end.
 """
 
+import ctypes
 import functools
 import hashlib
 import math
@@ -661,6 +662,24 @@ def use_cache() -> list[Path]:
 
 def one_more(number: float) -> float:
     return number + 1
+
+
+LABS: Any = None  # a function of C, while a test has put it here
+
+
+def absolute(number: int) -> Any:
+    return LABS(number)
+
+
+@posix_only
+def test_code_with_an_address_of_this_process_is_not_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labs = ctypes.CDLL(None).labs
+    labs.argtypes, labs.restype = [ctypes.c_long], ctypes.c_long
+    monkeypatch.setitem(globals(), "LABS", labs)
+    assert compiler.kernel(absolute)(-2) == 2
+    assert [*cache.rglob("*.code")] == []
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.params import twin_of
 from preamp.kernels.modules import forget_moves, remove_hooks, with_step_pre_hook
 from preamp.kernels.shards import set_data
+from preamp.optim import is_master
 from preamp.optim.fused.base import FusedOptimizer
 
 if TYPE_CHECKING:
@@ -201,9 +202,8 @@ class PickleOptimizer:
     those of the engine, which lead to locks and to the models, are taken out here.
     """
 
-    def __init__(self, copies: Copies, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Let copies of ``optimizer`` refuse to step, if it has masters."""
-        self._copies = copies
         self._optimizer = weakref.ref(optimizer)
 
     def __call__(self, protocol: Any) -> Any:
@@ -212,7 +212,8 @@ class PickleOptimizer:
         make, args, *rest = cast("Any", type(optimizer)).__reduce_ex__(optimizer, protocol)
         if rest and isinstance(rest[0], dict) and "param_groups" in rest[0]:
             rest[0] = _without_engine(cast("dict[str, Any]", rest[0]))
-            if self._copies.has_masters:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if any(map(is_master, params)):
                 rest[0] = with_step_pre_hook(rest[0], refuse_step)
         return (make, args, *rest)
 
@@ -247,8 +248,8 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     kind = with_article(type(optimizer).__name__)
     raise bad_state(
         f"optimizer.step() was called on {kind} that is a copy of one with float32 masters",
-        "At O2 and O5 copies and pickles of models are plain float32 models, which an optimizer "
-        "is made for",
+        "A copy of a master is no model's: at O2 and O5 copies of models are plain float32 ones, "
+        "with parameters of their own",
         "Build one for the copied model, of model.parameters(), and load optimizer.state_dict()",
     )
 
@@ -275,7 +276,7 @@ def attach_optimizer_copies(
     ways = [(of.__getstate__, *usual) for of in (torch.optim.Optimizer, FusedOptimizer)]
     if not copies.has_masters and own in ways:
         return
-    set_attribute(optimizer, _PICKLE, PickleOptimizer(copies, optimizer), undo)
+    set_attribute(optimizer, _PICKLE, PickleOptimizer(optimizer), undo)
 
 
 def _remove(part: nn.Module, name: str, door: _Door) -> None:

@@ -54,6 +54,6 @@ def _joins_late(engine: Engine, model: nn.Module, param: torch.Tensor) -> Preamp
         f"add_param_group was given {name!r}, which {type(model).__name__} did not have at "
         f"initialize (opt_level={engine.policy.opt_level!r})",
         "Layers get half weights, masters and casts from initialize",
-        "Call preamp.engine_of(optimizer).close(), which keeps exact weights and the optimizer's "
-        "state, then add_param_group, then preamp.initialize again",
+        "Call preamp.engine_of(optimizer).close(), which gives float32 weights back and keeps the "
+        "optimizer's state, then add_param_group, then preamp.initialize again",
     )

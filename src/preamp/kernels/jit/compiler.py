@@ -152,6 +152,8 @@ class _Kept(_NullCache):
         return _CompileResult._rebuild(target_context, *parts) if kept == key else None
 
     def save_overload(self, sig: Any, cres: Any) -> None:
+        if cres.library.has_dynamic_globals:  # addresses, which are of this process alone
+            return
         key = self._key(sig, cres.codegen)
         pickled = _serialize.dumps((key, cres._reduce()))
         file = self._file(key)
