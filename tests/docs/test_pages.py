@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every page is found from the first one, and code blocks fit the page."""
+"""Every page is found from the first one, code blocks fit the page, and arguments have sections."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import preamp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -82,3 +85,9 @@ def test_the_readme_shows_the_whole_way() -> None:
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 140
+
+
+def test_every_argument_has_a_section() -> None:
+    page = (DOCS / "arguments.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## `(\w+)`$", page, re.MULTILINE)
+    assert sorted(sections) == sorted(inspect.signature(preamp.initialize).parameters)
