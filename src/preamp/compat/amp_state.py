@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from preamp.compat.scaler import LossScaler
-from preamp.core.errors import PreampPolicyError, worded
+from preamp.core.errors import PreampPolicyError
 from preamp.core.log import say
 from preamp.engine import Engine
 from preamp.policy import APEX_OPTIONS, Policy
@@ -35,11 +35,9 @@ class Properties:
         options: dict[str, Any] = self.__dict__.get("options", {})
         if name in options:
             return options[name]
-        raise worded(
-            AttributeError,
-            f"opt_properties has no option {name!r}",
-            f"It has {', '.join(APEX_OPTIONS)}",
-            "Others are in preamp.engine_of(optimizer).policy",
+        raise AttributeError(
+            f"opt_properties has no option {name!r}. It has {', '.join(APEX_OPTIONS)}. Others are "
+            "in preamp.engine_of(optimizer).policy."
         )
 
 

@@ -40,17 +40,9 @@ class FunctionList(tuple[Any, ...]):
 class FunctionLists:
     """The functions of ``MODULE`` that this torch has, in a list for each of `RULES`.
 
-    ``BANNED_FUNCS`` has pairs of a name and the reason. Another list in the place of one raises
-    `TypeError`.
+    ``FP16_FUNCS`` is of O1, ``BFLOAT16_FUNCS`` of O4; ``BANNED_FUNCS`` has pairs of a name and the
+    reason. Another list in the place of one raises `TypeError`.
     """
-
-    MODULE: Any
-    FP16_FUNCS: FunctionList  # at O1
-    BFLOAT16_FUNCS: FunctionList  # at O4
-    FP32_FUNCS: FunctionList
-    CASTS: FunctionList
-    SEQUENCE_CASTS: FunctionList
-    BANNED_FUNCS: FunctionList
 
     def __init__(self, namespace: Namespace) -> None:
         owner = namespace_owner(namespace)

@@ -43,9 +43,8 @@ def make_scaler(
             "Leave the others out",
         )
     usual = {**state_of(LossScaler(DynamicScale())), "dynamic": dynamic}
-    start = {"loss_scale": given.get("init_scale", 2.0**16)}
     try:
-        state = scaler_state(usual | given | start)
+        state = scaler_state({**usual, **given, "loss_scale": given.get("init_scale", 2.0**16)})
     except ValueError as error:
         raise bad_value(
             f"Got {given if dynamic else {'static_loss_scale': static_scale}}",
