@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 import torch
 
 from preamp.core.pytree import map_tensors
+from preamp.core.tensors import is_sharded
 
 AnyFunction = Callable[..., Any]
 
@@ -95,13 +96,18 @@ def leaves(values: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
+def _has_own_products(tensor: torch.Tensor) -> bool:
+    """Whether it wraps others and says what products are, as torchao's; a ``DTensor`` asks us."""
+    return hasattr(type(tensor), "__tensor_flatten__") and not is_sharded(tensor)
+
+
 def _runs_in(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], half: torch.dtype) -> bool:
     """Whether torch would compute this call in the dtype ``half`` on the CPU."""
     tensors = leaves((*args, *kwargs.values()))
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     if not dtypes or any(t.device.type != "cpu" for t in tensors):
         return False
-    if kwargs.get("out") is not None:
+    if kwargs.get("out") is not None or any(map(_has_own_products, tensors)):
         return False
     if torch.is_autocast_enabled("cpu") and name not in _NOT_CAST:
         # Autocast casts the other half dtype too; float64 it leaves alone.
