@@ -44,25 +44,30 @@ class Run:
         return loss.item()
 
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--opt-level", default="O5")
-args = parser.parse_args()
-folders = [tempfile.mkdtemp()]
-alone = {"init_method": f"file://{folders[0]}/meet", "rank": 0, "world_size": 1}
-dist.init_process_group("gloo", **({} if "WORLD_SIZE" in os.environ else alone))
-dist.broadcast_object_list(folders)  # all write into the first rank's
-run, again, half = Run(args.opt_level), Run(args.opt_level), args.steps // 2
-losses = [run.step(number) for number in range(half)]
-writers = dist.new_group(backend="gloo")  # the writing meets beside the training
-saving = dcp.async_save(
-    {"run": run.state}, checkpoint_id=folders[0] + "/half", process_group=writers
-)
-losses += [run.step(number) for number in range(half, args.steps)]
-saving.result()
-dcp.load({"run": again.state}, checkpoint_id=folders[0] + "/half")
-same = [again.step(number) for number in range(half, args.steps)] == losses[half:]
-if dist.get_rank() == 0:
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps at {args.opt_level}")
-    print(f"started anew after {half} steps, went on bitwise as without: {same}")
+def main() -> None:
+    """Train, save on the way, and go on from there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--opt-level", default="O5")
+    args = parser.parse_args()
+    folders = [tempfile.mkdtemp()]
+    alone = {"init_method": f"file://{folders[0]}/meet", "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **({} if "WORLD_SIZE" in os.environ else alone))
+    dist.broadcast_object_list(folders)  # all write into the first rank's
+    run, again, half = Run(args.opt_level), Run(args.opt_level), args.steps // 2
+    losses = [run.step(number) for number in range(half)]
+    writers = dist.new_group(backend="gloo")  # the writing meets beside the training
+    saving = dcp.async_save(
+        {"run": run.state}, checkpoint_id=folders[0] + "/half", process_group=writers
+    )
+    losses += [run.step(number) for number in range(half, args.steps)]
+    saving.result()
+    dcp.load({"run": again.state}, checkpoint_id=folders[0] + "/half")
+    same = [again.step(number) for number in range(half, args.steps)] == losses[half:]
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps at {args.opt_level}")
+        print(f"started anew after {half} steps, went on bitwise as without: {same}")
+
+
+main()  # returns without a group in any variable: torch ends badly with one that is still held
 dist.destroy_process_group()
