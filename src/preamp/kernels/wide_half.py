@@ -107,12 +107,14 @@ def _runs_in(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], half: to
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     if not dtypes or any(t.device.type != "cpu" for t in tensors):
         return False
-    if kwargs.get("out") is not None or any(map(_has_own_products, tensors)):
+    if kwargs.get("out") is not None:
         return False
     if torch.is_autocast_enabled("cpu") and name not in _NOT_CAST:
         # Autocast casts the other half dtype too; float64 it leaves alone.
-        return torch.get_autocast_dtype("cpu") is half and torch.float64 not in dtypes
-    return dtypes == {half}
+        is_half = torch.get_autocast_dtype("cpu") is half and torch.float64 not in dtypes
+    else:
+        is_half = dtypes == {half}
+    return is_half and not any(map(_has_own_products, tensors))
 
 
 class _Thread(threading.local):
