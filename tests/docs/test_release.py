@@ -76,7 +76,7 @@ def test_workflows_pin_what_they_use_and_may_only_read(workflow: Path) -> None:
 
 def test_the_changelog_is_read_in_two_minutes() -> None:
     section = text("CHANGELOG.md").partition("\n## [")[2].partition("\n## [")[0]
-    assert len(section.split()) <= 700
+    assert len(section.split()) <= 400
 
 
 def test_links_of_the_readme_lead_somewhere_from_an_index() -> None:
