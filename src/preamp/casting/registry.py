@@ -20,7 +20,7 @@ from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
 from preamp.casting.reports import wrap_report
-from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
+from preamp.casting.wrappers import AnyFunction, CastRule, wrap_cast
 from preamp.core.errors import bad_type, bad_value
 from preamp.core.undo import UndoStack
 from preamp.kernels import wide_half
@@ -39,24 +39,16 @@ def _is_c_function(fn: Any) -> bool:
     return isinstance(fn, _C_FUNCTIONS)
 
 
-def _half(fn: AnyFunction) -> AnyFunction:
-    is_closed = _is_c_function(fn)
-    return wrap_half(is_closed=is_closed, is_open=not is_closed)(fn)
-
-
-def _bfloat16(fn: AnyFunction) -> AnyFunction:
-    is_closed = _is_c_function(fn)
-    return wrap_half(is_closed=is_closed, is_open=not is_closed, dtype=torch.bfloat16)(fn)
-
-
-def _float(fn: AnyFunction) -> AnyFunction:
+def _cast(rule: CastRule, fn: AnyFunction, half: torch.dtype | None = None) -> AnyFunction:
     is_banned = (getattr(fn, "__module__", None), getattr(fn, "__name__", None)) in _BANNED
-    is_closed = is_banned or _is_c_function(fn)
-    return wrap_float(is_closed=is_closed, is_open=not is_closed)(fn)
+    is_closed = _is_c_function(fn) or (rule == "float" and is_banned)
+    return wrap_cast(rule, is_closed=is_closed, is_open=not is_closed, half=half)(fn)
 
 
-def _promote(fn: AnyFunction) -> AnyFunction:
-    return wrap_promote(is_closed=_is_c_function(fn))(fn)
+_half = functools.partial(_cast, "half")
+_bfloat16 = functools.partial(_cast, "half", half=torch.bfloat16)
+_float = functools.partial(_cast, "float")
+_promote = functools.partial(_cast, "promote")
 
 
 def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrapper) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
@@ -14,16 +14,14 @@ from preamp.casting.patches import PATCH_LOCK, Wrapper
 from preamp.casting.wrappers import (
     CASTABLE,
     AnyFunction,
+    CastRule,
+    castable_values,
     device_to_cast_on,
-    is_mixed,
-    is_of_others,
-    widens_others,
+    target_dtype,
 )
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
-
-CastRule = Literal["half", "float", "promote", "sequence_promote"]
 
 _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
@@ -97,24 +95,15 @@ def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
 def _casts(
     function: str,
     rule: CastRule,
-    dtype: torch.dtype | None,
+    half: torch.dtype | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Iterator[Cast]:
     device = device_to_cast_on(args, kwargs)
-    values: Sequence[Any] = (*args, *kwargs.values())
     if device is None:
         return
-    if is_of_others(values, device) and not (rule == "float" and widens_others()):
-        return
-    if rule == "half":
-        target = dtype or torch.get_autocast_dtype(device)
-    else:
-        target = torch.float32
-    if rule == "sequence_promote":
-        values = args[0] if args else kwargs.get("tensors", ())
-    if rule in ("promote", "sequence_promote") and not is_mixed(values):
-        return
-    for tensor in tensors_in(values):
+    values = castable_values(rule, args, kwargs)
+    target = target_dtype(rule, values, device, half)
+    for tensor in tensors_in(values if target else ()):
         if tensor.dtype in CASTABLE and tensor.dtype is not target and tensor.device.type == device:
             yield Cast(function, tensor.dtype, target, tensor.numel())
