@@ -11,15 +11,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.scripting import not_compiled_alone
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+CASTABLE: Final = (*HALF_DTYPES, torch.float32)
+"""What casts change; float64 they leave alone."""
 
 # ``torch.is_autocast_enabled`` raises for a device type without an autocast back end ("meta"), so
 # the types that may be asked are listed; a third-party back end joins when an engine names it.

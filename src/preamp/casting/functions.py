@@ -21,7 +21,7 @@ from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
-from preamp.casting.reports import listen, say_cast, wrap_report
+from preamp.casting.reports import listen, say_cast
 from preamp.casting.thread_casts import autocast_off, when_settled
 from preamp.casting.wrappers import AnyFunction, wrap_banned, wrap_cast, wrap_in_place
 from preamp.core.dtypes import HALF_DTYPES
@@ -101,15 +101,6 @@ def _switch_off_transformer_fast_path(undo: UndoStack) -> None:
     set_fastpath_enabled(False)
 
 
-def _install_reports(undo: UndoStack) -> None:
-    for row in OP_TABLE:
-        owner = namespace_owner(row.namespace)
-        # The rule names what is cast, whether a wrapper does it or torch's autocast.
-        if row.rule in ("half", "float", "promote", "sequence_promote"):
-            if hasattr(owner, row.name):
-                PATCHES.add(owner, row.name, Rank.REPORT, wrap_report(row.rule), undo)
-
-
 def patch_all(rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper) -> Builder:
     """What puts ``wrap`` over the functions that this version of torch has."""
 
@@ -121,19 +112,8 @@ def patch_all(rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper) -> Bui
     return build
 
 
-def _print_casts(undo: UndoStack) -> None:
-    CAST_REPORTS.acquire(undo)
-    listen(say_cast, undo)
-
-
 FUNCTION_CASTS: Final = SharedInstall(_install_table)
 """The op table's installation, and what ``register_*`` adds to it."""
-
-CAST_REPORTS: Final = SharedInstall(_install_reports)
-"""The layer that tells of casts, of the op table's and of registered functions."""
-
-CAST_LINES: Final = SharedInstall(_print_casts)
-"""The printing of casts."""
 
 WIDE_HALF: Final = {
     half: SharedInstall(patch_all(WIDE_FUNCTIONS, Rank.WIDE, wide(half))) for half in HALF_DTYPES
@@ -166,7 +146,7 @@ def install_function_casts(
     undo.push(partial(when_settled, installed.unwind))
     FUNCTION_CASTS.acquire(installed)
     if verbose:
-        CAST_LINES.acquire(undo)
+        listen(say_cast, undo)
     if allow_banned:
         for row in OP_TABLE:
             if row.rule == "banned":
@@ -174,8 +154,6 @@ def install_function_casts(
                 # Rank REGISTERED takes the place of the table's rule.
                 allow = wrap_cast("float", is_closed=True)
                 PATCHES.add(owner, name, Rank.REGISTERED, allow, undo)
-                if verbose:
-                    PATCHES.add(owner, name, Rank.REPORT, wrap_report("float"), undo)
 
 
 def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:

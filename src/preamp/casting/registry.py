@@ -16,10 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 
 from preamp.casting import constants, mixed
-from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
+from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
-from preamp.casting.reports import wrap_report
 from preamp.casting.wrappers import AnyFunction, CastRule, wrap_cast
 from preamp.core.errors import bad_type, bad_value
 from preamp.core.undo import UndoStack
@@ -51,7 +50,7 @@ _float = functools.partial(_cast, "float")
 _promote = functools.partial(_cast, "promote")
 
 
-def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrapper) -> None:
+def _register(module: Any, name: str, caller: str, wrap: Wrapper) -> None:
     if not hasattr(module, name):
         label = getattr(module, "__name__", type(module).__name__)
         raise bad_value(
@@ -73,12 +72,8 @@ def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrappe
             "It must be a function in a Python module, class or instance",
             "Register it where your program looks it up, such as torch or torch.Tensor",
         ) from error
-    for install, rank, layer in (
-        (FUNCTION_CASTS, Rank.REGISTERED, wrap),
-        (CAST_REPORTS, Rank.REGISTERED_REPORT, report),
-    ):
-        add = functools.partial(PATCHES.add, module, name, rank, layer)
-        install.extend((id(module), name), add)
+    add = functools.partial(PATCHES.add, module, name, Rank.REGISTERED, wrap)
+    FUNCTION_CASTS.extend((id(module), name), add)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -95,14 +90,12 @@ def register_half_function(module: Any, name: str) -> None:
         ValueError: ``module`` has no attribute ``name``.
         TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
-    _register(module, name, "register_half_function", _half, wrap_report("half"))
+    _register(module, name, "register_half_function", _half)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
     """Run ``module.name`` in bfloat16; otherwise as ``register_half_function``."""
-    _register(
-        module, name, "register_bfloat16_function", _bfloat16, wrap_report("half", torch.bfloat16)
-    )
+    _register(module, name, "register_bfloat16_function", _bfloat16)
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -111,7 +104,7 @@ def register_float_function(module: Any, name: str) -> None:
     Example:
         >>> register_float_function(torch, "sigmoid")
     """
-    _register(module, name, "register_float_function", _float, wrap_report("float"))
+    _register(module, name, "register_float_function", _float)
 
 
 def register_promote_function(module: Any, name: str) -> None:
@@ -119,7 +112,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
     Otherwise as ``register_half_function``.
     """
-    _register(module, name, "register_promote_function", _promote, wrap_report("promote"))
+    _register(module, name, "register_promote_function", _promote)
 
 
 def half_function(fn: Fn) -> Fn:

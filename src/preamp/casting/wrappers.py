@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
-from preamp.casting.autocast_state import casting_device
+from preamp.casting.autocast_state import CASTABLE, casting_device
 from preamp.casting.patches import Wrapper
+from preamp.casting.reports import tell_casts
 from preamp.casting.thread_casts import STALE, settle_thread
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import worded
@@ -28,8 +29,6 @@ from preamp.kernels.wide_half import leaves
 CastRule = Literal["half", "float", "promote", "sequence_promote"]
 AnyFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-CASTABLE: Final = (*HALF_DTYPES, torch.float32)
 
 
 def cast_arguments(
@@ -72,7 +71,7 @@ def _half_of_others(device_type: str) -> torch.dtype:
     return torch.bfloat16 if is_float16 else torch.float16
 
 
-def is_of_others(values: Sequence[Any], device_type: str) -> bool:
+def _is_of_others(values: Sequence[Any], device_type: str) -> bool:
     """Whether what could be cast on ``device_type`` is all of the other half dtype."""
     tensors = [t for t in leaves(values) if t.device.type == device_type]
     return {t.dtype for t in tensors if t.dtype in CASTABLE} == {_half_of_others(device_type)}
@@ -93,30 +92,6 @@ def is_mixed(values: Iterable[Any]) -> bool:
     return has_half and has_float32
 
 
-def castable_values(
-    rule: CastRule, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Sequence[Any]:
-    """What ``rule`` is about: the items of a sequence, or all arguments."""
-    if rule == "sequence_promote":
-        items = args[0] if args else kwargs.get("tensors")
-        return cast("list[Any]", items) if isinstance(items, (list, tuple)) else ()
-    return (*args, *kwargs.values())
-
-
-def target_dtype(
-    rule: CastRule, values: Sequence[Any], device_type: str, half: torch.dtype | None
-) -> torch.dtype | None:
-    """What to cast to where casts are active; ``None`` if tensors stay as they are.
-
-    ``half`` is that of a rule with a dtype of its own. What torch promotes by itself (float64, two
-    half dtypes) is its own.
-    """
-    if rule == "half":
-        half = half or torch.get_autocast_dtype(device_type)
-        return None if is_of_others(values, device_type) else half
-    return torch.float32 if rule == "float" or is_mixed(values) else None
-
-
 def wrap_cast(
     rule: CastRule,
     *,
@@ -129,7 +104,8 @@ def wrap_cast(
 
     Inside of a function that ``is_closed`` autocast is off. So it is for products that are left
     alone, unless the body ``is_open``: a Python function of the user's, in which each call goes by
-    its own rule. ``half`` defaults to the active dtype.
+    its own rule. ``half`` defaults to the active dtype. What torch promotes by itself (float64, two
+    half dtypes) is its own.
     """
 
     def wrap(fn: AnyFunction) -> AnyFunction:
@@ -143,17 +119,21 @@ def wrap_cast(
             device = device_to_cast_on(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
-            values = castable_values(rule, args, kwargs)
-            target = target_dtype(rule, values, device, half)
-            off = is_closed
-            if target is None:
-                # Autocast would cast the other half dtype, or refuse to join it.
-                if rule == "half":
-                    off = not is_open
-                elif rule == "sequence_promote":
-                    off = any([t.dtype is _half_of_others(device) for t in leaves(values)])
-            elif device not in native:
-                args, kwargs = cast_arguments(args, kwargs, target, device)
+            values: Sequence[Any] = (*args, *kwargs.values())
+            target, off = torch.float32, is_closed
+            if rule == "half":
+                target = half or torch.get_autocast_dtype(device)
+                if _is_of_others(values, device):  # which autocast would cast
+                    return _run(fn, (args, kwargs), None if is_open else device)
+            elif rule == "sequence_promote":
+                items = args[0] if args else kwargs.get("tensors")
+                values = cast("list[Any]", items) if isinstance(items, (list, tuple)) else ()
+                # which autocast may refuse to join
+                off = any([t.dtype is _half_of_others(device) for t in leaves(values)])
+            if rule in ("half", "float") or is_mixed(values):
+                tell_casts(fn.__name__, values, target, device)
+                if device not in native:
+                    args, kwargs = cast_arguments(args, kwargs, target, device)
             return _run(fn, (args, kwargs), device if off else None)
 
         return casting
@@ -171,7 +151,7 @@ def wrap_banned(fn: AnyFunction) -> AnyFunction:
             return fn(*args, **kwargs)
         values = (*args, *kwargs.values())
         halves = [a for a in values if isinstance(a, torch.Tensor) and is_half(a)]
-        if halves and not is_of_others(values, device):
+        if halves and not _is_of_others(values, device):
             raise worded(
                 NotImplementedError,
                 f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts are active",
