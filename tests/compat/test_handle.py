@@ -12,7 +12,7 @@ from torch import nn
 import preamp
 from kit.refusals import assert_approved, refused
 from preamp import amp
-from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
+from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.patches import PATCHES
 from preamp.compat.handle import AmpHandle, NoOpHandle
 
@@ -140,8 +140,7 @@ def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
         dtype = product()
         handle._deactivate()
     finally:
-        for install in (FUNCTION_CASTS, CAST_REPORTS):
-            install.discard((id(torch), "mm"))
+        FUNCTION_CASTS.discard((id(torch), "mm"))
 
     assert dtype is torch.float32
     assert torch.mm is original

@@ -66,6 +66,8 @@ def alone(
 def test_interleaved(first: str, second: str, optimizer: str, scope: str, clip: str) -> None:
     """Also beside tensors of another half dtype."""
     levels = (first, second)
+    if scope == "thread" and clip == "torch's" and {*levels} == {"O3", "O4"}:
+        pytest.skip("torch's norm of half gradients is a float function")
     expected = [
         alone(level, seed, optimizer, poison=seed == 0, clip=clip)
         for seed, level in enumerate(levels)
@@ -198,7 +200,7 @@ def clipped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("first", "second"), [*HALF_PAIRS, *((b, a) for a, b in HALF_PAIRS)])
 @pytest.mark.parametrize("scope", ["model", "thread"])
 def test_tensors_of_another_half_dtype_are_plain(first: str, second: str, scope: str) -> None:
-    """Under the casts of neither engine, wherever they are on; nobody's tensors included."""
+    """But for float functions, under the casts of either engine, wherever they are on."""
     with_plain: dict[torch.dtype, list[torch.Tensor]] = {}
     tensors: dict[torch.dtype, list[torch.Tensor]] = {}
     for half in (torch.float16, torch.bfloat16):
@@ -207,31 +209,16 @@ def test_tensors_of_another_half_dtype_are_plain(first: str, second: str, scope:
     runs = [started(level, seed, scope=scope) for seed, level in enumerate((first, second))]
     active = {torch.get_autocast_dtype("cpu")} if torch.is_autocast_enabled("cpu") else set()
     assert bool(active) is (scope == "thread" and bool({"O1", "O4"} & {first, second}))
-    for half in tensors.keys() - active:
-        assert same([*joined(tensors[half]), *clipped(tensors[half])], with_plain[half])
-    for half in active:  # whose norms are float32
-        assert same(joined(tensors[half])[:5], with_plain[half][:5])
-        clipped(tensors[half])
+    for half, plain in with_plain.items():
+        if active:  # norms are float32
+            assert same(joined(tensors[half])[:5], plain[:5])
+            clipped(tensors[half])
+        else:
+            assert same([*joined(tensors[half]), *clipped(tensors[half])], plain)
     mixed = [*tensors[torch.float16], *tensors[torch.bfloat16]]
     assert torch.cat(mixed).dtype is torch.float32
     for run in runs:
         one_step(run, 0, poison=False)
-
-
-def test_a_plain_half_model_beside_casts_of_the_whole_thread() -> None:
-    """Forward, loss and backward are torch's alone."""
-
-    def train() -> list[torch.Tensor]:
-        model = make(3)[0].half()
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).half()
-        out = model(x)
-        loss = nn.functional.cross_entropy(out, torch.arange(6) % 3) + out.softmax(-1).sum()
-        loss.backward()
-        return [out.detach(), loss.detach(), *[p.grad for p in model.parameters()]]
-
-    expected = train()
-    started("O4", scope="thread")
-    assert same(train(), expected)
 
 
 class WithScores(nn.Module):
@@ -267,25 +254,18 @@ def elsewhere(run: Callable[[], Any]) -> Any:
     ("level", "other"), [("O1", torch.bfloat16), ("O4", torch.float16)], ids=["O1", "O4"]
 )
 @pytest.mark.parametrize("scope", ["thread", "model"])
-@pytest.mark.parametrize("door", [amp, preamp], ids=["amp", "preamp"])
 def test_float_functions_of_the_other_half_dtype(
-    door: Any, scope: str, level: str, other: torch.dtype
+    scope: str, level: str, other: torch.dtype
 ) -> None:
-    """In float32 wherever an engine made under Apex's names casts, and nowhere else."""
+    """In float32 wherever an engine casts, and nowhere else."""
     model = WithScores(other)
-    door.initialize(model, opt_level=level, scope=scope, verbosity=0)
-    inside = torch.float32 if door is amp else other
+    preamp.initialize(model, opt_level=level, scope=scope, verbosity=0)
     for run in (lambda run: run(), elsewhere):  # on another thread too
         run(lambda: model(torch.rand(2, 4)))
-        assert model.seen == {inside}
-    assert float_functions(other) == {inside if scope == "thread" else other}
+        assert model.seen == {torch.float32}
+    assert float_functions(other) == {torch.float32 if scope == "thread" else other}
     with preamp.disable_casts():
         assert float_functions(other) == {other}
-
-    beside = WithScores(other)
-    preamp.initialize(beside, opt_level=level, verbosity=0)
-    beside(torch.rand(2, 4))
-    assert beside.seen == {other}
     half = WithScores(other)
     preamp.initialize(half, opt_level="O2" if level == "O4" else "O5", verbosity=0)
     half(torch.rand(2, 4))
@@ -303,17 +283,15 @@ def test_float_functions_of_the_other_half_dtype_under_a_handle(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("door", [amp, preamp], ids=["amp", "preamp"])
-def test_compiled_float_functions_of_the_other_half_dtype(door: Any) -> None:
+def test_compiled_float_functions_of_the_other_half_dtype() -> None:
     def attend(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x * 2, -1) + 1
 
     x = torch.rand(2, 4).half()
     compiled = torch.compile(attend, backend="eager")
     assert compiled(x).dtype is torch.float16
-    door.initialize(nn.Linear(4, 4), opt_level="O0", verbosity=0)
-    kept = door.initialize(nn.Linear(4, 4), opt_level="O4", scope="thread", verbosity=0)
-    assert compiled(x).dtype is (torch.float32 if door is amp else torch.float16)
+    kept = preamp.initialize(nn.Linear(4, 4), opt_level="O4", scope="thread", verbosity=0)
+    assert compiled(x).dtype is torch.float32
     preamp.engine_of(kept).close()
     assert compiled(x).dtype is torch.float16
 

@@ -11,15 +11,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.scripting import not_compiled_alone
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+CASTABLE: Final = (*HALF_DTYPES, torch.float32)
+"""What casts change; float64 they leave alone."""
 
 # ``torch.is_autocast_enabled`` raises for a device type without an autocast back end ("meta"), so
 # the types that may be asked are listed; a third-party back end joins when an engine names it.
@@ -87,21 +91,25 @@ def untraced(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+Devices = dict[str, tuple[bool, torch.dtype]]
+"""By device type whether casts are on, and to what."""
+
+
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """One thread's autocast state: ``{device type: (enabled, dtype)}`` and the cache flag."""
+    """One thread's autocast state, or that of some device types."""
 
-    devices: Mapping[str, tuple[bool, torch.dtype]]
+    devices: Devices
     cache_enabled: bool
 
     @staticmethod
     def capture() -> AutocastState:
         """Read the calling thread's state."""
-        return AutocastState(_states_of(_device_types), torch.is_autocast_cache_enabled())
+        return AutocastState(states_of(_device_types), torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
         """Make the calling thread's state this one (the nesting count is not part of it)."""
-        now = _states_of(self.devices)
+        now = states_of(self.devices)
         if now != self.devices:
             for kind, (enabled, dtype) in self.devices.items():
                 if now[kind][0] != enabled:
@@ -110,36 +118,18 @@ class AutocastState:
                     torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.cache_enabled)
 
-    def casting(
-        self, device_types: Iterable[str], dtype: torch.dtype, *, cache_enabled: bool
-    ) -> AutocastState:
-        """This state with casts to ``dtype`` on for ``device_types``."""
-        changed = {kind: (True, dtype) for kind in device_types}
-        return AutocastState({**self.devices, **changed}, cache_enabled)
-
-    def taking(self, other: AutocastState, device_types: Iterable[str]) -> AutocastState:
-        """This state with what ``other`` says about ``device_types`` and the cache."""
-        changed = {kind: other.devices[kind] for kind in device_types}
-        return AutocastState({**self.devices, **changed}, other.cache_enabled)
-
-    def is_ours(
-        self, set_last: AutocastState, wanted: AutocastState, device_types: Iterable[str]
-    ) -> bool:
-        """Whether ``device_types`` are as they were set last, or on or off as wanted already."""
-        return all(
-            self.devices[kind] == set_last.devices[kind]
-            or self.devices[kind][0] == wanted.devices[kind][0]
-            for kind in device_types
-        )
+    def changed(self, devices: Devices, cache_enabled: bool | None = None) -> AutocastState:
+        """This state with other values for ``devices``, and of the cache flag if it is given."""
+        cache = self.cache_enabled if cache_enabled is None else cache_enabled
+        return AutocastState({**self.devices, **devices}, cache)
 
     def without_casts(self) -> AutocastState:
         """This state with casts off on every device type."""
-        off = {kind: (False, dtype) for kind, (_, dtype) in self.devices.items()}
-        return AutocastState(off, self.cache_enabled)
+        return self.changed({kind: (False, dtype) for kind, (_, dtype) in self.devices.items()})
 
 
-def _states_of(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype]]:
-    """By device type whether casts are on, and to what."""
+def states_of(kinds: Iterable[str]) -> Devices:
+    """What the calling thread's state says about some device types."""
     # Without Python for each of them, since every forward asks twice.
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
     return dict(zip(kinds, zip(enabled, dtypes, strict=True), strict=True))
