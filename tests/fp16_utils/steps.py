@@ -172,10 +172,8 @@ def gradients(optimizer: FP16_Optimizer) -> list[list[float]]:
 def masters_of(optimizer: Any) -> list[torch.Tensor]:
     """Those of half parameters as the state has them."""
     state = optimizer.state_dict()
-    return [
-        *state.get("fp32_groups_flat", ()),
-        *functools.reduce(operator.iadd, state.get("fp32_from_fp16", []), []),
-    ]
+    groups = [state["fp32_groups_flat"]] if "fp32_groups_flat" in state else state["fp32_from_fp16"]
+    return [master for group in groups for master in group]
 
 
 def through_a_file(state: Any) -> Any:
