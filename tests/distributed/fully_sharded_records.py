@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What two ranks check of records about models under ``fully_shard``: of their own parts."""
 
-import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from distributed.fully_sharded_checks import Run, batch, sgd, shard
+from distributed.fully_sharded_checks import Run, batch, sgd
+from distributed.ranks import each, shard
 from preamp.core.tensors import local_of, storage_key
-from preamp.engine.recording import Numerics
 from preamp.kernels.wide_half import native_products
 from preamp.numerics import MemoryRecord, NumericsRecord, measure
 from preamp.optimizers import FusedAdam
@@ -28,56 +27,46 @@ EVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
 def check_statistics_are_of_this_rank_s_part() -> None:
-    kinds: tuple[Numerics, ...] = ("light", "full")
-    for level, kind in itertools.product(("O0", "O1", "O2", "O5"), kinds):
-        run = Run(level, sgd, loss_scale="dynamic", numerics=kind, numerics_every=1)
-        run.engine.scaler(0).set_scale(8.0)
+    for level, kind in each(("O0", "O1", "O2", "O5"), ("light", "full"), size=2):
+        run = Run(level, scale=8.0, numerics=kind, numerics_every=1)
         run.backward()
+        named = dict(run.model.named_parameters())
         scale = 8.0 if level in WITH_MASTERS else 1.0  # what is still on the gradients
-        grads = {name: local_of(p.grad) / scale for name, p in grads_of(run)}
+        grads = {name: local_of(param.grad) / scale for name, param in named.items()}
         run.optimizer.step()
-        weights = {name: local_of(p).clone() for name, p in run.model.named_parameters()}
         (record,) = [r for r in run.engine.history if isinstance(r, NumericsRecord)]
         found = {(t.what, t.name): t for t in record.tensors}
         for name, grad in grads.items():
             told = found["gradient", name]
             assert told.elements == grad.numel()
-            counts = measure([grad])[0].tally.counts
-            assert told.zeros == int(counts[0])
-            assert told.max_abs / told.scale == (float(grad.abs().max()) if grad.numel() else 0.0)
+            assert told.zeros == int(measure([grad])[0].tally.counts[0])
+            assert told.max_abs / told.scale == largest(grad)
         assert any(not grad.numel() for grad in grads.values()) is (dist.get_rank() == 1)
         assert (("weight", "0.weight") in found) is (kind == "full")
-        for name, weight in weights.items() if kind == "full" else ():
-            told = found["weight", name]
+        for name, param in named.items() if kind == "full" else ():
+            told, weight = found["weight", name], local_of(param)
             assert told.elements == weight.numel()
-            assert told.max_abs == (float(weight.abs().max()) if weight.numel() else 0.0)
+            assert told.max_abs == largest(weight)
             if level in WITH_MASTERS:
                 assert told.stalled is not None
                 assert told.stalled <= weight.numel()
-        run.engine.close()
-
-
-def grads_of(run: Run) -> list[tuple[str, Any]]:
-    return [(name, param) for name, param in run.model.named_parameters()]
 
 
 def check_memory_is_this_rank_s() -> None:
     """As estimated where parts are even; what a forward has gathered is no master."""
-    for level, (name, build) in itertools.product(LEVEL_NAMES, EVEN.items()):
+    for level, name in each(LEVEL_NAMES, EVEN, size=2):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-        wanted = preamp.estimate(
-            model,
-            level,
-            build(model.parameters()),
-            world_size=dist.get_world_size(),
-            sharding="fsdp",
-        ).categories
-        shard(model)
-        optimizer = build(model.parameters())
-        preamp.initialize(
-            model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0, numerics="light"
-        )
+        planned = EVEN[name](model.parameters())
+        shares: Any = {"world_size": dist.get_world_size(), "sharding": "fsdp"}
+        wanted = preamp.estimate(model, level, planned, **shares).categories
+        optimizer = EVEN[name](shard(model).parameters())
+        options: dict[str, Any] = {"loss_scale": 8.0, "numerics": "light", "verbosity": 0}
+        preamp.initialize(model, optimizer, opt_level=level, **options)
         engine = preamp.engine_of(model)
         for step in range(2):
             with preamp.scale_loss(model(batch(0)).float().mean(), optimizer) as scaled:
@@ -91,14 +80,12 @@ def check_memory_is_this_rank_s() -> None:
         with torch.no_grad():
             model(batch(0))
         assert preamp.count_memory(engine)["masters"] == wanted["masters"]
-        engine.close()
 
 
 def check_reports_and_audits() -> None:
     """A parameter whose part is empty here is not one without gradients."""
-    for level in ("O1", "O2"):
-        run = Run(level, sgd, loss_scale="dynamic", numerics="full", numerics_every=1)
-        run.engine.scaler(0).set_scale(8.0)
+    for level in each(("O1", "O2")):
+        run = Run(level, scale=8.0, numerics="full", numerics_every=1)
         with preamp.audit_casts() as casts:
             for _ in range(3):
                 run.step()
@@ -106,17 +93,13 @@ def check_reports_and_audits() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.html"
             run.engine.report(path)
-            text = path.read_text(encoding="utf-8")
-        assert "A gradient is always zero" not in text
-        run.engine.close()
+            assert "A gradient is always zero" not in path.read_text(encoding="utf-8")
 
 
 def check_an_overflow_is_traced() -> None:
     """Each rank watches the modules that it runs; a rank alone sees what its own rows lead to."""
-    for watches_always in (True, False):
-        options = {"overflow": "trace"} if watches_always else {}
-        run = Run("O2", sgd, loss_scale="dynamic", **options)
-        run.engine.scaler(0).set_scale(8.0)
+    for watches_always in each((True, False)):
+        run = Run("O2", scale=8.0, **({"overflow": "trace"} if watches_always else {}))
         if not watches_always:
             run.engine.trace_overflow()
         run.step()
@@ -130,12 +113,8 @@ def check_an_overflow_is_traced() -> None:
         assert run.engine.last_step_skipped
         (cause,) = run.engine.overflow_causes
         assert cause.was_watched
-        if run.rank == 1:
-            assert cause.trace is not None
-            assert (cause.trace.module, cause.trace.phase) == ("0", "forward")
-        else:
-            assert cause.trace is None
-        run.engine.close()
+        seen = cause.trace and (cause.trace.module, cause.trace.phase)
+        assert seen == (("0", "forward") if run.rank == 1 else None)
 
 
 def check_what_casts_keep_until_the_backward() -> None:
@@ -147,11 +126,10 @@ def check_what_casts_keep_until_the_backward() -> None:
         ("O4", torch.bfloat16, 0),
         ("O5", None, 0),
     ):
-        model = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(layers)])
         options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-        shard(model, **options)
-        optimizer = sgd(model.parameters())
-        preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        net = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(layers)])
+        model = shard(net, **options)
+        preamp.initialize(model, sgd(model.parameters()), opt_level=level, verbosity=0)
         saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
@@ -162,12 +140,8 @@ def check_what_casts_keep_until_the_backward() -> None:
         with native_products(), hooks:  # wide ones keep float32 copies
             loss = model(torch.ones(2, side)).float().sum()
         # What fully_shard gathered for a layer is released when its forward ends.
-        weights = {
-            storage_key(storage): storage.nbytes()
-            for tensor in saved
-            if tensor.numel() == side * side
-            for storage in (tensor.untyped_storage(),)
-        }
+        kept = [t.untyped_storage() for t in saved if t.numel() == side * side]
+        weights = {storage_key(storage): storage.nbytes() for storage in kept}
         assert sum(weights.values()) == copies * 2 * side * side, (level, dtype)
         loss.backward()
         preamp.engine_of(model).close()

@@ -40,8 +40,22 @@ def backward(optimizer: Any, grads: list[torch.Tensor], *, overflow_on: int | No
                 local_of(param.grad).fill_(math.inf)
 
 
+def assert_skips(optimizer: Any, grads: list[torch.Tensor], rank: int) -> None:
+    """All skip what overflows on a rank, which alone says so."""
+    backward(optimizer, grads, overflow_on=rank)
+    optimizer.step()
+    engine = preamp.engine_of(optimizer)
+    assert engine.last_step_skipped
+    assert engine.loss_scale() == 8.0
+    assert engine.overflow_causes[0].was_elsewhere is (dist.get_rank() != rank)
+
+
+def grid(*names: str) -> Any:
+    return init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=names)
+
+
 def check_two_dimensional_meshes() -> None:
-    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("a", "b"))
+    mesh = grid("a", "b")
     whole = torch.arange(12.0).reshape(4, 3)
     placements: list[list[Any]] = [
         [Replicate(), Shard(0)],
@@ -58,12 +72,7 @@ def check_two_dimensional_meshes() -> None:
         torch.testing.assert_close(preamp.clip_grad_norm_(optimizer, 1.0), wanted)
         optimizer.step()
         optimizer.zero_grad()
-    backward(optimizer, grads, overflow_on=3)
-    optimizer.step()
-    engine = preamp.engine_of(optimizer)
-    assert engine.last_step_skipped
-    assert engine.loss_scale() == 8.0
-    assert engine.overflow_causes[0].was_elsewhere is (dist.get_rank() != 3)
+    assert_skips(optimizer, grads, 3)
 
 
 def check_gradients_that_are_sums_yet_to_be_added_up() -> None:
@@ -82,12 +91,10 @@ def check_replicated_groups_of_fully_shard() -> None:
     """HSDP: shards within a row of the mesh, copies along the other dimension."""
     if not RUNS_ON_CPUS:
         return
-    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("copies", "shards"))
     torch.manual_seed(0)
-    single = nn.Linear(5, 3)
-    model = nn.Linear(5, 3)
+    single, model = nn.Linear(5, 3), nn.Linear(5, 3)
     model.load_state_dict(single.state_dict())
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=grid("copies", "shards"))
     rows = torch.randn(RANKS, 5, generator=torch.Generator().manual_seed(1))
     norms: list[torch.Tensor] = []
     for one, x in ((model, rows[dist.get_rank()][None]), (single, rows)):
@@ -107,20 +114,18 @@ def check_one_of_four_differs() -> None:
     """All four are told, also those that share no dimension of the mesh with it."""
     if not RUNS_ON_CPUS:
         return
-    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("copies", "shards"))
     model = nn.Linear(5, 3)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=grid("copies", "shards"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     level = "O2" if dist.get_rank() == RANKS - 1 else "O5"
     preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
     with refused("distributed", "one rank of four", changes=True):
         model(torch.ones(1, 5))
-    preamp.engine_of(optimizer).close()
 
 
 def groups() -> tuple[Any, Any]:
     """The group that shares weights with this rank, and that of its pipeline's stages."""
-    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("pipeline", "tensor"))
+    mesh = grid("pipeline", "tensor")
     return mesh.get_group("tensor"), mesh.get_group("pipeline")
 
 
@@ -130,15 +135,11 @@ def check_parts_in_plain_tensors() -> None:
     stage, part = dist.get_rank() // SIDE, dist.get_rank() % SIDE
     weights = torch.arange(16.0).reshape(2, 2, 4)
     for optimizer_of in (optimizers.FusedSGD, torch.optim.SGD):
-        cut = nn.Parameter(torch.zeros(4))
-        cut.tensor_model_parallel = True  # type: ignore[attr-defined]
-        copied, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
-        shared.shared = stage == 1  # type: ignore[attr-defined]
-        optimizer = prepare(
-            [cut, copied, shared],
-            optimizer_of([cut, copied, shared], lr=0.5),
-            process_groups={tensor: "tensor", pipeline: "pipeline"},
-        )
+        params: list[Any] = [nn.Parameter(torch.zeros(size)) for size in (4, 2, 3)]
+        params[0].tensor_model_parallel = True
+        params[2].shared = stage == 1
+        named = {tensor: "tensor", pipeline: "pipeline"}
+        optimizer = prepare(params, optimizer_of(params, lr=0.5), process_groups=named)
         own = [weights[stage, part], torch.full((2,), stage + 1.0), torch.ones(3)]
         backward(optimizer, own)
         wanted = (weights.square().sum() + 2 * 1 + 2 * 4 + 3).sqrt()
@@ -146,13 +147,9 @@ def check_parts_in_plain_tensors() -> None:
         largest = preamp.clip_grad_norm_(optimizer, 1e3, math.inf)
         torch.testing.assert_close(largest, weights.max())
         optimizer.step()
-        assert torch.equal(cut.detach(), -0.5 * own[0])
+        assert torch.equal(params[0].detach(), -0.5 * own[0])
         optimizer.zero_grad()
-        backward(optimizer, own, overflow_on=2)
-        optimizer.step()
-        engine = preamp.engine_of(optimizer)
-        assert engine.last_step_skipped
-        assert engine.loss_scale() == 8.0
+        assert_skips(optimizer, own, 2)
 
 
 def check_layer_wise_rates_of_parts_in_plain_tensors() -> None:
@@ -170,9 +167,9 @@ def check_layer_wise_rates_of_parts_in_plain_tensors() -> None:
         for level in ("O0", "O5"):
             results: list[torch.Tensor] = []
             for is_cut in (True, False):
-                param = nn.Parameter((whole[part] if is_cut else whole).clone())
-                param.tensor_model_parallel = is_cut  # type: ignore[attr-defined]
-                options = {"process_groups": tensor} if is_cut else {}
+                param: Any = nn.Parameter((whole[part] if is_cut else whole).clone())
+                param.tensor_model_parallel = is_cut
+                options: dict[str, Any] = {"process_groups": tensor} if is_cut else {}
                 optimizer = make([param])
                 prepare([param], optimizer, opt_level=level, loss_scale=1.0, **options)
                 (updated,) = preamp.master_params(optimizer)

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run checks on several processes at once, and report what failed where.
+"""Run checks on several processes at once, and report what failed where; what checks share.
 
 A check is a function of a module; every rank calls it. A rank that fails stops, whereupon gloo
-tells the others, and a deadline covers what gloo does not notice.
+tells the others, and a deadline covers what gloo does not notice. Engines that a check leaves open
+are closed after it, and those of an iteration over `each` before the next.
 """
 
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from cases.ranks import join_ranks, leave_ranks, start_ranks, wait_for_others
+from cases.selection import combinations
+from cases.tolerances import assert_same
+from preamp.engine import Engine
 
 Check = Callable[[], None]
 
@@ -27,9 +37,9 @@ In torch 2.6 none could, and 2.8 adds float32 and bfloat16 gradients up that it 
 """
 
 
-def checks_of(module: ModuleType) -> list[Check]:
-    """The functions of ``module`` whose names start with ``check_``."""
-    return [item for name, item in vars(module).items() if name.startswith("check_")]
+def checks_of(module: ModuleType, prefix: str = "check_") -> list[Check]:
+    """The functions of ``module`` whose names start with ``prefix``."""
+    return [item for name, item in vars(module).items() if name.startswith(prefix)]
 
 
 def assert_pass(checks: Sequence[Check], world_size: int, folder: Path) -> None:
@@ -58,6 +68,7 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
     warnings.simplefilter("error")
     # torch 2.6 says so of every mesh of CPUs.
     warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
+    _note_engines()
     join_ranks(rank, world_size, folder, 120)
     report = folder / f"rank{rank}.txt"
     for check in checks:
@@ -65,9 +76,72 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
         torch.manual_seed(0)
         try:
             check()
+            close_engines()
         except BaseException:
             report.write_text(f"{check.__name__} on rank {rank}:\n{traceback.format_exc()}")
             return
     report.write_text("passed")
     wait_for_others()
     leave_ranks()
+
+
+_ENGINES: list[weakref.ref[Engine]] = []
+
+
+def _note_engines() -> None:
+    make = Engine.__init__
+
+    def make_and_note(self: Engine, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _ENGINES.append(weakref.ref(self))
+
+    Engine.__init__ = make_and_note  # type: ignore[method-assign]
+
+
+def close_engines() -> None:
+    """Close what is open, the latest first."""
+    while _ENGINES:
+        if (engine := _ENGINES.pop()()) is not None:
+            engine.close()
+
+
+# -- what checks share ----------------------------------------------------------------------------
+
+
+def each(*axes: Iterable[Any], size: int = 1) -> Iterator[Any]:
+    """`combinations`, or the values of one axis."""
+    for row in combinations(*axes, size=size):
+        yield row if len(axes) > 1 else row[0]
+        close_engines()
+
+
+def by_rank(*choices: Any) -> Any:
+    """The choice of this rank."""
+    return choices[dist.get_rank()]
+
+
+def everywhere(mine: torch.Tensor) -> list[torch.Tensor]:
+    """What all ranks have."""
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return found
+
+
+def assert_equal_everywhere(*tensors: torch.Tensor) -> None:
+    """To the bit."""
+    first, *others = everywhere(torch.cat([t.detach().float().flatten() for t in tensors]))
+    for other in others:
+        assert_same(other, first)
+
+
+def whole(value: Any) -> torch.Tensor:
+    """A copy of all of a tensor, sharded or not."""
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    for part in model.children():
+        fully_shard(part, **options)
+    fully_shard(model, **options)
+    return model

@@ -1,149 +1,221 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ranks check of split masters: the run is that of full storage, to the bit."""
+"""What ranks check of masters and moments in fewer bits: however they are shared, to the bit."""
 
-import itertools
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from cases.selection import combinations
 from cases.tolerances import assert_same
+from distributed.ranks import each, whole
+from kit.compare import same
+from kit.refusals import refused
+from preamp import Storage
 from preamp.core.tensors import local_of
 from preamp.kernels.stored import join, split
 from preamp.optim.master_parameter import PACKED_KINDS
-from preamp.optimizers import FusedAdam, FusedLAMB
+from preamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
-WAYS = ("ddp", "fully_shard")
-if not hasattr(torch.cpu.Stream, "record_event"):  # which fully_shard of torch 2.6 needs
-    WAYS = ("ddp",)
-
-
-def _start(way: str, level: str, storage: Any, kind: Any) -> tuple[nn.Module, nn.Module, Any]:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5))
-    if way == "fully_shard":
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    optimizer = kind(model.parameters(), lr=0.01)
-    preamp.initialize(
-        model, optimizer, opt_level=level, storage=storage, verbosity=0, backend="reference"
-    )
-    wrapped = model if way == "fully_shard" else nn.parallel.DistributedDataParallel(model)
-    return model, wrapped, optimizer
+# fully_shard of torch 2.6 needs events of streams, which its CPUs lack
+SHARDS = hasattr(torch.cpu.Stream, "record_event")
+WAYS = ("ddp", "fully_shard") if SHARDS else ("ddp",)
 
 
-def _bring_to_split(optimizer: Any) -> None:
-    """Let an engine in full storage have what a split one can hold; torch counts no write."""
-    for session in preamp.engine_of(optimizer).sessions.values():
-        for twin in session.masters or ():
-            own, master = local_of(twin.half.detach()), local_of(twin.master.detach())
-            half, low = split(master, twin.half.dtype)
-            own.data.copy_(half)
-            master.data.copy_(join(half, low))
+class Run:
+    """A small model whose optimizer keeps its values as ``storage`` says."""
+
+    def __init__(self, way: str, level: str, storage: Any, kind: Any) -> None:
+        torch.manual_seed(0)
+        self.way, self.level, self.storage = way, level, storage
+        layers = nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5)
+        self.model: Any = nn.Sequential(*layers)
+        if way == "fully_shard":
+            fully_shard(self.model[0])
+            fully_shard(self.model)
+        self.optimizer = kind(self.model.parameters(), lr=0.01)
+        options: dict[str, Any] = {"storage": storage, "backend": "reference", "verbosity": 0}
+        preamp.initialize(self.model, self.optimizer, opt_level=level, **options)
+        self.wrapped = self.model if way == "fully_shard" else DistributedDataParallel(self.model)
+
+    def step(self, number: int, *, clips: bool = True) -> None:
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        loss = self.wrapped(torch.randn(4, 7, generator=generator)).square().mean()
+        overflows = number == 1 and self.level == "O2"
+        with preamp.scale_loss(loss, self.optimizer) as scaled:
+            (scaled * float("inf") if overflows else scaled).backward()
+        if clips:
+            preamp.clip_grad_norm_(self.optimizer, 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def bring_to_split(self) -> None:
+        """Let full storage have what a split one can hold; torch counts no write."""
+        for session in preamp.engine_of(self.optimizer).sessions.values():
+            for twin in session.masters or ():
+                own, master = local_of(twin.half.detach()), local_of(twin.master.detach())
+                half, low = split(master, twin.half.dtype)
+                own.data.copy_(half)
+                master.data.copy_(join(half, low))
+
+    def values(self) -> list[torch.Tensor]:
+        return list(map(whole, self.model.state_dict().values()))
+
+    def play(self) -> list[torch.Tensor]:
+        """Train; half weights, exact ones, and those after the end."""
+        for number in range(4):
+            self.step(number)
+            if self.storage == "full":
+                self.bring_to_split()
+            elif number:
+                masters = preamp.master_params(self.optimizer)
+                assert {type(p) in PACKED_KINDS for p in masters} == {True}
+        found = [*map(whole, self.model.parameters()), *self.values()]
+        preamp.engine_of(self.optimizer).close()
+        return found + self.values()
 
 
-def _train(way: str, level: str, storage: Any, kind: Any) -> dict[str, torch.Tensor]:
-    model, wrapped, optimizer = _start(way, level, storage, kind)
-    for number in range(4):
-        generator = torch.Generator().manual_seed(10 * number + torch.distributed.get_rank())
-        loss = wrapped(torch.randn(4, 7, generator=generator)).square().mean()
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            (scaled * float("inf") if number == 1 and level == "O2" else scaled).backward()
-        preamp.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        if storage == "full":
-            _bring_to_split(optimizer)
-        elif number:
-            assert {type(p) in PACKED_KINDS for p in preamp.master_params(optimizer)} == {True}
-    halves = {f"half {name}": _whole(param) for name, param in model.named_parameters()}
-    state = {name: _whole(value) for name, value in model.state_dict().items()}
-    preamp.engine_of(optimizer).close()
-    closed = {f"closed {name}": _whole(value) for name, value in model.state_dict().items()}
-    return {**halves, **state, **closed}
+def assert_alike(*runs: list[torch.Tensor], where: object) -> None:
+    for one, other in zip(*runs, strict=True):
+        assert_same(one, other, str(where))
 
 
-def _whole(value: Any) -> torch.Tensor:
-    value = value.detach()
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+def check_split_masters_are_full_ones() -> None:
+    for way, level, kind in each(WAYS, ("O2", "O5"), (FusedAdam, optim.AdamW, FusedLAMB)):
+        found = [Run(way, level, storage, kind).play() for storage in ("full", "split")]
+        assert_alike(*found, where=(way, level, kind))
+
+
+def check_the_host_of_cpus_on_ranks() -> None:
+    """Where nothing moves, ``place="host"`` is the same training."""
+    for way, kind in each(WAYS, (FusedAdam, FusedLAMB), size=2):
+        places = [Storage(masters="split", place=place) for place in ("device", "host")]
+        assert_alike(*[Run(way, "O2", place, kind).play() for place in places], where=(way, kind))
 
 
 READS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda master: master.detach(),
     "to_local": lambda master: master.to_local(),
     "full_tensor": lambda master: master.full_tensor(),
     "_local_tensor": lambda master: master._local_tensor,
     "redistribute": lambda master: master.redistribute(placements=master.placements),
-    "detach": lambda master: master.detach(),
     "a flattened wrapper": lambda master: getattr(master, master.__tensor_flatten__()[0][0]),
 }
 
 
 def check_reading_and_writing_packed_masters() -> None:
     """Methods of a ``DTensor`` give values as ``detach`` does, and reading changes no number."""
-    ways = ("fully_shard",) if "fully_shard" in WAYS else ()
-    for way, storage in itertools.product(ways, ("split", "compact")):
-        wanted = _read_in_each_step(way, storage, None)
-        for name, read in READS.items():
-            found = _read_in_each_step(way, storage, read)
-            for one, other in zip(found, wanted, strict=True):
-                assert_same(one, other, f"{storage}: {name}")
-        model, _, optimizer = _start(way, "O5", storage, FusedAdam)
-        _iterate(model, optimizer, 0)
-        wanted = 2 * _whole(next(iter(model.state_dict().values())))
-        master: Any = next(iter(preamp.master_params(optimizer)))
+    for storage in ("split", "compact") if SHARDS else ():
+        runs = {}
+        for name in each(READS):
+            run = runs[name] = Run("fully_shard", "O5", storage, FusedAdam)
+            for number in range(3):
+                run.step(number, clips=False)
+                for place, value in enumerate(run.values() if name != "nothing" else ()):
+                    master: Any = list(preamp.master_params(run.optimizer))[place]
+                    assert type(master) in PACKED_KINDS or place
+                    found = READS[name](master).detach()
+                    is_whole = found.shape == value.shape
+                    wanted = value if is_whole else local_of(master.detach())
+                    assert_same(whole(found) if is_whole else found, wanted)
+            runs[name] = run.values()
+            assert_alike(runs[name], runs["nothing"], where=(storage, name))
+        run = Run("fully_shard", "O5", storage, FusedAdam)
+        run.step(0, clips=False)
+        wanted = 2 * run.values()[0]
+        master = next(iter(preamp.master_params(run.optimizer)))
         with torch.no_grad():
             master.to_local().mul_(2)
-        assert_same(_whole(next(iter(model.state_dict().values()))), wanted)
+        assert_same(run.values()[0], wanted)
 
 
-def _read_in_each_step(
-    way: str, storage: str, read: Callable[[Any], Any] | None
-) -> list[torch.Tensor]:
-    model, _, optimizer = _start(way, "O5", storage, FusedAdam)
+# -- moments --------------------------------------------------------------------------------------
+
+STORAGES = {
+    "compact": Storage(masters="split", moments="8bit", seed=5),
+    "8bit": Storage(moments="8bit", seed=5),
+    "bfloat16": Storage(moments="bfloat16", seed=5),
+    "full": Storage(),
+}
+BUILDS: dict[str, Any] = {
+    "adam": lambda params: FusedAdam(params, lr=0.0625, eps=1e-4),
+    "sgd": lambda params: FusedSGD(params, lr=0.0625, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """Rows of 72 elements, blocks of a row that differ in length, and tensors without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(8, 60, 3)
+        self.inner = nn.Linear(60, 131)
+        self.head = nn.Linear(131, 37)
+        with torch.no_grad():  # masters that DDP gives to all ranks start from half weights
+            for param in self.parameters():
+                param.copy_(param.bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.conv(x).relu().mean((2, 3))).relu())
+
+
+def with_moments(storage: str, way: str, level: str, kind: str, strided: bool) -> dict[str, Any]:
+    """Weights and state, whole, after steps on gradients that depend on neither them nor ranks."""
+    inner = Net()
+    if way == "fully_shard":
+        fully_shard(inner)
+    if strided:  # which fully_shard does not take
+        inner.conv.to(memory_format=torch.channels_last)
+    optimizer = BUILDS[kind](inner.parameters())
+    options: dict[str, Any] = {"storage": STORAGES[storage], "verbosity": 0}
+    # On gradients that are put in place no other scale can be.
+    preamp.initialize(inner, optimizer, opt_level=level, loss_scale=1.0, **options)
+    model = DistributedDataParallel(inner) if way == "ddp" else inner
     for number in range(3):
-        _iterate(model, optimizer, number)
-        if read is None:
-            continue
-        values = list(map(_whole, model.state_dict().values()))
-        for place, value in enumerate(values):
-            master: Any = list(preamp.master_params(optimizer))[place]
-            assert type(master) in PACKED_KINDS or place
-            found = read(master).detach()
-            of = value if found.shape == value.shape else local_of(master.detach())
-            assert_same(_whole(found) if found.shape == value.shape else found, of)
-    return list(map(_whole, model.state_dict().values()))
+        random = torch.Generator().manual_seed(number)
+        with preamp.scale_loss(model(torch.ones(1, 8, 3, 3)).sum(), optimizer) as scaled:
+            scaled.backward()  # so that the engine knows what reduces gradients
+        for param in inner.parameters():
+            grad = torch.randn(param.shape, generator=random).to(param.dtype)
+            if hasattr(param, "device_mesh"):
+                param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+            else:
+                param.grad = torch.empty_like(param).copy_(grad)
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    moments = [sorted(state[number].items()) for number in sorted(state)]
+    weights = list(map(whole, inner.state_dict().values()))
+    found = [[(key, _plain(value)) for key, value in each] for each in moments]
+    preamp.engine_of(inner).close()
+    return {"weights": weights, "state": found}
 
 
-def _iterate(model: Any, optimizer: Any, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    loss = model(torch.randn(4, 7, generator=generator)).square().mean()
-    with preamp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def _plain(value: Any) -> Any:
+    return whole(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def check_the_host_of_cpus_on_ranks() -> None:
-    """Where nothing moves, ``place="host"`` is the same training."""
-    for way, kind in itertools.product(WAYS, (FusedAdam, FusedLAMB)):
-        beside, host = (
-            _train(way, "O2", preamp.Storage(masters="split", place=place), kind)
-            for place in ("device", "host")
-        )
-        assert beside.keys() == host.keys()
-        for name, value in beside.items():
-            assert_same(host[name], value, f"{way}, {kind.__name__}: {name}")
+def check_all_ways_to_share_have_the_same_bits() -> None:
+    for storage, kind, level in each(STORAGES, BUILDS, ("O5", "O4")):
+        for strided, ways in ((False, WAYS), (True, ("ddp",))):
+            if (storage == "compact" and level == "O4") or (strided and kind == "sgd"):
+                continue
+            found = [with_moments(storage, way, level, kind, strided) for way in ways]
+            assert same(found[-1], found[0]), (storage, kind, level, strided)
 
 
-def check_split_masters_on_ranks() -> None:
-    for way, level, kind in combinations(WAYS, ("O2", "O5"), (FusedAdam, optim.AdamW, FusedLAMB)):
-        full, halved = (_train(way, level, storage, kind) for storage in ("full", "split"))
-        assert full.keys() == halved.keys()
-        for name, value in full.items():
-            assert_same(halved[name], value, f"{way}, {level}, {kind.__name__}: {name}")
+def check_columns_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)]))
+    optimizer = FusedAdam([param])
+    optimizer.storage = STORAGES["8bit"]
+    param.grad = distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)])
+    with refused("distributed", "moments of columns"):
+        optimizer.step()
+    assert not optimizer.state

@@ -17,11 +17,16 @@ from torch.nn import functional as F
 
 import preamp
 from cases.levels import LEVELS
-from cases.selection import combinations
 from cases.tolerances import assert_within_budget
+from distributed.ranks import each
 from kit.refusals import refused
 from preamp.distributed.sync_batchnorm.module import Normalize, merged_statistics
-from preamp.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from preamp.parallel import (
+    DistributedDataParallel,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
 
 CHANNELS = 3
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,7 +80,7 @@ def plain_run(
 
 
 def check_training_equals_one_batch() -> None:
-    for dtype, spatial, split in combinations(DTYPES, SPATIAL, SPLITS, size=2):
+    for dtype, spatial, split in each(DTYPES, SPATIAL, SPLITS, size=2):
         whole = normal(sum(split), CHANNELS, *spatial, offset=4.0).to(dtype).double()
         dy = normal(*whole.shape).to(dtype).double()
         layer = layer_for(dtype)
@@ -98,7 +103,7 @@ def check_training_equals_one_batch() -> None:
 
 
 def check_channels_last_are_the_same_numbers() -> None:
-    for spatial, relu, residual in combinations(SPATIAL, (False, True), (False, True), size=2):
+    for spatial, relu, residual in each(SPATIAL, (False, True), (False, True), size=2):
         x, z, dy = (normal(4, CHANNELS, *spatial) for _ in range(3))
         first, last = (
             layer_for(torch.float64, channel_last=flag, fuse_relu=relu) for flag in (False, True)
@@ -226,51 +231,63 @@ def check_one_value_on_a_group_of_one_is_not() -> None:
         SyncBatchNorm(CHANNELS, process_group=alone)(torch.ones(1, CHANNELS))
 
 
-def check_data_parallel_training_equals_one_process() -> None:
-    plain = nn.Sequential(
-        nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-    ).double()
-    model = convert_syncbn_model(copy.deepcopy(plain))
-    ddp = DistributedDataParallel(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-    for _ in range(3):
-        x = normal(6, 2, 3, 3)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        plain(x).square().mean().backward()
-        ddp(mine(x, (3, 3))).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
-
-
 def check_levels_train_as_on_one_process() -> None:
     """Within half rounding: the same statistics come from sums in another order."""
-    for row in LEVELS:
+    for row in each(LEVELS):
         torch.manual_seed(1)
-        plain = nn.Sequential(
-            nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-        )
+        layers = nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        plain = nn.Sequential(*layers)
         model = convert_syncbn_model(copy.deepcopy(plain))
         batches = [torch.randn(6, 2, 3, 3) for _ in range(2)]
-        for net, is_shared in ((plain, False), (model, True)):
+        for net, wrap in ((plain, None), (model, DistributedDataParallel)):
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             preamp.initialize(net, optimizer, opt_level=row.name, verbosity=0)
             assert net[1].weight.dtype is row.norm
-            wrapper = DistributedDataParallel(net) if is_shared else net
+            wrapper = wrap(net) if wrap else net
             for whole in batches:
-                x = mine(whole, (3, 3)) if is_shared else whole
-                loss = wrapper(x).float().square().mean()
+                loss = wrapper(mine(whole, (3, 3)) if wrap else whole).float().square().mean()
                 with preamp.scale_loss(loss, optimizer) as scaled:
                     scaled.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert preamp.engine_of(net).steps_applied == 2
         tolerance = 1e-5 if row.half is None else 8 * torch.finfo(row.half).eps
+        found = model.state_dict()
         for name, value in plain.state_dict().items():
-            torch.testing.assert_close(
-                model.state_dict()[name], value, rtol=tolerance, atol=tolerance
-            )
-        for net in (plain, model):
-            preamp.engine_of(net).close()
+            torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+# -- pairs of four ranks, which share statistics with each other -----------------------------------
+
+
+def four_groups_keep_to_themselves() -> None:
+    group = create_syncbn_process_group(2)
+    pair = dist.get_rank() // 2
+    assert dist.get_process_group_ranks(group) == [2 * pair, 2 * pair + 1]
+    x = torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(pair))
+    own = x.chunk(2)[dist.get_rank() % 2].clone().requires_grad_()
+    plain = nn.BatchNorm1d(3).double()
+    layer = convert_syncbn_model(nn.BatchNorm1d(3).double(), group)
+    wanted, y = plain(x.requires_grad_()), layer(own)
+    wanted.pow(3).sum().backward()
+    y.pow(3).sum().backward()
+    torch.testing.assert_close(y, wanted.chunk(2)[dist.get_rank() % 2])
+    torch.testing.assert_close(own.grad, x.grad.chunk(2)[dist.get_rank() % 2])
+    torch.testing.assert_close(layer.running_var, plain.running_var)
+
+
+def four_set_the_group_later() -> None:
+    layer = SyncBatchNorm(3)
+    layer._specify_process_group(create_syncbn_process_group(1))
+    layer._specify_channel_last(True)
+    normed = layer(torch.randn(2, 4, 3) * (dist.get_rank() + 1))
+    torch.testing.assert_close(normed.mean((0, 1)), torch.zeros(3), atol=1e-5, rtol=0)
+
+
+def four_round_half_gradients_once() -> None:
+    # In float16 2048 + 1 is 2048, so three ones after a 2048 are lost one by one.
+    layer = nn.Linear(1, 1, bias=False).half()
+    ddp = DistributedDataParallel(layer, allreduce_always_fp32=True, gradient_average=False)
+    mine = 2048.0 if dist.get_rank() == 0 else 1.0
+    ddp(torch.full((1, 1), mine, dtype=torch.float16)).backward()
+    assert layer.weight.grad.item() == torch.tensor(2051.0).half().item()

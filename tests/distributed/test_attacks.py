@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank under ``fully_shard`` that fails, or does what the others do not do.
+"""A rank that fails, dies or hangs, or does under ``fully_shard`` what the others do not do.
 
 All ranks end within the timeout of their process group, with the reason. Other levels, other
-parameters and an overflow on one rank alone end no rank; `fully_sharded_checks` and
-`fully_sharded_programs` have them. A rank attacks in its third step, or before the first. Attacks
+parameters and an overflow on one rank alone end no rank; `agreement_checks` and
+`fully_sharded_checks` have them. A rank attacks in its third step, or before the first. Attacks
 that do not end a process follow each other in one start: after each the ranks leave the process
 group, and join a new one for the next.
 """
@@ -25,10 +25,9 @@ from torch import nn
 
 import preamp
 from cases.ranks import join_ranks, start_ranks
-from distributed.fully_sharded_checks import shard
-from distributed.ranks import RUNS_ON_CPUS
-from distributed.test_faults import PATIENCE_SECONDS
+from distributed.ranks import RUNS_ON_CPUS, shard
 
+PATIENCE_SECONDS = 60  # of a test, on a machine that others use as well
 GROUP_SECONDS = 5
 STEPS = 4
 
@@ -100,7 +99,9 @@ def run_rank(rank: int, folder: Path, attacks: Sequence[str]) -> None:
     os._exit(0)
 
 
-pytestmark = pytest.mark.skipif(not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs")
+needs_fully_shard = pytest.mark.skipif(
+    not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
+)
 
 LOST = "RuntimeError: .*(closed by peer|reset by peer|[Tt]imed out)"
 ON_PURPOSE = "ValueError: on purpose"
@@ -120,6 +121,7 @@ ENDS = {
 QUICK = ("saves alone", "raises in a block")
 
 
+@needs_fully_shard
 @pytest.mark.parametrize(
     "attacks",
     [QUICK, pytest.param([name for name in ENDS if name not in QUICK], marks=pytest.mark.full)],
@@ -134,6 +136,7 @@ def test_every_rank_has_the_reason_in_time(tmp_path: Path, attacks: Sequence[str
             assert found["seconds"] < PATIENCE_SECONDS / 2, (attack, rank)
 
 
+@needs_fully_shard
 @pytest.mark.full
 @pytest.mark.parametrize("attack", ["is killed", "skips a block"])
 def test_nobody_trains_on(tmp_path: Path, attack: str) -> None:
@@ -162,3 +165,52 @@ def _exit_codes(folder: Path, attacks: Sequence[str]) -> list[int]:
         for process in ranks:
             process.kill()
             process.join()
+
+
+# -- under DistributedDataParallel ----------------------------------------------------------------
+
+
+def train_under_ddp(rank: int, folder: Path, how: str) -> None:
+    """The second of two ranks ``dies`` or ``hangs`` in its third step; the first one raises."""
+    join_ranks(rank, 2, folder, GROUP_SECONDS)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    engine = preamp.engine_of(optimizer)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in range(3):
+        if step == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        scale, taken = engine.loss_scale(), engine.steps_applied
+        loss = wrapped(torch.ones(2, 4)).sum()
+        try:
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        except RuntimeError as error:
+            after = model.state_dict()
+            assert all(torch.equal(value, after[name]) for name, value in before.items())
+            assert (engine.loss_scale(), engine.steps_applied) == (scale, taken)
+            assert all(param.grad is None for param in model.parameters())
+            (folder / "reason").write_text(str(error))
+            os._exit(0)  # destroying the group would wait for the other once more
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("dies", "closed by peer|reset by peer"), ("hangs", "[Tt]imed out")]
+)
+def test_the_others_raise_in_time_and_what_they_have_is_whole(
+    tmp_path: Path, how: str, reason: str
+) -> None:
+    ranks = start_ranks(train_under_ddp, (tmp_path, how), 2).processes
+    try:
+        ranks[0].join(PATIENCE_SECONDS)
+        assert ranks[0].exitcode == 0, "the first rank still waits for the second"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert re.search(reason, (tmp_path / "reason").read_text())

@@ -113,35 +113,29 @@ def filled(layer: Any) -> Any:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("channel_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
 def test_alone_it_is_a_plain_batch_norm(
     shape: tuple[int, ...],
     options: dict[str, Any],
     training: bool,
     channel_last: bool,
     dtype: torch.dtype,
+    relu: bool,
+    residual: bool,
 ) -> None:
     """A-33: evaluation works with channels last, two dimensions and without statistics."""
-    layer = filled(SyncBatchNorm(3, channel_last=channel_last, **options)).train(training)
+    options = {"channel_last": channel_last, "fuse_relu": relu, **options}
+    layer = filled(SyncBatchNorm(3, **options)).train(training)
     plain = plain_like(layer, len(shape)).train(training)
     for _ in range(2):
-        x = torch.randn(shape).to(dtype)
-        ours = layer(x.movedim(1, -1) if channel_last else x)
-        assert_same(ours.movedim(-1, 1) if channel_last else ours, plain(x))
+        x, z = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        ours = layer(*[t.movedim(1, -1) if channel_last else t for t in (x, z)[: 1 + residual]])
+        wanted = plain(x) + z if residual else plain(x)
+        found = ours.movedim(-1, 1) if channel_last else ours
+        assert_same(found, F.relu(wanted) if relu else wanted)
     for name, value in plain.state_dict().items():
         assert_same(layer.state_dict()[name], value, name)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("channel_last", [False, True])
-@pytest.mark.parametrize("relu", [False, True])
-def test_alone_with_residual_and_relu(training: bool, channel_last: bool, relu: bool) -> None:
-    layer = filled(SyncBatchNorm(3, channel_last=channel_last, fuse_relu=relu)).train(training)
-    plain = plain_like(layer, 4).train(training)
-    x, z = torch.randn(2, 3, 2, 2), torch.randn(2, 3, 2, 2)
-    wanted = plain(x) + z
-    given = [t.movedim(1, -1) if channel_last else t for t in (x, z)]
-    ours = layer(*given)
-    assert_same(ours.movedim(-1, 1) if channel_last else ours, F.relu(wanted) if relu else wanted)
 
 
 def test_alone_it_can_be_differentiated_twice() -> None:

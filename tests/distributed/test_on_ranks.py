@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,77 +12,47 @@ import torch.distributed as dist
 from distributed import (
     agreement_checks,
     ddp_checks,
-    delayed_checks,
-    fully_sharded_against_ddp,
     fully_sharded_checks,
     fully_sharded_programs,
     fully_sharded_records,
-    group_checks,
     mesh_checks,
-    moments_checks,
-    named_state_checks,
-    overflow_checks,
     sharded_params_checks,
     storage_checks,
     sync_batchnorm_checks,
-    torch_ddp_checks,
     training_checks,
     wrapping_checks,
 )
-from distributed.ranks import RUNS_ON_CPUS, Check, assert_pass, checks_of
+from distributed.ranks import RUNS_ON_CPUS, assert_pass, checks_of
 
-
-def row(world: int, *checks: Check, id: str, marks: Sequence[pytest.MarkDecorator] = ()) -> object:
-    return pytest.param(world, checks, id=id, marks=marks)
-
-
-more, full = [pytest.mark.more], [pytest.mark.full]
+more, full = pytest.mark.more, pytest.mark.full
 under_fully_shard = pytest.mark.skipif(
     not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
 )
-
-ROWS = [
-    row(2, *checks_of(ddp_checks), *checks_of(delayed_checks), id="ddp"),
-    row(
-        2,
-        *checks_of(torch_ddp_checks),
-        *checks_of(training_checks),
-        id="training under ddp",
-        marks=more,
-    ),
-    row(
-        2,
-        *checks_of(agreement_checks),
-        *checks_of(wrapping_checks),
-        *checks_of(overflow_checks),
-        id="ranks that differ",
-    ),
-    row(2, *checks_of(storage_checks), *checks_of(moments_checks), id="storage", marks=more),
-    row(2, *checks_of(sync_batchnorm_checks), id="sync batch norm", marks=more),
-    row(4, *checks_of(group_checks), id="groups"),
-    row(2, *checks_of(sharded_params_checks), id="optimizers over sharded parameters"),
-    row(
-        2,
-        *checks_of(fully_sharded_checks),
-        *checks_of(fully_sharded_programs),
-        *checks_of(named_state_checks),
-        id="fully_shard",
-        marks=[*more, under_fully_shard],
-    ),
-    row(
-        2,
-        *checks_of(fully_sharded_records),
-        *checks_of(fully_sharded_against_ddp),
-        id="fully_shard's records, and beside ddp",
-        marks=[*full, under_fully_shard],
-    ),
-    row(4, *checks_of(mesh_checks), id="meshes", marks=full),
-]
+ROWS: dict[str, tuple[int, tuple[Any, ...], tuple[pytest.MarkDecorator, ...]]] = {
+    # how many ranks, whose checks, and marks
+    "ddp": (2, (ddp_checks,), ()),
+    "training under ddp": (2, (training_checks,), (more,)),
+    "ranks that differ": (2, (agreement_checks, wrapping_checks), ()),
+    "storage": (2, (storage_checks,), (more,)),
+    "sync batch norm": (2, (sync_batchnorm_checks,), (more,)),
+    "optimizers over sharded parameters": (2, (sharded_params_checks,), ()),
+    "fully_shard": (2, (fully_sharded_checks,), (more, under_fully_shard)),
+    "programs under fully_shard": (2, (fully_sharded_programs,), (full, under_fully_shard)),
+    "records under fully_shard": (2, (fully_sharded_records,), (full, under_fully_shard)),
+    "meshes": (4, (mesh_checks,), (full,)),
+}
 
 
-@pytest.mark.parametrize(("world", "checks"), ROWS)
-def test_on_ranks(world: int, checks: Sequence[Check], tmp_path: Path) -> None:
-    assert_pass(checks, world, tmp_path)
+@pytest.mark.parametrize(
+    ("world", "modules"),
+    [pytest.param(*row, id=name, marks=marks) for name, (*row, marks) in ROWS.items()],
+)
+def test_on_ranks(world: int, modules: Sequence[Any], tmp_path: Path) -> None:
+    assert_pass([check for module in modules for check in checks_of(module)], world, tmp_path)
+
+
+def test_on_four_ranks(tmp_path: Path) -> None:
+    assert_pass(checks_of(sync_batchnorm_checks, "four_"), 4, tmp_path)
 
 
 def check_fails_on_rank_1() -> None:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A half model, the same training in plain float32 torch, and ways to make overflows."""
+"""Both FP16_Optimizers on models whose gradients are exact, and the same in plain float32 torch."""
 
 import copy
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from cases.models import Exact, loss_of, values
+import preamp.optimizers
+from cases.models import Exact, Parts, loss_of, values
 from preamp.fp16_utils import FP16_Optimizer, convert_network
 
 HALVES = (torch.float16, torch.bfloat16)
+KINDS: dict[str, Any] = {"general": FP16_Optimizer, "flat": preamp.optimizers.FP16_Optimizer}
 
 Build = Callable[..., torch.optim.Optimizer]
 
@@ -21,41 +24,103 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
-def pair(
-    dtype: torch.dtype, build: Build, **arguments: Any
-) -> tuple[nn.Module, FP16_Optimizer, nn.Module, torch.optim.Optimizer]:
-    """A model with half and float32 parameters, its optimizer, and both again in float32.
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(part.parameters())} for part in model.children()]
 
-    All gradients of `Exact` are exact, so that the two trainings agree bitwise.
+
+class EarlyAdam(torch.optim.Optimizer):
+    """The calling convention of the FusedAdam of early 2019, which only the flat one follows.
+
+    Takes scaled gradients from outside, clips per group, and writes a half copy. Its update has no
+    bias correction: ``g = grad / c``, moments, ``p -= lr * (m / (sqrt(v) + eps) + decay * p)``,
+    where ``c`` is the scale, larger where the unscaled norm exceeds ``max_grad_norm``.
     """
-    model = convert_network(Exact(), dtype)
-    plain = copy.deepcopy(model).float()
-    optimizer = FP16_Optimizer(build(model.parameters()), verbose=False, **arguments)
-    return model, optimizer, plain, build(plain.parameters())
+
+    def __init__(self, params: Any, lr: float = 0.125, **options: float) -> None:
+        defaults = {"lr": lr, "betas": (0.5, 0.75), "eps": 2.0**-10, "weight_decay": 0.0}
+        super().__init__(params, {**defaults, "max_grad_norm": 0.0, **options})
+        self.calls: list[dict[str, Any]] = []
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, *, grads: Any, output_params: Any, grad_norms: Any, scale: float = 1.0
+    ) -> None:
+        self.calls.append({"scale": scale, "grad_norms": grad_norms})
+        groups = zip(self.param_groups, grads, output_params, grad_norms, strict=True)
+        for group, group_grads, outputs, norm in groups:
+            factor, (beta1, beta2) = scale, group["betas"]
+            if group["max_grad_norm"] > 0:
+                factor *= max((norm / scale + 1e-6) / group["max_grad_norm"], 1.0)
+            for param, grad, output in zip(group["params"], group_grads, outputs, strict=True):
+                if grad is None:
+                    continue
+                zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                state = self.state[param] = self.state.get(param) or {"step": 0, **zeros}
+                state["step"] += 1
+                g, m, v = grad.float() / factor, state["exp_avg"], state["exp_avg_sq"]
+                m.mul_(beta1).add_(g, alpha=1 - beta1)
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                change = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * param
+                output.copy_(param.sub_(change, alpha=group["lr"]))
 
 
-def plain_step(plain: nn.Module, optimizer: torch.optim.Optimizer, *batches: int) -> None:
-    """Sum the gradients of the batches and step."""
-    optimizer.zero_grad()
-    for index in batches:
-        loss_of([plain], index).backward()
-    optimizer.step()
+class Pair:
+    """The same training by an FP16_Optimizer, and by torch in float32 without one."""
+
+    def __init__(self, kind: str, build: Build, dtype: Any = torch.float16, **options: Any) -> None:
+        self.model = convert_network(Exact(), dtype) if kind == "general" else Parts().to(dtype)
+        self.plain = copy.deepcopy(self.model).float()
+        self.optimizer = KINDS[kind](build(groups_of(self.model)), verbose=False, **options)
+        self.reference = build(groups_of(self.plain))
+
+    def backward(self, index: int, **how: Any) -> None:
+        self.optimizer.backward(loss_of([self.model], index), **how)
+        loss_of([self.plain], index).backward()
+
+    def step(self) -> None:
+        """And check: masters are the plain run's weights, bitwise; the model has them rounded."""
+        assert self.optimizer.step() is None
+        if isinstance(self.reference, EarlyAdam):
+            params = [group["params"] for group in self.reference.param_groups]
+            grads = [[param.grad for param in group] for group in params]
+            outputs = [list(map(torch.empty_like, group)) for group in params]
+            self.reference.step(grads=grads, output_params=outputs, grad_norms=[0.0] * len(params))
+        else:
+            self.reference.step()
+        self.check()
+
+    def check(self) -> None:
+        wanted = values(self.plain)
+        assert torch.equal(flat(values(self.optimizer)), flat(wanted))
+        rounded = [p.to(q.dtype) for p, q in zip(wanted, self.model.parameters(), strict=True)]
+        assert all(map(torch.equal, values(self.model), rounded))
+        if "fp16_groups_flat" in vars(self.optimizer):
+            assert_bound(self.model, self.optimizer)
+
+    def zero(self, *, to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_grads_to_None=to_none)
+        self.reference.zero_grad()
+
+    def train(self, *indices: int) -> None:
+        for index in indices:
+            self.zero(to_none=index % 2 == 0)
+            self.backward(index)
+            self.step()
 
 
-def assert_agree(model: nn.Module, optimizer: FP16_Optimizer, plain: nn.Module) -> None:
-    """Masters are the plain run's weights, bitwise; the model holds them rounded."""
-    wanted = values(plain)
-    assert all(map(torch.equal, values(optimizer), wanted))
-    rounded = [p.to(q.dtype) for p, q in zip(wanted, model.parameters(), strict=True)]
-    assert all(map(torch.equal, values(model), rounded))
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def net(dtype: torch.dtype = torch.float16) -> nn.Sequential:
-    """Three layers, of which the second is frozen."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).to(dtype)
-    model[1].weight.requires_grad_(False)
-    model.append(nn.Linear(2, 1, bias=False).to(dtype))
-    return model
+def assert_bound(model: nn.Module, optimizer: Any) -> None:
+    """Parameters are views of the buffers, and the buffers are the rounded masters."""
+    buffers = optimizer.fp16_groups_flat
+    for buffer, master in zip(buffers, optimizer.fp32_groups_flat, strict=True):
+        assert torch.equal(buffer, master.detach().to(buffer.dtype))
+    ranges = [(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) for buffer in buffers]
+    for param in model.parameters():
+        assert any(start <= param.data_ptr() < stop for start, stop in ranges)
+    assert torch.equal(flat(values(model)), torch.cat(buffers))
 
 
 class Weights(nn.Module):
@@ -70,10 +135,31 @@ class Weights(nn.Module):
         return (self.low.float().sum() + self.wide.sum()) * factor
 
 
-def wrapped(build: Build = sgd, **arguments: Any) -> tuple[Weights, FP16_Optimizer]:
-    """`Weights` in an optimizer."""
+def wrapped(kind: str = "general", **options: Any) -> tuple[Weights, Any]:
+    """`Weights` in an optimizer; in a group each for the flat one."""
     model = Weights()
-    return model, FP16_Optimizer(build(model.parameters()), verbose=False, **arguments)
+    groups = [{"params": [param]} for param in model.parameters()]
+    inner = sgd(model.parameters() if kind == "general" else groups)
+    return model, KINDS[kind](inner, **{"verbose": False, **options})
+
+
+def parts(build: Build = sgd, **options: Any) -> tuple[Parts, Any]:
+    """`Parts` in half in the flat optimizer."""
+    model = Parts().half()
+    return model, KINDS["flat"](build(groups_of(model)), **{"verbose": False, **options})
+
+
+def closure_of(model: Weights, optimizer: Any, *factors: float) -> Callable[[], torch.Tensor]:
+    """A closure whose gradients are ``factors``, one a call; the last one goes on."""
+    left = list(factors)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model.loss(left.pop(0) if len(left) > 1 else left[0])
+        optimizer.backward(loss)
+        return loss
+
+    return closure
 
 
 def gradients(optimizer: FP16_Optimizer) -> list[list[float]]:
@@ -83,13 +169,29 @@ def gradients(optimizer: FP16_Optimizer) -> list[list[float]]:
     return [[] if grad is None else grad.tolist() for group in found for grad in group]
 
 
-def picture(optimizer: FP16_Optimizer, model: nn.Module) -> Mapping[str, Any]:
+def masters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Those of half parameters as the state has them."""
+    state = optimizer.state_dict()
+    groups = [state["fp32_groups_flat"]] if "fp32_groups_flat" in state else state["fp32_from_fp16"]
+    return [master for group in groups for master in group]
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def picture(optimizer: Any, model: nn.Module) -> Mapping[str, Any]:
     """Everything that a refused call must leave as it was."""
     state = optimizer.state_dict()
-    return {
-        "weights": values(model),
-        "masters": values(optimizer),
-        "scaler": state["loss_scaler"],
-        "flags": (state["overflow"], state["first_closure_call_this_step"]),
-        "inner": copy.deepcopy(state["optimizer_state_dict"]),
-    }
+    return copy.deepcopy({"weights": values(model), "masters": values(optimizer), "state": state})
+
+
+def net(dtype: torch.dtype = torch.float16) -> nn.Sequential:
+    """Three layers, of which the second is frozen."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).to(dtype)
+    model[1].weight.requires_grad_(False)
+    model.append(nn.Linear(2, 1, bias=False).to(dtype))
+    return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FP16_Optimizer trains as plain torch does on the masters, whatever the optimizer."""
+"""Both FP16_Optimizers train as plain torch does on float32 masters, and resume bitwise."""
 
 import copy
 import inspect
@@ -10,16 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from cases.models import Exact, loss_of, values
-from cases.optimizers import ALL, OptimizerCase
+from cases.models import Exact, values
+from cases.optimizers import ALL, MAIN
 from fp16_utils.steps import (
     HALVES,
+    KINDS,
+    EarlyAdam,
+    Pair,
     Weights,
-    assert_agree,
+    closure_of,
     gradients,
-    pair,
-    plain_step,
+    masters_of,
     sgd,
+    through_a_file,
     wrapped,
 )
 from kit.refusals import refused
@@ -27,12 +30,8 @@ from preamp import fp16_utils
 from preamp.compat.amp_state import amp_state
 from preamp.fp16_utils import FP16_Optimizer, convert_network
 
-DTYPES = pytest.mark.parametrize("dtype", HALVES, ids=str)
-SCALES = pytest.mark.parametrize(
-    "scaling",
-    [{}, {"static_loss_scale": 256.0}, {"dynamic_loss_scale": True}],
-    ids=["none", "static", "dynamic"],
-)
+BOTH = pytest.mark.parametrize("kind", KINDS)
+DYNAMIC: dict[str, Any] = {"dynamic_loss_scale": True}
 
 
 @pytest.fixture(autouse=True)
@@ -41,194 +40,125 @@ def amp_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amp_state, "verbosity", 1)
 
 
+def dynamic(**args: float) -> dict[str, Any]:
+    return {"dynamic_loss_scale": True, "dynamic_loss_args": args}
+
+
+def rows(general: Any) -> pytest.MarkDecorator:
+    """Each kind with the optimizers that it can be around."""
+    cases = [("general", case.name, case.build) for case in general]
+    cases += [("flat", case.name, case.build) for case in MAIN] + [("flat", "early", EarlyAdam)]
+    params = [pytest.param((kind, build), id=f"{kind}-{name}") for kind, name, build in cases]
+    return pytest.mark.parametrize("row", params)
+
+
 # -- training ------------------------------------------------------------------------------------
 
 
-@DTYPES
-@SCALES
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@rows(ALL)
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "scaling", [{}, {"static_loss_scale": 256.0}, DYNAMIC], ids=["none", "static", "dynamic"]
+)
 def test_steps_are_those_of_plain_torch(
-    dtype: torch.dtype, scaling: dict[str, Any], case: OptimizerCase
+    row: tuple[str, Any], dtype: torch.dtype, scaling: dict[str, Any]
 ) -> None:
-    model, optimizer, plain, reference = pair(dtype, case.build, **scaling)
-    for index in range(4):
-        optimizer.zero_grad(set_grads_to_None=index % 2 == 0)
-        optimizer.backward(loss_of([model], index))
-        optimizer.step()
-        plain_step(plain, reference, index)
-        assert_agree(model, optimizer, plain)
+    Pair(*row, dtype, **scaling).train(*range(4))
 
 
-@pytest.mark.parametrize("update_each", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("general", {}), ("general", {"update_master_grads": False}), ("flat", {})],
+    ids=["each updates", "the last updates", "flat"],
+)
 @pytest.mark.parametrize("window", [1, 2000])
-def test_several_backwards_are_summed(update_each: bool, window: int) -> None:
+def test_several_backwards_are_summed(kind: str, how: dict[str, Any], window: int) -> None:
     """With a window of 1 the scale doubles after every update, between the backwards too."""
-    options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": window}}
-    options["dynamic_loss_args"]["init_scale"] = 2.0**8
-    model, optimizer, plain, reference = pair(torch.float16, sgd, **options)
+    run = Pair(kind, sgd, **dynamic(scale_window=window, init_scale=2.0**8))
     for step in range(2):
-        optimizer.zero_grad()
+        run.zero(to_none=False)
         for index in (3 * step, 3 * step + 1):
-            optimizer.backward(loss_of([model], index), update_master_grads=update_each)
-        optimizer.backward(loss_of([model], 3 * step + 2))
-        optimizer.step()
-        plain_step(plain, reference, 3 * step, 3 * step + 1, 3 * step + 2)
-        assert_agree(model, optimizer, plain)
+            run.backward(index, **how)
+        run.backward(3 * step + 2)
+        run.step()
 
 
-def test_a30_no_gradient_now_means_none_even_if_there_was_one() -> None:
-    model, optimizer = wrapped(static_loss_scale=2.0)
-    optimizer.backward(model.loss())
-    optimizer.step()
-    model.zero_grad()  # only the model
-    before = values(model)
-    optimizer.backward(model.wide.sum())
-    assert gradients(optimizer) == [[], [1.0, 1.0]]
-    optimizer.step()
-    assert torch.equal(model.low, before[0])
+@rows(MAIN)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scaling", [dynamic(init_scale=64.0, scale_window=3), {}], ids=str)
+def test_resuming_is_going_on(
+    row: tuple[str, Any], dtype: torch.dtype, scaling: dict[str, Any]
+) -> None:
+    run = Pair(*row, dtype, static_loss_scale=64.0, **scaling)
+    run.train(0, 1)
+    state = through_a_file(run.optimizer.state_dict())
+    assert state.keys() == KEYS[row[0]] | (FLAT_DYNAMIC if row[0] == "flat" and scaling else set())
+    # Another seed, another scale: everything has to come from the file.
+    other = Pair(*row, dtype, static_loss_scale=2.0)
+    with torch.no_grad():
+        for param in other.model.parameters():
+            param.add_(1.0)
+    if row[0] == "general":  # float32 weights are the model's
+        other.model.norm.load_state_dict(run.plain.norm.state_dict())
+    other.plain, other.reference = run.plain, run.reference
+    other.optimizer.load_state_dict(state)
+    other.check()
+    other.train(2, 3, 4)
+    # The third clean update, counted from the file on.
+    assert scale_of(other.optimizer) == (128.0 if scaling else 64.0)
+    for name in FLAT_DYNAMIC & state.keys() | {"cur_iter"} & state.keys():
+        run.optimizer.load_state_dict(state)
+        assert getattr(run.optimizer, name) == state[name]
 
 
-@pytest.mark.parametrize("update_each", [True, False])
-def test_a_parameter_left_out_of_the_second_backward_keeps_its_gradient(update_each: bool) -> None:
-    model, optimizer = wrapped(static_loss_scale=8.0)
-    for _ in range(2):
-        for param in model.parameters():
-            param.grad = None
-        optimizer.backward(model.loss(3.0), update_master_grads=update_each)
-        optimizer.backward(model.low.float().sum() * 2)
-        assert gradients(optimizer) == [[5.0] * 2, [3.0] * 2]
-        optimizer.backward(model.wide.sum() * 4)
-        assert gradients(optimizer) == [[5.0] * 2, [7.0] * 2]
+KEYS = {
+    "general": {"loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"}
+    | {"optimizer_state_dict", "fp32_from_fp16"},
+    "flat": {"dynamic_loss_scale", "cur_scale", "cur_iter"}
+    | {"optimizer_state_dict", "fp32_groups_flat"},
+}
+FLAT_DYNAMIC = {"last_overflow_iter", "scale_factor", "scale_window"}
 
 
-def test_an_overflow_is_not_forgotten_over_the_next_backward() -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 16.0})
-    optimizer.backward(model.low.float().sum() + model.wide.sum() * 3e38)
-    optimizer.backward(model.loss())
-
-    assert optimizer.overflow
-    assert optimizer.loss_scale == 4.0
-    optimizer.step()
-    assert [param.tolist() for param in model.parameters()] == [[1.0] * 2, [1.0] * 2]
+def scale_of(optimizer: Any) -> float:
+    return optimizer.loss_scale if hasattr(optimizer, "loss_scale") else optimizer.cur_scale
 
 
-def test_gradients_between_optimizer_and_model() -> None:
-    model, optimizer = wrapped(static_loss_scale=8.0)
-    optimizer.backward(model.loss(0.5))
-    assert model.low.grad.tolist() == [4.0, 4.0]  # scaled, and still half
-    assert model.low.grad.dtype is torch.float16
-    assert model.wide.grad.tolist() == [0.5, 0.5]
-    assert gradients(optimizer) == [[0.5, 0.5]] * 2
+def test_every_field_survives() -> None:
+    limits = {"scale_factor": 4.0, "scale_window": 5, "min_loss_scale": 0.5}
+    limits |= {"max_loss_scale": 2.0**10}
+    model, optimizer = wrapped(**dynamic(init_scale=8.0, **limits))
+    for loss in (model.loss(), model.loss(torch.nan), model.wide.sum()):
+        optimizer.backward(loss)
+    optimizer.overflow, optimizer.first_closure_call_this_step = True, False
+    saved = through_a_file(optimizer.state_dict())
+    scale = {"dynamic": True, "loss_scale": optimizer.loss_scale, "unskipped": 0}
+    assert saved["loss_scaler"] == {**scale, **limits}
+    _, other = wrapped()
+    other.load_state_dict(saved)
+    again = other.state_dict()
+    for key in saved.keys() - {"fp32_from_fp16"}:
+        assert again[key] == saved[key], key
+    assert (other.overflow, other.first_closure_call_this_step) == (True, False)
 
 
-@pytest.mark.parametrize("ways", ["hh", "ho", "oh", "hhh", "hoh", "ohh"])
-@pytest.mark.parametrize("window", [None, 1, 2000])
-def test_backwards_by_hand_are_summed(ways: str, window: int | None) -> None:
-    """With a window of 1 the scale doubles after every update; gradients that lie there follow."""
-    scaling: dict[str, Any] = {"static_loss_scale": 128.0}
-    if window is not None:
-        options = {"scale_window": window, "init_scale": 128.0}
-        scaling = {"dynamic_loss_scale": True, "dynamic_loss_args": options}
-    model, optimizer = wrapped(**scaling)
-    for _ in range(2):
-        for index, way in enumerate(ways):
-            if way == "h":
-                (model.loss(2.0**index) * optimizer.loss_scale).backward()
-                optimizer.update_master_grads()
-            else:
-                optimizer.backward(model.loss(2.0**index))
-            assert gradients(optimizer) == [[2.0 ** (index + 1) - 1] * 2] * 2
-        optimizer.zero_grad()
+@BOTH
+def test_the_tensors_of_a_state_are_not_copied_and_have_what_was_written(kind: str) -> None:
+    model, optimizer = wrapped(kind)
+    with torch.no_grad():
+        model.low.fill_(3.0)
+    saved = masters_of(optimizer)
+    assert saved[0].tolist() == [3.0, 3.0]
+    own = optimizer.all_fp32_from_fp16_params if kind == "general" else optimizer.fp32_groups_flat
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in own]
+    assert not any(t.requires_grad for t in saved)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_model_s_gradients_zeroed_between_backwards_by_hand(to_none: bool) -> None:
-    """In place it is the same tensor, with scaled gradients added to zeros."""
-    model, optimizer = wrapped(static_loss_scale=128.0)
-    for factor in (0.5, 0.25, 2.0):
-        (model.loss(factor) * 128.0).backward()
-        optimizer.update_master_grads()
-        assert gradients(optimizer) == [[factor] * 2] * 2
-        model.zero_grad(set_to_none=to_none)
-
-
-def test_float32_gradients_written_to_are_not_unscaled_again() -> None:
-    """As clipping does; the second backward does not reach them, and the third does."""
-    model, optimizer = wrapped(static_loss_scale=128.0)
-    (model.loss() * 128.0).backward()
-    optimizer.update_master_grads()
-    assert model.wide.grad is not None
-    model.wide.grad.mul_(0.5)
-    (model.low.float().sum() * 128.0).backward()
-    optimizer.update_master_grads()
-    assert gradients(optimizer) == [[2.0] * 2, [0.5] * 2]
-    (model.loss() * 128.0).backward()
-    optimizer.update_master_grads()
-    assert gradients(optimizer) == [[3.0] * 2, [1.5] * 2]
-
-
-def test_gradients_dropped_after_a_backward_by_hand_are_gone() -> None:
-    model, optimizer = wrapped(static_loss_scale=128.0)
-    (model.loss() * 128.0).backward()
-    optimizer.update_master_grads()
-    (model.loss() * 128.0).backward()  # of a batch that turns out to be useless
-    model.zero_grad()
-    optimizer.update_master_grads()
-    assert gradients(optimizer) == [[], []]
-    optimizer.backward(model.loss(8.0))
-    (model.loss(4.0) * 128.0).backward()
-    (model.loss(4.0) * 128.0).backward()
-    model.zero_grad()
-    (model.loss(0.5) * 128.0).backward()
-    optimizer.update_master_grads()
-    assert gradients(optimizer) == [[0.5] * 2] * 2
-
-
-@pytest.mark.parametrize("finishes", [True, False])
-def test_gradients_that_are_only_computed_change_none(finishes: bool) -> None:
-    """A gradient penalty by `torch.autograd.grad` adds to nothing, and takes nothing away."""
-    model, optimizer = wrapped(static_loss_scale=128.0)
-    optimizer.backward(model.loss())
-    torch.autograd.grad(model.loss(8.0), [model.wide, model.low])
-    if finishes:
-        optimizer.update_master_grads()
-    assert gradients(optimizer) == [[1.0] * 2] * 2
-    optimizer.backward(model.loss(2.0))
-    assert gradients(optimizer) == [[3.0] * 2] * 2
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_second_optimizer_of_the_same_weights_sums_too(keeps: bool) -> None:
-    """As when a cell of a notebook runs again; hooks of the first one do nothing any more."""
-    model, first = wrapped(static_loss_scale=128.0)
-    first.backward(model.loss())
-    first.step()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=128.0, verbose=False)
-    if not keeps:
-        del first
-    optimizer.zero_grad()
-    for _ in range(3):
-        (model.loss() * 128.0).backward()
-        optimizer.update_master_grads()
-    assert gradients(optimizer) == [[3.0] * 2] * 2
-    assert copy.deepcopy(model).wide.grad is None
-
-
-def test_scale_set_by_hand_between_backwards() -> None:
-    model, optimizer = wrapped(static_loss_scale=4.0)
-    optimizer.backward(model.loss(), update_master_grads=False)
-    optimizer.loss_scale = 16.0
-    optimizer.backward(model.loss(2.0), update_master_grads=False)
-    optimizer.loss_scale = 2.0
-    optimizer.update_master_grads()
-    assert gradients(optimizer) == [[3.0, 3.0]] * 2
-    assert optimizer.loss_scale == 2.0
-
-
-def test_sparse_gradients() -> None:
+@BOTH
+def test_sparse_gradients(kind: str) -> None:
     model = nn.Embedding(4, 2, sparse=True).half()
     before = model.weight.detach().clone()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), dynamic_loss_scale=True, verbose=False)
+    optimizer = KINDS[kind](sgd(model.parameters()), dynamic_loss_scale=True, verbose=False)
     optimizer.backward(model(torch.tensor([1, 1])).float().sum() * 0.25)
     optimizer.step()
     change = before.float() - model.weight.float()
@@ -245,6 +175,137 @@ def test_float64_parameters_are_the_optimizer_s_own() -> None:
     assert torch.equal(model.weight, before - 1.0)
 
 
+# -- gradients, act by act -----------------------------------------------------------------------
+
+Acts = list[tuple[str, float]]
+SUMS: dict[str, tuple[Acts, list[Any]]] = {
+    # act and factor; then the gradients of the half and of the float32 parameter, if any
+    "one is unscaled": ([("both", 0.5)], [0.5, 0.5]),
+    "a30: no gradient now means none, even if there was one": (
+        [("both", 1.0), ("step", 0), ("zero", 0), ("wide", 1.0)],
+        [None, 1.0],
+    ),
+    "left out of the second backward it stays": (
+        [("both", 3.0), ("low", 2.0), ("wide", 4.0)],
+        [5.0, 7.0],
+    ),
+    "and so without updates": ([("later", 3.0), ("low", 2.0), ("wide", 4.0)], [5.0, 7.0]),
+    "scale set between": (
+        [("later", 1.0), ("scale", 16.0), ("later", 2.0), ("scale", 2.0), ("update", 0)],
+        [3.0, 3.0],
+    ),
+    "zeroed between backwards by hand": (
+        [("hand", 0.5), ("zero", 0), ("hand", 0.25), ("zero", 0), ("hand", 2.0)],
+        [2.0, 2.0],
+    ),
+    "zeroed in place between backwards by hand": (
+        [("hand", 0.5), ("fill", 0), ("hand", 0.25), ("fill", 0), ("hand", 2.0)],
+        [2.0, 2.0],
+    ),
+    "clipped float32 ones are not unscaled again": (
+        [("hand", 1.0), ("halve", 0), ("hand low", 1.0)],
+        [2.0, 0.5],
+    ),
+    "nor by the third": (
+        [("hand", 1.0), ("halve", 0), ("hand low", 1.0), ("hand", 1.0)],
+        [3.0, 1.5],
+    ),
+    "dropped after a backward by hand they are gone": (
+        [("hand", 1.0), ("raw", 1.0), ("zero", 0), ("update", 0)],
+        [None, None],
+    ),
+    "dropped after some": (
+        [("both", 8.0), ("raw", 4.0), ("raw", 4.0), ("zero", 0), ("hand", 0.5)],
+        [0.5, 0.5],
+    ),
+    "computed only they add nothing": ([("both", 1.0), ("penalty", 8.0)], [1.0, 1.0]),
+    "nor with an update": ([("both", 1.0), ("penalty", 8.0), ("update", 0)], [1.0, 1.0]),
+    "and backwards go on": ([("both", 1.0), ("penalty", 8.0), ("both", 2.0)], [3.0, 3.0]),
+}
+
+
+def act(model: Weights, optimizer: Any, name: str, factor: float) -> None:
+    scale = optimizer.loss_scale
+    losses = {
+        "low": lambda: model.low.float().sum() * factor,
+        "wide": lambda: model.wide.sum() * factor,
+    }
+    loss = losses.get(name.split()[-1], lambda: model.loss(factor))
+    if name in ("both", "low", "wide"):
+        optimizer.backward(loss())
+    elif name == "later":
+        optimizer.backward(loss(), update_master_grads=False)
+    elif name == "raw":
+        (loss() * scale).backward()
+    elif name.startswith("hand"):
+        (loss() * scale).backward()
+        optimizer.update_master_grads()
+    elif name == "penalty":
+        torch.autograd.grad(loss(), [model.wide, model.low])
+    elif name == "halve":
+        assert model.wide.grad is not None
+        model.wide.grad.mul_(0.5)
+    elif name == "scale":
+        optimizer.loss_scale = factor
+    elif name in ("zero", "fill"):
+        model.zero_grad(set_to_none=name == "zero")
+    else:
+        {"step": optimizer.step, "update": optimizer.update_master_grads}[name]()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients(name: str) -> None:
+    acts, wanted = SUMS[name]
+    model, optimizer = wrapped(static_loss_scale=128.0)
+    for each in acts:
+        act(model, optimizer, *each)
+    assert gradients(optimizer) == [[] if value is None else [value] * 2 for value in wanted]
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    model, optimizer = wrapped(static_loss_scale=8.0)
+    optimizer.backward(model.loss(0.5))
+    assert model.low.grad.tolist() == [4.0, 4.0]  # scaled, and still half
+    assert model.low.grad.dtype is torch.float16
+    assert model.wide.grad.tolist() == [0.5, 0.5]
+    optimizer.step()
+    model.zero_grad()  # only the model
+    optimizer.backward(model.wide.sum())
+    optimizer.step()
+    assert (model.low.tolist(), model.wide.tolist()) == ([0.5, 0.5], [-0.5, -0.5])
+
+
+@pytest.mark.parametrize("ways", ["hh", "ho", "oh", "hhh", "hoh", "ohh"])
+@pytest.mark.parametrize("window", [None, 1, 2000])
+def test_backwards_by_hand_are_summed(ways: str, window: int | None) -> None:
+    """With a window of 1 the scale doubles after every update; gradients that lie there follow."""
+    scaling: dict[str, Any] = {"static_loss_scale": 128.0}
+    if window is not None:
+        scaling = dynamic(scale_window=window, init_scale=128.0)
+    model, optimizer = wrapped(**scaling)
+    for _ in range(2):
+        for index, way in enumerate(ways):
+            act(model, optimizer, "hand" if way == "h" else "both", 2.0**index)
+            assert gradients(optimizer) == [[2.0 ** (index + 1) - 1] * 2] * 2
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_second_optimizer_of_the_same_weights_sums_too(keeps: bool) -> None:
+    """As when a cell of a notebook runs again; hooks of the first one do nothing any more."""
+    model, first = wrapped(static_loss_scale=128.0)
+    first.backward(model.loss())
+    first.step()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=128.0, verbose=False)
+    if not keeps:
+        del first
+    optimizer.zero_grad()
+    for _ in range(3):
+        act(model, optimizer, "hand", 1.0)
+    assert gradients(optimizer) == [[3.0] * 2] * 2
+    assert copy.deepcopy(model).wide.grad is None
+
+
 def test_retain_graph() -> None:
     model, optimizer = wrapped()
     loss = (model.low.float() * model.wide).sum()
@@ -259,22 +320,20 @@ def test_retain_graph() -> None:
 def test_lists_run_parallel_to_the_groups() -> None:
     model = convert_network(Exact(), torch.float16)
     frozen = model.linear.bias.requires_grad_(False)
-    inner = torch.optim.SGD(
-        [{"params": model.linear.parameters()}, {"params": model.norm.parameters(), "lr": 0.5}],
-        lr=1.0,
-    )
+    norm = [model.norm.weight, model.norm.bias]
+    inner = torch.optim.SGD([{"params": model.linear.parameters()}, {"params": norm}], lr=1.0)
     optimizer = FP16_Optimizer(inner, verbose=False)
+    (master,) = optimizer.fp32_from_fp16_groups[0]
     assert optimizer.optimizer is inner
     assert optimizer.fp16_groups == [[model.linear.weight], []]
-    assert optimizer.fp32_from_fp32_groups == [[], [model.norm.weight, model.norm.bias]]
-    (master,) = optimizer.fp32_from_fp16_groups[0]
+    assert optimizer.fp32_from_fp32_groups == [[], norm]
     assert inner.param_groups[0]["params"][0] is master
     assert inner.param_groups[0]["params"][1] is frozen
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state
     assert optimizer.all_fp16_params == [model.linear.weight]
     assert optimizer.all_fp32_from_fp16_params == [master]
-    assert optimizer.all_fp32_from_fp32_params == [model.norm.weight, model.norm.bias]
+    assert optimizer.all_fp32_from_fp32_params == norm
     optimizer.param_groups = inner.param_groups[:1]
     optimizer.state = {}
     assert (len(inner.param_groups), inner.state) == (1, {})
@@ -308,9 +367,10 @@ def test_late_parameters_get_masters(late: str) -> None:
     assert model.low.tolist() == model.wide.tolist() == [0.75, 0.75]
 
 
+@BOTH
 @pytest.mark.parametrize("how", ["in place", "data", "load_state_dict"])
-def test_writes_to_half_weights_reach_the_masters(how: str) -> None:
-    model, optimizer = wrapped()
+def test_a32_weights_written_later_reach_the_masters(kind: str, how: str) -> None:
+    model, optimizer = wrapped(kind)
     optimizer.backward(model.loss(2.0**-14))
     optimizer.step()  # rounded away in half, kept by the master
     with torch.no_grad():
@@ -323,60 +383,105 @@ def test_writes_to_half_weights_reach_the_masters(how: str) -> None:
     optimizer.zero_grad()
     optimizer.backward(model.loss(0.0))
     optimizer.step()
-    assert optimizer.all_fp32_from_fp16_params[0].tolist() == [1.0 - 2.0**-14, 5.0]
+    assert masters_of(optimizer)[0].tolist() == [1.0 - 2.0**-14, 5.0]
     assert model.low.tolist() == [1.0, 5.0]
 
 
 # -- overflow ------------------------------------------------------------------------------------
 
+SKIPPED = {
+    "general": "Warning: the gradients overflowed",
+    "flat": "\nGrad overflow on iteration 0\nUsing {} loss scale of {}\n",
+}
 
+
+@BOTH
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["low", "wide"])
 def test_an_overflow_skips_the_step_and_halves_the_scale(
-    bad: float, where: str, capsys: pytest.CaptureFixture[str]
+    kind: str, bad: float, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True)
+    model, optimizer = wrapped(kind, verbose=True, **DYNAMIC)
+    capsys.readouterr()
     before = values(model)
     optimizer.backward(model.loss() + getattr(model, where).float()[1] * bad)
-    assert optimizer.overflow
-    assert optimizer.clip_master_grads(1.0) == -1
-    assert optimizer.inspect_master_grad_data() is None
+    if kind == "general":
+        assert optimizer.overflow
+        assert optimizer.clip_master_grads(1.0) == -1
+        assert optimizer.inspect_master_grad_data() is None
     assert optimizer.step() is None
     printed = capsys.readouterr().out
-    assert "Warning: the gradients overflowed" in printed
-    assert f"reducing loss scale to {optimizer.loss_scale}" in printed
+    assert SKIPPED[kind].format("dynamic", 2.0**16) in printed
+    assert kind == "flat" or f"reducing loss scale to {optimizer.loss_scale}" in printed
     assert all(map(torch.equal, values(model), before))
-    assert optimizer.loss_scale < 2.0**16
+    assert scale_of(optimizer) < 2.0**16
     optimizer.zero_grad()
     optimizer.backward(model.loss())
-    assert not optimizer.overflow
     optimizer.step()
     assert model.low.tolist() == model.wide.tolist() == [0.0, 0.0]
 
 
-def test_a_static_scale_does_not_look() -> None:
-    model, optimizer = wrapped(static_loss_scale=2.0)
-    optimizer.backward(model.loss() * torch.inf)
-    assert not optimizer.overflow
+@BOTH
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_overflows_at_a_static_scale(
+    kind: str, bad: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The general one does not look, the flat one skips, as in Apex."""
+    model, optimizer = wrapped(kind, static_loss_scale=2.0, verbose=True)
+    capsys.readouterr()
+    optimizer.backward(model.loss() * bad)
+    assert not getattr(optimizer, "overflow", False)
     optimizer.step()
-    assert not torch.isfinite(model.low).any()
+    assert torch.isfinite(model.low).any() == (kind == "flat")
+    told = SKIPPED["flat"].format("static", 2.0) if kind == "flat" else ""
+    assert capsys.readouterr().out == told
 
 
-def test_the_dynamic_scale_grows_and_stops_at_its_limits() -> None:
-    limits = {"init_scale": 8, "scale_factor": 4, "scale_window": 2}
-    limits |= {"min_loss_scale": 4.0, "max_loss_scale": 64.0}
-    model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args=limits)
-    seen = []
-    for bad in (False,) * 6 + (True,) * 3:
+def test_an_overflow_is_not_forgotten_over_the_next_backward() -> None:
+    model, optimizer = wrapped(**dynamic(init_scale=16.0))
+    optimizer.backward(model.low.float().sum() + model.wide.sum() * 3e38)
+    optimizer.backward(model.loss())
+    assert optimizer.overflow
+    assert optimizer.loss_scale == 4.0
+    optimizer.step()
+    assert [param.tolist() for param in model.parameters()] == [[1.0] * 2, [1.0] * 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "bad", "seen"),
+    [
+        (
+            "general",
+            {"init_scale": 8, "scale_factor": 4, "scale_window": 2}
+            | {"min_loss_scale": 4.0, "max_loss_scale": 64.0},
+            "000000111",
+            [8, 32, 32, 64, 64, 64, 16, 4, 4],
+        ),
+        (
+            "flat",
+            {"init_scale": 4.0, "scale_window": 2},
+            "0001001111",
+            [4, 8, 8, 4, 4, 8, 4, 2, 1, 1],
+        ),
+        ("flat", {"init_scale": "128", "scale_window": "2"}, "0", [128.0]),  # numbers as text
+    ],
+)
+def test_the_dynamic_rule(kind: str, args: Any, bad: str, seen: list[float]) -> None:
+    model, optimizer = wrapped(kind, **dynamic(**args))
+    found = []
+    for each in bad:
         optimizer.zero_grad()
-        optimizer.backward(model.loss(torch.nan if bad else 1.0))
+        optimizer.backward(model.loss(torch.nan if each == "1" else 1.0))
         optimizer.step()
-        seen.append(optimizer.loss_scale)
-    assert seen == [8, 32, 32, 64, 64, 64, 16, 4, 4]
+        found.append(scale_of(optimizer))
+    assert found == seen
+    if kind == "flat":
+        assert (optimizer.cur_iter, optimizer.last_overflow_iter) == (len(bad), bad.rfind("1"))
 
 
-def test_a_first_skipped_step_does_not_upset_schedulers() -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True)
+@BOTH
+def test_a_first_skipped_step_does_not_upset_schedulers(kind: str) -> None:
+    model, optimizer = wrapped(kind, **DYNAMIC)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
     optimizer.backward(model.loss(torch.nan))
     optimizer.step()
@@ -385,25 +490,23 @@ def test_a_first_skipped_step_does_not_upset_schedulers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "steps"),
+    ("kind", "name", "options", "steps"),
     [
-        ("overflows down to the least scale", {}, 40),
-        ("overflows at scale 1", {"min_loss_scale": 1.0}, 50),
+        ("general", "overflows down to the least scale", {}, 40),
+        ("general", "overflows at scale 1", {"min_loss_scale": 1.0}, 50),
+        ("flat", "overflows without end", {}, 50),
     ],
 )
 @pytest.mark.parametrize("closure", [False, True])
 def test_overflows_without_end_are_an_error(
-    name: str, options: dict[str, Any], steps: int, closure: bool
+    kind: str, name: str, options: dict[str, Any], steps: int, closure: bool
 ) -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args=options)
-    calls = []
+    model, optimizer = wrapped(kind, **dynamic(**options))
+    calls, make = [], closure_of(model, optimizer, torch.nan)
 
     def evaluate() -> torch.Tensor:
         calls.append(None)
-        optimizer.zero_grad()
-        loss = model.loss(torch.nan)
-        optimizer.backward(loss)
-        return loss
+        return make()
 
     with refused("fp16_utils", name):
         while True:
@@ -413,11 +516,17 @@ def test_overflows_without_end_are_an_error(
     assert len(calls) == steps
 
 
-def test_the_parameter_that_overflows_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True)
+@pytest.mark.parametrize("first", [True, False])
+def test_the_parameter_that_overflows_is_named_by_the_first_rank(
+    first: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(**DYNAMIC)
+    monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: first)
     optimizer.backward(model.loss(2.0**10))  # 2**26: beyond float16, not beyond float32
     optimizer.step()
-    assert "inf first in 'optimizers[0].param_groups[0][0]'" in capsys.readouterr().out
+    assert optimizer.overflow
+    out = capsys.readouterr().out
+    assert "inf first in 'optimizers[0].param_groups[0][0]'" in out if first else out == ""
 
 
 @pytest.mark.parametrize("convert", [fp16_utils.network_to_half, fp16_utils.FP16Model])
@@ -428,25 +537,10 @@ def test_the_parameter_is_called_as_in_its_model(
     model = convert(inner)
     optimizer = FP16_Optimizer(torch.optim.SGD(inner.parameters(), lr=0.1), dynamic_loss_scale=True)
     capsys.readouterr()
-    loss = model(torch.ones(1, 2)).float().sum() * 2.0**12
-    optimizer.backward(loss)
+    optimizer.backward(model(torch.ones(1, 2)).float().sum() * 2.0**12)
     optimizer.step()
     assert "first in '1.bias'" in (out := capsys.readouterr().out)
     assert out.count("\n") == 1
-
-
-def test_other_ranks_do_not_tell_of_skipped_steps(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True)
-    monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
-    optimizer.backward(model.loss(2.0**10))
-    optimizer.step()
-    assert optimizer.overflow
-    assert capsys.readouterr().out == ""
-
-
-# -- clipping ------------------------------------------------------------------------------------
 
 
 def test_clipping_takes_everything_the_optimizer_updates() -> None:
@@ -464,38 +558,27 @@ def test_clipping_takes_everything_the_optimizer_updates() -> None:
 # -- closures ------------------------------------------------------------------------------------
 
 
-def quadratic(weight: torch.Tensor) -> torch.Tensor:
-    return ((weight.float() - torch.tensor([0.25, -3.0])) ** 2 * torch.tensor([1.0, 4.0])).sum()
-
-
-@DTYPES
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
     """The oracle is LBFGS on f(p.to(half)) with float32 p: autograd does the casts."""
-    model = Weights(dtype)
-    plain = torch.ones(2, requires_grad=True)
-
-    def make(params: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(params, lr=0.5, max_iter=6)
-
-    optimizer = FP16_Optimizer(make([model.low]), static_loss_scale=16.0, verbose=False)
-    reference = make([plain])
+    model, plain = Weights(dtype), torch.ones(2, requires_grad=True)
+    ours = torch.optim.LBFGS([model.low], lr=0.5, max_iter=6)
+    optimizer = FP16_Optimizer(ours, static_loss_scale=16.0, verbose=False)
+    reference = torch.optim.LBFGS([plain], lr=0.5, max_iter=6)
     firsts = []
 
-    def ours() -> torch.Tensor:
-        firsts.append(optimizer.first_closure_call_this_step)
-        optimizer.zero_grad()
-        loss = quadratic(model.low)
-        optimizer.backward(loss)
-        return loss
-
-    def theirs() -> torch.Tensor:
-        reference.zero_grad()
-        loss = quadratic(plain.to(dtype))
-        loss.backward()
+    def closure(half: bool) -> torch.Tensor:
+        weight = (model.low if half else plain.to(dtype)).float()
+        (optimizer if half else reference).zero_grad()
+        loss = ((weight - torch.tensor([0.25, -3.0])) ** 2 * torch.tensor([1.0, 4.0])).sum()
+        if half:
+            firsts.append(optimizer.first_closure_call_this_step)
+        optimizer.backward(loss) if half else loss.backward()
         return loss
 
     for _ in range(2):
-        assert torch.equal(optimizer.step(ours), reference.step(theirs))
+        theirs: Any = reference.step(lambda: closure(False))  # type: ignore[arg-type]
+        assert torch.equal(optimizer.step(lambda: closure(True)), theirs)
         assert torch.equal(optimizer.all_fp32_from_fp16_params[0], plain)
         assert torch.equal(model.low, plain.to(dtype))
         assert optimizer.first_closure_call_this_step
@@ -504,39 +587,22 @@ def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
 
 
 def test_a_closure_runs_again_until_it_does_not_overflow() -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True)
-    factors = iter([torch.nan, torch.nan, 1.0])
-    calls = []
+    model, optimizer = wrapped(**DYNAMIC)
+    calls, make = [], closure_of(model, optimizer, torch.nan, torch.nan, 1.0)
 
     def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model.loss(next(factors))
         calls.append(optimizer.loss_scale)
-        optimizer.backward(loss)
-        return loss
+        return make()
 
     assert optimizer.step(closure) == 4.0
     assert calls == [2.0**16, 2.0**15, 2.0**14]
     assert model.low.tolist() == [0.0, 0.0]
 
 
-def test_a_closure_after_an_overflow_starts_afresh() -> None:
-    model, optimizer = wrapped(dynamic_loss_scale=True)
+def test_a_closure_after_an_overflow_or_an_exception_starts_afresh() -> None:
+    model, optimizer = wrapped(**DYNAMIC)
     optimizer.backward(model.loss(torch.nan))
     assert optimizer.overflow
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model.loss()
-        optimizer.backward(loss)
-        return loss
-
-    optimizer.step(closure)
-    assert model.low.tolist() == [0.0, 0.0]
-
-
-def test_a_closure_that_raises_leaves_a_usable_optimizer() -> None:
-    _, optimizer = wrapped()
 
     def broken() -> torch.Tensor:
         raise KeyError("data")
@@ -544,33 +610,32 @@ def test_a_closure_that_raises_leaves_a_usable_optimizer() -> None:
     with pytest.raises(KeyError):
         optimizer.step(broken)
     assert optimizer.first_closure_call_this_step
+    optimizer.step(closure_of(model, optimizer, 1.0))
+    assert model.low.tolist() == [0.0, 0.0]
 
 
 # -- what scripts look at ------------------------------------------------------------------------
 
+EMPTY = inspect.Parameter.empty
+SIGNATURES: dict[Any, dict[str, Any]] = {
+    FP16_Optimizer.backward: {"loss": EMPTY, "update_master_grads": True, "retain_graph": False},
+    FP16_Optimizer.zero_grad: {"set_grads_to_None": False},
+    FP16_Optimizer: {"init_optimizer": EMPTY, "static_loss_scale": 1.0}
+    | {"dynamic_loss_scale": False, "dynamic_loss_args": None, "verbose": True},
+    KINDS["flat"].backward: {"loss": EMPTY},
+    KINDS["flat"].step: {"closure": None},
+    KINDS["flat"].zero_grad: {"set_grads_to_None": True},
+}
 
-def test_signatures() -> None:
-    def names(method: Any) -> dict[str, Any]:
-        found = inspect.signature(method).parameters.values()
-        return {p.name: p.default for p in found if p.name != "self"}
 
-    assert names(FP16_Optimizer.backward) == {
-        "loss": inspect.Parameter.empty,
-        "update_master_grads": True,
-        "retain_graph": False,
-    }
-    assert names(FP16_Optimizer.zero_grad) == {"set_grads_to_None": False}
-    assert names(FP16_Optimizer) == {
-        "init_optimizer": inspect.Parameter.empty,
-        "static_loss_scale": 1.0,
-        "dynamic_loss_scale": False,
-        "dynamic_loss_args": None,
-        "verbose": True,
-    }
+@pytest.mark.parametrize("method", SIGNATURES)
+def test_signatures(method: Any) -> None:
+    found = inspect.signature(method).parameters.values()
+    assert {p.name: p.default for p in found if p.name != "self"} == SIGNATURES[method]
 
 
 def test_the_scaler_is_the_one_of_amp() -> None:
-    _, optimizer = wrapped(dynamic_loss_scale=True)
+    _, optimizer = wrapped(**DYNAMIC)
     assert optimizer.dynamic_loss_scale
     assert optimizer.loss_scaler.loss_scale() == optimizer.loss_scale == 2.0**16
     optimizer.loss_scaler._loss_scale = 32.0
