@@ -4,7 +4,8 @@
 ``run`` collects tests once, and asks ``coverage`` which lines each enters. For each fault it forks,
 gives the living functions the code of the changed source, runs all tests that enter the changed
 lines, and writes a line of JSON with those that notice: they fail, hang or end the process (tests
-after such a one are not asked). Faults are drawn from the source (comparisons, signs, operators,
+after such a one are not asked). With ``--until N`` the shortest tests are asked first, and none once N
+have noticed: enough for ``report`` and ``diff``, and not for ``spare``. Faults are drawn from the source (comparisons, signs, operators,
 conditions, left-out statements), or stand in ``planted_faults.py``. Those that ``--out`` has are
 skipped, so that a run can go on; files must not change between. ``report`` lists what no test
 notices, ``spare`` tests without which each fault keeps ``--keep`` that notice it, and ``diff`` what
@@ -164,6 +165,7 @@ class Matrix:
         self._args, self._faults = args, faults
         self._tests: dict[str, Row] = {}
         self._log = -1  # a file of who begins and who fails
+        self._failed = set[str]()  # in this process
 
     @pytest.hookimpl(trylast=True)  # after a conftest has chosen a profile
     def pytest_configure(self) -> None:
@@ -177,6 +179,7 @@ class Matrix:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take note of who fails."""
         if report.failed:
+            self._failed.add(function_of(report.nodeid))
             os.write(self._log, f"! {function_of(report.nodeid)}\n".encode())
 
     @pytest.hookimpl(tryfirst=True)
@@ -185,11 +188,14 @@ class Matrix:
         if session.testsfailed:
             return None  # pytest tells what could not be collected
         faults, jobs = self._living(), self._args.jobs
-        fail = self._noticed(lambda: self._trace(session.items))
-        if {*fail.values()} - {"failed"}:
-            raise pytest.UsageError(f"without a fault: {fail}")
-        print("left out, since they fail without a fault:", *fail)
         self._tests = read([self._args.out])[0]
+        if any(item.nodeid not in self._tests for item in session.items):
+            ended = self._noticed(lambda: self._trace(session.items))
+            if {*ended.values()} - {"failed"}:
+                raise pytest.UsageError(f"without a fault: {ended}")
+            self._tests = read([self._args.out])[0]
+        fail = {function_of(test) for test, known in self._tests.items() if known["fails"]}
+        print("left out, since they fail without a fault:", *sorted(fail))
         items = [item for item in session.items if function_of(item.nodeid) not in fail]
         work = [FORK.Process(target=self._try, args=(faults[n::jobs], items)) for n in range(jobs)]
         for worker in work:
@@ -265,6 +271,8 @@ class Matrix:
             unseen = bool(started) or "zygote" in item.fixturenames
             known = {"lines": lines, "seconds": seconds, "size": size, "unseen": unseen}
             self._tests[item.nodeid] = known
+        for test, known in self._tests.items():
+            known["fails"] = function_of(test) in self._failed
         self._append({"tests": self._tests})
 
     def _append(self, row: Row) -> None:
@@ -284,17 +292,24 @@ class Matrix:
             noticed = self._noticed(partial(self._ask, asked, living)) if asked else {}
             state = "noticed" if noticed else "not noticed" if asked else "not reached"
             seconds = round(time.perf_counter() - begun, 1)
-            self._append({**row, "state": state, "noticed": noticed, "seconds": seconds})
+            known = {**row, "state": state, "noticed": noticed, "seconds": seconds}
+            self._append(known | ({"until": self._args.until} if self._args.until else {}))
 
-    def _ask(self, items: Sequence[pytest.Item], living: Any) -> None:
-        usual = sum(self._tests[item.nodeid]["seconds"] for item in items)
-        limit = int(self._args.limit + 3 * usual)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        signal.alarm(5 * limit)  # one that waits uses no CPU
+    def _ask(self, items: Sequence[Any], living: Any) -> None:
+        until = self._args.until
+        usual = {item: self._tests[item.nodeid]["seconds"] for item in items}
+        if until:
+            items = sorted(items, key=usual.__getitem__)
         for function, code in living:
             function.__code__ = code
         for item, after in zip(items, [*items[1:], None], strict=True):
+            limit = int(self._args.limit + 3 * usual[item])
+            used = int(time.process_time())
+            resource.setrlimit(resource.RLIMIT_CPU, (used + limit, resource.RLIM_INFINITY))
+            signal.alarm(5 * limit)  # one that waits uses no CPU
             self._run(item, after)
+            if until and len(self._failed) >= until:
+                return
 
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> int:
@@ -308,7 +323,8 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         compiled = tuple(f"src/preamp/kernels/{place}" for place in COMPILED)
         faults = [f for file in files if not file.startswith(compiled) for f in drawn(file)]
     args.out = args.out.absolute()
-    tried = {row["fault"] for row in read([args.out])[1]} if args.out.exists() else set()
+    args.out.touch()
+    tried = {row["fault"] for row in read([args.out])[1]}
     faults = [fault for fault in faults if fault[0]["fault"] not in tried]
     options = ["-q", "-s", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, *given], plugins=[Matrix(args, faults)]) if faults else 0
@@ -343,6 +359,11 @@ def spare(paths: Iterable[Path], keep: int) -> int:
     """
     tests, rows = read(paths)
     rows = [row for row in rows if row["noticed"]]
+    if ended := [row["fault"] for row in rows if "until" in row]:
+        raise SystemExit(
+            f"not all tests were asked for {len(ended)} faults, as {ended[0]}: whether one is spare"
+            " needs each that notices. Run these again without --until, with another --out"
+        )
     killers = [set(row["noticed"]) for row in rows]
     judged = {(row["file"], line) for row in rows for line in row["lines"]}
     sizes = {function_of(test): known["size"] for test, known in tests.items()}
@@ -386,6 +407,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=int, default=20, help="CPU seconds beyond thrice the usual")
+    parser.add_argument("--until", type=int, help="run: ask no more tests once so many noticed")
     parser.add_argument("--keep", type=int, default=2, help="so many notice each fault")
     args = parser.parse_intermixed_args(argv[:at])
     if args.command == "run":

@@ -47,10 +47,11 @@ def gone(x):
 del gone
 """,
     "tests/test_sums.py": """
-import os, pytest
+import os, pytest, time
 from tiny.sums import Sum, above, count, in_another
 
 def test_above():
+    time.sleep(.3)
     assert above(4) == 2
     assert above(3) == 0
 def test_below():
@@ -124,7 +125,23 @@ def test_a_planted_fault_is_noticed_and_tried_once(tiny: tuple[Path, Rows]) -> N
     rows = run(tiny[0], "planted.jsonl", "--planted")
     assert [told(row) for row in rows.values()] == [("noticed", ["test_above"])]
     assert run(tiny[0], "planted.jsonl", "--planted") == rows
-    assert (tiny[0] / "planted.jsonl").read_text("utf-8").count('"fault"') == 1
+    written = (tiny[0] / "planted.jsonl").read_text("utf-8")
+    assert written.count('"fault"') == 1
+    # What tests enter is known from the run that was ended, and not looked for again.
+    rest = run(tiny[0], "planted.jsonl")
+    assert told(rest["x > 3 → x >= 3"])[0] == "noticed"
+    assert (tiny[0] / "planted.jsonl").read_text("utf-8").count('"tests"') == 1
+
+
+def test_until_asks_the_shortest_tests_first_and_no_more(tiny: tuple[Path, Rows]) -> None:
+    whole, rows = tiny[1], run(tiny[0], "until.jsonl", "--until", "1")
+    assert told(rows["x > 3 → x >= 3"]) == ("noticed", ["test_below"])
+    for what, row in rows.items():
+        assert row["state"] == whole[what]["state"]
+        assert len(row["noticed"]) == min(len(whole[what]["noticed"]), 1)
+    printed = call(tiny[0], "spare", "until.jsonl", status=1)
+    assert "not all tests were asked for" in printed
+    assert "again without --until" in printed
 
 
 def test_a_function_whose_code_is_not_found_is_an_error(tiny: tuple[Path, Rows]) -> None:
