@@ -4,12 +4,13 @@
 ``run`` collects tests once, and asks ``coverage`` which lines each enters. For each fault it forks,
 gives the living functions the code of the changed source, runs all tests that enter the changed
 lines, and writes a line of JSON with those that notice: they fail, hang or end the process (tests
-after such a one are not asked). With ``--until N`` the shortest tests are asked first, and none once N
-have noticed: enough for ``report`` and ``diff``, and not for ``spare``. Faults are drawn from the source (comparisons, signs, operators,
-conditions, left-out statements), or stand in ``planted_faults.py``. Those that ``--out`` has are
-skipped, so that a run can go on; files must not change between. ``report`` lists what no test
-notices, ``spare`` tests without which each fault keeps ``--keep`` that notice it, and ``diff`` what
-only the first of two matrices noticed.
+after such a one are not asked). With ``--until N`` the shortest tests come first, and none is asked
+once N have noticed: what ``report`` and ``diff`` need of a whole room, and ``spare`` does not take.
+Faults are drawn from the source (comparisons, signs, operators, conditions, left-out statements),
+or stand in ``planted_faults.py``. What ``--out`` has is not tried, nor looked for, again, so that a
+run can go on; files must not change between. ``report`` lists what no test notices, ``spare`` tests
+without which each fault keeps ``--keep`` that notice it, and ``diff`` what only the first of two
+matrices noticed.
 
 Only functions of this process change: what runs in another interpreter, or as machine code, is `not
 reached`, and tests that start processes are never spare. Nothing is drawn outside of functions: a
@@ -200,8 +201,12 @@ class Matrix:
         work = [FORK.Process(target=self._try, args=(faults[n::jobs], items)) for n in range(jobs)]
         for worker in work:
             worker.start()
-        for worker in work:
-            worker.join()
+        try:
+            for worker in work:
+                worker.join()
+        finally:  # also where the run is ended
+            for worker in work:
+                worker.terminate()
         if any(worker.exitcode for worker in work):
             raise pytest.UsageError("a worker has died; what it says is above")
         return True
@@ -232,9 +237,11 @@ class Matrix:
         with tempfile.TemporaryDirectory(prefix="kill-", ignore_cleanup_errors=True) as folder:
             child = FORK.Process(target=self._begin, args=(folder, work))
             child.start()
-            child.join()
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid or 0, signal.SIGKILL)  # what tests have started
+            try:
+                child.join()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid or 0, signal.SIGKILL)  # and what tests have started
             lines = [line.split(" ", 1) for line in Path(folder, "log").read_text().splitlines()]
         noticed = {test: "failed" for what, test in lines if what == "!"}
         if child.exitcode:
@@ -245,6 +252,7 @@ class Matrix:
 
     def _begin(self, folder: str, work: Callable[[], None]) -> None:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
         for stream in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
@@ -326,6 +334,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     args.out.touch()
     tried = {row["fault"] for row in read([args.out])[1]}
     faults = [fault for fault in faults if fault[0]["fault"] not in tried]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what has started ends too
     options = ["-q", "-s", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, *given], plugins=[Matrix(args, faults)]) if faults else 0
     return int(status) or report([args.out])

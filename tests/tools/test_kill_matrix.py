@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,31 @@ def test_a_function_whose_code_is_not_found_is_an_error(tiny: tuple[Path, Rows])
     printed = call(tiny[0], "run", "src/tiny/odd.py", "--planted", status=4)
     assert "no living function changes with src/tiny/odd.py:3: 'x + 1'" in printed
     assert "1 not reached\n  src/tiny/odd.py:3" in call(tiny[0], "run", "src/tiny/odd.py")
+
+
+def test_a_run_that_is_ended_leaves_no_process(tiny: tuple[Path, Rows]) -> None:
+    out = tiny[0] / "ended.jsonl"
+    lines = (tiny[0] / "drawn.jsonl").read_text("utf-8").splitlines(keepends=True)
+    rest = "".join(line for line in lines if "without n -= 1" not in line)
+    out.write_text(rest, "utf-8")
+    command = [sys.executable, kill_matrix.__file__, "run", "src/tiny/sums.py"]
+    whole = [*command, "--out", str(out), "--limit", "100"]
+    process = subprocess.Popen(whole, cwd=tiny[0], env={**os.environ, "PYTHONPATH": "src"})
+
+    def alive() -> int:
+        lines = [*Path("/proc").glob("[0-9]*/cmdline")]
+        return sum(str(out).encode() in line.read_bytes() for line in lines if line.exists())
+
+    while alive() < 3:  # the run, its worker, and the fork that hangs
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive() == 0
+    assert out.read_text("utf-8") == rest
 
 
 def test_spare_names_what_others_do_too(tiny: tuple[Path, Rows]) -> None:
