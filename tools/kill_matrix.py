@@ -6,6 +6,7 @@ gives the living functions the code of the changed source, runs all tests that e
 lines, and writes a line of JSON with those that notice: they fail, hang or end the process (tests
 after such a one are not asked). With ``--until N`` the shortest tests come first, and none is asked
 once N have noticed: what ``report`` and ``diff`` need of a whole room, and ``spare`` does not take.
+With ``--within`` as well, a fault is given up that the tests of these seconds do not notice.
 Faults are drawn from the source (comparisons, signs, operators, conditions, left-out statements),
 or stand in ``planted_faults.py``. What ``--out`` has is not tried, nor looked for, again, so that a
 run can go on; files must not change between. ``report`` lists what no test notices, ``spare`` tests
@@ -25,6 +26,7 @@ import gc
 import importlib
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -37,6 +39,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -296,18 +299,29 @@ class Matrix:
         for row, living in faults:
             begun = time.perf_counter()
             entered = {t: known["lines"].get(row["file"], ()) for t, known in self._tests.items()}
-            asked = [i for i in items if living and {*row["lines"]} & {*entered[i.nodeid]}]
+            reach = [i for i in items if living and {*row["lines"]} & {*entered[i.nodeid]}]
+            asked = self._chosen(reach)
             noticed = self._noticed(partial(self._ask, asked, living)) if asked else {}
-            state = "noticed" if noticed else "not noticed" if asked else "not reached"
+            are_all = len(asked) == len(reach)
+            state = "noticed" if noticed else "not noticed" if are_all else "given up"
+            state = state if reach else "not reached"
             seconds = round(time.perf_counter() - begun, 1)
-            known = {**row, "state": state, "noticed": noticed, "seconds": seconds}
-            self._append(known | ({"until": self._args.until} if self._args.until else {}))
+            whole = are_all and not self._args.until
+            known = {"state": state, "noticed": noticed, "seconds": seconds, "whole": whole}
+            self._append(row | known)
+
+    def _chosen(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The tests that may be asked, in this order."""
+        if not self._args.until and not self._args.within:
+            return items
+        items = sorted(items, key=lambda item: self._tests[item.nodeid]["seconds"])
+        together = accumulate(self._tests[item.nodeid]["seconds"] for item in items)
+        within = self._args.within or math.inf
+        return [item for item, total in zip(items, together, strict=True) if total <= within]
 
     def _ask(self, items: Sequence[Any], living: Any) -> None:
         until = self._args.until
         usual = {item: self._tests[item.nodeid]["seconds"] for item in items}
-        if until:
-            items = sorted(items, key=usual.__getitem__)
         for function, code in living:
             function.__code__ = code
         for item, after in zip(items, [*items[1:], None], strict=True):
@@ -355,7 +369,7 @@ def report(paths: Iterable[Path]) -> int:
     """Print counts, and each fault that no test noticed."""
     rows = read(paths)[1]
     print(f"{len(rows)} faults; {sum(row['seconds'] for row in rows):.0f} s")
-    for state in ("noticed", "not noticed", "not reached"):
+    for state in ("noticed", "not noticed", "given up", "not reached"):
         found = [row["fault"] for row in rows if row["state"] == state]
         print(f"{len(found)} {state}", *(found if state != "noticed" else ()), sep="\n  ")
     return 0
@@ -368,10 +382,10 @@ def spare(paths: Iterable[Path], keep: int) -> int:
     """
     tests, rows = read(paths)
     rows = [row for row in rows if row["noticed"]]
-    if ended := [row["fault"] for row in rows if "until" in row]:
+    if ended := [row["fault"] for row in rows if not row.get("whole", True)]:
         raise SystemExit(
             f"not all tests were asked for {len(ended)} faults, as {ended[0]}: whether one is spare"
-            " needs each that notices. Run these again without --until, with another --out"
+            " needs each that notices. Run without --until and --within, to another --out"
         )
     killers = [set(row["noticed"]) for row in rows]
     judged = {(row["file"], line) for row in rows for line in row["lines"]}
@@ -417,6 +431,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=int, default=20, help="CPU seconds beyond thrice the usual")
     parser.add_argument("--until", type=int, help="run: ask no more tests once so many noticed")
+    parser.add_argument("--within", type=float, help="run: the shortest tests of so many seconds")
     parser.add_argument("--keep", type=int, default=2, help="so many notice each fault")
     args = parser.parse_intermixed_args(argv[:at])
     if args.command == "run":

@@ -52,7 +52,7 @@ import os, pytest, time
 from tiny.sums import Sum, above, count, in_another
 
 def test_above():
-    time.sleep(.3)
+    time.sleep(.5)
     assert above(4) == 2
     assert above(3) == 0
 def test_below():
@@ -64,6 +64,7 @@ def test_total(other):
 def test_total_again():
     assert Sum(2).total(2) == 4
 def test_count():
+    time.sleep(.5)
     assert count(12) == 10
 def test_in_another_process():
     assert Sum(2).total(3) == 5
@@ -142,7 +143,16 @@ def test_until_asks_the_shortest_tests_first_and_no_more(tiny: tuple[Path, Rows]
         assert len(row["noticed"]) == min(len(whole[what]["noticed"]), 1)
     printed = call(tiny[0], "spare", "until.jsonl", status=1)
     assert "not all tests were asked for" in printed
-    assert "again without --until" in printed
+    assert "Run without --until" in printed
+
+
+def test_within_gives_up_what_the_shortest_tests_do_not_notice(tiny: tuple[Path, Rows]) -> None:
+    rows = run(tiny[0], "within.jsonl", "--within", "0.4")
+    assert told(rows["x > 3 → x >= 3"]) == ("noticed", ["test_below"])  # the other one sleeps
+    assert told(rows["n > 10 → n >= 10"]) == ("given up", [])
+    assert told(rows["never found == 99"]) == ("not noticed", [])
+    assert told(rows["x - 1 → x + 1"]) == ("not reached", [])
+    assert "not all tests were asked for" in call(tiny[0], "spare", "within.jsonl", status=1)
 
 
 def test_a_function_whose_code_is_not_found_is_an_error(tiny: tuple[Path, Rows]) -> None:
