@@ -4,11 +4,14 @@
 ``run`` collects tests once, and asks ``coverage`` which lines each enters. For each fault it forks,
 gives the living functions the code of the changed source, runs all tests that enter the changed
 lines, and writes a line of JSON with those that notice: they fail, hang or end the process (tests
-after such a one are not asked). Faults are drawn from the source (comparisons, signs, operators,
-conditions, left-out statements), or stand in ``planted_faults.py``. Those that ``--out`` has are
-skipped, so that a run can go on; files must not change between. ``report`` lists what no test
-notices, ``spare`` tests without which each fault keeps ``--keep`` that notice it, and ``diff`` what
-only the first of two matrices noticed.
+after such a one are not asked). With ``--until N`` the shortest tests come first, and none is asked
+once N have noticed: what ``report`` and ``diff`` need of a whole room, and ``spare`` does not take.
+With ``--within`` as well, a fault is given up that the tests of these seconds do not notice.
+Faults are drawn from the source (comparisons, signs, operators, conditions, left-out statements),
+or stand in ``planted_faults.py``. What ``--out`` has is not tried, nor looked for, again, so that a
+run can go on; files must not change between. ``report`` lists what no test notices, ``spare`` tests
+without which each fault keeps ``--keep`` that notice it, and ``diff`` what only the first of two
+matrices noticed.
 
 Only functions of this process change: what runs in another interpreter, or as machine code, is `not
 reached`, and tests that start processes are never spare. Nothing is drawn outside of functions: a
@@ -23,6 +26,7 @@ import gc
 import importlib
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -35,6 +39,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -164,6 +169,7 @@ class Matrix:
         self._args, self._faults = args, faults
         self._tests: dict[str, Row] = {}
         self._log = -1  # a file of who begins and who fails
+        self._failed = set[str]()  # in this process
 
     @pytest.hookimpl(trylast=True)  # after a conftest has chosen a profile
     def pytest_configure(self) -> None:
@@ -177,6 +183,7 @@ class Matrix:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take note of who fails."""
         if report.failed:
+            self._failed.add(function_of(report.nodeid))
             os.write(self._log, f"! {function_of(report.nodeid)}\n".encode())
 
     @pytest.hookimpl(tryfirst=True)
@@ -185,17 +192,24 @@ class Matrix:
         if session.testsfailed:
             return None  # pytest tells what could not be collected
         faults, jobs = self._living(), self._args.jobs
-        fail = self._noticed(lambda: self._trace(session.items))
-        if {*fail.values()} - {"failed"}:
-            raise pytest.UsageError(f"without a fault: {fail}")
-        print("left out, since they fail without a fault:", *fail)
         self._tests = read([self._args.out])[0]
+        if any(item.nodeid not in self._tests for item in session.items):
+            ended = self._noticed(lambda: self._trace(session.items))
+            if {*ended.values()} - {"failed"}:
+                raise pytest.UsageError(f"without a fault: {ended}")
+            self._tests = read([self._args.out])[0]
+        fail = {function_of(test) for test, known in self._tests.items() if known["fails"]}
+        print("left out, since they fail without a fault:", *sorted(fail))
         items = [item for item in session.items if function_of(item.nodeid) not in fail]
         work = [FORK.Process(target=self._try, args=(faults[n::jobs], items)) for n in range(jobs)]
         for worker in work:
             worker.start()
-        for worker in work:
-            worker.join()
+        try:
+            for worker in work:
+                worker.join()
+        finally:  # also where the run is ended
+            for worker in work:
+                worker.terminate()
         if any(worker.exitcode for worker in work):
             raise pytest.UsageError("a worker has died; what it says is above")
         return True
@@ -226,9 +240,11 @@ class Matrix:
         with tempfile.TemporaryDirectory(prefix="kill-", ignore_cleanup_errors=True) as folder:
             child = FORK.Process(target=self._begin, args=(folder, work))
             child.start()
-            child.join()
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid or 0, signal.SIGKILL)  # what tests have started
+            try:
+                child.join()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid or 0, signal.SIGKILL)  # and what tests have started
             lines = [line.split(" ", 1) for line in Path(folder, "log").read_text().splitlines()]
         noticed = {test: "failed" for what, test in lines if what == "!"}
         if child.exitcode:
@@ -239,6 +255,7 @@ class Matrix:
 
     def _begin(self, folder: str, work: Callable[[], None]) -> None:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
         for stream in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
@@ -265,6 +282,8 @@ class Matrix:
             unseen = bool(started) or "zygote" in item.fixturenames
             known = {"lines": lines, "seconds": seconds, "size": size, "unseen": unseen}
             self._tests[item.nodeid] = known
+        for test, known in self._tests.items():
+            known["fails"] = function_of(test) in self._failed
         self._append({"tests": self._tests})
 
     def _append(self, row: Row) -> None:
@@ -280,21 +299,39 @@ class Matrix:
         for row, living in faults:
             begun = time.perf_counter()
             entered = {t: known["lines"].get(row["file"], ()) for t, known in self._tests.items()}
-            asked = [i for i in items if living and {*row["lines"]} & {*entered[i.nodeid]}]
+            reach = [i for i in items if living and {*row["lines"]} & {*entered[i.nodeid]}]
+            asked = self._chosen(reach)
             noticed = self._noticed(partial(self._ask, asked, living)) if asked else {}
-            state = "noticed" if noticed else "not noticed" if asked else "not reached"
+            are_all = len(asked) == len(reach)
+            state = "noticed" if noticed else "not noticed" if are_all else "given up"
+            state = state if reach else "not reached"
             seconds = round(time.perf_counter() - begun, 1)
-            self._append({**row, "state": state, "noticed": noticed, "seconds": seconds})
+            whole = are_all and not self._args.until
+            known = {"state": state, "noticed": noticed, "seconds": seconds, "whole": whole}
+            self._append(row | known)
 
-    def _ask(self, items: Sequence[pytest.Item], living: Any) -> None:
-        usual = sum(self._tests[item.nodeid]["seconds"] for item in items)
-        limit = int(self._args.limit + 3 * usual)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        signal.alarm(5 * limit)  # one that waits uses no CPU
+    def _chosen(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The tests that may be asked, in this order."""
+        if not self._args.until and not self._args.within:
+            return items
+        items = sorted(items, key=lambda item: self._tests[item.nodeid]["seconds"])
+        together = accumulate(self._tests[item.nodeid]["seconds"] for item in items)
+        within = self._args.within or math.inf
+        return [item for item, total in zip(items, together, strict=True) if total <= within]
+
+    def _ask(self, items: Sequence[Any], living: Any) -> None:
+        until = self._args.until
+        usual = {item: self._tests[item.nodeid]["seconds"] for item in items}
         for function, code in living:
             function.__code__ = code
         for item, after in zip(items, [*items[1:], None], strict=True):
+            limit = int(self._args.limit + 3 * usual[item])
+            used = int(time.process_time())
+            resource.setrlimit(resource.RLIMIT_CPU, (used + limit, resource.RLIM_INFINITY))
+            signal.alarm(5 * limit)  # one that waits uses no CPU
             self._run(item, after)
+            if until and len(self._failed) >= until:
+                return
 
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> int:
@@ -308,8 +345,10 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         compiled = tuple(f"src/preamp/kernels/{place}" for place in COMPILED)
         faults = [f for file in files if not file.startswith(compiled) for f in drawn(file)]
     args.out = args.out.absolute()
-    tried = {row["fault"] for row in read([args.out])[1]} if args.out.exists() else set()
+    args.out.touch()
+    tried = {row["fault"] for row in read([args.out])[1]}
     faults = [fault for fault in faults if fault[0]["fault"] not in tried]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what has started ends too
     options = ["-q", "-s", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, *given], plugins=[Matrix(args, faults)]) if faults else 0
     return int(status) or report([args.out])
@@ -330,7 +369,7 @@ def report(paths: Iterable[Path]) -> int:
     """Print counts, and each fault that no test noticed."""
     rows = read(paths)[1]
     print(f"{len(rows)} faults; {sum(row['seconds'] for row in rows):.0f} s")
-    for state in ("noticed", "not noticed", "not reached"):
+    for state in ("noticed", "not noticed", "given up", "not reached"):
         found = [row["fault"] for row in rows if row["state"] == state]
         print(f"{len(found)} {state}", *(found if state != "noticed" else ()), sep="\n  ")
     return 0
@@ -343,6 +382,11 @@ def spare(paths: Iterable[Path], keep: int) -> int:
     """
     tests, rows = read(paths)
     rows = [row for row in rows if row["noticed"]]
+    if ended := [row["fault"] for row in rows if not row.get("whole", True)]:
+        raise SystemExit(
+            f"not all tests were asked for {len(ended)} faults, as {ended[0]}: whether one is spare"
+            " needs each that notices. Run without --until and --within, to another --out"
+        )
     killers = [set(row["noticed"]) for row in rows]
     judged = {(row["file"], line) for row in rows for line in row["lines"]}
     sizes = {function_of(test): known["size"] for test, known in tests.items()}
@@ -386,6 +430,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=int, default=20, help="CPU seconds beyond thrice the usual")
+    parser.add_argument("--until", type=int, help="run: ask no more tests once so many noticed")
+    parser.add_argument("--within", type=float, help="run: the shortest tests of so many seconds")
     parser.add_argument("--keep", type=int, default=2, help="so many notice each fault")
     args = parser.parse_intermixed_args(argv[:at])
     if args.command == "run":

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,11 @@ def gone(x):
 del gone
 """,
     "tests/test_sums.py": """
-import os, pytest
+import os, pytest, time
 from tiny.sums import Sum, above, count, in_another
 
 def test_above():
+    time.sleep(.5)
     assert above(4) == 2
     assert above(3) == 0
 def test_below():
@@ -62,6 +64,7 @@ def test_total(other):
 def test_total_again():
     assert Sum(2).total(2) == 4
 def test_count():
+    time.sleep(.5)
     assert count(12) == 10
 def test_in_another_process():
     assert Sum(2).total(3) == 5
@@ -124,13 +127,63 @@ def test_a_planted_fault_is_noticed_and_tried_once(tiny: tuple[Path, Rows]) -> N
     rows = run(tiny[0], "planted.jsonl", "--planted")
     assert [told(row) for row in rows.values()] == [("noticed", ["test_above"])]
     assert run(tiny[0], "planted.jsonl", "--planted") == rows
-    assert (tiny[0] / "planted.jsonl").read_text("utf-8").count('"fault"') == 1
+    written = (tiny[0] / "planted.jsonl").read_text("utf-8")
+    assert written.count('"fault"') == 1
+    # What tests enter is known from the run that was ended, and not looked for again.
+    rest = run(tiny[0], "planted.jsonl")
+    assert told(rest["x > 3 → x >= 3"])[0] == "noticed"
+    assert (tiny[0] / "planted.jsonl").read_text("utf-8").count('"tests"') == 1
+
+
+def test_until_asks_the_shortest_tests_first_and_no_more(tiny: tuple[Path, Rows]) -> None:
+    whole, rows = tiny[1], run(tiny[0], "until.jsonl", "--until", "1")
+    assert told(rows["x > 3 → x >= 3"]) == ("noticed", ["test_below"])
+    for what, row in rows.items():
+        assert row["state"] == whole[what]["state"]
+        assert len(row["noticed"]) == min(len(whole[what]["noticed"]), 1)
+    printed = call(tiny[0], "spare", "until.jsonl", status=1)
+    assert "not all tests were asked for" in printed
+    assert "Run without --until" in printed
+
+
+def test_within_gives_up_what_the_shortest_tests_do_not_notice(tiny: tuple[Path, Rows]) -> None:
+    rows = run(tiny[0], "within.jsonl", "--within", "0.4")
+    assert told(rows["x > 3 → x >= 3"]) == ("noticed", ["test_below"])  # the other one sleeps
+    assert told(rows["n > 10 → n >= 10"]) == ("given up", [])
+    assert told(rows["never found == 99"]) == ("not noticed", [])
+    assert told(rows["x - 1 → x + 1"]) == ("not reached", [])
+    assert "not all tests were asked for" in call(tiny[0], "spare", "within.jsonl", status=1)
 
 
 def test_a_function_whose_code_is_not_found_is_an_error(tiny: tuple[Path, Rows]) -> None:
     printed = call(tiny[0], "run", "src/tiny/odd.py", "--planted", status=4)
     assert "no living function changes with src/tiny/odd.py:3: 'x + 1'" in printed
     assert "1 not reached\n  src/tiny/odd.py:3" in call(tiny[0], "run", "src/tiny/odd.py")
+
+
+def test_a_run_that_is_ended_leaves_no_process(tiny: tuple[Path, Rows]) -> None:
+    out = tiny[0] / "ended.jsonl"
+    lines = (tiny[0] / "drawn.jsonl").read_text("utf-8").splitlines(keepends=True)
+    rest = "".join(line for line in lines if "without n -= 1" not in line)
+    out.write_text(rest, "utf-8")
+    command = [sys.executable, kill_matrix.__file__, "run", "src/tiny/sums.py"]
+    whole = [*command, "--out", str(out), "--limit", "100"]
+    process = subprocess.Popen(whole, cwd=tiny[0], env={**os.environ, "PYTHONPATH": "src"})
+
+    def alive() -> int:
+        lines = [*Path("/proc").glob("[0-9]*/cmdline")]
+        return sum(str(out).encode() in line.read_bytes() for line in lines if line.exists())
+
+    while alive() < 3:  # the run, its worker, and the fork that hangs
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive() == 0
+    assert out.read_text("utf-8") == rest
 
 
 def test_spare_names_what_others_do_too(tiny: tuple[Path, Rows]) -> None:
