@@ -439,8 +439,8 @@ def update(
     halves where all else is of the computation's: these are converted on the way then. Else it is
     ``None``. ``low`` is one of the type of lows where gradients and parameters are both of
     ``half``, split ones; they stand in for halves. Where halves lead, parameters start from
-    `taken_over`: on the way, or where ``leads`` says so. ``layout`` is that of lists that are kept in
-    fewer bits, or ``None``; chunks are whole blocks.
+    `taken_over`: on the way, or where ``leads`` says so. ``layout`` is that of lists that are
+    kept in fewer bits, or ``None``; chunks are whole blocks.
     """
     lists = 3 if second is None else 4
     for chunk in range(first, last):

@@ -12,7 +12,11 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Column
 from preamp.kernels.places import Combining, Group, sort
-from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel, take_over_kernel
+from preamp.kernels.triton.device.elementwise import (
+    combine_kernel,
+    convert_kernel,
+    take_over_kernel,
+)
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar, width_of
 from preamp.kernels.triton.tables import CHUNK, sizes_of, table
