@@ -12,8 +12,6 @@ PROGRAMS = (
     ("tests/scripts/imagenet.py", "--opt-level", "O2", "--epochs", "1"),
     ("tests/scripts/dcgan.py", "--opt_level", "O1"),
     ("tests/scripts/bert.py", "--fp16", "--fp16_opt_level", "O2", "--optimizer", "fused_adam"),
-    ("tests/scripts/lstm.py", "--cell", "LSTM", "--opt-level", "O1"),
-    ("tests/scripts/gloo.py", "--opt-level", "O2"),
     ("examples/01_minimal.py", "--steps", "20"),
     ("examples/02_accumulation_and_clipping.py", "--steps", "20"),
     ("examples/03_gan.py", "--steps", "20"),

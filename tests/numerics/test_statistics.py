@@ -137,27 +137,6 @@ def test_other_scales_count_to_the_power_of_two_below(scale: float) -> None:
     assert found.unscaled_below_normal == below(values.numpy(), power * 2.0**-14)
 
 
-@every_way
-@pytest.mark.parametrize("elements", [50, 20_000])
-def test_rms_of_large_and_small_float32(ops: Any, elements: int) -> None:
-    for value in (3e38, 1e-44, 2.0**-149):
-        found = statistics_of(torch.full((elements,), value), HALVES[0], ops=ops)
-        exact = float(torch.tensor(value))
-        assert found.max_abs == exact
-        assert math.isclose(found.rms, exact, rel_tol=1e-6)
-
-
-@every_way
-def test_what_is_not_finite_is_left_out_of_the_size(ops: Any) -> None:
-    values = torch.tensor([math.inf, -math.inf, math.nan, 3.0, -4.0])
-    found = statistics_of(values, HALVES[0], ops=ops)
-    assert found.nonfinite == 3
-    assert found.max_abs == 4.0
-    assert math.isclose(found.rms, math.sqrt(12.5), rel_tol=1e-6)
-    only = statistics_of(values[:3], HALVES[0], ops=ops)
-    assert (only.max_abs, only.rms, only.headroom, only.histogram) == (0.0, 0.0, None, {})
-
-
 def test_without_histogram() -> None:
     found = measure([torch.ones(3)])[0].read("w", "weight", HALVES[0], stalled=2)
     assert found.histogram is None
@@ -198,25 +177,6 @@ def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str
     with Temporaries(values) as temporaries:
         REFERENCE.tally([values])
     assert 0 < temporaries.largest <= 1 << 18
-
-
-@every_way
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
-        torch.arange(24.0).view(4, 6)[:, ::2],
-        torch.arange(24.0).view(4, 6).t()[1:3],
-        torch.arange(3.0).expand(4, 3),
-        torch.arange(6.0).view(2, 1, 3).transpose(1, 2),
-        torch.tensor(3.0),
-        torch.empty(0, 4).t(),
-    ],
-    ids=str,
-)
-def test_it_does_not_matter_how_elements_lie(ops: Any, tensor: torch.Tensor) -> None:
-    other = tensor.clone(memory_format=torch.contiguous_format)
-    assert statistics_of(tensor, HALVES[0], ops=ops) == statistics_of(other, HALVES[0], ops=ops)
 
 
 # -- counts by exponent -----------------------------------------------------------------------
@@ -284,15 +244,6 @@ def test_layouts(ops: Any, layout: Any, dtype: torch.dtype, shape: tuple[int, ..
 
 @every_way
 @every_dtype
-@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)], ids=str)
-def test_nothing_is_counted_in_an_empty_tensor(
-    ops: Any, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    assert counts_of(ops, torch.empty(shape, dtype=dtype)) == [0] * BINS
-
-
-@every_way
-@every_dtype
 def test_a_scalar_and_a_parameter(ops: Any, dtype: torch.dtype) -> None:
     scalar = torch.tensor(-3.0, dtype=dtype)
     assert counts_of(ops, scalar)[FIRST + 1 - EXPONENTS.start] == 1
@@ -341,8 +292,3 @@ def test_headroom(name: str) -> None:
         assert form.headroom(form.largest * 4) == -2
         smallest = form.headroom(form.smallest_subnormal)
         assert smallest == pytest.approx(math.log2(form.largest) - form.subnormal_exponent)
-
-
-@every_way
-def test_the_bits_of_the_sign_are_where_they_are_looked_for(ops: Any) -> None:
-    assert counts_of(ops, torch.full((10_000,), -1.0))[FIRST - EXPONENTS.start] == 10_000
