@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import LEVEL_NAMES
 from cases.tolerances import assert_same
 from kit.refusals import refused
 from preamp import amp
@@ -136,7 +137,7 @@ LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 HALF = {"O2": "float16", "O5": "bfloat16"}
 OPTIONS = [
     {"opt_level": level, "loss_scale": scale}
-    for level in ("O0", "O1", "O2", "O3", "O4", "O5")
+    for level in LEVEL_NAMES
     for scale in (1.0, 64.0)
 ]
 
