@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 import preamp
 from cases.tolerances import assert_same
@@ -27,48 +26,16 @@ from integrations.small import (
 )
 
 
-class Loop(Protocol):
-    """A training of a `small.Net` as the framework's documentation has it.
-
-    Attributes:
-        net: The model inside of wrappers.
-        losses: Of each batch.
-    """
-
-    net: nn.Module
-    losses: list[float]
-
-    def __init__(
-        self,
-        level: str,
-        folder: Path,
-        *,
-        every: int = 1,
-        clip: float | None = None,
-        gamma: float = 1.0,
-        world: int = 1,
-        **options: Any,
-    ) -> None:
-        """Options are of ``preamp.initialize``; a schedule multiplies the rate by ``gamma``."""
-
-    def run(self, data: Any, factor: float = 1.0) -> Any:
-        """Train on all batches, losses multiplied by ``factor``."""
-
-    def save(self, path: Path) -> None: ...
-
-    def load(self, path: Path) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        """Of the engine, as checkpoints of the framework have it."""
-        ...
-
-    def skipped(self) -> int: ...
-
-    def rate(self) -> float: ...
-
-
 class Contract:
-    """A test class of a framework derives from this, and says its `Loop`."""
+    """A test class of a framework derives from this, and says its ``Loop``.
+
+    That trains a `small.Net`, its ``net``, as the framework's documentation has it, and notes the
+    ``losses``. It is made with a level, a folder and, by name, ``every`` (batches for a step),
+    ``clip`` (a norm), ``gamma`` (of a schedule), ``world`` (processes) and options of
+    ``preamp.initialize``. ``run(data, factor)`` trains on all batches, ``save(path)`` and
+    ``load(path)`` are the framework's own, ``state()`` is what it saves of the engine, and
+    ``skipped()`` and ``rate()`` are asked after a run.
+    """
 
     Loop: ClassVar[Any]
     clip: ClassVar[float | None] = 0.5
