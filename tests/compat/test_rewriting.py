@@ -136,9 +136,7 @@ BACKWARDS = pytest.mark.parametrize("backwards", [1, 2])
 LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 HALF = {"O2": "float16", "O5": "bfloat16"}
 OPTIONS = [
-    {"opt_level": level, "loss_scale": scale}
-    for level in LEVEL_NAMES
-    for scale in (1.0, 64.0)
+    {"opt_level": level, "loss_scale": scale} for level in LEVEL_NAMES for scale in (1.0, 64.0)
 ]
 
 
