@@ -13,7 +13,7 @@ from torch import nn, optim
 import preamp
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
-from checkpoint import rank_checks, run_state_checks
+from checkpoint import run_state_checks
 from checkpoint.run_state_checks import Training, assert_resumes, load_and_save_again
 from distributed.ranks import assert_pass, checks_of
 from preamp.optimizers import FusedAdam
@@ -37,7 +37,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 def test_files_of_one_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREAMP_TEST_FOLDER", str(tmp_path))
-    assert_pass(checks_of(rank_checks), 2, tmp_path)
+    assert_pass(checks_of(run_state_checks, "own_"), 2, tmp_path)
 
 
 def test_from_one_rank_to_two_and_back(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import preamp
-from distributed.moments_checks import STORAGES, Run
+from distributed.storage_checks import STORAGES
+from distributed.storage_checks import MomentRun as Run
 from kit.compare import same
 from preamp.checkpoint import read_checkpoint
 from preamp.kernels.stored import Format, decode
@@ -24,7 +25,7 @@ def load(run: Run, path: Path) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_a_resumed_run_is_the_uninterrupted_one(storage: str, kind: str, tmp_path: Path) -> None:
-    run = Run(storage, "none", kind=kind)
+    run = Run(storage, kind=kind)
     run.step(0)
     run.step(1)
     run.optimizer.zero_grad()
@@ -32,7 +33,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(storage: str, kind: str, tmp_pat
     saved = read_checkpoint(tmp_path / "a")["optimizers"][0]["state"]["state"]
     live = run.optimizer.state_dict()["state"]
     assert same({n: dict(s) for n, s in saved.items()}, {n: dict(s) for n, s in live.items()})
-    resumed = Run(storage, "none", seed=1, kind=kind)
+    resumed = Run(storage, seed=1, kind=kind)
     resumed.step(7)
     load(resumed, tmp_path / "a")
     assert same(resumed.whole(), run.whole())
@@ -58,10 +59,10 @@ def values(run: Run) -> list[torch.Tensor]:
 def test_into_another_storage(
     saved: str, loaded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run(saved, "none")
+    run = Run(saved)
     run.step(0)
     save(run, tmp_path / "a")
-    other = Run(loaded, "none", seed=1)
+    other = Run(loaded, seed=1)
     other.step(7)
     capsys.readouterr()
     load(other, tmp_path / "a")
@@ -78,12 +79,12 @@ def test_into_another_storage(
 
 
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    run = Run("compact", "none")
+    run = Run("compact")
     run.step(0)
     scales = next(iter(run.optimizer.state.values()))
     scales["exp_avg_scales"] = scales["exp_avg_scales"][:-1]
     save(run, tmp_path / "a")
-    other = Run("compact", "none", seed=1)
+    other = Run("compact", seed=1)
     other.step(7)
     before = other.whole()
     with pytest.raises(ValueError, match=r"that does not fit: .* nothing was loaded"):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.init``: the casts of Apex's first interface, its known bugs, and what it no longer has."""
+"""``amp.init`` and ``amp.lists``: the casts of Apex's first interface, and what is gone of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 import preamp
 from kit.refusals import assert_approved, refused
 from preamp import amp
+from preamp.casting import OP_TABLE, namespace_owner
 from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.patches import PATCHES
 from preamp.compat.handle import AmpHandle, NoOpHandle
+from preamp.compat.lists import RULES
 
-HALVES = [torch.float16, torch.bfloat16]
+F32 = torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -32,34 +35,27 @@ def product() -> torch.dtype:
     return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
-# -- casts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("patch_type", HALVES)
+@pytest.mark.parametrize("patch_type", [torch.float16, torch.bfloat16])
 def test_casts_hold_until_deactivated(patch_type: torch.dtype) -> None:
     handle = amp.init(patch_type=patch_type)
-
-    during = [product(), F.softmax(torch.ones(2, dtype=patch_type), 0).dtype]
-    active = handle.is_active()
-    handle._deactivate()
-    handle._deactivate()
-
     assert isinstance(handle, AmpHandle)
-    assert during == [patch_type, torch.float32]
-    assert active
+    assert handle.is_active()
+    assert product() is patch_type
+    assert F.softmax(torch.ones(2, dtype=patch_type), 0).dtype is F32
+    for _ in range(2):
+        handle._deactivate()
     assert not handle.is_active()
-    assert product() is torch.float32
+    assert product() is F32
 
 
 def test_user_functions_are_cast() -> None:
     seen = amp.half_function(lambda x: x.dtype)
     handle = amp.init()
-    inside = seen(torch.ones(1))
+    assert seen(torch.ones(1)) is torch.float16
     with handle._disable_casts():
-        disabled = seen(torch.ones(1))
+        assert seen(torch.ones(1)) is F32
     handle._deactivate()
-
-    assert [inside, disabled, seen(torch.ones(1))] == [torch.float16, torch.float32, torch.float32]
+    assert seen(torch.ones(1)) is F32
 
 
 def test_banned_functions() -> None:
@@ -67,64 +63,51 @@ def test_banned_functions() -> None:
     amp.init()
     with refused("compat", "a banned function"):
         F.binary_cross_entropy(half, target)
-
     amp.init(allow_banned=True)
-
-    assert F.binary_cross_entropy(half, target).dtype is torch.float32
+    assert F.binary_cross_entropy(half, target).dtype is F32
 
 
 def test_weights_changed_between_forwards_are_seen() -> None:
-    handle = amp.init()
-    weight = nn.Parameter(torch.ones(1, 1))
-    outputs = []
+    handle, weight = amp.init(), nn.Parameter(torch.ones(1, 1))
     for value in (1.0, 2.0):
         with torch.no_grad():
             weight.fill_(value)
-        outputs.append(F.linear(torch.ones(1, 1), weight).item())
+        assert F.linear(torch.ones(1, 1), weight).item() == value
         handle._clear_cache()
-
-    assert outputs == [1.0, 2.0]
 
 
 def test_a08_disabled_blocks_nest_and_survive_exceptions() -> None:
     handle = amp.init()
-    seen = []
     with handle._disable_casts():
         with pytest.raises(KeyError), handle._disable_casts():
             raise KeyError
-        seen += [product(), handle.is_active()]
-    seen += [product(), handle.is_active()]
-
-    assert seen == [torch.float32, False, torch.float16, True]
+        assert product() is F32
+        assert not handle.is_active()
+    assert product() is torch.float16
+    assert handle.is_active()
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_a09_models_at_other_levels_are_not_touched(level: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
+    seen: list[torch.dtype] = []
 
+    class Net(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen.append(product())
-            return self.linear(x)
+            return super().forward(x)
 
-    seen: list[torch.dtype] = []
     handle = amp.init()
-    model = amp.initialize(Net(), opt_level=level, verbosity=0)
+    model = amp.initialize(Net(2, 2), opt_level=level, verbosity=0)
     model(torch.ones(1, 2))
     handle._deactivate()
     model(torch.ones(1, 2))
     preamp.engine_of(model).close()
-
-    assert seen == [torch.float32, torch.float32]
+    assert seen == [F32, F32]
 
 
 def test_a09_a_second_init_replaces_the_first() -> None:
     original = torch.exp
-    first = amp.init()
-    second = amp.init(patch_type=torch.bfloat16)
-
+    first, second = amp.init(), amp.init(patch_type=torch.bfloat16)
     assert not first.is_active()
     assert product() is torch.bfloat16
     assert torch.exp.__wrapped__ is original
@@ -137,31 +120,24 @@ def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
     amp.register_float_function(torch, "mm")
     try:
         handle = amp.init()
-        dtype = product()
+        assert product() is F32
         handle._deactivate()
     finally:
         FUNCTION_CASTS.discard((id(torch), "mm"))
-
-    assert dtype is torch.float32
     assert torch.mm is original
     assert not handle.is_active()
-
-
-# -- turned off, and refused ------------------------------------------------------------------
 
 
 def test_disabled_init_changes_nothing() -> None:
     original = torch.mm
     amp.init()
     handle = amp.init(enabled=False)
-
     assert isinstance(handle, NoOpHandle)
     assert torch.mm is original
-    assert product() is torch.float32
     assert not handle.is_active()
     handle._deactivate()
     with handle._disable_casts():
-        assert torch.mm is original
+        assert product() is F32
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -182,20 +158,55 @@ def test_losses_are_no_longer_scaled_and_the_error_has_the_edited_lines(
     assert "\n".join(lines) in page
 
 
-def test_the_edited_lines_train() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = model.weight.clone()
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum() / 8, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert torch.equal(model.weight, before - 0.5 / 8)
-    preamp.engine_of(model).close()
-
-
 def test_another_dtype_is_refused_and_the_earlier_handle_stays() -> None:
     handle = amp.init()
     with refused("compat", "patch_type=torch.float32"):
-        amp.init(patch_type=torch.float32)
+        amp.init(patch_type=F32)
     assert handle.is_active()
+
+
+# -- amp.lists --------------------------------------------------------------------------------
+
+MODULES: dict[str, Any] = {
+    "torch.nn.functional": amp.lists.functional_overrides,
+    "torch": amp.lists.torch_overrides,
+    "torch.Tensor": amp.lists.tensor_overrides,
+}
+LISTED = amp.lists.functional_overrides.FP32_FUNCS
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("namespace", MODULES)
+@pytest.mark.parametrize("name", RULES)
+def test_lists_are_the_op_table(namespace: str, name: str) -> None:
+    module, owner = MODULES[namespace], namespace_owner(namespace)
+    assert owner is module.MODULE
+    entries = getattr(module, name)
+    listed = {entry if isinstance(entry, str) else entry[0] for entry in entries}
+    rows = [row for row in OP_TABLE if row.namespace == namespace and row.rule == RULES[name]]
+    assert listed == {row.name for row in rows if hasattr(owner, row.name)}
+    assert len(listed) == len(entries)
+
+
+EDITS: list[Callable[[Any], object]] = [
+    lambda names: names.append("relu"),
+    lambda names: names.extend(["relu"]),
+    lambda names: names.insert(0, "relu"),
+    lambda names: names.remove("softmax"),
+    lambda names: names.pop(),
+    lambda names: names.clear(),
+    lambda names: names.__setitem__(0, "relu"),
+    lambda names: names.__delitem__(0),
+    lambda names: names.__iadd__(["relu"]),
+    lambda names: setattr(amp.lists.functional_overrides, "FP32_FUNCS", [*names, "relu"]),
+    lambda names: delattr(amp.lists.functional_overrides, "FP32_FUNCS"),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_editing_names_what_to_call(edit: Callable[[Any], object]) -> None:
+    before = [*LISTED]
+    with refused("compat", "an edited list"):
+        edit(LISTED)
+    assert [*LISTED] == before
+    assert amp.lists.functional_overrides.FP32_FUNCS is LISTED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What people's scripts do with Apex, through ``from preamp import amp``."""
+"""What people's scripts do with Apex, through ``from preamp import amp``; known bugs of Apex."""
 
 import argparse
 import copy
@@ -27,11 +27,27 @@ def started(level: str, optimizer: str = "SGD", **arguments: Any) -> Any:
     return amp.initialize(*make(0, optimizer), opt_level=level, verbosity=0, **arguments)
 
 
+def line(level: str, lr: float, **arguments: Any) -> Any:
+    """A model of two weights of one, whose gradient is what the loss multiplies them by."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **arguments)
+
+
+def backward(loss: torch.Tensor, optimizer: Any, factor: float = 1.0, **scaling: Any) -> None:
+    with amp.scale_loss(loss, optimizer, **scaling) as scaled:
+        (scaled * factor).backward()
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
     optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model, number), optimizer) as scaled:
-        scaled.backward()
+    backward(loss_of(model, number), optimizer)
     optimizer.step()
+
+
+def first() -> Any:
+    return amp._amp_state.loss_scalers[0]
 
 
 # -- names that exist ------------------------------------------------------------------------
@@ -44,18 +60,10 @@ def test_names() -> None:
         "register_float_function register_promote_function register_bfloat16_function"
     ).split()
     assert set(names) <= set(amp.__all__) & set(amp.__dict__)
-
-
-def test_scaler_module() -> None:
     assert LossScaler is amp.LossScaler
-
-
-def test_signature_of_scale_loss() -> None:
     parameters = inspect.signature(amp.scale_loss).parameters
-    assert (
-        list(parameters)
-        == "loss optimizers loss_id model delay_unscale delay_overflow_check".split()
-    )
+    names = "loss optimizers loss_id model delay_unscale delay_overflow_check".split()
+    assert list(parameters) == names
     assert [p.default for p in list(parameters.values())[2:]] == [0, None, False, False]
 
 
@@ -69,10 +77,8 @@ def test_state_before_initialize() -> None:
     assert state.opt_properties.enabled is False
     assert state.opt_properties.loss_scale == 1.0
     assert state.loss_scalers == []
-
-
-def test_master_params_of_any_optimizer() -> None:
     model, optimizer = make()
+    assert not hasattr(optimizer, "_amp_stash")  # how scripts ask whether it is initialized
     assert list(amp.master_params(optimizer)) == list(model.parameters())
     assert inspect.isgenerator(amp.master_params(optimizer))
 
@@ -80,28 +86,22 @@ def test_master_params_of_any_optimizer() -> None:
 # -- the state object ------------------------------------------------------------------------
 
 
-def test_scale_written_right_after_initialize() -> None:
+def test_scale_window_and_counter_are_written() -> None:
     model, optimizer = started("O2")
-    amp._amp_state.loss_scalers[0]._loss_scale = 2**20
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**20
-    assert preamp.engine_of(model).loss_scale() == 2.0**20
+    first()._loss_scale = 2**20
+    assert first().loss_scale() == preamp.engine_of(model).loss_scale() == 2.0**20
     with amp.scale_loss(model.bn.weight.sum(), optimizer) as scaled:
         assert scaled.item() == 8.0 * 2**20
-
-
-def test_window_and_counter_are_written() -> None:
-    model, optimizer = started("O2")
-    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
-    amp._amp_state.loss_scalers[0]._scale_seq_len = 2
+    first()._loss_scale, first()._scale_seq_len, first()._unskipped = 4.0, 2, 0
     step(model, optimizer, 0)
-    assert amp._amp_state.loss_scalers[0]._unskipped == 1
+    assert first()._unskipped == 1
     step(model, optimizer, 1)
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
+    assert first().loss_scale() == 8.0
 
 
 @ALL_LEVELS
 def test_options_are_read(level: str) -> None:
-    started(level)
+    _kept_alive = started(level)
     properties = amp._amp_state.opt_properties
     assert properties.enabled is True
     assert properties.opt_level == level
@@ -111,19 +111,16 @@ def test_options_are_read(level: str) -> None:
 
 
 def test_range_is_read() -> None:
-    started("O2", min_loss_scale=128.0, max_loss_scale=1024.0)
-    assert amp._amp_state.min_loss_scale == 128.0
-    assert amp._amp_state.max_loss_scale == 1024.0
-    assert amp._amp_state.loss_scalers[0]._min_loss_scale == 128.0
-    assert amp._amp_state.loss_scalers[0]._max_loss_scale == 1024.0
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 1024.0
+    _kept_alive = started("O2", min_loss_scale=128.0, max_loss_scale=1024.0)
+    assert amp._amp_state.min_loss_scale == first()._min_loss_scale == 128.0
+    assert amp._amp_state.max_loss_scale == first()._max_loss_scale == 1024.0
+    assert first().loss_scale() == 1024.0
 
 
 def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started("O2")
     amp._amp_state.verbosity = 1
-    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        (scaled * float("inf")).backward()
+    backward(loss_of(model, 0), optimizer, torch.inf)
     optimizer.step()
     assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 ")
 
@@ -138,7 +135,8 @@ def test_hard_override() -> None:
 def test_handle_is_deactivated() -> None:
     """Tests of frameworks switch O1 off by hand between cases; losses are scaled all the same."""
     original = torch.exp
-    assert not hasattr(amp._amp_state, "handle")
+    _kept_alive = started("O2")
+    assert not hasattr(amp._amp_state, "handle")  # of levels without function casts
     model, optimizer = started("O1")
     handle = amp._amp_state.handle
     assert handle.is_active()
@@ -155,17 +153,12 @@ def test_handle_is_deactivated() -> None:
 
 
 def test_a_deactivated_handle_leaves_other_casts_on() -> None:
-    started("O1")
-    first = amp._amp_state.handle
-    started("O4")
-    assert amp._amp_state.handle is not first
-    first._deactivate()
+    _one = started("O1")
+    handle = amp._amp_state.handle
+    _other = started("O4")
+    assert amp._amp_state.handle is not handle
+    handle._deactivate()
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
-
-
-def test_levels_without_function_casts_make_no_handle() -> None:
-    started("O2")
-    assert not hasattr(amp._amp_state, "handle")
 
 
 @pytest.mark.parametrize("form", [lambda it: it, lambda it: [it]], ids=["single", "list"])
@@ -180,53 +173,23 @@ def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
     amp.initialize(model, form(wrapper), enabled=False)
 
 
-def test_is_it_initialised() -> None:
-    _, optimizer = make()
-    assert not hasattr(optimizer, "_amp_stash")
-    amp.initialize(Net(), optimizer, verbosity=0)
-    assert hasattr(optimizer, "_amp_stash")
-
-
-# -- arguments from flags --------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------
 
 
 @ALL_LEVELS
-def test_strings_from_argparse(level: str) -> None:
+@pytest.mark.parametrize("scale", ["128.0", "1.0", 1, 1.0, True])
+def test_arguments_from_argparse(level: str, scale: Any) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--opt-level", type=str)
-    parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
-    parser.add_argument("--loss-scale", type=str, default=None)
-    flags = ["--opt-level", level, "--loss-scale", "128.0"]
+    for flag in ("--opt_level", "--keep_batchnorm_fp32", "--loss_scale"):
+        parser.add_argument(flag, type=str, default=None)
+    flags = ["--opt_level", level]
     if level not in ("O1", "O4"):
-        flags += ["--keep-batchnorm-fp32", "False"]
-    args = parser.parse_args(flags)
-    model, optimizer = make()
-    amp.initialize(
-        model,
-        optimizer,
-        opt_level=args.opt_level,
-        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-        loss_scale=args.loss_scale,
-        verbosity=False,
-    )
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 128.0
+        flags += ["--keep_batchnorm_fp32", "False"]
+    arguments = vars(parser.parse_args(flags)) | {"loss_scale": scale}
+    model, optimizer = amp.initialize(*make(), verbosity=False, **arguments)
+    assert first().loss_scale() == float(scale)
     step(model, optimizer)
     assert halves_match(model)
-
-
-@pytest.mark.parametrize("given", [1, 1.0, "1.0", True])
-def test_scale_of_one(given: Any) -> None:
-    model, optimizer = started("O2", loss_scale=given)
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 1.0
-    step(model, optimizer)
-    assert halves_match(model)
-
-
-def test_arguments_from_a_dict() -> None:
-    arguments = {"opt_level": "O2", "loss_scale": "dynamic", "min_loss_scale": 1, "verbosity": 0}
-    model, optimizer = amp.initialize(*make(), **arguments)
-    step(model, optimizer)
-    assert amp._amp_state.min_loss_scale == 1.0
 
 
 # -- loops -----------------------------------------------------------------------------------
@@ -236,10 +199,7 @@ def test_arguments_from_a_dict() -> None:
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_clipping_the_masters(level: str, where: str) -> None:
     """After the block gradients are unscaled, and the clipped ones are what is applied."""
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.data.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    model, optimizer = line(level, 1.0, loss_scale=8.0)
     with amp.scale_loss(model.weight.float().sum() * 3, optimizer) as scaled:
         scaled.backward()
         if where == "inside":  # wrong, but it must not crash
@@ -252,48 +212,38 @@ def test_clipping_the_masters(level: str, where: str) -> None:
     assert model.weight.flatten().tolist() == pytest.approx([expected] * 2, abs=1e-2)
 
 
-class Square(nn.Module):
+class Square(nn.Linear):
     """A model with a second derivative; for small integers all of it is exact in half."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1, bias=False)
-        self.linear.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
+        super().__init__(2, 1, bias=False)
+        self.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        return y * y
-
-
-def penalty_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return slope.square().sum()
+    def penalty(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        x = torch.ones(1, 2, dtype=dtype, requires_grad=True)
+        (slope,) = torch.autograd.grad(self(x).square().sum(), x, create_graph=True)
+        return slope.square().sum()
 
 
 @ALL_LEVELS
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_gradient_penalty_has_the_exact_gradient(level: str, blocks: int) -> None:
     """Two backwards a block, in one block or in two, against float64."""
-    oracle, x = Square().double(), torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
-    model = Square()
+    oracle, model = Square().double(), Square()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
     for _ in range(blocks):
-        loss = penalty_of(model, torch.ones(1, 2, requires_grad=True))
-        with amp.scale_loss(loss, optimizer) as scaled:
+        with amp.scale_loss(model.penalty(), optimizer) as scaled:
             scaled.backward(retain_graph=True)
             scaled.backward()
-        (2 * penalty_of(oracle, x)).backward()
+        (2 * oracle.penalty(torch.float64)).backward()
     (ours,) = amp.master_params(optimizer)
-    assert torch.equal(ours.grad.double(), oracle.linear.weight.grad)
+    assert torch.equal(ours.grad.double(), oracle.weight.grad)
 
 
 @MASTERS
 def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.data.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    model, optimizer = line(level, 0.25, loss_scale=8.0)
     with amp.scale_loss(model.weight.float().sum(), optimizer) as scaled:
         scaled.backward()
         assert model.weight.grad.tolist() == [[8.0, 8.0]]
@@ -305,17 +255,14 @@ def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
 def test_adversarial_input_gradients() -> None:
     """O2 without masters: ``delta.grad`` is still scaled, and two blocks precede one step."""
     model, optimizer = started("O2", master_weights=False, loss_scale="4.0")
-    delta = torch.zeros(6, 4, requires_grad=True)
-    x = batch_of(model, 0)
+    delta, x = torch.zeros(6, 4, requires_grad=True), batch_of(model, 0)
     model.eval()
-    with amp.scale_loss(model(x + delta).sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(model(x + delta).sum(), optimizer)
     grad = delta.grad.detach().clone()
     optimizer.zero_grad()
     (plain,) = torch.autograd.grad(model(x + delta).sum(), delta)
     assert torch.allclose(grad, plain * 4.0, rtol=0.05, atol=0.02)
-    with amp.scale_loss(model(x + grad.sign() * 0.1).sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(model(x + grad.sign() * 0.1).sum(), optimizer)
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -324,13 +271,11 @@ def test_adversarial_input_gradients() -> None:
 def test_two_networks_and_three_losses(level: str) -> None:
     """The adversarial pair: lists of models and optimizers, a scaler for each loss."""
     (d, opt_d), (g, opt_g) = make(0), make(1)
-    models, optimizers = [d, g], [opt_d, opt_g]
-    amp.initialize(models, optimizers, opt_level=level, num_losses=3, verbosity=0,
-                   loss_scale="dynamic")  # fmt: skip
+    options: dict[str, Any] = {"num_losses": 3, "loss_scale": "dynamic", "verbosity": 0}
+    amp.initialize([d, g], [opt_d, opt_g], opt_level=level, **options)
     for loss_id, (net, opt) in enumerate([(d, opt_d), (d, opt_d), (g, opt_g)]):
-        poison = loss_id == 1
-        with amp.scale_loss(loss_of(net, 0) * 2.0**-8, opt, loss_id) as scaled:
-            (scaled * float("inf") if poison else scaled).backward()
+        factor = torch.inf if loss_id == 1 else 1.0
+        backward(loss_of(net, 0) * 2.0**-8, opt, factor, loss_id=loss_id)
     before = weights(d), weights(g)
     opt_d.step()
     opt_g.step()
@@ -341,6 +286,17 @@ def test_two_networks_and_three_losses(level: str) -> None:
     assert not same(weights(g)["last.bias"], before[1]["last.bias"])
 
 
+@ALL_LEVELS
+def test_a17_scheduler_built_while_an_overflow_is_pending(level: str) -> None:
+    model, optimizer = started(level, loss_scale="dynamic")
+    before = weights(model)
+    backward(loss_of(model.eval(), 0), optimizer, torch.inf)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()
+    assert same(weights(model), before)
+
+
 # -- state -----------------------------------------------------------------------------------
 
 
@@ -349,8 +305,7 @@ def test_resume_of_language_model_scripts(level: str) -> None:
     """Force the lazy initialization, load the optimizer, copy the saved masters."""
     model, optimizer = started(level, "Adam")
     step(model, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved_masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    saved, saved_masters = copy.deepcopy(optimizer.state_dict()), masters(optimizer)
     half_weights = {
         k: v.to(model.first.weight.dtype).float() if v.is_floating_point() else v
         for k, v in model.state_dict().items()
@@ -374,21 +329,22 @@ def test_private_names_of_the_optimizer(level: str) -> None:
     optimizer._amp_lazy_init()
     stash = optimizer._amp_stash
     assert stash.lazy_init_called is True
-    named = dict(model.named_parameters())
     if level in WITH_MASTERS:
-        halves = [p for n, p in named.items() if not n.startswith("bn.")]
-        assert all(a is b for a, b in zip(stash.all_fp16_params, halves, strict=True))
+        halves = [p for n, p in model.named_parameters() if not n.startswith("bn.")]
         wide = stash.all_fp32_from_fp16_params
+        assert list(map(id, stash.all_fp16_params)) == list(map(id, halves))
         assert [p.dtype for p in wide] == [torch.float32] * 6
-        assert same([p.detach().to(h.dtype) for p, h in zip(wide, halves, strict=True)],
-                    [h.detach() for h in halves])  # fmt: skip
+        rounded = [p.detach().to(h.dtype) for p, h in zip(wide, halves, strict=True)]
+        assert same(rounded, [h.detach() for h in halves])
         assert len(stash.fp16_groups[0]) == len(stash.fp32_from_fp16_groups[0]) == 6
-        assert [id(p) for p in stash.all_fp32_from_fp32_params] == [
-            id(named["bn.weight"]),
-            id(named["bn.bias"]),
-        ]
+        kept = [model.bn.weight, model.bn.bias]
+        assert list(map(id, stash.all_fp32_from_fp32_params)) == list(map(id, kept))
+        assert stash.all_fp32_params == stash.all_fp32_from_fp32_params
     else:
         assert stash.all_fp16_params == []
+    # Where gradients are set aside between two backwards is not what it was.
+    for name in ("all_fp16_grad_stash", "all_fp32_grad_stash", "all_fp32_from_fp32_grad_stash"):
+        assert not hasattr(stash, name)
     assert stash.already_patched is False
     assert stash.params_have_scaled_gradients is False
 
@@ -396,23 +352,13 @@ def test_private_names_of_the_optimizer(level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_stash_tells_of_skips_and_scaled_gradients(level: str) -> None:
     model, optimizer = started(level)
-    with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
-    assert optimizer._amp_stash.params_have_scaled_gradients is False
-    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        (scaled * float("inf")).backward()
-    assert optimizer._amp_stash.already_patched is True
-    optimizer.step()
-    assert optimizer._amp_stash.already_patched is False
-
-
-def test_stash_has_no_lists_of_gradients_set_aside() -> None:
-    """Where they are between two backwards is not what it was, so a list would be a wrong one."""
-    _, optimizer = started("O2")
     stash = optimizer._amp_stash
-    for name in ("all_fp16_grad_stash", "all_fp32_grad_stash", "all_fp32_from_fp32_grad_stash"):
-        assert not hasattr(stash, name)
-    assert stash.all_fp32_params == stash.all_fp32_from_fp32_params
+    backward(loss_of(model, 0), optimizer, delay_unscale=True)
+    assert stash.params_have_scaled_gradients is False
+    backward(loss_of(model, 0), optimizer, torch.inf)
+    assert stash.already_patched is True
+    optimizer.step()
+    assert stash.already_patched is False
 
 
 def test_levels_and_options_of_the_frontend() -> None:
@@ -445,17 +391,11 @@ def test_applier_maps_nested_batches() -> None:
 
 def test_module_as_an_object_with_state() -> None:
     """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
-    started("O2")
-    things = {"amp": amp}
-    saved = {name: thing.state_dict() for name, thing in things.items()}
-    amp._amp_state.loss_scalers[0]._loss_scale = 2.0
-    for name, thing in things.items():
-        thing.load_state_dict(saved[name])
-    assert amp.state_dict() == saved["amp"]
-
-
-def test_destination() -> None:
-    started("O2")
+    _kept_alive = started("O2")
+    saved = amp.state_dict()
+    first()._loss_scale = 2.0
+    amp.load_state_dict(saved)
+    assert amp.state_dict() == saved
     mine: dict[str, Any] = {"mine": 1}
     assert amp.state_dict(destination=mine) is mine
     assert list(mine) == ["mine", "loss_scaler0"]
@@ -469,8 +409,7 @@ def test_add_param_group(level: str) -> None:
     optimizer.add_param_group({"params": extra.parameters(), "lr": 0.5})
     with torch.no_grad():
         extra.bias.fill_(1.0)
-    with amp.scale_loss(extra(torch.ones(1, 3)).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(extra(torch.ones(1, 3)).float().sum(), optimizer)
     optimizer.step()
     assert extra.bias.tolist() == [0.5, 0.5, 0.5]
     assert len(list(amp.master_params(optimizer))) == 10
@@ -479,8 +418,8 @@ def test_add_param_group(level: str) -> None:
 # -- registration ----------------------------------------------------------------------------
 
 
-def test_registered_float_function_after_initialize() -> None:
-    started("O1")
+def test_functions_registered_after_initialize() -> None:
+    _kept_alive = started("O1")
     x = torch.ones(2, dtype=torch.float16)
     assert torch.sigmoid(x).dtype is torch.float16
     handle = amp.register_float_function(torch, "sigmoid")
@@ -490,17 +429,13 @@ def test_registered_float_function_after_initialize() -> None:
         if handle is not None:
             handle.remove()
 
-
-def test_float_function_as_decorator() -> None:
-    started("O1")
-
     @amp.float_function
     def widen(x: torch.Tensor) -> torch.dtype:
         return x.dtype
 
-    assert widen(torch.ones(1, dtype=torch.float16)) is torch.float32
+    assert widen(x) is torch.float32
     with amp.disable_casts():
-        assert widen(torch.ones(1, dtype=torch.float16)) is torch.float16
+        assert widen(x) is torch.float16
 
 
 # -- backward by hand ------------------------------------------------------------------------
@@ -508,29 +443,22 @@ def test_float_function_as_decorator() -> None:
 
 def backward_by_hand(model: nn.Module, optimizer: Any, number: int, factor: float = 1.0) -> bool:
     """What ``amp.scale_loss`` did inside Apex; returns whether the step is to be skipped."""
-    scaler = amp._amp_state.loss_scalers[0]
     optimizer._prepare_amp_backward()
-    (loss_of(model, number).float() * scaler.loss_scale() * factor).backward()
-    optimizer._post_amp_backward(scaler)
-    return scaler.update_scale()
+    (loss_of(model, number).float() * first().loss_scale() * factor).backward()
+    optimizer._post_amp_backward(first())
+    return first().update_scale()
 
 
 @ALL_LEVELS
-def test_backward_by_hand(level: str) -> None:
-    """``_prepare_amp_backward`` and ``_post_amp_backward``, twice for one step."""
+def test_backward_by_hand(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``_prepare_amp_backward`` and ``_post_amp_backward``, twice for one step; then to inf."""
     model, optimizer = started(level, loss_scale="dynamic")
     other, by_block = started(level, loss_scale="dynamic")
     for number in range(2):
         assert not backward_by_hand(model, optimizer, number)
-        with amp.scale_loss(loss_of(other, number), by_block) as scaled:
-            scaled.backward()
-    mine, wanted = map(amp.master_params, (optimizer, by_block))
-    for ours, theirs in zip(mine, wanted, strict=True):
+        backward(loss_of(other, number), by_block)
+    for ours, theirs in zip(amp.master_params(optimizer), amp.master_params(by_block), strict=True):
         assert same(ours.grad, theirs.grad)
-
-
-@ALL_LEVELS
-def test_an_overflow_by_hand_skips_the_step(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started(level, loss_scale="dynamic")
     amp._amp_state.verbosity = 1
     before = masters(optimizer)
@@ -538,3 +466,36 @@ def test_an_overflow_by_hand_skips_the_step(level: str, capsys: pytest.CaptureFi
     optimizer.step()
     assert same(masters(optimizer), before)
     assert "reducing loss scale to 32768.0" in capsys.readouterr().out
+
+
+# -- the scaler (A-26) -------------------------------------------------------------------------
+
+
+def test_a26_scale_factor_and_floor() -> None:
+    scaler = amp.LossScaler("dynamic", init_scale=16.0, scale_factor=8.0, scale_window=1)
+    scaler.update_scale()
+    assert scaler.loss_scale() == 128.0
+    scaler = amp.LossScaler("dynamic", init_scale=2.0**-23)
+    for _ in range(5):
+        scaler._has_overflow = True
+        scaler.update_scale()
+    assert scaler.loss_scale() == 2.0**-24
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a26_no_gradient_is_left_unwritten_behind_a_bad_one(bad: int) -> None:
+    scaler = amp.LossScaler("dynamic", init_scale=4.0)
+    grads = [torch.full((2,), float("inf") if i == bad else 8.0) for i in range(3)]
+    out = [torch.full((2,), float("nan")) for _ in range(3)]
+    scaler.unscale(grads, out, 1.0)
+    assert [t[0].item() for i, t in enumerate(out) if i != bad] == [2.0, 2.0]
+    assert scaler.update_scale() is True
+
+
+def test_a26_finite_gradients_with_a_huge_sum_are_no_overflow() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    first()._loss_scale = 1.0
+    backward(model.weight.sum(), optimizer, 3e38)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 1.0, "unskipped": 1}

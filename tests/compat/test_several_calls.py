@@ -38,6 +38,19 @@ def started(level: str = "O2", seed: int = 0, **arguments: Any) -> Any:
     return _alive[-1]
 
 
+def copied(level: str = "O0", **arguments: Any) -> Any:
+    """A model without an optimizer, as for evaluation."""
+    _alive.append(amp.initialize(Net(), opt_level=level, verbosity=0, **arguments))
+    return _alive[-1]
+
+
+def pair(level: str = "O2", *, losses: int = 1) -> tuple[Any, Any]:
+    """A generator and a discriminator, by two calls, with a copy between."""
+    generator = started(level, 0)
+    copied()
+    return generator, started(level, 1, num_losses=losses)
+
+
 def step(model: nn.Module, optimizer: Any, number: int, *, poison: bool = False) -> None:
     optimizer.zero_grad()
     with amp.scale_loss(loss_of(model, number), optimizer) as scaled:
@@ -50,12 +63,23 @@ def skip(run: Any, count: int) -> None:
         step(*run, 0, poison=True)
 
 
-def entry(scale: float, unskipped: int = 0) -> dict[str, float]:
-    return {"loss_scale": scale, "unskipped": unskipped}
+def entries(*scales: float) -> dict[str, Any]:
+    return {
+        f"loss_scaler{number}": {"loss_scale": scale, "unskipped": 0}
+        for number, scale in enumerate(scales)
+    }
 
 
 def scales() -> list[float]:
     return [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+
+
+def write(number: int, scale: float) -> None:
+    amp._amp_state.loss_scalers[number]._loss_scale = scale
+
+
+def engine_of(run: Any) -> preamp.Engine:
+    return preamp.engine_of(run[0] if isinstance(run, tuple) else run)
 
 
 # -- a copy beside the model in training --------------------------------------------------------
@@ -64,50 +88,41 @@ def scales() -> list[float]:
 @ALL_LEVELS
 @pytest.mark.parametrize("first", [True, False])
 def test_an_evaluation_copy_takes_nothing_over(level: str, first: bool) -> None:
-    if first:
-        teacher = amp.initialize(Net(), opt_level=level, verbosity=0)
+    teacher = copied(level) if first else None
     run = started(level)
     skip(run, 14)
-    if not first:
-        teacher = amp.initialize(Net(), opt_level=level, verbosity=0)
-    assert amp.state_dict() == {"loss_scaler0": entry(4.0)}
-    assert amp._amp_state.engine is preamp.engine_of(run[1])
-    amp._amp_state.loss_scalers[0]._loss_scale = 128.0
-    assert preamp.engine_of(run[1]).loss_scale() == 128.0
-    amp.load_state_dict({"loss_scaler0": entry(32.0, 5)})
-    assert preamp.engine_of(run[1]).loss_scale() == 32.0
+    teacher = teacher or copied(level)
+    assert amp.state_dict() == entries(4.0)
+    assert amp._amp_state.engine is engine_of(run)
+    write(0, 128.0)
+    assert engine_of(run).loss_scale() == 128.0
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 5}})
+    assert engine_of(run).loss_scale() == 32.0
     assert list(amp.master_params()) == list(amp.master_params(run[1]))
-    assert preamp.engine_of(teacher) is not amp._amp_state.engine
+    assert engine_of(teacher) is not amp._amp_state.engine
 
 
+@pytest.mark.parametrize("options", [{"min_loss_scale": 8.0}, {"enabled": False}], ids=str)
 def test_what_a_copy_is_given_does_not_reach_the_model_in_training(
-    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = started("O2", verbosity=1, min_loss_scale=2.0, max_loss_scale=2.0**20)
-    amp.initialize(Net(), opt_level="O0", verbosity=0, min_loss_scale=8.0)
+    copied(**options)
     capsys.readouterr()
+    before = scales()
     skip(run, 1)
+    assert scales() == [before[0] / 2]
     assert "Gradient overflow." in capsys.readouterr().out
     state = amp._amp_state
+    assert not state.is_off
     assert (state.min_loss_scale, state.max_loss_scale) == (2.0, 2.0**20)
-    assert state.opt_properties.opt_level == "O2"
-
-
-def test_a_copy_with_amp_off_turns_nothing_off() -> None:
-    run = started("O2")
-    skip(run, 3)
-    amp.initialize(Net(), enabled=False)
-    assert amp.state_dict() == {"loss_scaler0": entry(2.0**13)}
-    assert not amp._amp_state.is_off
-    assert amp._amp_state.opt_properties.enabled
-    skip(run, 1)
-    assert scales() == [2.0**12]
+    assert (state.opt_properties.opt_level, state.opt_properties.enabled) == ("O2", True)
 
 
 def test_a_copy_alone_is_what_is_meant() -> None:
     model = amp.initialize(Net(), opt_level="O2", verbosity=0)
     assert amp._amp_state.engine is preamp.engine_of(model)
-    assert amp.state_dict() == {"loss_scaler0": entry(2.0**16)}
+    assert amp.state_dict() == entries(2.0**16)
     later = amp.initialize(Net(), opt_level="O0", verbosity=0)
     assert amp._amp_state.engine is preamp.engine_of(later)
     off = amp.initialize(Net(), enabled=False)
@@ -122,34 +137,25 @@ def test_a_copy_alone_is_what_is_meant() -> None:
 # -- two models in training ---------------------------------------------------------------------
 
 
-def pair(level: str = "O2", *, losses: int = 1) -> tuple[Any, Any]:
-    """A generator and a discriminator, by two calls, with a copy between."""
-    generator = started(level, 0)
-    _alive.append(amp.initialize(Net(), opt_level="O0", verbosity=0))
-    return generator, started(level, 1, num_losses=losses)
-
-
 @ALL_LEVELS
 def test_all_in_training_are_meant_the_latest_first(level: str) -> None:
     generator, discriminator = pair(level, losses=2)
     skip(generator, 2)
     skip(discriminator, 3)
-    expected = [entry(2.0**13), entry(2.0**16), entry(2.0**14)]
-    assert amp.state_dict() == {f"loss_scaler{i}": state for i, state in enumerate(expected)}
+    assert amp.state_dict() == entries(2.0**13, 2.0**16, 2.0**14)
     assert scales() == [2.0**13, 2.0**16, 2.0**14]
-    amp._amp_state.loss_scalers[1]._loss_scale = 64.0
-    assert preamp.engine_of(discriminator[1]).loss_scale(1) == 64.0
+    write(1, 64.0)
+    assert engine_of(discriminator).loss_scale(1) == 64.0
     both = [*amp.master_params(discriminator[1]), *amp.master_params(generator[1])]
     assert list(amp.master_params()) == both
-    assert amp._amp_state.engine is preamp.engine_of(discriminator[0])
+    assert amp._amp_state.engine is engine_of(discriminator)
 
 
 def test_verbosity_reaches_all(capsys: pytest.CaptureFixture[str]) -> None:
     for run in pair():
-        amp._amp_state.verbosity = 1
-        skip(run, 1)
-        amp._amp_state.verbosity = 0
-        skip(run, 1)
+        for verbosity in (1, 0):
+            amp._amp_state.verbosity = verbosity
+            skip(run, 1)
     assert capsys.readouterr().out.count("Gradient overflow.") == 2
 
 
@@ -161,7 +167,7 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
     for run in runs:
         step(*run, 1)
     file = io.BytesIO()
-    content = [(model.state_dict(), optimizer.state_dict()) for model, optimizer in runs]
+    content = [[thing.state_dict() for thing in run] for run in runs]
     torch.save({"runs": content, "amp": amp.state_dict()}, file)
     file.seek(0)
     for run in runs:
@@ -169,13 +175,13 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
     expected = [copy.deepcopy(thing.state_dict()) for run in runs for thing in run]
     scalers = amp.state_dict()
     for run in runs:
-        preamp.engine_of(run[0]).close()
+        engine_of(run).close()
 
     saved = torch.load(file, weights_only=True)
     resumed = pair(level)
-    for (model, optimizer), (weights, state) in zip(resumed, saved["runs"], strict=True):
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+    for run, states in zip(resumed, saved["runs"], strict=True):
+        for thing, state in zip(run, states, strict=True):
+            thing.load_state_dict(state)
     amp.load_state_dict(saved["amp"])
     for run in resumed:
         step(*run, 2)
@@ -183,42 +189,64 @@ def test_a_resumed_pair_goes_on_bitwise(level: str) -> None:
     assert amp.state_dict() == scalers
 
 
-def test_one_calls_file_goes_to_the_latest_call(capsys: pytest.CaptureFixture[str]) -> None:
-    """As one that Apex wrote, which had the latest call's alone; or a model of before is kept."""
-    pair()
-    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
-    amp.load_state_dict({"loss_scaler0": entry(8.0)})
-    assert scales() == [8.0, 16.0]
-    assert capsys.readouterr().out == ""
+TOLD = "Warning: state_dict contains {} entries, while {} loss_scalers are used\n"
+SKIPPED = "Skipping loss_scaler[{0}], since num_losses was set to {0}\n"
+FILES: dict[str, tuple[Any, dict[str, Any], list[float], str]] = {
+    # what is started, what is loaded, the scales then, and what is told
+    "one call's goes to the latest call": (pair, entries(8.0), [8.0, 16.0], ""),
+    "two calls' in one call's run": (
+        started,
+        entries(8.0, 4.0),
+        [8.0],
+        TOLD.format(2, 1) + SKIPPED.format(1),
+    ),
+    "one call's with two losses fits two calls": (pair, entries(8.0, 4.0), [8.0, 4.0], ""),
+    "of one loss in a run of two": (
+        lambda: started(num_losses=2),
+        entries(8.0),
+        [8.0, 16.0],
+        TOLD.format(1, 2),
+    ),
+    "of three losses in a run of two": (
+        lambda: started(num_losses=2),
+        entries(8.0, 4.0, 2.0),
+        [8.0, 4.0],
+        TOLD.format(3, 2) + SKIPPED.format(2),
+    ),
+    "in another order": (
+        lambda: started(num_losses=2),
+        dict(reversed(entries(8.0, 4.0).items())),
+        [8.0, 4.0],
+        "",
+    ),
+    "of another static scale": (lambda: started(loss_scale=128.0), entries(2.0), [128.0], ""),
+}
 
 
-def test_two_calls_file_in_one_calls_run(capsys: pytest.CaptureFixture[str]) -> None:
-    started()
-    amp.load_state_dict({"loss_scaler0": entry(8.0), "loss_scaler1": entry(4.0)})
-    assert scales() == [8.0]
-    assert capsys.readouterr().out == (
-        "Warning: state_dict contains 2 entries, while 1 loss_scalers are used\n"
-        "Skipping loss_scaler[1], since num_losses was set to 1\n"
-    )
-
-
-def test_the_file_of_one_call_with_two_losses_fits_two_calls() -> None:
-    started(num_losses=2)
-    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
-    state = amp.state_dict()
-    preamp.engine_of(amp._amp_state.engine.models[0]).close()
-    pair()
+@pytest.mark.parametrize("name", FILES)
+def test_a25_a_file_of_scales(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    start, state, wanted, told = FILES[name]
+    start()
+    if len(scales()) > 1:
+        write(1, 16.0)
+    capsys.readouterr()
     amp.load_state_dict(state)
-    assert scales() == [2.0**16, 16.0]
+    assert scales() == wanted
+    assert capsys.readouterr().out == told
 
 
-def test_an_unreadable_entry_of_the_second_leaves_the_first(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("start", [pair, lambda: started(num_losses=2)], ids=["calls", "losses"])
+@pytest.mark.parametrize(
+    "entry", [None, 5, {}, {"loss_scale": 4.0}, {"loss_scale": "x", "unskipped": 0}], ids=str
+)
+def test_a25_an_unreadable_entry_leaves_all(
+    start: Any, entry: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pair()
-    with refused("compat", "an unreadable scaler", entry="{}"):
-        amp.load_state_dict({"loss_scaler0": entry(8.0), "loss_scaler1": {}})
-    assert scales() == [2.0**16, 2.0**16]
+    start()
+    capsys.readouterr()
+    with refused("compat", "an unreadable scaler", entry=repr(entry)):
+        amp.load_state_dict({**entries(8.0), "loss_scaler1": entry})
+    assert amp.state_dict() == entries(2.0**16, 2.0**16)
     assert capsys.readouterr().out == ""
 
 
@@ -229,8 +257,8 @@ def test_a_backward_by_hand_of_the_second(level: str, index: int) -> None:
     pair(level)
     run = amp._amp_state.engine
     model, optimizer = run.models[0], run.optimizers[0]
-    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
-    amp._amp_state.loss_scalers[1]._loss_scale = 512.0
+    write(0, 8.0)
+    write(1, 512.0)
     scaler = amp._amp_state.loss_scalers[index]
     other, by_block = started(level, 1, loss_scale=64.0)
     for number in range(2):
@@ -240,8 +268,7 @@ def test_a_backward_by_hand_of_the_second(level: str, index: int) -> None:
         assert not scaler.update_scale()
         with amp.scale_loss(loss_of(other, number), by_block) as scaled:
             scaled.backward()
-    mine, wanted = map(amp.master_params, (optimizer, by_block))
-    for ours, theirs in zip(mine, wanted, strict=True):
+    for ours, theirs in zip(amp.master_params(optimizer), amp.master_params(by_block), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=1e-3)
 
 
@@ -262,32 +289,30 @@ def test_scales_are_written_while_an_earlier_run_is_alive(
             if collects:
                 gc.collect()
             for number in range(losses):
-                amp._amp_state.loss_scalers[number]._loss_scale = 4.0 + turn
-            engine = preamp.engine_of(run[1])
-            assert [engine.loss_scale(i) for i in range(losses)] == [4.0 + turn] * losses
+                write(number, 4.0 + turn)
+            found = [engine_of(run).loss_scale(i) for i in range(losses)]
+            assert found == [4.0 + turn] * losses
             skip(run, 1)
-            assert amp.state_dict()["loss_scaler0"] == entry((4.0 + turn) / 2)
+            assert amp.state_dict()["loss_scaler0"]["loss_scale"] == (4.0 + turn) / 2
     finally:
         gc.enable()
     mine = [*amp.master_params(run[1])]
     assert [*amp.master_params()][: len(mine)] == mine
-    assert preamp.engine_of(_alive[0][1]).loss_scale() == 2.0  # as it was left
+    assert engine_of(_alive[0]).loss_scale() == 2.0  # as it was left
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_two_models_and_losses_tried_in_turn(level: str) -> None:
     """Each try poisons one loss's backward, and expects its scale alone to fall from 4."""
     for loss_id in (0, 1):
-        first, second = make(0)[0], make(1)[0]
-        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.125)
+        models = [make(0)[0], make(1)[0]]
+        params = [param for model in models for param in model.parameters()]
+        optimizer = torch.optim.SGD(params, lr=0.125)
         options: dict[str, Any] = {"loss_scale": "dynamic", "num_losses": 2, "verbosity": 0}
-        (first, second), optimizer = amp.initialize(
-            [first, second], optimizer, opt_level=level, **options
-        )
-        _alive.append((first, second, optimizer))
-        for scaler in amp._amp_state.loss_scalers[:2]:
-            scaler._loss_scale = 4.0
-        for number, model in enumerate((first, second)):
+        _alive.append(amp.initialize(models, optimizer, opt_level=level, **options))
+        for number in range(2):
+            write(number, 4.0)
+        for number, model in enumerate(models):
             with amp.scale_loss(loss_of(model, 0), optimizer, loss_id=number) as scaled:
                 (scaled * float("inf") if number == loss_id else scaled).backward()
         optimizer.step()
@@ -299,16 +324,14 @@ def test_a_file_written_beside_an_earlier_run_is_of_the_latest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = [started(), started(num_losses=2)]
-    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
+    write(1, 16.0)
     state = amp.state_dict()
     for run in runs:
-        preamp.engine_of(run[1]).close()
+        engine_of(run).close()
     started(num_losses=2)
     amp.load_state_dict(state)
     assert scales() == [2.0**16, 16.0]
-    assert capsys.readouterr().out.endswith(
-        "Skipping loss_scaler[2], since num_losses was set to 2\n"
-    )
+    assert capsys.readouterr().out.endswith(SKIPPED.format(2))
 
 
 # -- engines that end ---------------------------------------------------------------------------
@@ -317,16 +340,16 @@ def test_a_file_written_beside_an_earlier_run_is_of_the_latest(
 def test_a_closed_one_is_left_out_and_the_other_stays() -> None:
     generator, discriminator = pair()
     skip(generator, 1)
-    preamp.engine_of(discriminator[0]).close()
-    assert amp.state_dict() == {"loss_scaler0": entry(2.0**15)}
-    assert amp._amp_state.engine is preamp.engine_of(generator[0])
-    preamp.engine_of(generator[0]).close()
+    engine_of(discriminator).close()
+    assert amp.state_dict() == entries(2.0**15)
+    assert amp._amp_state.engine is engine_of(generator)
+    engine_of(generator).close()
     assert amp._amp_state.engine is not None  # the copy, which has no optimizer
     assert amp._amp_state.opt_properties.opt_level == "O0"
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 1.0
+    assert scales() == [1.0]
     amp._amp_state.engine.close()
     assert amp._amp_state.engine is None
-    assert amp._amp_state.loss_scalers == []
+    assert scales() == []
     assert amp.state_dict() == {}
 
 
@@ -337,19 +360,18 @@ def test_two_optimizers_of_one_model_by_two_calls(level: str) -> None:
     amp.initialize(model, head, opt_level=level, loss_scale="dynamic", verbosity=0)
     skip((model, body), 1)
     skip((model, head), 2)
-    assert amp.state_dict() == {"loss_scaler0": entry(2.0**14), "loss_scaler1": entry(2.0**15)}
+    assert amp.state_dict() == entries(2.0**14, 2.0**15)
     assert len(list(amp.master_params())) == len(list(model.parameters()))  # each of them once
 
 
 # -- parameters without an optimizer -----------------------------------------------------------
 
 
-def test_master_params_before_initialize() -> None:
-    for prepare in (lambda: None, lambda: amp.initialize(Net(), opt_level="O2", verbosity=0)):
-        kept = prepare()
-        with refused("compat", "master_params before initialize"):
-            amp.master_params()
-        del kept
+@pytest.mark.parametrize("prepare", [lambda: None, copied], ids=["nothing", "a copy"])
+def test_master_params_before_initialize(prepare: Any) -> None:
+    prepare()
+    with refused("compat", "master_params before initialize"):
+        amp.master_params()
 
 
 def test_master_params_with_amp_off() -> None:
@@ -360,8 +382,7 @@ def test_master_params_with_amp_off() -> None:
 
 @ALL_LEVELS
 def test_both_models_are_clipped_at_once(level: str) -> None:
-    runs = pair(level)
-    for run in runs:
+    for run in pair(level):
         with amp.scale_loss(loss_of(run[0], 0), run[1]) as scaled:
             scaled.backward()
     grads = [p.grad.detach().clone().double() for p in amp.master_params()]

@@ -152,9 +152,9 @@ BUILDS: dict[str, Any] = {
 class Net(nn.Module):
     """Rows of 72 elements, blocks of a row that differ in length, and tensors without blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.conv = nn.Conv2d(8, 60, 3)
         self.inner = nn.Linear(60, 131)
         self.head = nn.Linear(131, 37)
@@ -166,35 +166,50 @@ class Net(nn.Module):
         return self.head(self.inner(self.conv(x).relu().mean((2, 3))).relu())
 
 
-def with_moments(storage: str, way: str, level: str, kind: str, strided: bool) -> dict[str, Any]:
-    """Weights and state, whole, after steps on gradients that depend on neither them nor ranks."""
-    inner = Net()
-    if way == "fully_shard":
-        fully_shard(inner)
-    if strided:  # which fully_shard does not take
-        inner.conv.to(memory_format=torch.channels_last)
-    optimizer = BUILDS[kind](inner.parameters())
-    options: dict[str, Any] = {"storage": STORAGES[storage], "verbosity": 0}
-    # On gradients that are put in place no other scale can be.
-    preamp.initialize(inner, optimizer, opt_level=level, loss_scale=1.0, **options)
-    model = DistributedDataParallel(inner) if way == "ddp" else inner
-    for number in range(3):
+class MomentRun:
+    """A run whose gradients depend on neither the weights nor the ranks."""
+
+    def __init__(
+        self,
+        storage: str,
+        way: str = "",
+        *,
+        level: str = "O5",
+        kind: str = "adam",
+        strided: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.inner = Net(seed)
+        if way == "fully_shard":
+            fully_shard(self.inner)
+        if strided:  # which fully_shard does not take
+            self.inner.conv.to(memory_format=torch.channels_last)
+        self.optimizer = BUILDS[kind](self.inner.parameters())
+        options: dict[str, Any] = {"storage": STORAGES[storage], "verbosity": 0}
+        # On gradients that are put in place no other scale can be.
+        preamp.initialize(self.inner, self.optimizer, opt_level=level, loss_scale=1.0, **options)
+        self.model = DistributedDataParallel(self.inner) if way == "ddp" else self.inner
+
+    def step(self, number: int) -> None:
         random = torch.Generator().manual_seed(number)
-        with preamp.scale_loss(model(torch.ones(1, 8, 3, 3)).sum(), optimizer) as scaled:
+        with preamp.scale_loss(self.model(torch.ones(1, 8, 3, 3)).sum(), self.optimizer) as scaled:
             scaled.backward()  # so that the engine knows what reduces gradients
-        for param in inner.parameters():
+        for param in self.inner.parameters():
             grad = torch.randn(param.shape, generator=random).to(param.dtype)
             if hasattr(param, "device_mesh"):
                 param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
             else:
                 param.grad = torch.empty_like(param).copy_(grad)
-        optimizer.step()
-    state = optimizer.state_dict()["state"]
-    moments = [sorted(state[number].items()) for number in sorted(state)]
-    weights = list(map(whole, inner.state_dict().values()))
-    found = [[(key, _plain(value)) for key, value in each] for each in moments]
-    preamp.engine_of(inner).close()
-    return {"weights": weights, "state": found}
+        self.optimizer.step()
+
+    def whole(self) -> dict[str, Any]:
+        """Copies of weights and state, whole, on every rank."""
+        state = self.optimizer.state_dict()["state"]
+        moments = [sorted(state[number].items()) for number in sorted(state)]
+        return {
+            "weights": list(map(whole, self.inner.state_dict().values())),
+            "state": [[(key, _plain(value)) for key, value in one] for one in moments],
+        }
 
 
 def _plain(value: Any) -> Any:
@@ -206,7 +221,13 @@ def check_all_ways_to_share_have_the_same_bits() -> None:
         for strided, ways in ((False, WAYS), (True, ("ddp",))):
             if (storage == "compact" and level == "O4") or (strided and kind == "sgd"):
                 continue
-            found = [with_moments(storage, way, level, kind, strided) for way in ways]
+            found = []
+            for way in ways:
+                run = MomentRun(storage, way, level=level, kind=kind, strided=strided)
+                for number in range(3):
+                    run.step(number)
+                found.append(run.whole())
+                preamp.engine_of(run.inner).close()
             assert same(found[-1], found[0]), (storage, kind, level, strided)
 
 

@@ -193,3 +193,32 @@ def test_only_the_first_rank_speaks(
     command._report(examination, None, os.getpid())
     assert capsys.readouterr().err == ""
     assert not (tmp_path / "out.json").exists()
+
+
+# -- whole training programs that have no such bug ------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = (
+    ("tests/scripts/imagenet.py", "--opt-level", "O2", "--epochs", "1"),
+    ("tests/scripts/dcgan.py", "--opt_level", "O1"),
+    ("tests/scripts/bert.py", "--fp16", "--fp16_opt_level", "O2", "--optimizer", "fused_adam"),
+    ("examples/01_minimal.py", "--steps", "20"),
+    ("examples/02_accumulation_and_clipping.py", "--steps", "20"),
+    ("examples/03_gan.py", "--steps", "20"),
+)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=[pytest.mark.full] if "tests/" in p[0] else []) for p in PROGRAMS],
+    ids=lambda program: Path(program[0]).stem,
+)
+def test_a_healthy_program_is_clean(
+    zygote: Zygote, tmp_path: Path, program: tuple[str, ...]
+) -> None:
+    script, *arguments = program
+    options = ("doctor", "--steps", "20", "--strict")
+    done = zygote.preamp((*options, str(ROOT / script), *arguments), tmp_path)
+    assert done.returncode == 0, done.stderr
+    # Some versions of triton, loaded beforehand, say more when Python ends.
+    assert done.stderr.startswith("\npreamp doctor: no findings in 20 optimizer steps\n")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each rule finds its bug at its line, and nothing in the same script without the bug."""
+"""Each rule finds its bug at its line, and nothing without it; no run is changed by looking."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 
 import preamp
 from doctor.cases import BUGS, HEALTHY, Bug
-from doctor.harness import HERE, examine, marked_line, where
-from preamp.doctor import RULES, Examination
+from doctor.harness import HERE, examine, examine_beside, marked_line, where
+from doctor_page import FAMILIES, PAGE, START, render
+from preamp.doctor import RULES, Examination, Rule, explain_text, list_text, select_rules
+from preamp.doctor.catalogue import DETECTORS
 from preamp.doctor.rules.half_weights import is_eps_zero
 
 
@@ -30,7 +33,7 @@ def ids(examination: Examination) -> list[str]:
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
 @pytest.mark.filterwarnings("ignore:.*was changed after scale_loss, while it was still multiplied")
 def test_a_bug_is_found_where_it_is(bug: Bug, tmp_path: Path) -> None:
-    examination, _ = examine(bug.text, tmp_path)
+    examination = examine_beside(bug.text, tmp_path)
     assert set(ids(examination)) == {bug.rule, *bug.also}
     assert examination.notes == []
     finding = next(f for f in examination.findings if f.rule.id == bug.rule)
@@ -48,7 +51,7 @@ RIGHT |= {text: name for name, text in HEALTHY.items()}
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_script_without_a_bug_is_clean(text: str, tmp_path: Path) -> None:
     assert HERE not in text
-    examination, _ = examine(text, tmp_path)
+    examination = examine_beside(text, tmp_path)
     assert examination.findings == []
     assert examination.notes == []
 
@@ -71,3 +74,49 @@ def test_an_eps_is_zero_where_float16_rounds_it_so() -> None:
         assert is_eps_zero({"eps": eps.item()}) == (eps.half() == 0).item()
     for options in ({"fused": True}, {"initial_accumulator_value": 0.1}):
         assert not is_eps_zero({"eps": 0.0, **options})
+
+
+# -- the rules as data ----------------------------------------------------------------------------
+
+
+def test_the_page_is_made_from_the_rules() -> None:
+    """After a change of a rule: python tools/doctor_page.py."""
+    text = PAGE.read_text("utf-8")
+    assert text.count(START) == 1
+    assert text == render(text)
+    assert re.findall(r"^#### (PA\d{3})$", text, re.MULTILINE) == list(RULES)
+
+
+def test_every_rule_is_in_one_detector_and_a_family() -> None:
+    ids = [rule.id for detector in DETECTORS for rule in detector.RULES]
+    assert sorted(ids) == list(RULES)
+    assert {key[:3] for key in RULES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_rule_says_everything(rule: Rule) -> None:
+    assert not rule.title.endswith(".")
+    for text in (rule.why, rule.how, rule.do):
+        assert text.endswith(".")
+        assert "  " not in text
+    explained = explain_text(rule)
+    assert explained.startswith(f"{rule.id} ({rule.severity.value}): {rule.title}\n")
+    assert rule.do.split()[-1] in explained
+    assert f"{rule.id}  {rule.severity.value}" in list_text([rule])
+
+
+def test_selecting() -> None:
+    def ids(*given: list[str]) -> list[str]:
+        return [rule.id for rule in select_rules(*given)]
+
+    assert ids() == list(RULES)
+    assert ids(["PA101"]) == ["PA101"]
+    assert ids(["PA3", "PA201"], ["PA302"]) == ["PA201", "PA301", "PA304"]
+    with pytest.raises(ValueError, match="There is no rule ''"):
+        select_rules([""])
+
+
+def test_what_is_ignored_is_not_reported(tmp_path: Path) -> None:
+    text = BUGS["clipping without unscale_"].text
+    assert examine(text, tmp_path, select=("PA2", "PA3"))[0].findings == []
+    assert len(examine(text, tmp_path, select=("PA1",))[0].findings) == 1

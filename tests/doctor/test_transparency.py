@@ -12,13 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
-from doctor.cases import BF16, BUGS, FLOAT32, GRAD_SCALER, HEALTHY, O1, START
-from doctor.harness import examine
+from doctor.cases import BF16, BUGS, FLOAT32, GRAD_SCALER, O1, START
+from doctor.harness import attributes, examine, plain, weights
 from preamp.doctor import Examination, select_rules
 from preamp.doctor.detector import Detector
 from preamp.doctor.rules.loss_scale import Stepping
-from preamp.engine.block import Block
-from preamp.scaling import LossScaler
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
@@ -28,56 +26,6 @@ def alias() -> Iterator[None]:
     preamp.install_apex_alias()
     yield
     preamp.remove_apex_alias()
-
-
-WATCHED = (
-    torch,
-    torch.autograd,
-    torch.nn.utils,
-    torch.nn.utils.clip_grad,
-    torch.nn.Module,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.optim.lr_scheduler.CosineAnnealingWarmRestarts,
-    torch.amp.GradScaler,
-    torch.Tensor,
-    Block,
-    LossScaler,
-)
-
-
-def attributes() -> list[dict[str, int]]:
-    return [{name: id(value) for name, value in vars(owner).items()} for owner in WATCHED]
-
-
-def weights(names: dict[str, Any]) -> list[torch.Tensor]:
-    model = names["model"]
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-def plain(text: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(text, "plain.py", "exec"), names)
-    return names
-
-
-SAME = {name: text for name, text in HEALTHY.items() if "model" in text}
-SAME |= {name: bug.text for name, bug in BUGS.items()}
-
-
-@pytest.mark.parametrize("text", SAME.values(), ids=SAME)
-@pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
-@pytest.mark.filterwarnings("ignore:.*was changed after scale_loss, while it was still multiplied")
-def test_weights_and_random_numbers_are_the_same(text: str, tmp_path: Path) -> None:
-    expected = weights(plain(text))
-    before = attributes()
-    state = torch.get_rng_state()
-    got = weights(examine(text, tmp_path)[1])
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(torch.get_rng_state(), state)
-    if "amp.initialize" not in text:
-        assert attributes() == before
 
 
 def test_torch_is_left_as_it_was_by_a_script_that_fails(tmp_path: Path) -> None:

@@ -83,6 +83,15 @@ def test_several_backwards_are_summed(kind: str, how: dict[str, Any], window: in
         run.step()
 
 
+KEYS = {
+    "general": {"loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"}
+    | {"optimizer_state_dict", "fp32_from_fp16"},
+    "flat": {"dynamic_loss_scale", "cur_scale", "cur_iter"}
+    | {"optimizer_state_dict", "fp32_groups_flat"},
+}
+FLAT_DYNAMIC = {"last_overflow_iter", "scale_factor", "scale_window"}
+
+
 @rows(MAIN)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("scaling", [dynamic(init_scale=64.0, scale_window=3), {}], ids=str)
@@ -102,22 +111,12 @@ def test_resuming_is_going_on(
         other.model.norm.load_state_dict(run.plain.norm.state_dict())
     other.plain, other.reference = run.plain, run.reference
     other.optimizer.load_state_dict(state)
+    for name in state.keys() & {*FLAT_DYNAMIC, "cur_iter"}:
+        assert getattr(other.optimizer, name) == state[name], name
     other.check()
     other.train(2, 3, 4)
     # The third clean update, counted from the file on.
     assert scale_of(other.optimizer) == (128.0 if scaling else 64.0)
-    for name in FLAT_DYNAMIC & state.keys() | {"cur_iter"} & state.keys():
-        run.optimizer.load_state_dict(state)
-        assert getattr(run.optimizer, name) == state[name]
-
-
-KEYS = {
-    "general": {"loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"}
-    | {"optimizer_state_dict", "fp32_from_fp16"},
-    "flat": {"dynamic_loss_scale", "cur_scale", "cur_iter"}
-    | {"optimizer_state_dict", "fp32_groups_flat"},
-}
-FLAT_DYNAMIC = {"last_overflow_iter", "scale_factor", "scale_window"}
 
 
 def scale_of(optimizer: Any) -> float:

@@ -60,21 +60,35 @@ def test_training_by_hand_is_training_of_float32_masters(dtype: torch.dtype, fla
     assert torch.equal(values, torch.cat([oracle[name].detach().reshape(-1) for name in trained]))
 
 
-def test_masters_are_copies_even_of_float32_parameters() -> None:
-    for flat in (False, True):
-        model = nn.Linear(2, 1, bias=False)
-        _, masters = prep_param_lists(model, flat_master=flat)
-        masters[0].detach().zero_()
-        assert model.weight.abs().sum() > 0
-
-
-def test_a_flat_master_has_a_gradient_of_zeros() -> None:
-    _, (master,) = prep_param_lists(net(), flat_master=True)
-    assert master.shape == (3 * 2 + 2 + 2,)
-    assert torch.equal(master.grad, torch.zeros_like(master))
+@FLAT
+def test_lists_and_their_gradients(flat: bool) -> None:
+    """Masters are copies even of float32 parameters; lists may be generators."""
+    model = nn.Linear(2, 1, bias=False)
+    _, masters = prep_param_lists(model, flat_master=flat)
+    assert (masters[0].grad is not None) == flat  # of zeros
+    assert masters[0].grad is None or not masters[0].grad.any()
+    masters[0].detach().zero_()
+    assert model.weight.abs().sum() > 0
+    model.weight.grad = torch.full_like(model.weight, 3.0)
+    model_grads_to_master_grads(model.parameters(), iter(masters), flat_master=flat)
+    assert masters[0].grad is not None
+    assert masters[0].grad.flatten().tolist() == [3.0, 3.0]
+    masters[0].data.fill_(5.0)
+    master_params_to_model_params(model.parameters(), iter(masters), flat_master=flat)
+    assert model.weight.tolist() == [[5.0, 5.0]]
+    embedding = nn.Embedding(4, 2, sparse=True).half()
+    params, masters = prep_param_lists(embedding, flat_master=flat)
+    embedding(torch.tensor([1, 1])).float().sum().backward()
+    for _ in range(2):
+        model_grads_to_master_grads(params, masters, flat_master=flat)
+    grad = masters[0].grad
+    dense = grad.to_dense() if grad.is_sparse else grad
+    assert dense.reshape(4, 2).tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
 
 
 def test_a_missing_gradient_clears_the_masters() -> None:
+    _, (flat,) = prep_param_lists(net(), flat_master=True)
+    assert flat.shape == (3 * 2 + 2 + 2,)
     params, masters = prep_param_lists(net())
     for master in masters:
         master.grad = torch.ones_like(master)
@@ -84,40 +98,14 @@ def test_a_missing_gradient_clears_the_masters() -> None:
     assert [master.grad for master in masters[1:]] == [None] * (len(masters) - 1)
 
 
-@FLAT
-def test_lists_may_be_generators(flat: bool) -> None:
-    model = nn.Linear(2, 1, bias=False).half()
-    _, masters = prep_param_lists(model, flat_master=flat)
-    model.weight.grad = torch.full_like(model.weight, 3.0)
-    model_grads_to_master_grads(model.parameters(), iter(masters), flat_master=flat)
-    assert masters[0].grad is not None
-    assert masters[0].grad.flatten().tolist() == [3.0, 3.0]
-
-    masters[0].data.fill_(5.0)
-    master_params_to_model_params(model.parameters(), iter(masters), flat_master=flat)
-    assert model.weight.tolist() == [[5.0, 5.0]]
-
-
-def test_sparse_gradients_reach_both_kinds_of_master() -> None:
-    for flat in (False, True):
-        model = nn.Embedding(4, 2, sparse=True).half()
-        params, masters = prep_param_lists(model, flat_master=flat)
-        model(torch.tensor([1, 1])).float().sum().backward()
-        for _ in range(2):
-            model_grads_to_master_grads(params, masters, flat_master=flat)
-        grad = masters[0].grad
-        dense = grad.to_dense() if grad.is_sparse else grad
-        assert dense.reshape(4, 2).tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
-
-
-def test_to_python_float() -> None:
-    assert to_python_float(torch.tensor([2.5])) == 2.5
-    assert to_python_float(np.float32(2.5)) == 2.5
-    assert to_python_float([2.5, 1.0]) == 2.5
-
-
-def test_clip_grad_norm_is_torch_s() -> None:
+def test_helpers() -> None:
+    for value in (torch.tensor([2.5]), np.float32(2.5), [2.5, 1.0]):
+        assert to_python_float(value) == 2.5
     assert clip_grad_norm is torch.nn.utils.clip_grad_norm_
+    ids, images = torch.tensor([257, 999]), torch.ones(2, dtype=torch.float64)
+    got = tofp16()({"ids": ids, "images": images})
+    assert got["ids"] is ids
+    assert got["images"].dtype is torch.float16
 
 
 # -- casts: which tensors, which batch norms, which inputs ------------------------------------
@@ -157,21 +145,26 @@ EXPECTED = {
 }
 
 
-def test_tofp16_casts_what_is_floating() -> None:
-    ids, images = torch.tensor([257, 999]), torch.ones(2, dtype=torch.float64)
-    got = tofp16()({"ids": ids, "images": images})
-    assert got["ids"] is ids
-    assert got["images"].dtype is torch.float16
+def from_half(net: nn.Module) -> nn.Module:
+    return BN_convert_float(net.half())
 
 
-@pytest.mark.parametrize("convert", [lambda n: convert_network(n, torch.float16), network_to_half])
-def test_batch_norms_with_weights_stay_float32(convert: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "convert", [lambda n: convert_network(n, torch.float16), network_to_half, from_half]
+)
+def test_a31_batch_norms_with_weights_stay_float32(convert: Callable[..., nn.Module]) -> None:
+    """And are not rounded on the way, unless all was half before."""
     net = Net()
-    params = dict(net.named_parameters())
+    params, exact = dict(net.named_parameters()), 1.0 + 2.0**-20
+    with torch.no_grad():
+        for value in (net.bn.weight, net.bn.running_var):
+            value.fill_(exact)
     convert(net)
     found = dtypes(net)
     assert {name: found[name] for name in EXPECTED} == EXPECTED
     assert all(param is params[name] for name, param in net.named_parameters())
+    kept = 1.0 if convert is from_half else exact
+    assert net.bn.weight.tolist() == net.bn.running_var.tolist() == [kept] * 4
 
 
 def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> None:
@@ -185,23 +178,6 @@ def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> Non
     assert out.dtype is torch.float16
     out.float().sum().backward()
     assert net.conv.weight.grad is not None
-
-
-def test_a31_batch_norms_are_not_rounded_on_the_way() -> None:
-    net = Net()
-    with torch.no_grad():
-        for value in (net.bn.weight, net.bn.running_var):
-            value.fill_(1.0 + 2.0**-20)
-    network_to_half(net)
-    assert net.bn.weight.tolist() == [1.0 + 2.0**-20] * 4
-    assert net.bn.running_var.tolist() == [1.0 + 2.0**-20] * 4
-
-
-def test_bn_convert_float_brings_back_only_batch_norms_with_weights() -> None:
-    net = Net().half()
-    assert BN_convert_float(net) is net
-    found = dtypes(net)
-    assert {name: found[name] for name in EXPECTED} == EXPECTED
 
 
 def test_convert_module_leaves_children_and_integers() -> None:
@@ -258,6 +234,9 @@ def test_a_constant_scale_stays_and_sees_nothing() -> None:
     scaler.update_scale(True)
     assert scaler.loss_scale == 128.0
     assert LossScaler().loss_scale == 1
+    dynamic = DynamicLossScaler()
+    assert (dynamic.cur_scale, dynamic.scale_factor, dynamic.scale_window) == (2**32, 2.0, 1000)
+    assert (dynamic.cur_iter, dynamic.last_overflow_iter) == (0, -1)
 
 
 @pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)])
@@ -298,12 +277,6 @@ def test_the_dynamic_rule(overflows: list[bool], factor: float, window: int, ini
             scale *= factor
         assert scaler.loss_scale == scale
     assert scaler.cur_iter == len(overflows)
-
-
-def test_defaults() -> None:
-    scaler = DynamicLossScaler()
-    assert (scaler.cur_scale, scaler.scale_factor, scaler.scale_window) == (2**32, 2.0, 1000)
-    assert (scaler.cur_iter, scaler.last_overflow_iter) == (0, -1)
 
 
 def test_overflow_is_found_in_any_gradient() -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lightning's Trainer at opt levels: the numbers of a loop by hand, and its checkpoints."""
+"""Lightning's Trainer and Fabric at opt levels: the contract of a loop, and what else they do."""
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 import preamp
 from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
+from integrations.contract import Contract
 from integrations.small import (
     LEVELS,
     START,
@@ -18,32 +21,132 @@ from integrations.small import (
     Net,
     assert_same_models,
     batches,
-    bits,
     exact,
-    fork_ranks,
     loss_of,
     make_optimizer,
-    near,
     needs,
-    plain_losses,
     without_skips,
 )
+from kit.refusals import refused
 
 needs("lightning.pytorch")
 import lightning.pytorch as pl
+from lightning.fabric import Fabric
 
-from preamp.integrations.lightning import TrainerPrecision
+from preamp.integrations.lightning import FabricPrecision, TrainerPrecision
 
 pytestmark = WARNINGS
 
 
+# -- Fabric ---------------------------------------------------------------------------------------
+
+
+class FabricRun:
+    def __init__(
+        self,
+        level: str,
+        folder: Any = None,
+        every: int = 1,
+        clip: float | None = None,
+        gamma: float = 1.0,
+        world: int = 1,
+        **options: Any,
+    ) -> None:
+        self.precision = FabricPrecision()
+        strategy: Any = "ddp" if world > 1 else "auto"
+        self.fabric = Fabric(
+            accelerator="cpu", strategy=strategy, devices=world, plugins=self.precision
+        )
+        self.fabric.launch()
+        self.net, self.every, self.clip = Net(), every, clip
+        optimizer = make_optimizer(self.net.parameters())
+        preamp.initialize(self.net, optimizer, opt_level=level, **START, **options)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=gamma)
+        self.model, self.optimizer = self.fabric.setup(self.net, optimizer)
+        self.losses: list[float] = []
+
+    def run(self, data: Any, factor: float = 1.0) -> FabricRun:
+        for number, batch in enumerate(data, 1):
+            is_last = number % self.every == 0
+            with self.fabric.no_backward_sync(self.model, enabled=not is_last):
+                loss = loss_of(self.model, batch)
+                self.losses.append(loss.item())
+                self.fabric.backward(loss * factor / self.every)
+            if is_last:
+                if self.clip is not None:
+                    self.fabric.clip_gradients(
+                        self.model, self.optimizer, max_norm=self.clip, error_if_nonfinite=False
+                    )
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def save(self, path: Path) -> None:
+        self.fabric.save(path, {**self.parts(), "precision": self.precision.state_dict()})
+
+    def load(self, path: Path) -> None:
+        rest = self.fabric.load(path, self.parts())
+        self.precision.load_state_dict(rest["precision"])
+
+    def state(self) -> dict[str, Any]:
+        return self.precision.state_dict()
+
+    def skipped(self) -> int:
+        return preamp.engine_of(self.net).steps_skipped
+
+    def rate(self) -> float:
+        preamp.step_scheduler(self.scheduler, self.optimizer)
+        return self.scheduler.get_last_lr()[0]
+
+
+class TestFabric(Contract):
+    Loop = FabricRun
+    clip_by_hand = None  # it clips half gradients, and preamp masters'
+    # A script of Fabric that wants none does not pass the plugin.
+    test_off_it_is_a_float32_run: Any = None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_that_fabric_discards_leaves_no_gradients(level: str) -> None:
+    data = batches(8)
+    run = FabricRun(level, loss_scale=128.0)
+    for number, batch in enumerate(data):
+        run.fabric.backward(loss_of(run.model, batch))
+        if number % 2:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert_same_models(run.net, ByHand(level, loss_scale=128.0).run(data[1::2]).model)
+
+
+def test_preamps_names_look_into_fabrics_wrappers() -> None:
+    run = FabricRun("O2", loss_scale=64.0)
+    run.fabric.backward(loss_of(run.model, batches(1)[0]))
+    assert preamp.clip_grad_norm_(run.optimizer, 1e9) > 0
+    assert preamp.clip_grad_norm_(run.model.parameters(), 1e9) > 0
+    assert preamp.engine_of(run.model) is preamp.engine_of(run.optimizer)
+
+
+def test_a_model_without_an_engine_is_refused() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=FabricPrecision())
+    model = Net()
+    model, _ = fabric.setup(model, make_optimizer(model.parameters()))
+    with refused("integrations", "Fabric without an engine"):
+        fabric.backward(loss_of(model, batches(1)[0]))
+
+
+# -- the Trainer ----------------------------------------------------------------------------------
+
+
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, gamma: float = 1.0) -> None:
         super().__init__()
         self.net = Net()
         self.losses: list[float] = []
         self.seen: list[Any] = []
-        self.factor = 1.0
+        self.factor, self.gamma = 1.0, gamma
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = loss_of(self.net, batch)
@@ -58,8 +161,6 @@ class Module(pl.LightningModule):
         optimizer = make_optimizer(self.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=self.gamma)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    gamma = 1.0
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         if preamp.engine.find_engine(self.optimizers()) is None:
@@ -93,78 +194,75 @@ def trainer_of(folder: Path, level: str | None, options: Any = None, **more: Any
     return pl.Trainer(**{**given, **more})
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_run_is_that_of_a_loop_by_hand(level: str, every: int, tmp_path: Path) -> None:
-    data = batches(12)
-    module = Module()
-    trainer_of(tmp_path, level, accumulate_grad_batches=every).fit(module, through(data))
-    hand = ByHand(level).run(data, every=every, clip=0.5)
-    assert module.losses == hand.losses
-    assert_same_models(module.net, hand.model)
-    assert {param.dtype for param in module.parameters()} == {torch.float32}  # given back
+class TrainerRun:
+    """One call of ``fit``, after which weights are float32 again."""
+
+    def __init__(
+        self,
+        level: str,
+        folder: Path,
+        every: int = 1,
+        clip: float | None = None,
+        gamma: float = 1.0,
+        world: int = 1,
+        **options: Any,
+    ) -> None:
+        more = {"devices": world, "strategy": "ddp"} if world > 1 else {}
+        self.module = Module(gamma)
+        self.trainer = trainer_of(
+            folder, level, options, accumulate_grad_batches=every, gradient_clip_val=clip, **more
+        )
+        self.net, self.losses = self.module.net, self.module.losses
+
+    def run(self, data: Any, factor: float = 1.0) -> TrainerRun:
+        self.module.factor = factor
+        self.trainer.fit(self.module, through(data))
+        assert {param.dtype for param in self.module.parameters()} == {torch.float32}
+        return self
+
+    def skipped(self) -> int:
+        return self.trainer.precision_plugin.state_dict()["preamp"]["steps"][0]["skipped"]
+
+    def rate(self) -> float:
+        return self.trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_losses_are_those_of_lightnings_own_float32_run(level: str, tmp_path: Path) -> None:
-    data = batches(30)
-    own, module = Module(), Module()
-    trainer_of(tmp_path, None).fit(own, through(data))
-    assert own.losses == plain_losses(data, 0.5)
-    trainer_of(tmp_path, level, without_skips(level)).fit(module, through(data))
-    assert module.losses == near(own.losses, level)
+class TestTrainer(Contract):
+    Loop = TrainerRun
 
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_resumed_run_goes_on_to_the_bit(level: str, tmp_path: Path) -> None:
-    data = batches(6)
-    whole = Module()
-    trainer = trainer_of(tmp_path, level, max_epochs=2)
-    trainer.fit(whole, through(data))
-    module = Module()
-    first = trainer_of(tmp_path, level, max_epochs=1)
-    first.fit(module, through(data))
-    file = tmp_path / "half.ckpt"
-    first.save_checkpoint(file)
-    saved = torch.load(file, weights_only=False)
-    assert {v.dtype for v in saved["state_dict"].values()} == {torch.float32}
-    assert "scale" in saved["TrainerPrecision"]
-    rest = Module()
-    again = trainer_of(tmp_path, level, max_epochs=2)
-    again.fit(rest, through(data), ckpt_path=str(file), weights_only=False)
-    assert rest.losses == whole.losses[6:]
-    assert_same_models(rest.net, whole.net)
-    assert again.precision_plugin.state_dict() == trainer.precision_plugin.state_dict()
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_a_resumed_run_goes_on_to_the_bit(self, level: str, tmp_path: Path) -> None:
+        data = batches(6)
+        whole = Module()
+        trainer = trainer_of(tmp_path, level, max_epochs=2)
+        trainer.fit(whole, through(data))
+        first = trainer_of(tmp_path, level, max_epochs=1)
+        first.fit(Module(), through(data))
+        file = tmp_path / "half.ckpt"
+        first.save_checkpoint(file)
+        saved = torch.load(file, weights_only=False)
+        assert {v.dtype for v in saved["state_dict"].values()} == {torch.float32}
+        assert "scale" in saved["TrainerPrecision"]
+        rest = Module()
+        again = trainer_of(tmp_path, level, max_epochs=2)
+        again.fit(rest, through(data), ckpt_path=str(file), weights_only=False)
+        assert rest.losses == whole.losses[6:]
+        assert_same_models(rest.net, whole.net)
+        assert again.precision_plugin.state_dict() == trainer.precision_plugin.state_dict()
 
 
 def test_a_checkpoint_within_a_run_is_exact(tmp_path: Path) -> None:
     """As ModelCheckpoint writes it, while weights are half; a loader begins anew."""
-    data = batches(4) * 2
-    whole, module = Module(), Module()
-    trainer_of(tmp_path, "O2", max_steps=8).fit(whole, through(data))
+    data = through(batches(4) * 2)
+    whole, rest = Module(), Module()
+    trainer_of(tmp_path, "O2", max_steps=8).fit(whole, data)
     keeper = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="{step}")
-    trainer_of(tmp_path, "O2", max_steps=6, enable_checkpointing=True, callbacks=[keeper]).fit(
-        module, through(data)
-    )
+    first = trainer_of(tmp_path, "O2", max_steps=6, enable_checkpointing=True, callbacks=[keeper])
+    first.fit(Module(), data)
     file = tmp_path / "step=4.ckpt"
-    rest = Module()
-    trainer_of(tmp_path, "O2", max_steps=8).fit(
-        rest, through(data), ckpt_path=file, weights_only=False
-    )
+    trainer_of(tmp_path, "O2", max_steps=8).fit(rest, data, ckpt_path=file, weights_only=False)
     assert rest.losses == whole.losses[4:]
     assert_same_models(rest.net, whole.net)
-
-
-def test_a_skipped_step_changes_nothing_and_a_schedule_waits(tmp_path: Path) -> None:
-    module = Module()
-    module.factor, module.gamma = 1e30, 0.5
-    before = exact(module)
-    trainer = trainer_of(tmp_path, "O2")
-    trainer.fit(module, loader(1))
-    for name, value in exact(module).items():
-        assert_same(value, before[name])
-    assert trainer.precision_plugin.state_dict()["preamp"]["steps"][0]["skipped"] == 1
-    assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.02]
 
 
 def test_hooks_see_unscaled_gradients_and_validation_runs_at_the_level(tmp_path: Path) -> None:
@@ -173,9 +271,8 @@ def test_hooks_see_unscaled_gradients_and_validation_runs_at_the_level(tmp_path:
             self.largest = max(float(p.grad.abs().max()) for p in self.parameters())
 
     module = Looks()
-    trainer_of(tmp_path, "O2", {"loss_scale": 1024.0}, gradient_clip_val=None).fit(
-        module, loader(1), loader(1)
-    )
+    trainer = trainer_of(tmp_path, "O2", {"loss_scale": 1024.0}, gradient_clip_val=None)
+    trainer.fit(module, loader(1), loader(1))
     assert 0 < module.largest < 20
     assert module.seen[-1] is torch.float16
     found = trainer_of(tmp_path, "O2").validate(module, loader(1), verbose=False)
@@ -184,71 +281,45 @@ def test_hooks_see_unscaled_gradients_and_validation_runs_at_the_level(tmp_path:
 
 
 def test_values_are_clipped_on_masters(tmp_path: Path) -> None:
-    module = Module()
-    trainer = trainer_of(
-        tmp_path,
-        "O2",
-        {"loss_scale": 64.0},
-        gradient_clip_val=2.0**-6,
-        gradient_clip_algorithm="value",
-    )
-    trainer.fit(module, loader(1))
+    clip: Any = {"gradient_clip_val": 2.0**-6, "gradient_clip_algorithm": "value"}
+    trainer = trainer_of(tmp_path, "O2", {"loss_scale": 64.0}, **clip)
+    trainer.fit(Module(), loader(1))
     (optimizer,) = trainer.optimizers
     largest = max(float(state["exp_avg"].abs().max()) for state in optimizer.state.values())
     assert 0 < largest <= 0.1 * 2.0**-6 * 1.001
 
 
 class Manual(pl.LightningModule):
-    """Two optimizers, stepped by hand."""
+    """Two optimizers, stepped by hand; ``every`` second batch may be thrown away."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.a, self.b = Net(), Net()
+        self.a, self.b, self.every = Net(), Net(), every
         self.values: list[float] = []
 
     def training_step(self, batch: Any, index: int) -> None:
         for net, optimizer in zip((self.a, self.b), self.optimizers(), strict=True):
             loss = loss_of(net, batch)
             self.manual_backward(loss)
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
+            if index % self.every == self.every - 1:
+                self.clip_gradients(optimizer, 0.5, "norm")
+                optimizer.step()
+                self.values.append(loss.item())
             optimizer.zero_grad()
-            self.values.append(loss.item())
 
     def configure_optimizers(self) -> Any:
         return [make_optimizer(net.parameters()) for net in (self.a, self.b)]
 
 
-def test_two_optimizers_stepped_by_hand(tmp_path: Path) -> None:
-    data, module = batches(8), Manual()
-    trainer_of(tmp_path, "O2", {"loss_scale": 128.0}, gradient_clip_val=None).fit(
-        module, through(data)
-    )
-    hand = ByHand("O2", loss_scale=128.0).run(data, clip=0.5)
-    assert module.values[::2] == module.values[1::2] == hand.losses
-    assert_same_models(module.a, hand.model)
-    assert_same_models(module.b, hand.model)
-
-
-class Discards(Manual):
-    """Throws every second batch away."""
-
-    def training_step(self, batch: Any, index: int) -> None:
-        for net, optimizer in zip((self.a, self.b), self.optimizers(), strict=True):
-            self.manual_backward(loss_of(net, batch))
-            if index % 2:
-                optimizer.step()
-            optimizer.zero_grad()
-
-
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_discarded_batch_leaves_no_gradients(level: str, tmp_path: Path) -> None:
-    data, module = batches(8), Discards()
-    trainer_of(tmp_path, level, {"loss_scale": 128.0}, gradient_clip_val=None).fit(
-        module, through(data)
-    )
-    hand = ByHand(level, loss_scale=128.0).run(data[1::2])
+def test_two_optimizers_stepped_by_hand(level: str, every: int, tmp_path: Path) -> None:
+    """A batch that is thrown away leaves no gradients."""
+    data, module, scale = batches(8), Manual(every), {"loss_scale": 128.0}
+    trainer_of(tmp_path, level, scale, gradient_clip_val=None).fit(module, through(data))
+    hand = ByHand(level, loss_scale=128.0).run(data[every - 1 :: every], clip=0.5)
+    assert module.values[::2] == module.values[1::2] == hand.losses
     assert_same_models(module.a, hand.model)
     assert_same_models(module.b, hand.model)
 
@@ -260,30 +331,6 @@ def test_lbfgs_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(preamp.PreampStateError, match="LBFGS"):
         trainer_of(tmp_path, "O2").fit(WithLBFGS(), loader(1))
-
-
-class Sharded(Module):
-    def train_dataloader(self) -> Any:
-        return loader(4, seed=self.global_rank)
-
-
-def on_two(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for level in ("O1", "O2"):
-        module = Sharded()
-        trainer = trainer_of(Path(), level, devices=2, strategy="ddp")
-        trainer.fit(module)
-        found[level] = list(bits(exact(module).values()))
-        found[f"{level} state"] = dict(trainer.precision_plugin.state_dict()["preamp"])
-    return found
-
-
-def test_two_processes_train_one_model(tmp_path: Path) -> None:
-    first, second = fork_ranks(on_two, tmp_path)
-    assert first == second
-    assert first["O2 state"]["steps"][0]["applied"] > 0
-    alone = Sharded()
-    assert list(bits(exact(alone).values())) != first["O2"]
 
 
 class Keep(pl.Callback):
@@ -300,24 +347,24 @@ class Keep(pl.Callback):
         self.validated.append(exact(pl_module))
 
 
+def assert_same_values(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, value in wanted.items():
+        assert_same(mine[name], value, name)
+
+
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_lightnings_averages_are_of_the_exact_weights(
     level: str, every: int, tmp_path: Path
 ) -> None:
     """Also where it validates with them, and where gradients accumulate meanwhile."""
-    keep, module = Keep(), Module()
+    keep, module, plain = Keep(), Module(), Module()
     average = pl.callbacks.EMAWeightAveraging(decay=0.75)
-    trainer = trainer_of(
-        tmp_path,
-        level,
-        without_skips(level),
-        max_epochs=2,
-        accumulate_grad_batches=every,
-        callbacks=[keep, average],
-        num_sanity_val_steps=0,
+    more: Any = {"max_epochs": 2, "accumulate_grad_batches": every, "num_sanity_val_steps": 0}
+    options = without_skips(level)
+    trainer_of(tmp_path, level, options, callbacks=[keep, average], **more).fit(
+        module, loader(4), loader(1)
     )
-    trainer.fit(module, loader(4), loader(1))
     wanted = keep.values[every - 1]
     for number in range(2 * every - 1, 8, every):
         if number == 4 + every - 1:
@@ -326,10 +373,7 @@ def test_lightnings_averages_are_of_the_exact_weights(
         wanted = {name: 0.75 * value + 0.25 * now[name] for name, value in wanted.items()}
     assert_same_values(keep.validated[1], wanted)
     assert_same_values(exact(module), wanted)
-    plain = Module()
-    trainer_of(
-        tmp_path, level, without_skips(level), max_epochs=2, accumulate_grad_batches=every
-    ).fit(plain, loader(4))
+    trainer_of(tmp_path, level, options, **more).fit(plain, loader(4))
     assert module.losses == plain.losses  # training does not notice
 
 
@@ -338,19 +382,12 @@ def test_lightnings_stochastic_averages_are_of_the_exact_weights(
     level: str, tmp_path: Path
 ) -> None:
     keep, module = Keep(), Module()
-    values = [exact(module)]
+    wanted = exact(module)
     average = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     trainer = trainer_of(
         tmp_path, level, without_skips(level), max_epochs=3, callbacks=[keep, average]
     )
     trainer.fit(module, loader(2))
-    values += [keep.values[1], keep.values[3]]  # as of the beginnings of epochs
-    wanted = values[0]
-    for number, now in enumerate(values[1:], 2):
+    for number, now in enumerate((keep.values[1], keep.values[3]), 2):  # as epochs began
         wanted = {name: mean + (now[name] - mean) / number for name, mean in wanted.items()}
     assert_same_values(exact(module), wanted)
-
-
-def assert_same_values(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    for name, value in wanted.items():
-        assert_same(mine[name], value, name)

@@ -27,7 +27,6 @@ from kit.refusals import refused
 needs("accelerate")
 needs("transformers.trainer")
 import transformers
-from torch.distributed.fsdp import fully_shard
 
 from preamp.integrations.transformers import Trainer, TrainerMixin
 
@@ -269,57 +268,6 @@ def test_sharded_and_resumed_losses_are_those_without_the_interruption(tmp_path:
     fork_ranks(resume_sharded, tmp_path)
 
 
-class Noting(Trainer):
-    """Keeps what each micro-batch was, and its loss."""
-
-    noted: list[tuple[Any, Any, float]]
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.noted = [*getattr(self, "noted", []), (inputs, num_items_in_batch, float(loss))]
-        return loss
-
-
-def compare_with_fully_shard(rank: int) -> bool:
-    del rank
-    be_accelerators()
-    for level in ("O2", "O5"):
-        config = {"activation_checkpointing": True, "cpu_ram_efficient_loading": level == "O5"}
-        trainer, losses = train_sharded(Path(level), level, kind=Noting, **config)
-        model: Any = make_model()
-        for block in model.model.layers:
-            fully_shard(block)
-        fully_shard(model)
-        decayed = trainer.get_decay_parameter_names(model)
-        named = [(name in decayed, param) for name, param in model.named_parameters()]
-        groups = [
-            {"params": [param for is_in, param in named if is_in is wanted]}
-            for wanted in (True, False)
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.0)
-        schedule = transformers.get_scheduler("linear", optimizer, 0, 8)
-        preamp.initialize(model, optimizer, opt_level=level, **START)
-        norms: list[float] = []
-        for number, (inputs, items, wanted) in enumerate(trainer.noted, 1):
-            model.set_requires_gradient_sync(number % 2 == 0)
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            assert loss.item() == wanted
-            if number % 2 == 0:
-                norms.append(float(preamp.clip_grad_norm_(optimizer, 0.5)))
-                optimizer.step()
-                preamp.step_scheduler(schedule, optimizer)
-                optimizer.zero_grad()
-        assert norms == losses.norms
-        assert losses.found[-1] < losses.found[0]
-    return True
-
-
-def test_sharded_losses_are_those_of_fully_shard_by_hand(tmp_path: Path) -> None:
-    fork_ranks(compare_with_fully_shard, tmp_path)
-
-
 def train_and_save_sharded(rank: int) -> bool:
     be_accelerators()
     trainer, _ = train_sharded(Path("run"), "O5", max_steps=2, save_strategy="no")
@@ -339,20 +287,3 @@ def train_and_save_sharded(rank: int) -> bool:
 
 def test_a_sharded_model_is_saved_evaluated_and_trained_on(tmp_path: Path) -> None:
     fork_ranks(train_and_save_sharded, tmp_path)
-
-
-def refuse_sharded(rank: int) -> bool:
-    del rank
-    be_accelerators()
-    configs: dict[str, dict[str, Any]] = {
-        "FSDP1": {"version": 1, "sync_module_states": False},
-        "FSDP on the CPU": {"cpu_offload": True},
-    }
-    for name, config in configs.items():
-        with refused("integrations", name, changes=True):
-            train_sharded(Path("run"), "O5", **config)
-    return True
-
-
-def test_what_a_level_cannot_have_sharded_is_refused(tmp_path: Path) -> None:
-    fork_ranks(refuse_sharded, tmp_path)

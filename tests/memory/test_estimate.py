@@ -43,16 +43,27 @@ def test_every_optimizer_of_preamp_and_torch_is_known() -> None:
     assert set(NAMES) == fused | torchs - {"Optimizer"}
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", GENERAL)
-def test_estimate_equals_the_count(name: str, level: str) -> None:
-    model = Mixed()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    estimate = preamp.estimate(model, level, name)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    optimizer = optimizer_factory(name)(model.parameters())
-    assert estimate.categories == counted(model, optimizer, level, TOKENS)
-    assert estimate.total == sum(estimate.categories.values())
+class Views(nn.Module):
+    """Two parameters and a buffer in one storage, which has room left over."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.ones(100)
+        self.a = nn.Parameter(flat[:10])
+        self.b = nn.Parameter(flat[10:30].view(4, 5).t())
+        self.register_buffer("seen", flat[30:40])
+
+    def forward(self) -> torch.Tensor:
+        return self.a.sum() + self.b.sum() + self.seen.sum()
+
+
+def groups(model: Any) -> torch.optim.Optimizer:
+    """An optimizer has its own parameters and groups."""
+    some = [model.linear.weight, model.frozen], [model.tokens.weight, model.norm.weight]
+    dicts: Any = [{"params": some[0], "momentum": 0.9}, {"params": some[1], "lr": 0.2}]
+    return torch.optim.SGD(dicts, lr=0.1)
 
 
 OPTIONS = (
@@ -67,15 +78,28 @@ OPTIONS = (
     "FusedSGD(lr=0.1, momentum=0.9)",
     "torch.optim:Adadelta(lr=0.5)",
 )
+ROWS: dict[str, tuple[Any, Any, tuple[torch.Tensor, ...]]] = {  # model, optimizer, inputs
+    **{name: (Mixed, name, (TOKENS,)) for name in (*GENERAL, *OPTIONS)},
+    "groups": (Mixed, groups, (TOKENS,)),
+    "a shared storage counts once and whole": (Views, "Adam", ()),
+}
+if hasattr(torch.optim, "Muon"):
+    ROWS["Muon"] = (partial(nn.Linear, 3, 5, bias=False), "Muon", (torch.ones(2, 3),))
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-@pytest.mark.parametrize("text", OPTIONS)
-def test_options_count(text: str, level: str) -> None:
-    model = Mixed()
-    estimate = preamp.estimate(model, level, text)
-    optimizer = optimizer_factory(text)(model.parameters())
-    assert estimate.categories == counted(model, optimizer, level, TOKENS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ROWS)
+def test_estimate_equals_the_count(name: str, level: str) -> None:
+    make, given, inputs = ROWS[name]
+    model = make()
+    optimizer = given(model) if callable(given) else None
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    estimate = preamp.estimate(model, level, optimizer or given)
+    assert optimizer is None or not optimizer.state
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    optimizer = optimizer or optimizer_factory(given)(model.parameters())
+    assert estimate.categories == counted(model, optimizer, level, *inputs)
+    assert estimate.total == sum(estimate.categories.values())
 
 
 class Blocks(nn.Module):
@@ -164,15 +188,6 @@ def test_released_gradients_are_not_in_the_peak() -> None:
     assert 6 * one < peak("compact") - peak(RELEASING) < 8 * one
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("level", LEVELS)
-def test_muon(level: str) -> None:
-    model = nn.Linear(3, 5, bias=False)
-    estimate = preamp.estimate(model, level, "Muon")
-    optimizer = torch.optim.Muon(model.parameters())
-    assert estimate.categories == counted(model, optimizer, level, torch.ones(2, 3))
-
-
 def test_sparse_adam_keeps_dense_averages() -> None:
     tensor = Updated((7, 4), torch.float32)
     found = state_bytes(optimizer_factory("SparseAdam"), [tensor])
@@ -185,19 +200,6 @@ def test_sparse_adam_keeps_dense_averages() -> None:
         for value in optimizer.state[model.weight].values()
         if isinstance(value, torch.Tensor)
     )
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_an_optimizer_has_its_own_parameters_and_groups(level: str) -> None:
-    model = Mixed()
-    groups: list[dict[str, Any]] = [
-        {"params": [model.linear.weight, model.frozen], "momentum": 0.9},
-        {"params": [model.tokens.weight, model.norm.weight], "lr": 0.2},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    estimate = preamp.estimate(model, level, optimizer)
-    assert not optimizer.state
-    assert estimate.categories == counted(model, optimizer, level, TOKENS)
 
 
 def test_counters_of_the_given_optimizer_stay() -> None:
@@ -229,30 +231,6 @@ def test_overrides_come_as_a_policy(keep: bool) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     expected = counted(model, optimizer, "O2", TOKENS, keep_batchnorm_fp32=keep)
     assert estimate.categories == expected
-
-
-class Views(nn.Module):
-    """Two parameters and a buffer in one storage, which has room left over."""
-
-    seen: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        flat = torch.ones(100)
-        self.a = nn.Parameter(flat[:10])
-        self.b = nn.Parameter(flat[10:30].view(4, 5).t())
-        self.register_buffer("seen", flat[30:40])
-
-    def forward(self) -> torch.Tensor:
-        return self.a.sum() + self.b.sum() + self.seen.sum()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_shared_storage_counts_once_and_whole(level: str) -> None:
-    model = Views()
-    estimate = preamp.estimate(model, level, "Adam")
-    optimizer = torch.optim.Adam(model.parameters())
-    assert estimate.categories == counted(model, optimizer, level)
 
 
 @pytest.mark.parametrize("level", LEVELS)

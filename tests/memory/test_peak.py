@@ -137,9 +137,9 @@ def counted(model: nn.Module, batch: Any, calls: list[int]) -> torch.Tensor:
 
 
 class Criterion(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, calls: list[int]) -> None:
         super().__init__()
-        self.calls: list[int] = []
+        self.calls = calls
 
     def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return counted(model, batch, self.calls)
@@ -153,63 +153,42 @@ def helper(model: nn.Module, batch: Any, depth: int = 1) -> torch.Tensor:
     return helper(model, batch, depth - 1) if depth else counted(model, batch, calls_by_name)
 
 
-def by_closure() -> tuple[Any, list[int]]:
-    calls: list[int] = []
-
+def by_closure(calls: list[int]) -> Any:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         def in_it() -> torch.Tensor:
             return counted(model, batch, calls)
 
         return in_it()
 
-    return loss_fn, calls
+    return loss_fn
 
 
-def by_a_helper() -> tuple[Any, list[int]]:
-    inner, calls = by_closure()
-    return lambda model, batch: inner(model, batch), calls
+def by_a_helper(calls: list[int]) -> Any:
+    inner = by_closure(calls)
+    return lambda model, batch: inner(model, batch)
 
 
-def by_a_decorator() -> tuple[Any, list[int]]:
-    inner, calls = by_closure()
-    return torch.enable_grad()(inner), calls
+def by_a_default(calls: list[int]) -> Any:
+    return lambda model, batch, calls=calls: counted(model, batch, calls)
 
 
-def by_a_default() -> tuple[Any, list[int]]:
+STATES: dict[str, Callable[[list[int]], Any]] = {  # where a loss has what it notes
+    "closure": by_closure,
+    "helper": by_a_helper,
+    "decorated": lambda calls: torch.enable_grad()(by_closure(calls)),
+    "default": by_a_default,
+    "partial": lambda calls: functools.partial(counted, calls=calls),
+    "module": Criterion,
+    "method": lambda calls: Criterion(calls).forward,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_of_a_loss_is_left_alone(name: str) -> None:
     calls: list[int] = []
-
-    def loss_fn(model: nn.Module, batch: Any, calls: list[int] = calls) -> torch.Tensor:
-        return counted(model, batch, calls)
-
-    return loss_fn, calls
-
-
-def by_partial() -> tuple[Any, list[int]]:
-    calls: list[int] = []
-    return functools.partial(counted, calls=calls), calls
-
-
-def by_module() -> tuple[Any, list[int]]:
-    criterion = Criterion()
-    return criterion, criterion.calls
-
-
-def by_method() -> tuple[Any, list[int]]:
-    criterion = Criterion()
-    return criterion.forward, criterion.calls
-
-
-STATES: tuple[Callable[[], tuple[Any, list[int]]], ...] = (
-    *(by_closure, by_a_helper, by_a_decorator, by_a_default, by_partial, by_module, by_method),
-    lambda: (by_name, calls_by_name),
-)
-
-
-@pytest.mark.parametrize("make", STATES)
-def test_the_state_of_a_loss_is_left_alone(make: Callable[[], tuple[Any, list[int]]]) -> None:
-    loss_fn, calls = make()
-    assert activations(loss_fn) == activations(square)
-    assert calls == []
+    assert activations(STATES[name](calls)) == activations(square)
+    assert activations(by_name) == activations(square)
+    assert calls == calls_by_name == []
 
 
 def test_a_batch_that_is_written_to_is_left_alone() -> None:

@@ -325,34 +325,6 @@ def test_signatures_are_those_of_apex() -> None:
 # -- the autograd.Function classes, by Apex's order of arguments -------------------------------
 
 
-@BY_CLASS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_functions_in_half_against_float64(
-    fn: Any, params: int, centred: bool, mixed: bool, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    out = torch.float32 if mixed else dtype
-    x = (torch.randn(2, 4, 6, generator=generator) + 1).to(dtype)
-    affine = [(torch.rand(4, 6, generator=generator) + 0.5).to(out) for _ in range(params)]
-    dy = torch.randn(2, 4, 6, generator=generator).to(out)
-    tensors = [x, *affine]
-
-    def formula(x: Any, w: Any = None, b: Any = None) -> torch.Tensor:
-        return oracle(x, w, b, 2, 1e-5, centred=centred)
-
-    def torchs_own(x: Any, w: Any = None, b: Any = None) -> torch.Tensor:
-        args = (b,) if centred else ()
-        return (F.layer_norm if centred else F.rms_norm)(x, (4, 6), w, *args, 1e-5)
-
-    exact = run(formula, [t.double() for t in tensors], dy.double())
-    coarse = run(torchs_own, [t.to(out) for t in tensors], dy)
-    ours = run(lambda *given: fn(*given, (4, 6), 1e-5), tensors, dy)
-    for mine, wanted, torchs, own in zip(ours, exact, coarse, [dy, *tensors], strict=True):
-        assert mine.dtype is own.dtype
-        rounded = further(wanted.to(own.dtype).double(), torchs.to(own.dtype).double(), wanted)
-        assert_within_budget(mine, rounded, wanted)
-
-
 def test_a_single_number() -> None:
     x = torch.randn(3, 5)
     assert_same(FusedLayerNormFunction.apply(x, 5, 1e-5), F.layer_norm(x, (5,), eps=1e-5))

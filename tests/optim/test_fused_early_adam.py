@@ -84,18 +84,6 @@ def test_a_missing_gradient_is_the_parameters_own_or_none() -> None:
     assert masters[1] not in optimizer.state
 
 
-def test_parameters_count_their_own_steps() -> None:
-    masters, _ = flat_groups()
-    optimizer = FusedAdam(masters, lr=0.05)
-    first, second = gradients(SHAPES, 0, torch.float32)
-    optimizer.step(grads=[first, None])
-    optimizer.step(grads=[first, second])
-    alone, _ = flat_groups()
-    FusedAdam(alone[1:], lr=0.05).step(grads=[second])
-    assert_same(masters[1].detach(), alone[1].detach())
-    assert [optimizer.state[master]["step"] for master in masters] == [2, 1]
-
-
 def test_without_norms_they_are_taken_here() -> None:
     results = []
     for norms in (None, [5.0]):
@@ -104,20 +92,6 @@ def test_without_norms_they_are_taken_here() -> None:
         optimizer.step(grads=[torch.tensor([3.0, 4.0])], grad_norms=norms)
         results.append(param.detach())
     assert torch.allclose(*results, rtol=1e-6, atol=0)
-
-
-def test_without_bias_correction_both_formulas_agree() -> None:
-    results = []
-    for extra in ({}, {"max_grad_norm": 0.0}):
-        params = parameters(SHAPES, torch.float64)
-        optimizer = FusedAdam(params, bias_correction=False, weight_decay=0.1, lr=0.1, **extra)
-        for step in range(3):
-            for param, grad in zip(params, gradients(SHAPES, step, torch.float64), strict=True):
-                param.grad = grad
-            optimizer.step()
-        results.append(params)
-    for a, b in zip(*results, strict=True):
-        assert torch.allclose(a, b, rtol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +114,6 @@ def test_old_keywords_select_it(options: dict[str, Any], is_early: bool) -> None
     assert ("step" in optimizer.state[param]) == is_early
     assert ("step" in group) == (not is_early)
     assert ("max_grad_norm" in group) == is_early
-
-
-def test_resuming_keeps_the_counts() -> None:
-    masters, _ = flat_groups()
-    optimizer = FusedAdam(masters, max_grad_norm=1.0)
-    optimizer.step(grads=gradients(SHAPES, 0, torch.float32))
-    again = [nn.Parameter(master.detach().clone()) for master in masters]
-    resumed = FusedAdam(again, max_grad_norm=1.0)
-    resumed.load_state_dict(optimizer.state_dict())
-    assert [resumed.state[param]["step"] for param in again] == [1, 1]
 
 
 # -- refusals --------------------------------------------------------------------------------

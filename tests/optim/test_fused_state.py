@@ -285,20 +285,6 @@ def test_the_step_counter_advances_for_every_group_with_parameters() -> None:
     assert not optimizer.state
 
 
-@every_kind
-def test_schedulers(case: FusedCase, options: Options) -> None:
-    params, twins = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
-    optimizer, by_hand = case.kind(params, **options), case.kind(twins, **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    for number in range(3):
-        step(params, optimizer, number)
-        scheduler.step()
-        step(twins, by_hand, number)
-        for group in by_hand.param_groups:
-            group["lr"] = group["lr"] * 0.5
-    assert_same_training(params, twins)
-
-
 @pytest.mark.parametrize("argument", [None, True, False])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("case", [c for c in FUSED if c is not MIXED_LAMB], ids=variant_id)
@@ -339,22 +325,6 @@ def test_closures_run_with_gradients(case: FusedCase, options: Options) -> None:
         assert param.is_leaf
 
 
-def test_tied_parameters_are_updated_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(2, 2, bias=False)
-            self.b = nn.Linear(2, 2, bias=False)
-            self.b.weight = self.a.weight
-
-    model = Tied()
-    before = model.a.weight.detach().clone()
-    optimizer = FusedSGD(model.parameters(), lr=0.5)
-    model.b(model.a(torch.ones(1, 2))).sum().backward()
-    optimizer.step()
-    assert_same(model.b.weight.detach(), before - 0.5 * model.a.weight.grad)
-
-
 def test_sgd_divides_by_the_scale_it_is_told() -> None:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     optimizer = FusedSGD([param], lr=1.0, materialize_master_grads=False)
@@ -367,30 +337,6 @@ def test_sgd_divides_by_the_scale_it_is_told() -> None:
 
 
 # -- NovoGrad's norms ------------------------------------------------------------------------
-
-
-def test_novograd_state_before_the_first_step() -> None:
-    """A-11: there are no norms yet, and loading does not ask for them."""
-    params = parameters(SHAPES, torch.float16)
-    optimizer = FusedNovoGrad(params)
-    optimizer.load_state_dict(optimizer.state_dict())
-    step(params, optimizer, 0)
-    assert all(optimizer.state[param]["exp_avg_sq"] > 0 for param in params)
-
-
-def test_novograd_lets_the_number_of_gradients_change() -> None:
-    params, alone = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
-    optimizer = FusedNovoGrad(params, bias_correction=False)
-    single = FusedNovoGrad(alone[:1], bias_correction=False)
-    for number in range(4):
-        for param, grad in zip(params, gradients(SHAPES, number, torch.float32), strict=True):
-            param.grad = grad
-        alone[0].grad = params[0].grad.clone()
-        if number % 2:
-            params[1].grad = None
-        optimizer.step()
-        single.step()
-    assert_same(params[0].detach(), alone[0].detach())
 
 
 def apex_checkpoint(dtypes: list[torch.dtype], norms: list[list[float]]) -> dict[str, Any]:

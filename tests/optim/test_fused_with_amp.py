@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import preamp
 from cases.fused import ADAM, FUSED, MIXED_LAMB, SGD, FusedCase, Options, variant_id
@@ -14,8 +13,7 @@ from cases.models import Exact, Parts, loss_of
 from cases.optimizers import clone_state
 from cases.tolerances import assert_same
 from kit.pair import Pair
-from preamp import amp
-from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
+from preamp.optimizers import FusedNovoGrad, FusedSGD
 
 KINDS: list[tuple[FusedCase, Options]] = [
     *((case, {**case.variants[-1], "lr": 0.125}) for case in FUSED),
@@ -133,40 +131,6 @@ def test_sgd_has_the_fields_of_apex_under_amp(materialize: bool) -> None:
         both.step()
         both.zero()
         both.check()
-
-
-@pytest.mark.parametrize("argument", [None, True, False])
-@pytest.mark.parametrize("own", [True, False])
-def test_zero_grad_reaches_the_model(own: bool, argument: bool | None) -> None:
-    model = Parts()
-    optimizer = FusedAdam(model.parameters(), set_grad_none=own)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    with preamp.scale_loss(loss_of([model], 0), optimizer) as scaled:
-        scaled.backward()
-    if argument is None:
-        optimizer.zero_grad()
-    else:
-        optimizer.zero_grad(set_to_none=argument)
-    for param in model.parameters():
-        assert param.grad is None or not param.grad.any()
-
-
-def test_the_idiom_of_apex() -> None:
-    """From apex import amp; from apex.optimizers import FusedAdam, word for word."""
-    model = nn.Linear(3, 2)
-    optimizer = FusedAdam(model.parameters(), lr=0.125)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for _ in range(2):
-        loss = model(torch.ones(4, 3)).mean() / 4
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    checkpoint = {"optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    amp.load_state_dict(checkpoint["amp"])
-    assert optimizer.param_groups[0]["step"] == 2
 
 
 def test_novograd_resumes_under_amp() -> None:

@@ -65,47 +65,9 @@ class SmallNet(nn.Module):
         return self.fc(torch.flatten(x, 1))
 
 
-class Prefetcher:
-    """Hands out normalised batches, one ahead; the loader gives bytes."""
-
-    def __init__(self, loader):
-        self.loader = iter(loader)
-        self.mean = torch.tensor([4.9]).view(1, 1, 1, 1)
-        self.std = torch.tensor([6.0]).view(1, 1, 1, 1)
-        self.preload()
-
-    def preload(self):
-        try:
-            self.next_input, self.next_target = next(self.loader)
-        except StopIteration:
-            self.next_input = self.next_target = None
-            return
-        self.next_input = self.next_input.float()
-        self.next_input = self.next_input.sub_(self.mean).div_(self.std)
-
-    def next(self):
-        batch = self.next_input, self.next_target
-        if batch[0] is not None:
-            self.preload()
-        return batch
-
-
-class AverageMeter:
-    def __init__(self):
-        self.sum = self.count = 0
-
-    def update(self, value, n):
-        self.sum += value * n
-        self.count += n
-
-    @property
-    def avg(self):
-        return self.sum / self.count
-
-
 def datasets():
     digits = load_digits()
-    images = torch.from_numpy(digits.images.astype(np.uint8)).unsqueeze(1)
+    images = torch.from_numpy((digits.images - 4.9) / 6.0).float().unsqueeze(1)
     targets = torch.from_numpy(digits.target)
     cut = 640
     data = torch.utils.data.TensorDataset
@@ -120,12 +82,9 @@ def adjust_learning_rate(optimizer, base, epoch, step, steps):
 
 
 def train(args, loader, model, criterion, optimizer, epoch):
-    losses = AverageMeter()
+    total = 0.0
     model.train()
-    prefetcher = Prefetcher(loader)
-    images, target = prefetcher.next()
-    step = 0
-    while images is not None:
+    for step, (images, target) in enumerate(loader):
         adjust_learning_rate(optimizer, args.lr, epoch, step, len(loader))
         output = model(images)
         loss = criterion(output, target)
@@ -133,26 +92,19 @@ def train(args, loader, model, criterion, optimizer, epoch):
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        losses.update(loss.item(), images.size(0))
-        images, target = prefetcher.next()
-        step += 1
-    return losses.avg
+        total += loss.item()
+    return total / len(loader)
 
 
 def validate(loader, model, criterion):
-    losses, right = AverageMeter(), AverageMeter()
+    total, right = 0.0, 0.0
     model.eval()
-    prefetcher = Prefetcher(loader)
-    images, target = prefetcher.next()
-    while images is not None:
+    for images, target in loader:
         with torch.no_grad():
             output = model(images)
-            loss = criterion(output, target)
-        hits = (output.argmax(1) == target).float().mean()
-        losses.update(loss.item(), images.size(0))
-        right.update(hits.item(), images.size(0))
-        images, target = prefetcher.next()
-    return losses.avg, right.avg
+            total += criterion(output, target).item() / len(loader)
+        right += (output.argmax(1) == target).float().mean().item() / len(loader)
+    return total, right
 
 
 def main():

@@ -12,7 +12,7 @@ import pytest
 from alias.harness import Zygote, run_python
 
 HERE = Path(__file__).parent
-SCRIPTS = ("imagenet", "dcgan", "bert", "lstm", "gloo")
+SCRIPTS = ("imagenet", "dcgan", "bert")
 CLOSE = 0.1
 """How far the last loss of a half run may be from the float32 run's, relative to it.
 
@@ -22,7 +22,7 @@ it by a step or two.
 
 Call = Callable[..., str]
 RESULT = re.compile(r"^final loss (\S+) final metric (\S+)$", re.MULTILINE)
-LEARNT = {"imagenet": 1.2, "bert": 1.0, "lstm": 0.5, "gloo": 0.8}
+LEARNT = {"imagenet": 1.2, "bert": 1.0}
 """A loss below which a script has learnt something; it starts at log(classes)."""
 
 
@@ -133,16 +133,6 @@ def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: 
     assert result(resumed) == result(script("bert", *flags))
 
 
-# -- packed sequences ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cell", ["LSTM", costly("RNN")])
-def test_lstm(script: Call, cell: str) -> None:
-    printed = script("lstm", "--cell", cell, "--opt-level", "O1")
-    check_near("lstm", printed, script("lstm", "--cell", cell, "--opt-level", "O0"))
-    assert "output dtype torch.float16" in printed
-
-
 # -- several processes -----------------------------------------------------------------------
 
 
@@ -155,14 +145,6 @@ def torchrun(folder: Path, *program: str) -> str:
         done = run_python((*launcher, "-m", "preamp", "run", *program), folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.full
-def test_two_processes(script: Call, tmp_path: Path) -> None:
-    """With torch's own data parallelism."""
-    printed = torchrun(tmp_path, str(HERE / "gloo.py"), "--opt-level", "O2")
-    check_near("gloo", printed, script("gloo", "--opt-level", "O0"))
-    assert printed.count("weights agree True") == 2
 
 
 @pytest.mark.full
@@ -195,7 +177,7 @@ def test_scripts_do_not_know_preamp(name: str) -> None:
 @pytest.mark.full
 def test_a_script_through_the_front_door(tmp_path: Path) -> None:
     """The others are forked from one process; this one is started as a user starts it."""
-    script = str(HERE / "lstm.py")
-    done = run_python(("-W", "error", "-m", "preamp", "run", script, "--steps", "10"), tmp_path)
+    script = str(HERE / "dcgan.py")
+    done = run_python(("-W", "error", "-m", "preamp", "run", script, "--niter", "10"), tmp_path)
     assert done.returncode == 0, done.stderr
     assert RESULT.search(done.stdout)
