@@ -47,27 +47,18 @@ def is_any_casting() -> bool:
 
 def casting_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Device type of the first floating argument on which casts are active; none with ``out=``."""
-    for arg in args:
-        found = _casting_device_of(arg)
-        if found is not None:
-            return None if kwargs.get("out") is not None else found
-    for arg in kwargs.values():
-        found = _casting_device_of(arg)
-        if found is not None:
-            return None if kwargs.get("out") is not None else found
-    return None
-
-
-def _casting_device_of(arg: Any) -> str | None:
-    if isinstance(arg, torch.Tensor):
-        if arg.is_floating_point():
-            device_type = arg.device.type
-            return device_type if is_casting(device_type) else None
-    elif isinstance(arg, (list, tuple)):
-        for item in cast("Sequence[Any]", arg):
-            found = _casting_device_of(item)
-            if found is not None:
-                return found
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        # In one piece, since every call of a wrapped function asks.
+        if isinstance(arg, torch.Tensor):
+            kind = arg.device.type if arg.is_floating_point() else None
+            if kind not in _device_types or not torch.is_autocast_enabled(kind):
+                continue
+        elif isinstance(arg, (list, tuple)):
+            kind = casting_device(cast("Sequence[Any]", arg), {})
+        else:
+            continue
+        if kind is not None:
+            return None if kwargs.get("out") is not None else kind
     return None
 
 

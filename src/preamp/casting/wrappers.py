@@ -37,13 +37,19 @@ def cast_arguments(
     """The arguments with half and float32 tensors on ``device_type`` cast to ``dtype``."""
 
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in CASTABLE and tensor.device.type == device_type:
-            return tensor.to(dtype)
-        return tensor
+        source = tensor.dtype
+        if source is dtype or source not in CASTABLE or tensor.device.type != device_type:
+            return tensor
+        return tensor.to(dtype)
+
+    def cast_all(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # as most are
+            return cast_one(value)
+        return map_tensors(cast_one, value) if isinstance(value, (list, tuple)) else value
 
     return (
-        tuple(map_tensors(cast_one, arg) for arg in args),
-        {name: map_tensors(cast_one, arg) for name, arg in kwargs.items()},
+        tuple([cast_all(value) for value in args]),
+        {name: cast_all(value) for name, value in kwargs.items()},
     )
 
 
