@@ -14,7 +14,6 @@ from operator import methodcaller
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.scripting import not_compiled_alone
@@ -136,25 +135,9 @@ def nesting() -> int:
     return depth
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+WEIGHT_CACHE_KEEPS_GRADIENTS: Final = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)
+"""Whether a weight first used under ``no_grad`` still gets gradients in the same region.
 
-
-@functools.cache
-def weight_cache_keeps_gradients() -> bool:
-    """Whether a weight first used under ``no_grad`` still gets gradients in the same region.
-
-    Until pytorch/pytorch#165068 (in 2.6, for one) autocast's cache hands out the cast that was
-    made under ``no_grad``, which leads to no gradient. Found by trying, once per process; a
-    checkpoint that counts what the first forward saves must not see that.
-    """
-    with (
-        saved_tensors_hooks(_unchanged, _unchanged),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", torch.bfloat16, cache_enabled=True),
-    ):
-        weight = torch.ones(1, 1, device="cpu", requires_grad=True)
-        with torch.no_grad():
-            torch.ops.aten.mm(weight, weight)
-        return torch.ops.aten.mm(weight, weight).requires_grad
+Before pytorch/pytorch#165068 autocast's cache hands out the cast that was made under ``no_grad``,
+which leads to no gradient.
+"""
