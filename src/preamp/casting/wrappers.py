@@ -79,8 +79,14 @@ def _half_of_others(device_type: str) -> torch.dtype:
 
 def _is_of_others(values: Sequence[Any], device_type: str) -> bool:
     """Whether what could be cast on ``device_type`` is all of the other half dtype."""
-    tensors = [t for t in leaves(values) if t.device.type == device_type]
-    return {t.dtype for t in tensors if t.dtype in CASTABLE} == {_half_of_others(device_type)}
+    other, has_some = _half_of_others(device_type), False
+    for tensor in leaves(values):
+        dtype = tensor.dtype
+        if dtype in CASTABLE and tensor.device.type == device_type:
+            if dtype is not other:
+                return False  # as the first nearly always says
+            has_some = True
+    return has_some
 
 
 def is_mixed(values: Iterable[Any]) -> bool:
