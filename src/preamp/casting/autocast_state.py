@@ -14,6 +14,7 @@ from operator import methodcaller
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
+from torch.torch_version import TorchVersion
 
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.scripting import not_compiled_alone
@@ -135,7 +136,7 @@ def nesting() -> int:
     return depth
 
 
-WEIGHT_CACHE_KEEPS_GRADIENTS: Final = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)
+WEIGHT_CACHE_KEEPS_GRADIENTS: Final = bool(TorchVersion(torch.__version__) >= (2, 11))
 """Whether a weight first used under ``no_grad`` still gets gradients in the same region.
 
 Before pytorch/pytorch#165068 autocast's cache hands out the cast that was made under ``no_grad``,
