@@ -136,7 +136,7 @@ def nesting() -> int:
     return depth
 
 
-WEIGHT_CACHE_KEEPS_GRADIENTS: Final = bool(TorchVersion(torch.__version__) >= (2, 11))
+WEIGHT_CACHE_KEEPS_GRADIENTS: Final = TorchVersion(torch.__version__) >= "2.11"
 """Whether a weight first used under ``no_grad`` still gets gradients in the same region.
 
 Before pytorch/pytorch#165068 autocast's cache hands out the cast that was made under ``no_grad``,
