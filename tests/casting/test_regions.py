@@ -65,21 +65,6 @@ def test_exception_in_a_forward_ends_the_region() -> None:
     assert product() is F32
 
 
-def test_interrupted_forward_is_cleaned_up_by_the_next_one() -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    model, other = Probe(interrupt), Probe()
-    held(attach_cast_region, model, CPU, BF16)
-    held(attach_cast_region, other, CPU, BF16)
-
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(2, 4))
-    other(torch.ones(2, 4))
-
-    assert product() is F32
-
-
 def test_regions_nest_and_recur() -> None:
     seen: list[torch.dtype] = []
     inner = Probe(lambda: seen.append(product()))
@@ -235,18 +220,6 @@ def test_models_run_in_several_threads_at_once() -> None:
         thread.join()
 
     assert outputs == {BF16: (BF16, F32), F16: (F16, F32)}
-
-
-def test_casts_removed_by_another_thread_end_at_the_next_forward() -> None:
-    handle = held(push_thread_casts, CPU, BF16)
-    thread = threading.Thread(target=handle.remove)
-    thread.start()
-    thread.join()
-    model = Probe()
-    held(attach_plain_region, model)
-
-    assert model(torch.ones(2, 4)).dtype is F32
-    assert product() is F32
 
 
 def test_plain_model_is_not_touched_by_thread_casts() -> None:
