@@ -14,7 +14,7 @@ from operator import methodcaller
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.torch_version import TorchVersion
 
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.scripting import not_compiled_alone
@@ -47,27 +47,18 @@ def is_any_casting() -> bool:
 
 def casting_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Device type of the first floating argument on which casts are active; none with ``out=``."""
-    for arg in args:
-        found = _casting_device_of(arg)
-        if found is not None:
-            return None if kwargs.get("out") is not None else found
-    for arg in kwargs.values():
-        found = _casting_device_of(arg)
-        if found is not None:
-            return None if kwargs.get("out") is not None else found
-    return None
-
-
-def _casting_device_of(arg: Any) -> str | None:
-    if isinstance(arg, torch.Tensor):
-        if arg.is_floating_point():
-            device_type = arg.device.type
-            return device_type if is_casting(device_type) else None
-    elif isinstance(arg, (list, tuple)):
-        for item in cast("Sequence[Any]", arg):
-            found = _casting_device_of(item)
-            if found is not None:
-                return found
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        # In one piece, since every call of a wrapped function asks.
+        if isinstance(arg, torch.Tensor):
+            kind = arg.device.type if arg.is_floating_point() else None
+            if kind not in _device_types or not torch.is_autocast_enabled(kind):
+                continue
+        elif isinstance(arg, (list, tuple)):
+            kind = casting_device(cast("Sequence[Any]", arg), {})
+        else:
+            continue
+        if kind is not None:
+            return None if kwargs.get("out") is not None else kind
     return None
 
 
@@ -145,25 +136,9 @@ def nesting() -> int:
     return depth
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+WEIGHT_CACHE_KEEPS_GRADIENTS: Final = TorchVersion(torch.__version__) >= "2.11"
+"""Whether a weight first used under ``no_grad`` still gets gradients in the same region.
 
-
-@functools.cache
-def weight_cache_keeps_gradients() -> bool:
-    """Whether a weight first used under ``no_grad`` still gets gradients in the same region.
-
-    Until pytorch/pytorch#165068 (in 2.6, for one) autocast's cache hands out the cast that was
-    made under ``no_grad``, which leads to no gradient. Found by trying, once per process; a
-    checkpoint that counts what the first forward saves must not see that.
-    """
-    with (
-        saved_tensors_hooks(_unchanged, _unchanged),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", torch.bfloat16, cache_enabled=True),
-    ):
-        weight = torch.ones(1, 1, device="cpu", requires_grad=True)
-        with torch.no_grad():
-            torch.ops.aten.mm(weight, weight)
-        return torch.ops.aten.mm(weight, weight).requires_grad
+Before pytorch/pytorch#165068 autocast's cache hands out the cast that was made under ``no_grad``,
+which leads to no gradient.
+"""

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from preamp.casting.autocast_state import (
+    WEIGHT_CACHE_KEEPS_GRADIENTS,
     Devices,
     know_device_types,
     untraced,
-    weight_cache_keeps_gradients,
 )
 from preamp.casting.refusals import explain_refusal
 from preamp.casting.thread_casts import (
@@ -75,7 +75,7 @@ def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
                 bracket.regions[-1].__enter__()
             return
         on: Devices = dict.fromkeys(hook.device_types, (True, hook.dtype))
-        bracket.saved.changed(on, weight_cache_keeps_gradients()).restore()
+        bracket.saved.changed(on, WEIGHT_CACHE_KEEPS_GRADIENTS).restore()
         bracket.nesting = torch.autocast_increment_nesting()
         bracket.raised_nesting = True
 
@@ -170,7 +170,6 @@ def attach_cast_region(
 ) -> None:
     """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only."""
     know_device_types(device_types)
-    weight_cache_keeps_gradients()  # tried here, lest the trial become part of what is traced
     _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype), dtype, undo)
 
 

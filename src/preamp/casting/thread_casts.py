@@ -15,6 +15,7 @@ entrances too, so what is cast no more is not cast by the next function either.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import threading
@@ -235,23 +236,18 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: Und
     know_device_types(types)
     settle_thread()
     push = _Push(types, dtype)
-    undo.push(_PopPush(push, CASTS.pushes))
+    undo.push(functools.partial(_pop, push, CASTS.pushes))
     CASTS.pushes.append(push)
     CASTS.pushes.is_stale = True
     _settle_base()
 
 
-@dataclass(frozen=True, slots=True)
-class _PopPush:
-    push: _Push
-    pushes: _Pushes
-
-    def __call__(self) -> None:
-        if self.push in self.pushes:
-            self.pushes.remove(self.push)
-        self.pushes.mark_stale()
-        if self.pushes is CASTS.pushes and not _is_changing_state():
-            _settle_base()
+def _pop(push: _Push, pushes: _Pushes) -> None:
+    if push in pushes:
+        pushes.remove(push)
+    pushes.mark_stale()
+    if pushes is CASTS.pushes and not _is_changing_state():
+        _settle_base()
 
 
 def _is_changing_state() -> bool:

@@ -37,13 +37,19 @@ def cast_arguments(
     """The arguments with half and float32 tensors on ``device_type`` cast to ``dtype``."""
 
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in CASTABLE and tensor.device.type == device_type:
-            return tensor.to(dtype)
-        return tensor
+        source = tensor.dtype
+        if source is dtype or source not in CASTABLE or tensor.device.type != device_type:
+            return tensor
+        return tensor.to(dtype)
+
+    def cast_all(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # as most are
+            return cast_one(value)
+        return map_tensors(cast_one, value) if isinstance(value, (list, tuple)) else value
 
     return (
-        tuple(map_tensors(cast_one, arg) for arg in args),
-        {name: map_tensors(cast_one, arg) for name, arg in kwargs.items()},
+        tuple([cast_all(value) for value in args]),
+        {name: cast_all(value) for name, value in kwargs.items()},
     )
 
 
@@ -56,12 +62,11 @@ def device_to_cast_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | N
     return device
 
 
-def _run(fn: AnyFunction, arguments: Arguments, closed_on: str | None) -> Any:
-    """Call ``fn``, with autocast off on the device type ``closed_on`` if there is one."""
-    args, kwargs = arguments
-    if closed_on is None:
-        return fn(*args, **kwargs)
-    with torch.autocast(closed_on, enabled=False):
+def _without_casts(
+    fn: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str
+) -> Any:
+    """Call ``fn`` with autocast off on ``device_type``."""
+    with torch.autocast(device_type, enabled=False):
         return fn(*args, **kwargs)
 
 
@@ -73,8 +78,14 @@ def _half_of_others(device_type: str) -> torch.dtype:
 
 def _is_of_others(values: Sequence[Any], device_type: str) -> bool:
     """Whether what could be cast on ``device_type`` is all of the other half dtype."""
-    tensors = [t for t in leaves(values) if t.device.type == device_type]
-    return {t.dtype for t in tensors if t.dtype in CASTABLE} == {_half_of_others(device_type)}
+    other, has_some = _half_of_others(device_type), False
+    for tensor in leaves(values):
+        dtype = tensor.dtype
+        if dtype in CASTABLE and tensor.device.type == device_type:
+            if dtype is not other:
+                return False  # as the first nearly always says
+            has_some = True
+    return has_some
 
 
 def is_mixed(values: Iterable[Any]) -> bool:
@@ -120,21 +131,24 @@ def wrap_cast(
             if device is None:
                 return fn(*args, **kwargs)
             values: Sequence[Any] = (*args, *kwargs.values())
-            target, off = torch.float32, is_closed
+            is_cast, target, off = True, torch.float32, is_closed
             if rule == "half":
                 target = half or torch.get_autocast_dtype(device)
-                if _is_of_others(values, device):  # which autocast would cast
-                    return _run(fn, (args, kwargs), None if is_open else device)
+                is_cast = not _is_of_others(values, device)
+                off = off or not (is_cast or is_open)  # or autocast would cast them
+            elif rule == "promote":
+                is_cast = is_mixed(values)
             elif rule == "sequence_promote":
                 items = args[0] if args else kwargs.get("tensors")
                 values = cast("list[Any]", items) if isinstance(items, (list, tuple)) else ()
-                # which autocast may refuse to join
-                off = any([t.dtype is _half_of_others(device) for t in leaves(values)])
-            if rule in ("half", "float") or is_mixed(values):
+                is_cast = is_mixed(values)
+                other = _half_of_others(device)  # which autocast may refuse to join
+                off = any([t.dtype is other for t in leaves(values)])
+            if is_cast:
                 tell_casts(fn.__name__, values, target, device)
                 if device not in native:
                     args, kwargs = cast_arguments(args, kwargs, target, device)
-            return _run(fn, (args, kwargs), device if off else None)
+            return _without_casts(fn, args, kwargs, device) if off else fn(*args, **kwargs)
 
         return casting
 
@@ -163,7 +177,7 @@ def wrap_banned(fn: AnyFunction) -> AnyFunction:
                 f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
                 "them cast here",
             )
-        return _run(fn, (args, kwargs), device)
+        return _without_casts(fn, args, kwargs, device)
 
     return banned
 
