@@ -316,7 +316,7 @@ class Matrix:
         if not self._args.until and not self._args.within:
             return items
         items = sorted(items, key=lambda item: self._tests[item.nodeid]["seconds"])
-        # A second case seldom notices what the first one, and other tests, do not.
+        # Cases of one test notice much the same, so that all tests come before a second case.
         cases = defaultdict[str, Iterator[int]](count)
         turns = {item: next(cases[function_of(item.nodeid)]) for item in items}
         items = sorted(items, key=turns.__getitem__)
