@@ -4,9 +4,10 @@
 ``run`` collects tests once, and asks ``coverage`` which lines each enters. For each fault it forks,
 gives the living functions the code of the changed source, runs all tests that enter the changed
 lines, and writes a line of JSON with those that notice: they fail, hang or end the process (tests
-after such a one are not asked). With ``--until N`` the shortest tests come first, and none is asked
-once N have noticed: what ``report`` and ``diff`` need of a whole room, and ``spare`` does not take.
-With ``--within`` as well, a fault is given up that the tests of these seconds do not notice.
+after such a one are not asked). With ``--until N`` the shortest tests come first, one case of each,
+and none is asked once N have noticed: what ``report`` and ``diff`` need of a whole room, and
+``spare`` does not take. With ``--within S`` a fault is given up that S seconds of tests, in this
+order, do not notice.
 Faults are drawn from the source (comparisons, signs, operators, conditions, left-out statements),
 or stand in ``planted_faults.py``. What ``--out`` has is not tried, nor looked for, again, so that a
 run can go on; files must not change between. ``report`` lists what no test notices, ``spare`` tests
@@ -39,7 +40,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -315,6 +316,10 @@ class Matrix:
         if not self._args.until and not self._args.within:
             return items
         items = sorted(items, key=lambda item: self._tests[item.nodeid]["seconds"])
+        # Cases of one test notice much the same, so that all tests come before a second case.
+        cases = defaultdict[str, Iterator[int]](count)
+        turns = {item: next(cases[function_of(item.nodeid)]) for item in items}
+        items = sorted(items, key=turns.__getitem__)
         together = accumulate(self._tests[item.nodeid]["seconds"] for item in items)
         within = self._args.within or math.inf
         return [item for item, total in zip(items, together, strict=True) if total <= within]
