@@ -18,7 +18,7 @@ from distributed.fully_sharded_checks import Run, batch, sgd, shard
 from preamp.core.tensors import local_of, storage_key
 from preamp.engine.recording import Numerics
 from preamp.kernels.wide_half import native_products
-from preamp.numerics import MemoryRecord, NumericsRecord, measure
+from preamp.numerics import NumericsRecord, measure
 from preamp.optimizers import FusedAdam
 
 EVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -75,9 +75,7 @@ def check_memory_is_this_rank_s() -> None:
         ).categories
         shard(model)
         optimizer = build(model.parameters())
-        preamp.initialize(
-            model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0, numerics="light"
-        )
+        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
         engine = preamp.engine_of(model)
         for step in range(2):
             with preamp.scale_loss(model(batch(0)).float().mean(), optimizer) as scaled:
@@ -86,8 +84,6 @@ def check_memory_is_this_rank_s() -> None:
                 assert preamp.count_memory(engine) == wanted, (level, name)
             optimizer.step()
             optimizer.zero_grad()
-        (record,) = [r for r in engine.history if isinstance(r, MemoryRecord)]
-        assert {k: v for k, v in record.categories.items() if k in wanted} == wanted
         with torch.no_grad():
             model(batch(0))
         assert preamp.count_memory(engine)["masters"] == wanted["masters"]
