@@ -238,6 +238,14 @@ def test_loss_scales(value: float, text: str) -> None:
     assert words.scale(value) == text
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.0 KiB"), (200 * 2**20, "200 MiB")],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert words.size(count) == text
+
+
 def test_magnitudes_and_counts() -> None:
     assert words.magnitude(-1e-5) == "−1e−05"
     assert words.magnitude(None) == "–"

@@ -14,6 +14,7 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that are invisible, reorder text around them, or cannot be written."""
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def shown(name: str, limit: int = NAME_LIMIT) -> str:
@@ -90,3 +91,13 @@ def scale(value: float) -> str:
     if 1 <= value < 2**10:
         return f"{value:.0f}"
     return power(exponent - 1)
+
+
+def size(count: float) -> str:
+    """Write a number of bytes in the unit that leaves one to four digits."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    digits = 0 if unit == 0 or count >= 100 else 1
+    return f"{count:,.{digits}f} {_UNITS[unit]}"
