@@ -5,9 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from preamp.numerics import (
-    CastRecord,
-    CastsRecord,
-    MemoryRecord,
     NumericsRecord,
     OverflowRecord,
     Record,
@@ -102,12 +99,6 @@ def trace(module: str) -> TraceRecord:
     )
 
 
-def cast(where: str, count: int = 4096, function: str = "linear") -> CastRecord:
-    return CastRecord(
-        function=function, source="float32", target="float16", calls=2, bytes=count, where=where
-    )
-
-
 def named(name: str) -> list[Record]:
     """A record of every kind that shows ``name`` wherever a name can be."""
     policy = {"loss_scale": "dynamic", name: name}
@@ -117,6 +108,4 @@ def named(name: str) -> list[Record]:
         step(2, 0.5, skipped=True),
         overflow(2, name, parameters=[name, "other", name], trace=trace(name)),
         look(1, tensor(f"{name}.weight", histogram={-3: 4, 1: 2}), tensor(name, stalled=9)),
-        CastsRecord(step=2, casts=[cast(name, function=name), cast("a.py:1")]),
-        MemoryRecord(step=2, categories={"weights": 10, name: 20}),
     ]

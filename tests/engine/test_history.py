@@ -23,7 +23,6 @@ from preamp.kernels.reference import tally
 from preamp.numerics import (
     FORMATS,
     History,
-    MemoryRecord,
     NumericsRecord,
     OverflowRecord,
     Record,
@@ -400,13 +399,13 @@ def test_nothing_is_read_by_the_host_where_the_device_decides(
             optimizer.step()
             optimizer.zero_grad()
     del engine.ledger.settle
-    assert [type(record) for record in heard] == [MemoryRecord]  # the host counts memory itself
+    assert not heard
     records = engine.history.of(StepRecord)
     assert [record.skipped for record in records] == [False, False, True, False]
     assert [record.scales[0] for record in records] == [65536.0, 65536.0, 32768.0, 32768.0]
     (record,) = engine.history.of(NumericsRecord)
     assert all(tensor.scale == 65536.0 for tensor in named(record).values())
-    assert len(heard) > 1
+    assert heard
 
 
 def test_far_numbers_are_read_at_the_next_due_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +549,7 @@ def test_a_listener_may_look_at_the_history_and_may_fail() -> None:
     with pytest.raises(RuntimeError, match="from a listener"):
         train_step(model, optimizer, 0)
     train_step(model, optimizer, 1)
-    assert seen == [2, 3, 4, 5]
+    assert seen == [2, 3, 4]
     assert preamp.engine_of(model).steps_applied == 2
 
 

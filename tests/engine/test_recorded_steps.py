@@ -23,16 +23,7 @@ from kit.loops import loss_of, make, started, train_step
 from kit.run import Net
 from preamp.engine import ledger
 from preamp.kernels.reference import tally
-from preamp.numerics import (
-    CastsRecord,
-    History,
-    MemoryRecord,
-    NumericsRecord,
-    Record,
-    ResumeRecord,
-    StepRecord,
-    read_history,
-)
+from preamp.numerics import History, NumericsRecord, Record, ResumeRecord, StepRecord, read_history
 from preamp.optimizers import FusedAdam
 from preamp.watch import host_copies, recorder
 from preamp.watch.meter import Meter
@@ -157,42 +148,6 @@ def test_a_failing_listener_does_not_keep_a_checkpoint_from_counting(
         preamp.load_state_dict(model, state)
     assert [getattr(record, "step", None) for record in heard] == [1, 1, 2, 3, 0]
     assert history_of(model).of(ResumeRecord) == [ResumeRecord(step=0, steps=[0])]
-
-
-def test_memory_and_casts_are_taken_back_with_their_own_optimizer() -> None:
-    """The first one may have made fewer steps than the others."""
-    models = [Net(), Net()]
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
-    preamp.initialize(
-        models, optimizers, opt_level="O1", verbosity=0, numerics="full", numerics_every=1
-    )
-    engine = preamp.engine_of(optimizers[0])
-    for step in range(4):
-        train_step(models[1], optimizers[1], step)
-    train_step(models[0], optimizers[0], 0)
-    state = engine.state_dict()
-    for step in range(3):
-        train_step(models[0], optimizers[0], step)
-    for kind in (MemoryRecord, CastsRecord):
-        assert max(record.step for record in engine.history.of(kind)) == 4
-    engine.load_state_dict(state)  # steps [1, 4]
-    for kind in (MemoryRecord, CastsRecord):
-        assert {record.optimizer for record in engine.history.of(kind)} <= {0}
-        assert all(record.step <= 1 for record in engine.history.of(kind))
-
-
-def test_memory_is_counted_for_optimizers_without_state() -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, numerics="light")
-    for step in range(3):
-        train_step(model, optimizer, step)
-    (record,) = history_of(model).of(MemoryRecord)
-    assert record.step == 2
-    assert record.categories["optimizer state"] == 0
-    assert record.categories["gradients"] == 2 * sum(
-        p.numel() if p.dtype is torch.float16 else 2 * p.numel() for p in model.parameters()
-    )
 
 
 def test_uncoalesced_gradients_are_counted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,43 +396,6 @@ def test_clipping_is_no_loss_scale(level: str, factor: float) -> None:
         assert norm > 2.0**-6
         found = {tensor.name: tensor.max_abs for tensor in record.tensors}
         assert found == {name: grad.abs().max() for name, grad in made.items() if grad is not None}
-
-
-def calls_of(history: History) -> list[tuple[int, int]]:
-    records = history.of(CastsRecord)
-    return [(record.step, sum(cast.calls for cast in record.casts)) for record in records]
-
-
-def test_casts_of_steps_that_are_not_measured_are_not_counted_after_a_resume() -> None:
-    model, optimizer = started("O1", numerics="full", numerics_every=4)
-    for step in range(6):
-        train_step(model, optimizer, step)
-    counters = preamp.engine_of(optimizer).state_dict()
-    ((_, one), (_, two)) = calls_of(history_of(model))
-    assert two == 2 * one
-    resumed, optimizer = started("O1", numerics="full", numerics_every=4)
-    preamp.engine_of(optimizer).load_state_dict(counters)
-    for step in range(6, 9):  # number 9 is measured
-        train_step(resumed, optimizer, step)
-    assert calls_of(history_of(resumed)) == [(9, one)]
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_casts_of_optimizers_that_take_turns_are_counted_as_often(first: int) -> None:
-    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    opts = [torch.optim.SGD(net.parameters(), lr=0.5) for net in nets]
-    preamp.initialize(
-        nets, opts, opt_level="O1", numerics="full", numerics_every=2, verbosity=0, loss_scale=1.0
-    )
-    for _ in range(4):
-        for index in (first, 1 - first):
-            with preamp.scale_loss(nets[index](torch.ones(2, 4)).sum(), opts[index]) as scaled:
-                scaled.backward()
-            opts[index].step()
-    engine = preamp.engine_of(nets[0])
-    engine.close()
-    (*_, (_, calls)) = calls_of(engine.history)
-    assert calls == 2 * 2 * 3  # measured steps, optimizers; input, weight and bias
 
 
 # -- whatever a script does between two steps -------------------------------------------------

@@ -143,7 +143,6 @@ class Engine(EngineCore):
         refusals.check_gradients_stay("Engine.trace_overflow", self.policy.storage)
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
-            self.ledger.ask_about_losses()
             self.tracer.arm(is_first=backwards == 0)
 
     def explain(self) -> str:
