@@ -311,7 +311,7 @@ class GradScaler(torch.amp.GradScaler):
         block = self._blocks.get(id(session))
         try:
             if block is None:
-                session.abort()
+                session.undo()
             else:
                 block.finish(adjust=False, record=partial(self._keep_found, session))
         finally:
