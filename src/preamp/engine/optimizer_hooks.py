@@ -175,7 +175,7 @@ class OptimizerHooks:
                 self._held.append((param, param.grad))
                 param.grad = None
         for table in self._session.tables:
-            table.gradients.drop(in_backward=False)
+            table.gradients.drop()
         self._withheld = True
 
     def _give_back_gradients(self) -> bool:

@@ -235,7 +235,7 @@ class Release:
                 rows.append((param, grad, None, None, None, None))
                 direct.append(grad)
                 continue
-            plain = twin.table.gradients.plain(grad.device).factor
+            plain = twin.table.gradients.one(grad.device)
             factor = plain if inverse is None else inverse.to(grad.device)
             rows.append((param, grad, twin.half, factor, twin, twin.table.lows[twin.row]))
         if inverse is not None:

@@ -304,7 +304,7 @@ class OptimizerSession:
         if plan.may_reduce and self.may_be_local:
             carry = 1.0 if plan.scaler.is_identity else plan.scaler.scale
         for halves in self.half_gradients:
-            halves.reconcile()  # may refuse before anything is moved
+            halves.take_in()  # may refuse before anything is moved
         self.is_open = True  # for `undo`, which takes back as much as was done
         self.direct.begin(own, carry, may_be_overwritten=plan.may_reduce)
         self._compare_now()
@@ -430,7 +430,9 @@ class OptimizerSession:
         direct, grads = with_gradients(self.direct_params())
         for table in self.tables:
             halves = table.gradients
-            (halves.make_all if all_of_them else halves.make_accumulated)()
+            halves.take_in()
+            if all_of_them:
+                halves.make_all()
             if halves.may_have_bases:
                 pairs = zip(table.halves, halves.bases(), strict=True)
                 made = [(half, base) for half, base in pairs if base is not None]
@@ -441,40 +443,40 @@ class OptimizerSession:
     def marks(self) -> Marks:
         """What differs once gradients are no longer those that the latest backward has left."""
         grads = list(map(grad_of, self._direct_params))
+        for halves in self.half_gradients:
+            if halves.may_have_bases:
+                grads += halves.bases()
         return [halves.changes for halves in self.half_gradients], grads, versions_of(grads)
 
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
         for table in self.tables:
             halves = table.gradients
-            if not halves.is_showing:
-                continue
-            if not self.splits.concern(table.halves):
-                halves.reconcile(looks=True, lost=self.found_inf)
-            elif self.overflowed():
-                halves.ignore_writes()
-            else:
-                halves.reconcile(self.splits.agree, looks=True)
+            if halves.is_shown and self.overflowed():
+                halves.ignore_writes()  # no step will use them
+            elif halves.is_shown:
+                splits = self.splits if self.splits.concern(table.halves) else None
+                halves.take_in(splits, looks=True)
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
         self.ending.unwind()
         self.reset()
         self.direct.forget()
-        tables = self.half_gradients  # what they have is away, since the optimizer would widen it
-        away = [halves.take_away_zeroed(in_backward=self.is_open) for halves in tables]
+        for halves in self.half_gradients:
+            halves.zero()  # and are nobody's, since the optimizer would widen them
         try:
             return original()
         finally:
-            for halves, grads in zip(tables, away, strict=True):
-                halves.give_zeros(grads)
+            for halves in self.half_gradients:
+                halves.be_zeros()
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones, and what was set aside."""
         self.ending.unwind()
         self.direct.forget()
         for halves in self.half_gradients:
-            halves.drop(in_backward=self.is_open)
+            halves.drop()
         self.reset()
 
     # -- an overflow -------------------------------------------------------------------------

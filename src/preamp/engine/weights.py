@@ -19,7 +19,6 @@ from preamp.casting.modules import Conversion
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import ATTRIBUTE, EngineHook, Link
-from preamp.core.tensors import stored_grad
 from preamp.core.torch_private.modules import add_hook, before_moves
 from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack
@@ -121,8 +120,7 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     # Masters on the host come to the device for the block.
     values = [(t.half, t.value().detach().to(t.half.device)) for t in twins.values()]
     for table in tables:
-        if not table.gradients.is_open:  # scaled gradients are looked at when they are unscaled
-            table.gradients.reconcile()
+        table.gradients.take_in()
     models = [model for model in self.models if _leads_to(self, model)]
     rest = [tensor for tensor in _half_tensors(models) if id(tensor) not in twins]
     casts = [(hook, hook.dtype) for model in models for hook in _input_casts(model)]
@@ -275,11 +273,6 @@ class WeightsAtEnd:
 def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
     """The master's gradient, or ``None`` also where it cannot be told any more."""
     try:
-        pending = twin.pending
-        if pending is None or stored_grad(twin.master) is not None:
-            return twin.gradient()
-        # Noted nowhere, so that it is found again if `Engine.close` is interrupted.
-        grad, factor = pending
-        return twin.table.ops.widen_add([grad], [factor], [None])[0]
+        return twin.gradient()
     except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
         return None

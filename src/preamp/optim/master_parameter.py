@@ -13,6 +13,7 @@ from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
 from preamp.core.torch_private.shards import before_local, instance_of, set_data
+from preamp.optim.gradients import State
 
 _DATA: Any = cast("Any", torch.Tensor).data
 
@@ -28,8 +29,8 @@ class Pair(Protocol):
         """The unscaled float32 gradient."""
         ...
 
-    def forget_half_gradient(self) -> None:
-        """The master's gradient was assigned."""
+    def assign_gradient(self, grad: torch.Tensor | None) -> None:
+        """The script sets the master's gradient."""
 
     def settle(self) -> None:
         """Take over what was written to the half weight."""
@@ -64,12 +65,9 @@ class MasterParameter(torch.nn.Parameter):
         table, row, now = twin.table, twin.row, stored_grad(twin.half)
         known = table.gradients
         # Most reads find nothing new, and an optimizer reads this several times for each weight.
-        if now is known.seen[row] and type(self) in _LOCAL_KINDS:
-            if now is None:
-                return stored_grad(self) if known.may_have_bases else None
-            record = known.records[row]
-            is_same = now._version == known.versions[row]  # noqa: SLF001
-            if is_same and record is not None and record.factor is None:
+        if now is known.seen[row] and type(self) in _LOCAL_KINDS and known.state is not State.HALF:
+            version = -1 if now is None else now._version  # noqa: SLF001
+            if version == known.versions[row]:
                 return stored_grad(self)
         return twin.gradient()
 
@@ -77,10 +75,10 @@ class MasterParameter(torch.nn.Parameter):
     def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: torch.Tensor | None
     ) -> None:
-        if self.twin is not None:
-            self.twin.forget_half_gradient()
-            self.twin.table.gradients.may_have_bases |= value is not None
-        store_grad(self, value)
+        if self.twin is None:
+            store_grad(self, value)
+        else:
+            self.twin.assign_gradient(value)
 
     @property
     def data(self) -> torch.Tensor:

@@ -61,8 +61,7 @@ class Twin:
 
     def gradient(self) -> torch.Tensor | None:
         """The unscaled float32 gradient, made if need be."""
-        self.table.gradients.make_all()
-        return self.table.gradients.base(self.row)
+        return self.table.gradients.gradient(self.row)
 
     def value(self) -> torch.Tensor:
         """The master's value; one that is packed stays so, and may be given packed."""
@@ -80,28 +79,18 @@ class Twin:
         return self.master if low is None else low
 
     @property
-    def pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The half gradient and its factor, if it is not in the master's gradient yet."""
-        return self.table.gradients.pending_of(self.row)
-
-    @property
     def is_shown(self) -> bool:
         """Whether the half gradient is shown unscaled; see `HalfGradients.show`."""
-        record = self.table.gradients.records[self.row]
-        return record is not None and record.is_shown
+        return self.table.gradients.is_shown
 
     @property
     def unscales(self) -> torch.Tensor | None:
-        """What takes the loss scale from a pending gradient, without what clips it."""
-        record = self.table.gradients.records[self.row]
-        return None if record is None else record.unscales
+        """What takes the loss scale from the half gradient, without what clips it."""
+        return self.table.gradients.unscales
 
-    def forget_half_gradient(self) -> None:
-        """The master's gradient was assigned: what the half gradient held no longer counts.
-
-        Assigning ``None`` this way is how ``optimizer.zero_grad`` reaches the model's side.
-        """
-        self.table.gradients.forget(self.row)
+    def assign_gradient(self, grad: torch.Tensor | None) -> None:
+        """The script sets the master's gradient; see `HalfGradients.assign`."""
+        self.table.gradients.assign(self.row, grad)
 
     def settle(self) -> None:
         """Take over what was written to the half weight; see `WeightTable.settle`."""
@@ -111,9 +100,7 @@ class Twin:
 def _note_accumulated(master: Any) -> None:
     """A backward has reached the master itself, as of a penalty on masters."""
     if master.twin is not None:
-        gradients = master.twin.table.gradients
-        gradients.may_have_bases = True
-        gradients.changes += 1
+        master.twin.table.gradients.note_accumulated()
 
 
 def pair_of(param: torch.Tensor) -> Twin | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
 from typing import Any, cast
 
@@ -167,17 +168,15 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     if len(masters) != len(params) or not all(map(is_, params, masters)):
         return None
     gradients = table.gradients
-    gradients.make_accumulated()
-    records, n = gradients.records[start:stop], stop - start
-    record = records[0]
-    if record is None or record.factor is None or gradients.is_open or records.count(record) != n:
+    gradients.take_in()
+    found = gradients.seen[start:stop]
+    if not (gradients.is_half and table.are_alike) or any(map(is_, found, repeat(None))):
         return None
-    # None is missing, since every row has a record
-    grads = cast("list[torch.Tensor]", gradients.grads[start:stop])
+    grads = cast("list[torch.Tensor]", found)
     lows = table.lows[start:stop]
-    factors: list[torch.Tensor | None] = [record.factor] * n
+    factors: list[torch.Tensor | None] = [gradients.factor_on(grads[0].device)] * len(grads)
     are_packed = {low is not None for low in lows}
-    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1 and len(are_packed) == 1
+    are_alike = len(set(map(dtype_of, grads))) == 1 and len(are_packed) == 1
     return Entries(
         [*masters],
         grads,
@@ -200,13 +199,13 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
             continue
         table, gradients = twin.table, twin.table.gradients
         if table is not latest:
-            gradients.make_accumulated()
+            gradients.take_in()
             latest = table
-        half, record, made = twin.half, gradients.records[twin.row], stored_grad(param)
-        factor = None if record is None or made is not None or gradients.is_open else record.factor
-        grad = made if factor is None else gradients.grads[twin.row]
+        is_half = gradients.is_half
+        grad = gradients.seen[twin.row] if is_half else stored_grad(param)
         if grad is not None:
-            yield param, grad, half, factor, twin, table.lows[twin.row]
+            factor = gradients.factor_on(grad.device) if is_half else None
+            yield param, grad, twin.half, factor, twin, table.lows[twin.row]
 
 
 def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:
