@@ -15,7 +15,6 @@ from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.undo import UndoStack
 from preamp.engine.copies import attach_copies
 from preamp.engine.engine import Engine
-from preamp.engine.weights import attach_move_doors
 from preamp.kernels.modules import has_hook
 
 
@@ -27,8 +26,6 @@ def hook_layers(
     attach_state_hooks(layers, engine.link, undo)
     if engine.policy.master_weights:
         attach_copies(layers, engine.copies, undo)
-    if engine.policy.storage.masters == "split":
-        attach_move_doors(layers, engine.link, undo)
 
 
 def refuse_new_layers(engine: Engine, params: Sequence[torch.Tensor]) -> None:

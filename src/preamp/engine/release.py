@@ -43,7 +43,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import disable_casts, thread_has_casts
-from preamp.core.tensors import is_capturing
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.events import Backward
@@ -156,8 +155,6 @@ class Release:
             cast("FusedOptimizer", session.optimizer).check_storage()  # as it stays till the step
             updates = self._updates[id(session)] = _Updates(session, block.reached, inverse)
             for table in session.tables:
-                if table.packs and is_capturing(table.halves[0].device):
-                    raise refusals.captured_while_split()
                 table.absorb()
             self._hook(session)
             for group in session.optimizer.param_groups:
@@ -242,9 +239,6 @@ class Release:
         if inverse is not None:
             self._engine.ops.scale_add_(direct, inverse, [None] * len(direct))
         cast("FusedOptimizer", optimizer).update_alone(place.group, Entries.of_rows(rows))
-        for *_, twin, _ in rows:  # values half way are rounded otherwise than by the update
-            if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
-                twin.table.round((twin.row,))
 
 
 def _arrived(owner: weakref.ref[Release], leaf: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.base import rate_of
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS
 from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_
 from preamp.policy.storage import FULL, Storage
@@ -83,6 +84,8 @@ class LARC:
         storage: Storage = getattr(self.optim, "storage", FULL)
         if storage.release_gradients:
             raise released()
+        if storage.masters == "split":
+            raise masters_split("LARC")
         if storage.place == "host":
             raise bad_state(
                 'LARC was used with storage that has place="host"',
@@ -149,6 +152,15 @@ def released() -> PreampStateError:
         "LARC was used with storage that has release_gradients=True",
         "It adapts gradients in step(), and none is on the device by then",
         "Pass the optimizer without LARC, or a storage without release_gradients",
+    )
+
+
+def masters_split(kind: str) -> TypeError:
+    """The error for an optimizer that reads or writes masters where these are split."""
+    return bad_type(
+        f'storage has masters="split", and an optimizer is {kind}',
+        f"Split masters are updated as they are by {', '.join(KEEP_FEWER_BITS)}",
+        'Choose one of these, or pass storage="full"',
     )
 
 

@@ -59,6 +59,7 @@ class FlatGroup(WeightPairs):
         """Round the master into the buffer, and so into the model."""
         with torch.no_grad():
             self.ops.cast_copy_([self.master.detach()], [self.flat])
+        self.note_written(range(len(self)))
 
     # -- gradients -----------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from preamp.optim.fused.base import (
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.entries import batches
 from preamp.optim.fused.moments import TWO_MOMENTS
-from preamp.optim.master_parameter import make_masters
 
 
 class FusedAdam(FusedOptimizer):
@@ -196,8 +195,6 @@ class FusedAdam(FusedOptimizer):
 
     def _step_early(self, early: EarlyArguments) -> None:
         self.check_storage()
-        for group in self.param_groups:
-            make_masters(group["params"])
         work = early.entries(self.param_groups)
         for entries in work:
             self._check(entries)
@@ -215,6 +212,8 @@ class FusedAdam(FusedOptimizer):
             for batch in batches(entries, self._apart(self._steps_of)):
                 step = self._steps_done(batch.params[0]) + 1
                 update = batch.update(step=step, inv_scale=inv_scale)
+                if batch.halves is not None and batch.twins is None:  # what these were counts not
+                    self._ops.cast_copy_(batch.params, [h for h in batch.halves if h is not None])
                 self._update([self._call(group, batch, rule, update)])
                 for param in batch.params:
                     self.state[param]["step"] = step
