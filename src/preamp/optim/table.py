@@ -188,6 +188,7 @@ class WeightTable(WeightPairs):
         if self.is_exact:
             return half.detach()
         if is_half(half):  # not after model.float()
+            self._take_in_data()
             self._settle(row)
         return self.masters[row].detach()
 
@@ -218,7 +219,6 @@ class WeightTable(WeightPairs):
     # -- what scripts and steps do to weights -----------------------------------------------------
 
     def _settle(self, row: int) -> None:
-        self._take_in_data()
         if self._master_marks.is_changed(row, self.masters[row]):
             self.come_along(row)
             self.round((row,))
