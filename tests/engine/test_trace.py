@@ -24,8 +24,8 @@ from torch.nn import functional as F
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from preamp.core.torch_private import extremes
 from preamp.engine import Engine
-from preamp.kernels import extremes
 from preamp.numerics import Float32Record, TraceRecord
 from preamp.optimizers import FusedAdam
 from preamp.watch import observation

@@ -74,6 +74,11 @@ def lists_of(
     return [draw(1, p, shapes), draw(2, g, shapes), *state_of(row, s, shapes)]
 
 
+def rounded(params: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
+    """The half weights of some parameters."""
+    return [param.to(dtype, copy=True) for param in params]
+
+
 def copy(lists: Sequence[Sequence[torch.Tensor]]) -> Lists:
     """Copies in the same layouts, gaps between elements included."""
     return [[_copy(tensor) for tensor in row] for row in lists]
@@ -125,7 +130,7 @@ def test_every_rule_has_rows_and_an_oracle() -> None:
 def test_rules_are_their_formulas(ops: Any, row: RuleRow, dtypes: tuple[Any, ...]) -> None:
     p, g, s, h = dtypes
     before = lists_of(row, p, g, s)
-    halves = None if h is None else draw(3, h)
+    halves = None if h is None else rounded(before[0], h)
     ours = run(ops, row, before, step=3, inv_scale=torch.tensor(0.3), halves=halves)
     assert_exact(row, ours, before, step=3, scale=torch.tensor(0.3).item())
     for param, half in zip(ours[0], halves or (), strict=False):
@@ -251,9 +256,8 @@ def test_halves_of_several_dtypes(ops: Any, row: RuleRow, flag: float | None) ->
     before = lists_of(row, F32, F32, F32, shapes)
     before[0][1].fill_(1e30)
     before[1][1].zero_()
-    kept = [torch.full(s, 1 + 2.0**-9) for s in shapes]
-    kept[1].fill_(1e30)
-    halves = [half.to(d) for half, d in zip(kept, (F16, BF16, BF16, F32), strict=True)]
+    dtypes = F16, BF16, BF16, F32
+    halves = [param.to(dtype) for param, dtype in zip(before[0], dtypes, strict=True)]
     wanted = [half.clone() for half in halves]
     found_inf = None if flag is None else torch.tensor(flag)
     ours = run(ops, row, before, step=2, found_inf=found_inf, halves=halves)
@@ -289,7 +293,7 @@ def test_layouts_do_not_matter(ops: Any, row: RuleRow, params: Any, grads: Any) 
     before = lists_of(row, F32, F16, F32)
     before[0] = list(map(params, before[0]))
     before[1:] = [list(map(grads, tensors)) for tensors in before[1:]]
-    halves = list(map(grads, draw(3, BF16)))
+    halves = list(map(grads, rounded(before[0], BF16)))
     ours = run(ops, row, before, step=2, found_inf=torch.zeros(()), halves=halves)
     assert_exact(row, ours, before, step=2)
     for param, half, old in zip(ours[0], halves, before[0], strict=True):
@@ -304,7 +308,7 @@ def test_layouts_do_not_matter(ops: Any, row: RuleRow, params: Any, grads: Any) 
 @one_each
 def test_sizes_at_the_edges_of_blocks(ops: Any, row: RuleRow, edges: Any) -> None:
     before = lists_of(row, F32, BF16, F32, edges)
-    halves = draw(3, BF16, edges)
+    halves = rounded(before[0], BF16)
     ours = run(ops, row, before, step=2, halves=halves)
     assert_exact(row, ours, before, step=2)
     for param, half in zip(ours[0], halves, strict=True):
@@ -327,7 +331,7 @@ def test_thousands_of_tiny_tensors(ops: Any) -> None:
     shapes = [(index % 4,) for index in range(4_000)]
     before = lists_of(row, F32, F16, F32, shapes)
     joined = [[torch.cat(tensors)] for tensors in before]
-    halves = draw(3, F16, shapes)
+    halves = rounded(before[0], F16)
     ours = run(ops, row, before, step=2, halves=halves)
     assert_exact(row, [[torch.cat(tensors)] for tensors in ours], joined, step=2)
     assert_same(torch.cat(halves), torch.cat(ours[0]).half())
@@ -446,8 +450,10 @@ def test_any_rule_on_any_tensors(
     ]
     wanted = [halves[place % len(halves)] if halves else None for place in range(len(shapes))]
     into = [
-        None if h is None else torch.ones(s, dtype=h) for h, s in zip(wanted, shapes, strict=True)
+        None if h is None else param.to(h, copy=True)
+        for h, param in zip(wanted, before[0], strict=True)
     ]
+    (kept,) = copy([[half for half in into if half is not None]])
     ours = run(
         ops,
         row,
@@ -459,7 +465,7 @@ def test_any_rule_on_any_tensors(
     )
     if flag:
         assert_bits([t for each in ours for t in each], [t for each in before for t in each])
-        assert all(half is None or bool((half == 1).all()) for half in into)
+        assert_bits([half for half in into if half is not None], kept)
         return
     assert_exact(
         row, ours, before, None, step, 1.0 if scale is None else torch.tensor(scale).item()

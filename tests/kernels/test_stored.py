@@ -388,7 +388,7 @@ def test_split_parameters_have_the_bits_of_float32_ones(ops: Any, row: RuleRow, 
     shapes = *SHAPES, (70_001,)
     case = Case.of(row, half, "float32", shapes=shapes)
     wide = replace(case, lists=copied([case.params, *case.lists[1:]]), stored=Stored())
-    halves = copied([case.lists[0]])[0]
+    halves = [param.to(half) for param in case.params]
     ours, wanted = case.run(ops), wide.run(ops, halves=halves)
     parts = [split(tensor, half) for tensor in wanted.lists[0]]
     assert_bits(ours.lists[0], [part[0] for part in parts])

@@ -43,12 +43,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import disable_casts, thread_has_casts
+from preamp.core.torch_private.modules import add_hook
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.events import Backward
 from preamp.engine.session import OptimizerSession
 from preamp.engine.storage import check_no_ranks, check_releases
-from preamp.kernels.modules import add_hook
 from preamp.optim import leaves_of, pair_of
 from preamp.optim.fused.base import FusedOptimizer, Group
 from preamp.optim.fused.checks import check_gradients
@@ -155,7 +155,7 @@ class Release:
             cast("FusedOptimizer", session.optimizer).check_storage()  # as it stays till the step
             updates = self._updates[id(session)] = _Updates(session, block.reached, inverse)
             for table in session.tables:
-                table.absorb()
+                table.follow()
             self._hook(session)
             for group in session.optimizer.param_groups:
                 for param, leaf in zip(group["params"], leaves_of(group["params"]), strict=True):

@@ -28,13 +28,13 @@ from preamp.core.tensors import (
     versions_of,
     with_gradients,
 )
+from preamp.core.torch_private.shards import place_gradients
 from preamp.core.undo import Step, UndoStack, all_or_nothing
 from preamp.engine import refusals
 from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.kernels import Census, Ops
-from preamp.kernels.shards import place_gradients
 from preamp.optim import (
     DirectGradients,
     HalfGradients,
@@ -718,7 +718,7 @@ class OptimizerSession:
             if any([table.is_fresh for table in self.tables]) and self.holds_any():
                 self._start_weights()  # no block may have come yet
             for table in self.tables:
-                table.absorb()
+                (table.follow if table.updates_halves else table.absorb)()
                 table.is_stepping = True
 
     def write_halves(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 
 from preamp.core.tensors import device_of, has_sharded, locals_of
+from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule
-from preamp.kernels.shards import sharded_as
 from preamp.kernels.update import Update
 from preamp.kernels.vectors import stack
 
@@ -102,6 +102,7 @@ class ByDevice(Ops):
 
     scale_add_ = _on_each("scale_add_")
     cast_copy_ = _on_each("cast_copy_", decides=1)
+    take_over_ = _on_each("take_over_")
     split_ = _on_each("split_", decides=1)
     join_ = _on_each("join_", decides=2)
     axpby_ = _on_each("axpby_")

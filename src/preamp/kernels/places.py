@@ -502,6 +502,10 @@ class Combining(Ops):
         """
 
     @abstractmethod
+    def _take_over(self, group: Any) -> None:
+        """`take_over_` for the two lists of a group."""
+
+    @abstractmethod
     def _convert(self, group: Any, *, joins: bool) -> None:
         """Split the first list of a group into the others, or join these into it."""
 
@@ -531,6 +535,15 @@ class Combining(Ops):
             self._combine(group, 1.0)
         if others:
             self.reference.cast_copy_(pick(sources, others), pick(targets, others))
+
+    @torch.no_grad()
+    def take_over_(self, masters: Tensors, halves: Tensors) -> None:
+        check_lengths(masters, halves)
+        groups, others = self._groups(masters, halves, [None] * len(masters))
+        for group in groups:
+            self._take_over(group)
+        if others:
+            self.reference.take_over_(pick(masters, others), pick(halves, others))
 
     @torch.no_grad()
     def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:

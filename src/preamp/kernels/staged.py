@@ -26,10 +26,10 @@ from preamp.core.away import values_in
 from preamp.core.errors import bad_state
 from preamp.core.pinned import laid_as, pinned
 from preamp.core.tensors import devices_of, host_reaches, is_capturing, locals_of
+from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.by_device import ByDevice, pick
 from preamp.kernels.ops import Census, Column, Tensors
 from preamp.kernels.rules import LambRule, Rule
-from preamp.kernels.shards import sharded_as
 from preamp.kernels.stored import Stored
 from preamp.kernels.update import Update
 
@@ -81,6 +81,7 @@ class Staged(ByDevice):
 
     scale_add_ = _staged("scale_add_", _BOTH, _NUMBER, _READ)
     cast_copy_ = _staged("cast_copy_", _READ, _WRITTEN)
+    take_over_ = _staged("take_over_", _BOTH, _READ)
     split_ = _staged("split_", _READ, _WRITTEN, _WRITTEN)
     join_ = _staged("join_", _READ, _READ, _WRITTEN)
     axpby_ = _staged("axpby_", _WRITTEN, _NUMBER, _READ, _NUMBER, _READ)
@@ -159,7 +160,8 @@ def _stage_update(
 ) -> Sequence[int]:
     """Stage an update; ``compute`` is told places, lists, the rule and the update, all at hand."""
     beside = _beside(update)
-    access = [_BOTH, _READ, *[_BOTH] * (len(lists) - 2), _WRITTEN, *[_BOTH] * (len(beside) - 1)]
+    halves = _BOTH if update.halves_lead else _WRITTEN
+    access = [_BOTH, _READ, *[_BOTH] * (len(lists) - 2), halves, *[_BOTH] * (len(beside) - 1)]
 
     def compute_here(places: Sequence[int], columns: list[Any]) -> None:
         own, others = columns[: len(lists)], columns[len(lists) :]

@@ -13,7 +13,7 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.tensors import is_sharded, local_of, store_grad, stored_grad
-from preamp.kernels.shards import instance_of, set_data, sharded_as
+from preamp.core.torch_private.shards import instance_of, set_data, sharded_as
 
 _DATA: Any = cast("Any", torch.Tensor).data
 

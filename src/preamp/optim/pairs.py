@@ -17,24 +17,8 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.tensors import WeightMarks, is_sharded, local_of
+from preamp.core.torch_private.shards import set_data
 from preamp.kernels import Ops
-from preamp.kernels.shards import set_data
-
-
-@torch.no_grad()
-def take_over(half: torch.Tensor, wide: torch.Tensor) -> None:
-    """Take the values of ``half`` into ``wide`` where this does not round to them bit for bit.
-
-    Through ``.data``: a penalty on a master may wait for its backward.
-    """
-    half, wide = local_of(half.detach()), local_of(wide.detach()).data
-    half = half.to(wide.device)
-    if is_half(half):
-        is_same = wide.to(half.dtype).view(torch.int16) == half.view(torch.int16)
-        wide.copy_(torch.where(is_same, wide, half.float()))
-    else:
-        wide.copy_(half)
-
 
 _HOST = torch.device("cpu")
 
@@ -66,10 +50,13 @@ class WeightPairs:
         """Where the master of a half weight lies."""
         return _HOST if self.are_on_host else half.device
 
-    def take_over(self, row: int) -> None:
-        """Let the master have what was written to the half weight; see `take_over`."""
-        self.come_along(row)
-        take_over(self.halves[row], self.masters[row])
+    def take_over(self, rows: Sequence[int]) -> None:
+        """Let the masters of ``rows`` have what was written to their half weights.
+
+        Through ``.data``: a penalty on a master may wait for its backward.
+        """
+        masters = [local_of(self.masters[row].detach()).data for row in rows]
+        self.ops.take_over_(masters, [local_of(self.halves[row].detach()) for row in rows])
 
     def come_along(self, row: int) -> None:
         """Let the master lie where the half weight has moved, or on the host.
@@ -95,16 +82,14 @@ class WeightPairs:
 
     def follow(self) -> None:
         """Round masters that somebody wrote to into their half weights."""
-        rows = self._master_marks.changed(self.masters)
-        for row in rows:
-            self.come_along(row)
-        self.round(rows)
+        self.round(self._master_marks.changed(self.masters))
 
     def absorb(self) -> None:
         """Let all masters agree with their half weights before they are used."""
-        self.follow()
         for row in range(len(self)):
-            self.take_over(row)
+            self.come_along(row)
+        self.follow()
+        self.take_over(range(len(self)))
 
     def write_halves(self) -> None:
         """Round every master into its half weight, after a step."""

@@ -15,8 +15,8 @@ import torch
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.tensors import device_of, dtype_of, is_sharded, kinds_of, local_of
+from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels import Ops
-from preamp.kernels.shards import sharded_as
 from preamp.kernels.stored import are_beyond_float16
 from preamp.optim.gradients import HalfGradients, Rewriting
 from preamp.optim.master_parameter import (
@@ -219,11 +219,11 @@ class WeightTable(WeightPairs):
     # -- what scripts and steps do to weights -----------------------------------------------------
 
     def _settle(self, row: int) -> None:
+        self.come_along(row)
         if self._master_marks.is_changed(row, self.masters[row]):
-            self.come_along(row)
             self.round((row,))
         else:
-            self.take_over(row)
+            self.take_over((row,))
 
     def follow(self) -> None:
         """Round masters that somebody wrote to into their half weights, and follow a move."""
@@ -236,6 +236,11 @@ class WeightTable(WeightPairs):
             self._forms = forms
         self._take_in_data()
         super().follow()
+
+    def absorb(self) -> None:
+        """Let all masters agree with their half weights before they are used."""
+        self.follow()
+        self.take_over(range(len(self)))
 
     def write_halves(self) -> None:
         """Round new masters into half weights, after a step that has not done so itself."""

@@ -137,6 +137,7 @@ class Blocks(Ops):
         if targets:
             copy_(targets, sources)
 
+    take_over_: Any = REFERENCE.take_over_
     split_: Any = REFERENCE.split_
     join_: Any = REFERENCE.join_
     tally: Any = REFERENCE.tally
@@ -345,6 +346,7 @@ class Blocks(Ops):
         if _has_fewer_bits(params, state, update):
             REFERENCE.update_(params, grads, *state, rule=rule, update=update)
             return
+        _take_over(params, update)
         work = Work(rule, update, params, grads, *state)
         if work.odd:
             lists = ([column[i] for i in work.odd] for column in (params, grads, *state))
@@ -376,6 +378,17 @@ class Blocks(Ops):
             for row, values in zip(found, norms, strict=True):
                 copy_([row[place] for place in cut.places], values.unbind())
         return found
+
+
+def _take_over(params: Tensors, update: Update) -> None:
+    if update.halves is None or not update.halves_lead:
+        return
+    for param, half in zip(params, update.halves, strict=True):
+        if half is not None and formats.lead(param.dtype, half.dtype):
+            value = formats.taken_over(param, half)
+            if update.found_inf is not None:
+                value = torch.where(update.found_inf.to(param.device) != 0, param, value)
+            param.copy_(value)
 
 
 def _has_fewer_bits(params: Tensors, state: Sequence[Tensors], update: Update) -> bool:

@@ -57,6 +57,8 @@ from preamp.kernels.jit.words import (
     peek,
     poke,
     put_back,
+    take_over,
+    taken_over,
     value_of,
     widen,
     widened,
@@ -387,6 +389,15 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
 
 
 @kernel
+def take_over_lists(first, last, chunks, at, room, found, kinds, math):
+    """Let masters, of the type of ``math``, say what half weights do."""
+    for chunk in range(first, last):
+        tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
+        masters = at[0, tensor] + start * itemsize(math)
+        take_over(masters, at[1, tensor] + start * WIDTHS[kinds[1]], kinds[1], count, math)
+
+
+@kernel
 def split_lists(first, last, chunks, at, room, found, half, low):
     """Values into ``half`` ones and, if wanted, what is beside them; see `formats.half_of`."""
     for chunk in range(first, last):
@@ -418,8 +429,8 @@ def join_lists(first, last, chunks, at, room, found, half, low):
 
 @kernel
 def update(
-    first, last, chunks, at, room, found, kinds, math, half, low, second, layout, inv_scale, each,
-    rule
+    first, last, chunks, at, room, found, kinds, math, half, low, second, layout, leads, inv_scale,
+    each, rule
 ):  # fmt: skip
     """An update by ``rule``, a record of `formulas`; ``each`` has a number for each tensor.
 
@@ -427,7 +438,8 @@ def update(
     ``None``; state that is not there has no kind. ``half`` is a zero of the type of gradients and
     halves where all else is of the computation's: these are converted on the way then. Else it is
     ``None``. ``low`` is one of the type of lows where gradients and parameters are both of
-    ``half``, split ones; they stand in for halves. ``layout`` is that of lists that are kept in
+    ``half``, split ones; they stand in for halves. Where halves lead, parameters start from
+    `taken_over`: on the way, or where ``leads`` says so. ``layout`` is that of lists that are kept in
     fewer bits, or ``None``; chunks are whole blocks.
     """
     lists = 3 if second is None else 4
@@ -440,11 +452,16 @@ def update(
             n = end - begin
             find_lists(0, lists, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
             ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[lists]
+            if leads:  # a parameter of the computation's dtype is where it is
+                own = at[lists, tensor] + begin * WIDTHS[kinds[lists]]
+                take_over(ps, own, kinds[lists], n, math)
             for i in range(n):
-                if low is None:
-                    p = peek(ps, i, math)
-                else:
+                if low is not None:
                     p = join(peek(ps, i, half), peek(hs, i, low))
+                elif half is not None:
+                    p = taken_over(peek(ps, i, math), peek(hs, i, half))
+                else:
+                    p = peek(ps, i, math)
                 if half is None:
                     g = peek(gs, i, math) * inv_scale
                 else:

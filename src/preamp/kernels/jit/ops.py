@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from preamp.core.dtypes import HALF_DTYPES, math_dtype
+from preamp.core.dtypes import math_dtype
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
 from preamp.kernels.jit.loops import Chunks, blocks_in, chunks_of, in_blocks, walk
@@ -36,7 +36,7 @@ from preamp.kernels.reference import Reference
 from preamp.kernels.reference.formulas import number_of
 from preamp.kernels.reference.tally import flat_of
 from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
-from preamp.kernels.stored import Format, Stored, join
+from preamp.kernels.stored import Format, Stored, join, lead
 from preamp.kernels.update import Scalar, Update, norms_at
 from preamp.kernels.vectors import norms_of
 
@@ -248,6 +248,11 @@ class Jit(Combining):
         group.walk(loops.combine, math, each, _number(b, math), is_copy)
         torch.autograd.graph.increment_version(group.rows[0])
 
+    def _take_over(self, group: Part) -> None:
+        math = cast("torch.dtype", group.dtypes[0])
+        group.walk(loops.take_over_lists, math)
+        torch.autograd.graph.increment_version(group.rows[0])
+
     def _convert(self, group: Part, *, joins: bool) -> None:
         kernel = loops.join_lists if joins else loops.split_lists
         half = ZEROS[cast("torch.dtype", group.dtypes[1])]
@@ -278,6 +283,7 @@ class Jit(Combining):
         works, others = _works(params, grads, *state, rule=rule, update=update)
         if others or len(works) != 1:
             return _REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
+        works[0].take_over()
         return _lamb_norms(works[0], rule)
 
 
@@ -410,8 +416,14 @@ class _Work(NamedTuple):
         half = self.part.dtypes[self.lists]
         if self.update.stored is not None and self.update.stored.lows is not None:
             return (ZEROS[p], np.int16(0)) if p is not None and p == g else (None, None)
-        is_usual = {p, *state} == {self.math} and g == half and g in HALF_DTYPES
+        is_usual = {p, *state} == {self.math} and g == half and self.leads
         return (ZEROS[half] if is_usual and half is not None else None), None
+
+    @property
+    def leads(self) -> bool:
+        """Whether there are half weights, which parameters refine."""
+        p, half = self.part.dtypes[0], self.part.dtypes[self.lists]
+        return self.update.halves_lead and p is not None and half is not None and lead(p, half)
 
     @property
     def kinds(self) -> Sequence[int]:
@@ -452,7 +464,9 @@ class _Work(NamedTuple):
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
         by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
         second = ZEROS[self.math] if isinstance(rule, formulas.Moments) else None
-        given = *self.on_the_way, second, self.layout, by, numbers, rule
+        half, low = self.on_the_way
+        leads = self.leads and half is None
+        given = half, low, second, self.layout, leads, by, numbers, rule
         self.part.walk(loops.update, self.math, *given, kinds=self.kinds)
         written = [row for place, row in enumerate(self.part.rows) if place != 1]
         torch.autograd.graph.increment_version([*chain.from_iterable(written)])
@@ -462,6 +476,7 @@ class _Work(NamedTuple):
         given = norms_at(self.update.norms, self.part.places)
         if given is not None:
             return given.to(_CPU, self.math).unbind()
+        self.take_over()
         if isinstance(rule, LambRule):
             return _lamb_norms(self, rule).unbind()
         factor = self.update.inv_scale
@@ -471,6 +486,14 @@ class _Work(NamedTuple):
             return (wide if factor is None else wide * factor.to(_CPU, self.math),)
         norms = _torch.from_numpy(_norms_in(self.part, 1, factor, self.math)).to(self.math)
         return (self._lengths(), norms) if isinstance(rule, LarsRule) else (norms,)
+
+    def take_over(self) -> None:
+        """Let parameters say what their half weights do, before norms are taken of them."""
+        if self.leads:
+            kinds = [CODES[self.part.dtypes[place]] for place in (0, self.lists)]
+            own = self.part._replace(at=self.part.at[[0, self.lists]])
+            own.walk(loops.take_over_lists, self.math, kinds=kinds)
+            torch.autograd.graph.increment_version(self.part.rows[0])
 
     def _lengths(self) -> torch.Tensor:
         """The norms of the parameters."""

@@ -200,6 +200,20 @@ def narrow(typing: Any, value: Any, zero: Any) -> Any:
     return zero(value, zero), generate
 
 
+@intrinsic
+def taken_over(typing: Any, value: Any, half: Any) -> Any:
+    """What a master and its half weight say: see `preamp.kernels.stored.taken_over`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = context.cast(builder, args[0], value, types.float32)
+        rounded = from_float(context, builder, wide, half)
+        other = to_float(context, builder, args[1], half)
+        other = context.cast(builder, other, types.float32, value)
+        return builder.select(builder.icmp_signed("==", rounded, args[1]), args[0], other)
+
+    return value(value, half), generate
+
+
 _MAGNITUDES = {_F16: _F16, _BF16: _F16, types.float32: types.uint32, types.float64: types.uint64}
 _INFINITY = {
     **{_F16: 0x7C00, _BF16: 0x7F80},
@@ -334,6 +348,17 @@ def put_back(values, at, kind, count, math):
     elif kind == _IS_F64:
         for i in range(count):
             poke(at, i, narrow(peek(values, i, math), _ZERO_F64))
+
+
+@function
+def take_over(masters, halves, kind, count, math):
+    """Let masters say what half weights of a dtype do, in place."""
+    if kind == _IS_BF16:
+        for i in range(count):
+            poke(masters, i, taken_over(peek(masters, i, math), peek(halves, i, _ZERO_BF16)))
+    elif kind == _IS_F16:
+        for i in range(count):
+            poke(masters, i, taken_over(peek(masters, i, math), peek(halves, i, _ZERO_F16)))
 
 
 @intrinsic

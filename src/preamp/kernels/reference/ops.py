@@ -18,7 +18,7 @@ from preamp.kernels.reference.stored import Unpacked, update_stored
 from preamp.kernels.reference.tally import blocks_of, tally
 from preamp.kernels.reference.update import Slot, slots
 from preamp.kernels.rules import LambRule, Rule
-from preamp.kernels.stored import join, split
+from preamp.kernels.stored import join, split, taken_over
 from preamp.kernels.update import Scalar, Update
 from preamp.kernels.vectors import max_norm, norm, stack
 
@@ -146,6 +146,12 @@ class Reference(Ops):
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
+
+    @torch.no_grad()
+    def take_over_(self, masters: Tensors, halves: Tensors) -> None:
+        for pair in zip(masters, halves, strict=True):
+            for master, half in _aligned_blocks(*pair):
+                master.copy_(taken_over(master, half))
 
     @torch.no_grad()
     def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:

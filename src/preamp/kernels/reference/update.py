@@ -11,6 +11,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
+from preamp.kernels.stored import lead, taken_over
 from preamp.kernels.update import Scalar, Update
 
 
@@ -65,6 +66,8 @@ class TensorSlot(Slot):
         self._found_inf = update.found_inf
         dtype = math_dtype(param.dtype)
         self.p, self.g, *rest = (t.detach().to(dtype) for t in (param, grad, *state))
+        if half is not None and update.halves_lead and lead(param.dtype, half.dtype):
+            self.p = taken_over(self.p, half.detach())
         if update.inv_scale is not None:
             self.g = self.g * self.scalar(update.inv_scale)
         self.state = tuple(rest)

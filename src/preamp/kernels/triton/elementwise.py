@@ -12,7 +12,11 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Column
 from preamp.kernels.places import Combining, Group, sort
-from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
+from preamp.kernels.triton.device.elementwise import (
+    combine_kernel,
+    convert_kernel,
+    take_over_kernel,
+)
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar, width_of
 from preamp.kernels.triton.tables import CHUNK, sizes_of, table
@@ -54,6 +58,19 @@ class Elementwise(Combining):
             A_EACH=len(rows) - 1 if factors else 0,
             CHUNK=CHUNK,
             WIDTH=width_of(target),
+        )
+        torch.autograd.graph.increment_version(group.rows[0])
+
+    def _take_over(self, group: Group) -> None:
+        entries = table(group.rows[:2], group.positions, sizes=sizes_of(group))
+        launch(
+            take_over_kernel,
+            (entries.chunks,),
+            entries,
+            P=KINDS[group.dtypes[0]],
+            H=KINDS[group.dtypes[1]],
+            CHUNK=CHUNK,
+            WIDTH=width_of(group.dtypes[0]),
         )
         torch.autograd.graph.increment_version(group.rows[0])
 

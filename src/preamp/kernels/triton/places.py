@@ -14,7 +14,7 @@ from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
 from preamp.kernels.places import STORED_DTYPES, Group, pick, sort
 from preamp.kernels.stored import BLOCK as SLOTS
-from preamp.kernels.stored import Format, Stored, scales_shape
+from preamp.kernels.stored import Format, Stored, lead, scales_shape
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import (
     check_devices,
@@ -68,6 +68,12 @@ class Places:
             arguments[name] = number(value, self.math)
         return arguments
 
+    @property
+    def leads(self) -> bool:
+        """Whether there are half weights, which parameters refine."""
+        half = self.dtypes["H"]
+        return half is not None and self.update.halves_lead and lead(self.dtypes["P"], half)
+
     def given_norms(self) -> torch.Tensor | None:
         """``update.norms``, if the rule has been told them."""
         norms = self.update.norms
@@ -78,11 +84,12 @@ class Places:
     ) -> torch.Tensor:
         """Norm or largest magnitude of each parameter (``P``) or gradient (``G``) × ``factor``."""
         dtypes = (cast("torch.dtype", self.dtypes[name]), self.math)
-        is_split = name == "P" and self.dtypes["H"] is torch.int16
+        is_told = name == "P" and (self.leads or self.dtypes["H"] is torch.int16)
         partials = measure(
             self.plain,
-            (0, 3 + ("V" in self.dtypes)) if is_split else "PG".index(name),
+            "PG".index(name),
             dtypes,
+            beside=(3 + ("V" in self.dtypes), self.dtypes["H"]) if is_told else (0, None),
             largest=largest,
             squares=not largest,
             factor=factor,
@@ -98,6 +105,7 @@ class Places:
             **given("inv_scale", self.update.inv_scale, self.entries),
             **given("found_inf", self.update.found_inf, self.entries),
             **{name: KINDS[dtype] for name, dtype in self.dtypes.items() if name != "N"},
+            LEADS=self.leads,
             MATH=KINDS[self.math],
             CHUNK=CHUNK,
             WIDTH=width_of(*[self.dtypes.get(name) for name in "PMV"]),

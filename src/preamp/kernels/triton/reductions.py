@@ -59,9 +59,10 @@ def gathered(entries: Table, partials: torch.Tensor, *, largest: bool) -> torch.
 
 def measure(
     entries: Table,
-    row: int | tuple[int, int],
+    row: int,
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
+    beside: tuple[int, torch.dtype | None] = (0, None),
     largest: bool,
     squares: bool,
     finite: bool = False,
@@ -70,9 +71,9 @@ def measure(
     """Return per chunk of list ``row`` what is asked for, a row of each in this order.
 
     ``dtypes`` are that of the list and that of the computation; ``factor`` multiplies every value
-    before anything else. Split values are in two rows, the second one that of their low bits.
+    before anything else. ``beside`` are row and dtype of what else says the values: half weights,
+    or the low bits of split ones.
     """
-    first, lows = row if isinstance(row, tuple) else (row, None)
     shape = (largest + squares + finite, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
     launch(
@@ -83,8 +84,9 @@ def measure(
         **given("factor", factor, entries),
         X=KINDS[dtypes[0]],
         MATH=KINDS[dtypes[1]],
-        ROW=first,
-        LOWS=lows,
+        ROW=row,
+        H=KINDS[beside[1]],
+        H_ROW=beside[0],
         MAX=largest,
         SUM=squares,
         FINITE=finite,

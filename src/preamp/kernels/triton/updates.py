@@ -107,7 +107,7 @@ def update_kernel(
     correction1: tl.int64, correction2: tl.int64, beta1: tl.int64, share: tl.int64, beta2: tl.int64,
     rest: tl.int64, momentum: tl.int64, eps: tl.int64, decay: tl.int64,
     coefficient: tl.int64, inv_scale_at, found_inf_at, seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, V, H, H_ROW, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
+    P, G, M, V, H, H_ROW, LEADS, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
     TRUST_RATIO, CORRECTS, STEP_SIZE, COUPLED, DECOUPLED, CORRECTED, EPS_INSIDE, HAS_MOMENTUM,
     NESTEROV, BEFORE, AFTER, INSIDE, BOUNDED, CHUNK, WIDTH, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def update_kernel(
         while first < end:
             begin, where, mask = lanes(start, first, count, length, AT_ONCE, IN_BLOCKS)
             chance = draw(key, origin + begin, where, turn, AT_ONCE, CHANCE)
-            p = load_param(p_at, h_at, begin, where, mask, AT_ONCE, P, H, MATH)
+            p = load_param(p_at, h_at, begin, where, mask, AT_ONCE, P, H, LEADS, MATH)
             g = load(g_at, begin, where, mask, AT_ONCE, G, MATH) * inv_scale
             m = p
             if HAS_MOMENTUM:

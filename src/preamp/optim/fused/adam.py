@@ -212,8 +212,6 @@ class FusedAdam(FusedOptimizer):
             for batch in batches(entries, self._apart(self._steps_of)):
                 step = self._steps_done(batch.params[0]) + 1
                 update = batch.update(step=step, inv_scale=inv_scale)
-                if batch.halves is not None and batch.twins is None:  # what these were counts not
-                    self._ops.cast_copy_(batch.params, [h for h in batch.halves if h is not None])
                 self._update([self._call(group, batch, rule, update)])
                 for param in batch.params:
                     self.state[param]["step"] = step

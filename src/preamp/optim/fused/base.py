@@ -26,8 +26,8 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError, bad_state, bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, host_reaches, is_capturing
+from preamp.core.torch_private.shards import place_gradients
 from preamp.kernels import Ops, Rule, Update, at_hand, backend, check_not_captured, holding
-from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
 from preamp.optim.fused.full_precision import copy_of
@@ -245,7 +245,7 @@ class FusedOptimizer(KeepsMoments):
         state, targets = self._state(params, group), batch.targets
         if self._has_copy(params[0]):
             targets = [copy_of(param, self.state[param]) for param in params]
-            update = replace(update, halves=params)
+            update = replace(update, halves=params, halves_lead=True)
         lists = [targets, batch.grads, *state]
         update = self._told(params, update)
         return Call(batch, lists, rule, update)
@@ -280,7 +280,11 @@ class FusedOptimizer(KeepsMoments):
         """What is updated, in the form of ``param_groups``; makes copies that are missing."""
 
         def updated(param: torch.Tensor) -> torch.Tensor:
-            return copy_of(param, self.state[param]) if self._has_copy(param) else param
+            if not self._has_copy(param):
+                return param
+            made = copy_of(param, self.state[param])
+            self._ops.take_over_([made], [param.detach()])
+            return made
 
         return [{"params": [*map(updated, group["params"])]} for group in self.param_groups]
 

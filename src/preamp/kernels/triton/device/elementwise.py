@@ -67,9 +67,25 @@ def convert_kernel(pointers, layout, n: tl.int64, P, H, JOINS, CHUNK, WIDTH):
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             if JOINS:
-                x = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, tl.float32)
+                x = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, False, tl.float32)
                 store(x_at, start, where, mask, AT_ONCE, tl.float32, x)
             else:
                 x = load(x_at, start, where, mask, AT_ONCE, tl.float32, tl.float32)
                 store_split(p_at, h_at, start, where, mask, AT_ONCE, P, H, x)
+            first += BLOCK
+
+
+@kernel
+def take_over_kernel(pointers, layout, n: tl.int64, P, H, CHUNK, WIDTH):
+    """Let parameters say what half weights do; rows: these, half weights."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    p_at, h_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
+    whole = whole_blocks(p_at | h_at, count)
+    for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
+        first, end = bounds(whole, count, AT_ONCE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, True, P)
+            store(p_at, start, where, mask, AT_ONCE, P, p)
             first += BLOCK

@@ -16,11 +16,11 @@ from preamp.kernels.triton.device.stored import load_param
 from preamp.kernels.triton.device.walk import (
     BLOCK,
     address,
+    address_if,
     bounds,
     factor_or_one,
     find_chunk,
     infinity_bits,
-    load,
     magnitude_bits,
     root,
     value_of_bits,
@@ -31,16 +31,14 @@ from preamp.kernels.triton.device.walk import (
 @kernel
 def measure_chunks(
     pointers, layout, n: tl.int64, partials, factor_at,
-    X, MATH, ROW, LOWS, FACTOR_AT, MAX, SUM, FINITE, CHUNK, WIDTH,
+    X, MATH, ROW, H, H_ROW, FACTOR_AT, MAX, SUM, FINITE, CHUNK, WIDTH,
 ):  # fmt: skip
     """Write the largest magnitude, sum of squares, and largest finite magnitude of each chunk."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     at = address(pointers, n, ROW, tensor)
     factor = factor_or_one(factor_at, FACTOR_AT, MATH)
-    low_at = tl.zeros((), tl.int64)
-    if LOWS is not None:
-        low_at = address(pointers, n, LOWS, tensor)
-    whole = whole_blocks(at | low_at, count)
+    h_at = address_if(pointers, n, H_ROW, tensor, H)
+    whole = whole_blocks(at | h_at, count)
     squares = tl.zeros([BLOCK], MATH)
     largest = magnitude_bits(squares, MATH)
     finite = largest
@@ -49,10 +47,8 @@ def measure_chunks(
         while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
-            if LOWS is not None:
-                x = load_param(at, low_at, start, where, mask, AT_ONCE, X, tl.int16, MATH) * factor
-            else:
-                x = load(at, start, where, mask, AT_ONCE, X, MATH) * factor
+            x = load_param(at, h_at, start, where, mask, AT_ONCE, X, H, H is not None, MATH)
+            x = x * factor
             bits = magnitude_bits(x, MATH)
             if MAX:
                 largest = tl.maximum(largest, bits)

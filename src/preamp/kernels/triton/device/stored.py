@@ -248,12 +248,18 @@ def _words(key, counter, step):
 @helper
 def load_param(
     p_at, h_at, start, where, mask,
-    AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, MATH: tl.constexpr,
+    AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, LEADS: tl.constexpr,
+    MATH: tl.constexpr,
 ):  # fmt: skip
-    """Load parameters, joined with their low bits if they have some."""
+    """Load parameters: joined with their low bits if they have some, else what half weights say."""
     p = load(p_at, start, where, mask, AT_ONCE, P, MATH)
     if H == tl.int16:
         p = _join(p, read(h_at, start, where, mask, AT_ONCE, H).to(tl.int32), P)
+    elif LEADS:
+        half = load(h_at, start, where, mask, AT_ONCE, H, MATH)
+        # Widening is exact, so halves have the same bits where their float32 values do.
+        rounded = widen(narrow(p, H), H, tl.float32).to(tl.int32, bitcast=True)
+        p = tl.where(rounded == half.to(tl.float32).to(tl.int32, bitcast=True), p, half)
     return p
 
 
