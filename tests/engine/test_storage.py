@@ -100,7 +100,7 @@ PROGRAMS = {
 @pytest.mark.usefixtures("small_blocks")
 @levels
 @pytest.mark.parametrize(
-    ("name", "moments"), itertools.product(SPLITS, ["float32", "bfloat16", "8bit"])
+    ("name", "moments"), [*itertools.product(SPLITS, ["float32", "bfloat16", "8bit"])]
 )
 def test_training_is_that_of_full_storage(level: str, name: str, moments: Any) -> None:
     """With an overflow and clips; moments in fewer bits and their scales have the same bits too."""

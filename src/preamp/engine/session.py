@@ -718,7 +718,8 @@ class OptimizerSession:
             if any([table.is_fresh for table in self.tables]) and self.holds_any():
                 self._start_weights()  # no block may have come yet
             for table in self.tables:
-                (table.follow if table.updates_halves else table.absorb)()
+                if not table.updates_halves:  # else its kernels take half weights for the truth
+                    table.absorb()
                 table.is_stepping = True
 
     def write_halves(self) -> None:

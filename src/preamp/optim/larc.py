@@ -17,6 +17,7 @@ from preamp.optim.fused.base import rate_of
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS
 from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_
+from preamp.optim.table import pair_of
 from preamp.policy.storage import FULL, Storage
 
 
@@ -214,8 +215,9 @@ class _Adaptation:
 def _wide(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's part of a parameter and of its gradient, in the precision of the arithmetic."""
     dtype = math_dtype(param.dtype)
-    grad = cast("torch.Tensor", param.grad)
-    return local_of(param.detach()).to(dtype), local_of(grad.detach()).to(dtype)
+    grad, twin = cast("torch.Tensor", param.grad), pair_of(param)
+    value = param.detach() if twin is None else twin.value()
+    return local_of(value).to(dtype), local_of(grad.detach()).to(dtype)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ class is reached through a tensor of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -62,19 +62,6 @@ def instance_of(cls: type[T], data: torch.Tensor, *, requires_grad: bool) -> T:
     param = make(cls, local_of(data).detach(), spec, requires_grad=requires_grad)
     param._is_param = True
     return param
-
-
-def before_local(prepare: Callable[[Any], object]) -> dict[str, Any]:
-    """Attributes of a class whose tensors ``prepare`` makes those of another before they are read.
-
-    Methods of a ``DTensor`` take this rank's part as an attribute, past ``__torch_function__``.
-    """
-
-    def local(tensor: Any) -> torch.Tensor:
-        prepare(tensor)
-        return local_of(tensor)
-
-    return {"_local_tensor": property(local)}
 
 
 def place_gradients(params: Sequence[torch.Tensor]) -> None:
