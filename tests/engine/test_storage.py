@@ -247,9 +247,10 @@ def test_no_step_makes_float32_masters(
 ) -> None:
     run = start(level, "split", name).play("train 0")
     (table,) = run.engine.sessions[id(run.optimizer)].tables
-    for op in ("join_", "split_", "cast_copy_", "take_over_"):
-        monkeypatch.setattr(table.ops, op, lambda *lists: pytest.fail("masters were touched"))
-    run.play("train 1; train 2; train 3")
+    with monkeypatch.context() as patch:
+        for op in ("join_", "split_", "cast_copy_", "take_over_"):
+            patch.setattr(table.ops, op, lambda *lists: pytest.fail("masters were touched"))
+        run.play("train 1; train 2; train 3")
 
 
 @levels
@@ -402,7 +403,7 @@ def test_other_optimizers_refuse_to_split_masters(level: str, name: str) -> None
 
 def test_larc_around_an_initialized_optimizer_is_refused() -> None:
     run = start("O5", "split").play("backward")
-    words = {"kind": "LARC", "kinds": ", ".join(SPLITS)}
+    words: Any = {"kind": "LARC", "kinds": ", ".join(SPLITS)}
     with refused(BOOK, "masters of others", run.model, run.optimizer, **words):
         preamp.LARC(run.optimizer).step()
 
