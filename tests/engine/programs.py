@@ -259,7 +259,7 @@ class Backward(Call):
         poison: Whether the loss is infinite; at dynamic scales only.
         fails: Whether the body raises after its backward.
         checks_late: Whether a later block adjusts the loss scale, by ``delay_overflow_check``.
-        zeroes: Whether the body zeroes the model's gradients first.
+        zeroes: Whether the body zeroes the model's gradients first; earlier ones are away then.
     """
 
     parts: str
@@ -516,7 +516,6 @@ class World:
         self.is_scaled = self.is_dynamic or self.engine.loss_scale() != 1.0
         self.convert_plain()
         self.overflowed: list[bool | Literal["maybe"]] = [False, False]
-        self.delayed: list[tuple[int, float] | None] = [None, None]
         self.is_stale = [False, False]  # a skipped step has left its gradients
         self.spent: set[str] = set()
         self.unscaled: set[str] = set()  # with a master, and a half gradient made outside of blocks
@@ -598,7 +597,7 @@ class World:
         if not any(self.ours.get_parameter(n).requires_grad for n in params):
             return
         owners = {OWNER[part] for part in call.parts}
-        if any(self.delayed[i] or self.overflowed[i] or self.is_stale[i] for i in owners):
+        if any(self.overflowed[i] or self.is_stale[i] for i in owners):
             return
         if any(self.master(n) is not None and self.both(n)[0].grad is not None for n in params):
             return
@@ -631,21 +630,14 @@ class World:
             if self.is_stale[i]:
                 self.zero(i, to_none=True)
         poison = call.poison and self.is_dynamic
-        fails = call.fails and not any(self.delayed[i] for i in owners)
         self.log.append(
             f"with scale_loss(loss({call.parts!r}, {call.index}){' * inf' if poison else ''}, "
             f"{[f'opt{i}' for i in owners]}, loss_id={call.loss_id}"
             f"{', delay_unscale=True' if call.delay else ''}"
             f"{', delay_overflow_check=True' if call.checks_late else ''}) as scaled: "
-            f"scaled.backward()" + ("; raise" if fails else "")
+            f"scaled.backward()" + ("; raise" if call.fails else "")
         )
-        scale = self.engine.scaler(call.loss_id).generation  # after a block it may be another one
-        self.begin(owners, call.loss_id, scale)
-        # What was left scaled and is not finite is found by this block, and belongs to all its
-        # optimizers; so may be what had overflowed before anything was left scaled.
-        bad = [i for i in owners if self.delayed[i] and not _finite(self.grads(i))]
-        raw = any(not self.overflowed[i] for i in bad)
-        mixed = bool(bad)
+        self.begin(owners)
         loss = loss_of(self.ours, call.parts, call.index) * (math.inf if poison else 1.0)
         self.master_written, self.started = [False, False], True
         opts = [self.opts[i] for i in owners]
@@ -657,43 +649,27 @@ class World:
                 delay_unscale=call.delay,
                 delay_overflow_check=call.checks_late,
             ) as scaled:
-                if call.zeroes and not fails and len(owners) == 2 and not any(self.delayed):
-                    self.zero("model", to_none=False)
-                    # What had overflowed is gone; a step is skipped without need.
-                    self.overflowed = [overflowed and "maybe" for overflowed in self.overflowed]
+                if call.zeroes and len(owners) == 2:  # else it reaches gradients of no block
+                    self.log.append("    model.zero_grad(set_to_none=False)  # within the block")
+                    self.ours.zero_grad(set_to_none=False)
                 scaled.backward()
-                if fails:
+                if call.fails:
                     raise Left
         except Left:
             return
         self.theirs(call.parts, call.index, poison=poison)
-        keeps_scale = call.delay and (self.is_scaled or self.row.has_masters)
-        for i in owners:
-            self.delayed[i] = (call.loss_id, scale) if keeps_scale else None
         self.halved[call.loss_id] += poison
-        self.has_delayed[call.loss_id] |= keeps_scale or call.checks_late
-        if self.is_dynamic and not keeps_scale:
-            for i in owners:
-                if poison or raw:
-                    # Whether zeros from before are fresh gradients later is nobody's business.
-                    zeros = any(not bool(grad.any()) for grad in self.grads(i).values())
-                    self.overflowed[i] = "maybe" if zeros else True
-                elif mixed:
-                    self.overflowed[i] = self.overflowed[i] or "maybe"
+        self.has_delayed[call.loss_id] |= call.delay or call.checks_late
+        for i in owners if poison else ():
+            # Whether zeros from before are fresh gradients later is nobody's business.
+            zeros = any(not bool(grad.any()) for grad in self.grads(i).values())
+            self.overflowed[i] = "maybe" if zeros else True
 
-    def begin(self, owners: list[int], loss_id: int, scale: int) -> None:
+    def begin(self, owners: list[int]) -> None:
         """What becomes of earlier gradients."""
         for i in owners:
             self.drop_spent(self.names(i))
             self.unscaled -= set(self.names(i))
-            delayed = self.delayed[i]
-            if delayed is not None and not self.grads(i):
-                self.delayed[i], self.overflowed[i] = None, False
-                continue
-            if delayed is not None and delayed != (loss_id, scale):
-                self.delayed[i] = None
-                if self.is_dynamic and not _finite(self.grads(i)):
-                    self.overflowed[i] = True
             maybe = self.overflowed[i] == "maybe"
             if not (self.grads(i) if maybe else self.holds(i)):
                 self.overflowed[i] = False
@@ -703,16 +679,14 @@ class World:
         parts = self.ours.present(call.parts)
         trained = [n for n in self.names() if n[0] in parts and self.both(n)[0].requires_grad]
         owners = sorted({OWNER[n[0]] for n in trained})
-        if not owners or any(
-            self.delayed[i] or self.overflowed[i] or self.is_stale[i] for i in (0, 1)
-        ):
+        if not owners or any(self.overflowed[i] or self.is_stale[i] for i in (0, 1)):
             return
         poison = call.poison and self.is_dynamic
         self.log.append(
             f"GradScaler of {[f'opt{i}' for i in owners]}, loss_id={call.loss_id}: "
             f"scale(loss({parts!r}, {call.index}){' * inf' if poison else ''}).backward()"
         )
-        self.begin(owners, call.loss_id, self.engine.scaler(call.loss_id).generation)
+        self.begin(owners)
         scaler = preamp.GradScaler([self.opts[i] for i in owners], call.loss_id)
         loss = loss_of(self.ours, parts, call.index) * (math.inf if poison else 1.0)
         self.master_written, self.started = [False, False], True
@@ -755,12 +729,7 @@ class World:
         if self.is_stale[i]:
             self.zero(i, to_none=True)
         self.log.append(f"opt{i}.step()" if scaler is None else f"scaler.step(opt{i})")
-        if self.delayed[i]:
-            if self.refused(self.opts[i].step):
-                return
-            assert not self.holds(i), "a step on gradients that are still scaled"
-            self.delayed[i] = None
-        elif scaler is not None:
+        if scaler is not None:
             scaler.step(self.opts[i])
         else:
             self.opts[i].step()
@@ -784,7 +753,7 @@ class World:
             param.grad = grads[name]
 
     def end_step(self, i: int) -> None:
-        self.overflowed[i], self.delayed[i] = False, None
+        self.overflowed[i] = False
         for name in self.names(i):
             if self.master(name) is not None and self.plain.get_parameter(name).grad is not None:
                 self.spent.add(name)
@@ -806,7 +775,7 @@ class World:
             return loss
 
         if self.refused(lambda: self.opts[i].step(closure)):  # type: ignore[arg-type]
-            assert self.delayed[i] or self.is_dynamic, "a step with a closure was refused"
+            assert self.is_dynamic, "a step with a closure was refused"
             return
         assert not self.is_dynamic, "a closure at a dynamic scale"
         self.started = True
@@ -826,7 +795,7 @@ class World:
         if isinstance(whose, int):
             self.log.append(f"opt{whose}.zero_grad()  # {how}")
             self.opts[whose].zero_grad(set_to_none=to_none)
-            self.overflowed[whose], self.delayed[whose] = False, None
+            self.overflowed[whose] = False
         elif whose == "model":
             self.log.append(f"model.zero_grad(set_to_none={to_none})")
             self.ours.zero_grad(set_to_none=to_none)
@@ -844,12 +813,6 @@ class World:
     def clip(self, call: Clip) -> None:
         i = call.optimizer
         if self.overflowed[i] or self.is_stale[i] or not _finite(self.grads(i)):
-            return
-        if self.delayed[i]:
-            if call.by == "preamp" and self.grads(i):
-                self.log.append(f"preamp.clip_grad_norm_(opt{i}, {call.max_norm})  # refused")
-                refused = self.refused(lambda: preamp.clip_grad_norm_(self.opts[i], call.max_norm))
-                assert refused or not self.holds(i)
             return
         if call.by == "model" and self.row.has_masters:
             self.clip_halves(i, call.max_norm)
@@ -902,7 +865,7 @@ class World:
 
     def read(self, name: str) -> None:
         i = OWNER[name[0]]
-        if self.delayed[i] or self.overflowed[i] or self.is_stale[i]:
+        if self.overflowed[i] or self.is_stale[i]:
             return
         param, wanted = self.both(name)
         master = self.master(name)
@@ -1067,10 +1030,6 @@ class World:
         self.engine.load_state_dict(engine)
         self.halved = list(self.saved_halved)
         self.has_delayed = [True, True]  # a scale may yet fall for what was found before
-        for i, delayed in enumerate(self.delayed):
-            self.halved[delayed[0] if delayed else 0] += not _finite(self.grads(i))  # still there
-        # A scale that was loaded is another one, even if it is as large.
-        self.delayed = [delayed and (delayed[0], math.nan) for delayed in self.delayed]
         self.half_written, self.master_written = [False, False], [False, False]
         self.round_frozen()
         self.check()
@@ -1149,8 +1108,7 @@ class World:
         for name in self.names():
             self.read(name)
         for i in (0, 1):
-            if not self.delayed[i]:
-                self.step(i)
+            self.step(i)
         self.look("state_dict")
         self.check()
         if "SGD" in self.kind:

@@ -303,17 +303,15 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def finish(self, accumulates: bool = False) -> list[Any]:
+    def finish(self) -> list[Any]:
         """`go_on`, and close the engine: the next one would walk over those that are open."""
-        seen = self.go_on(accumulates)
+        seen = self.go_on()
         self.engine.close()
         return seen
 
-    def go_on(self, accumulates: bool = False) -> list[Any]:
+    def go_on(self) -> list[Any]:
         """A step with what is there, then whole iterations; return all that came of it."""
         seen = []
-        if accumulates:
-            self.backward(6)
         seen.append(self.picture(with_grads=True))
         self.step()
         seen.append(self.picture())
@@ -353,10 +351,6 @@ def nothing(run: Run) -> None:
 
 def accumulated(run: Run) -> None:
     run.backward(1)
-
-
-def left_scaled(run: Run) -> None:
-    run.backward(1, delay_unscale=True)
 
 
 def ending(**options: Any) -> Part:
@@ -401,37 +395,24 @@ def check(
     level: str, count: int, prepare: Prepare, part: Part, chosen: Callable[[int, Line], bool]
 ) -> None:
     """Interrupt ``part`` at the lines that are ``chosen``, by number too, in a run for each."""
-    is_left = prepare is left_scaled or part is LEAVES_SCALED
     other = prepared(level, 1, nothing)  # while it is open, casts stay where they are
-    allowed = [prepared(level, count, prepare).finish(is_left)]
+    allowed = [prepared(level, count, prepare).finish()]
     run = prepared(level, count, prepare)
     lines = [line for number, line in enumerate(lines_in(run, part)) if chosen(number, line)]
-    allowed.append(run.finish(is_left))
-    if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
-        allowed.append(prepared(level, count, nothing).finish(is_left))
-        run = prepared(level, count, prepare)
-        factor = float("inf") if part is OVERFLOWS else 1.0
-        run.backward(2, factor, delay_unscale=True)
-        allowed.append(run.finish(is_left))
+    allowed.append(run.finish())
     hits = 0
     for line in lines:
         run = prepared(level, count, prepare)
         hits += interrupt(part(run), line)
         run.block = None
-        assert run.finish(is_left) in allowed, f"after an interrupt at {line}"
+        assert run.finish() in allowed, f"after an interrupt at {line}"
     assert hits >= 0.8 * len(lines)
     other.engine.close()
 
 
-LEAVES_SCALED = ending(delay_unscale=True)
 OVERFLOWS = ending(factor=float("inf"))
-PARTS = {
-    "end": ending(),
-    "end after overflow": OVERFLOWS,
-    "end that leaves gradients scaled": LEAVES_SCALED,
-    "beginning": beginning,
-}
-BEFORE = {"nothing": nothing, "accumulated": accumulated, "left scaled": left_scaled}
+PARTS = {"end": ending(), "end after overflow": OVERFLOWS, "beginning": beginning}
+BEFORE = {"nothing": nothing, "accumulated": accumulated}
 
 
 KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]
@@ -473,8 +454,8 @@ def test_every_line_of_a_block(level: str, count: int, part: str, before: str) -
         ("O1", 1, "accumulated", "end"),
         ("O2", 2, "nothing", "end"),
         ("O2", 1, "accumulated", "end after overflow"),
-        ("O5", 2, "left scaled", "end"),
-        ("O1", 2, "nothing", "end that leaves gradients scaled"),
+        ("O5", 2, "accumulated", "end"),
+        ("O1", 2, "nothing", "end"),
         ("O2", 1, "accumulated", "beginning"),
     ],
 )
@@ -732,21 +713,6 @@ def test_optimizers_of_one_block_fail_together(
     for optimizer in optimizers:
         for param in preamp.master_params(optimizer):
             assert_same(param.grad, torch.ones_like(param))
-
-
-@levels
-def test_a_delayed_accumulation_that_cannot_be_unscaled_is_dropped_whole(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = Pair(level, loss_scale=128.0)
-    pair.backward(0)
-    pair.ours(1, delay_unscale=True)
-    Failing(monkeypatch, "scale_add_", 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        pair.ours(2)
-    pair.check_grads()
-    pair.step()
-    pair.check()
 
 
 @levels

@@ -287,29 +287,6 @@ def test_a_graph_that_is_not_freed_is_not_kept(
         assert run.cause.parameters == ("last.weight", "first.weight")
 
 
-def test_micro_batches_that_reach_different_heads() -> None:
-    """Which of them has overflowed nobody knows, so neither is certainly the first."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.a, self.b = (nn.Linear(4, 4, bias=False) for _ in range(3))
-            self.head = self.a
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            return self.head(self.body(torch.ones(len(words), 4)))
-
-    run = Run(model=Heads())
-    run.damage("body.weight")  # in the first, which does not reach the other head
-    run.backward(delay_unscale=True)
-    run.model.head = run.model.b
-    run.damage("b.weight")
-    run.backward()
-    run.optimizer.step()
-    assert set(run.cause.parameters) == {"body.weight", "b.weight"}
-    assert run.cause.candidates == 2
-
-
 class Keeping(torch.autograd.Function):
     """Keeps a tensor as an attribute, which no backward frees."""
 
@@ -326,7 +303,7 @@ class Keeping(torch.autograd.Function):
         return grads[0] * 2.0
 
 
-def test_attributes_of_functions_are_not_kept_while_gradients_are_left_scaled() -> None:
+def test_attributes_of_functions_are_not_kept_while_gradients_are_accumulated() -> None:
     run = Run()
     run.model.spoil = Keeping.apply
     kept: list[weakref.ref[torch.Tensor]] = []

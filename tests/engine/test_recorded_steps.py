@@ -57,18 +57,6 @@ def largest(record: NumericsRecord) -> list[float]:
 # -- whose numbers they are --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_gradients_left_scaled_are_measured_as_their_sum(level: str) -> None:
-    model, optimizer = started(level, numerics="light")
-    preamp.engine_of(model).scaler(0).set_scale(16.0)
-    for step in range(3):
-        backward(model, optimizer, step, delay_unscale=step < 2)
-    grads = [p.grad.abs().max().item() for p in preamp.master_params(optimizer)]
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert largest(record) == grads
-
-
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_used_up_gradients_are_no_later_steps(level: str) -> None:
     """The half ones stay where they are until they are zeroed."""

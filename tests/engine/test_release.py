@@ -541,9 +541,6 @@ def within(optimizer: Any, loss: torch.Tensor, body: Callable[..., object], **ho
 CALLS: dict[str, Callable[[Any, Any], object]] = {
     "a clip": lambda _, optimizer: preamp.clip_grad_norm_(optimizer, 1.0),
     "a clip of parameters": lambda model, _: preamp.clip_grad_norm_(model.parameters(), 1.0),
-    "a delayed unscaling": lambda model, optimizer: within(
-        optimizer, loss_of(model, 0), lambda _: pytest.fail("entered"), delay_unscale=True
-    ),
     "a GradScaler": lambda _, optimizer: preamp.GradScaler(optimizer),
     "a trace later": lambda _, optimizer: preamp.engine_of(optimizer).trace_overflow(),
     "a closure": lambda _, optimizer: optimizer.step(lambda: pytest.fail("was called")),

@@ -16,7 +16,7 @@ from preamp.core.tensors import all_finite, dtype_of, has_sharded, host_reaches,
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, engine_of, find_engine, is_optimizer
-from preamp.engine.session import OptimizerSession, Stage
+from preamp.engine.session import OptimizerSession
 from preamp.kernels import Ops
 from preamp.optim import WeightTable, leaves_of
 from preamp.optim.rank_norms import norm_of_order, total_norm
@@ -55,7 +55,7 @@ def clip_grad_norm_(
 
     Raises:
         PreampStateError: The optimizer has no engine, parameters with gradients have none or
-            several, no optimizer updates them, or gradients are still scaled, or released.
+            several, no optimizer updates them, or gradients are incomplete, or released.
         TypeError: ``parameters`` is neither.
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing was clipped.
 
@@ -96,12 +96,6 @@ def _check_can_clip(session: OptimizerSession) -> None:
     session.read_back_shown()
     if session.is_open:
         raise refusals.inside_block("clip_grad_norm_")
-    if session.stage is Stage.SCALED:
-        raise bad_state(
-            "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
-            "Only unscaled gradients have a norm that means anything",
-            "Clip after the last scale_loss of the accumulation, called without delay_unscale",
-        )
 
 
 def _to_clip(given: Any) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:

@@ -274,7 +274,7 @@ class Engine(EngineCore):
             self._end.unwind()
 
     def _make_end(self) -> UndoStack:
-        weights = WeightsAtEnd(self.sessions.values(), self.conversion, self.adjustments)
+        weights = WeightsAtEnd(self.sessions.values(), self.conversion)
         end = UndoStack()
         for step in (
             self.be_forgotten,

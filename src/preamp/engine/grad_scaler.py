@@ -290,7 +290,7 @@ class GradScaler(torch.amp.GradScaler):
         for session in sessions:
             session.end_left_open()
             session.end_backward = partial(self._end, session)  # also after an interrupt from here
-        block.begin(will_delay=False)
+        block.begin()
         for session in sessions:
             self._blocks[id(session)] = block.part(session)
         return block.note.scale

@@ -141,12 +141,6 @@ class GradientNote:
         default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]]
     )
 
-    def go_on_from(self, earlier: GradientNote) -> None:
-        """This backward adds to the gradients of an ``earlier`` one that were left scaled."""
-        finite = earlier.loss_finite.to(self.loss_finite.device)
-        self.loss_finite = torch.logical_and(self.loss_finite, finite)
-        self.graphs = [*earlier.graphs, *self.graphs]
-
     def add(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], census: Census
     ) -> None:

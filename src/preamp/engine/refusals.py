@@ -25,16 +25,6 @@ def check_group(
             )
 
 
-def shared_while_scaled() -> PreampStateError:
-    """A weight comes to a second optimizer where its gradient carries the loss scale."""
-    return bad_state(
-        "add_param_group was given parameters of another optimizer, and gradients of one of the "
-        "two still carry the loss scale",
-        "Optimizers can share weights before a scale_loss block, or after one that unscales",
-        "Call add_param_group after the step, or before the first scale_loss with delay_unscale",
-    )
-
-
 def nested(optimizer: object) -> PreampStateError:
     """An optimizer enters a ``scale_loss`` block inside another one."""
     return bad_state(
@@ -147,15 +137,6 @@ def never_scaled() -> str:
         "level with a dynamic loss scale",
         "Without it small float16 gradients become zero, and nobody looks for overflow",
         "Write: with preamp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
-    )
-
-
-def still_scaled() -> PreampStateError:
-    """A step is taken on gradients that carry the loss scale."""
-    return bad_state(
-        "optimizer.step() with gradients left scaled by delay_unscale=True",
-        "The last scale_loss before a step must unscale",
-        "Call scale_loss without delay_unscale for the last backward before step()",
     )
 
 

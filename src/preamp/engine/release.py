@@ -161,8 +161,7 @@ class Release:
                 for param, leaf in zip(group["params"], leaves_of(group["params"]), strict=True):
                     self._places[id(leaf)] = _Place(updates, group, param)
 
-    def _gradients_made(self, block: Backward, are_left: bool) -> None:
-        del are_left
+    def _gradients_made(self, block: Backward) -> None:
         for session in block.sessions:
             if (updates := self._updates.get(id(session))) is not None:
                 self._apply_waiting(updates)

@@ -72,9 +72,9 @@ class Waiting:
                 ]
                 self._hooked[id(leaf)] = leaf, handles
 
-    def _send_rest(self, block: Backward, are_left_scaled: bool) -> None:
+    def _send_rest(self, block: Backward) -> None:
         """Wait for all; send what came back for a backward that added nothing."""
-        del block, are_left_scaled
+        del block
         for leaf, _ in self._hooked.values():
             self.send(leaf)
             values_of(leaf.grad)

@@ -27,7 +27,6 @@ from preamp.core.undo import UndoStack
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
 from preamp.optim import Twin
-from preamp.scaling.scaler import Adjustments
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -201,18 +200,10 @@ def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStac
 class WeightsAtEnd:
     """What training has made of models and optimizers, taken stock of before hooks are removed."""
 
-    def __init__(
-        self,
-        sessions: Collection[OptimizerSession],
-        conversion: Conversion,
-        adjustments: Adjustments,
-    ) -> None:
-        """Unscale gradients left scaled, and note gradients and the exact values of masters."""
+    def __init__(self, sessions: Collection[OptimizerSession], conversion: Conversion) -> None:
+        """Note gradients and the exact values of masters."""
         self._sessions = sessions
         self._conversion = conversion
-        claimed: set[int] = set()
-        for session in sessions:
-            session.settle_now(claimed, adjustments)
         twins = [twin for session in sessions for twin in session.masters or ()]
         self._grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
         self._exact = {id(t.half): t.value().to(t.half.device) for t in twins}

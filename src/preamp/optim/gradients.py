@@ -40,7 +40,7 @@ from preamp.core.tensors import (
     versions_of,
 )
 from preamp.core.undo import run_to_end
-from preamp.optim.direct import Placeholders, is_zeroed, negative_zeros
+from preamp.optim.direct import is_zeroed, negative_zeros
 from preamp.optim.pairs import WeightPairs
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
@@ -90,8 +90,8 @@ class HalfGradients:
     columns, at the speed of the interpreter's own loops, and Python looks only at rows that differ
     from what was noted.
 
-    One backward goes `begin`, then `put_back`, or `merge` and `commit` (`note_raw` where it leaves
-    its gradients scaled). Between backwards `reconcile` takes in what the script has done.
+    One backward goes `begin`, then `put_back`, or `merge` and `commit`. Between backwards
+    `reconcile` takes in what the script has done.
     """
 
     def __init__(self, weights: WeightPairs, rewriting: Rewriting) -> None:
@@ -113,13 +113,10 @@ class HalfGradients:
         # Rows whose half gradient holds the earlier one too, and those whose new gradient is added
         # to a zeroed one meanwhile
         self.carried, self.zeros_aside = set[int](), set[int]()
-        # Versions of gradients left scaled, or ``None`` if none were
-        self.raw: list[int | None] | None = None
         self.may_have_bases = False  # whether any master may have a float32 gradient
         self.wait_on_host = False  # whether values lie there from a backward to its step
         self.changes = 0  # differs once gradients may be others than before
         self._arrived: list[torch.Tensor | None] | None = None
-        self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
@@ -132,8 +129,6 @@ class HalfGradients:
         self.seen.append(None)
         self.versions.append(-1)
         self.records.append(None)
-        if self.raw is not None:
-            self.raw.append(None)
 
     def clear(self) -> None:
         """Hold nothing any more, the weights' table neither."""
@@ -634,18 +629,13 @@ class HalfGradients:
             self._forget_half_gradients(alone)  # zeros stay where they are: the new ones join them
             self.zeros_aside = alone
         self.is_open = True
-        if not self.may_have_bases:
+        if carry is None or not self.may_have_bases:
             return
-        if carry is None:
-            for row in [row for row, base in enumerate(self.bases()) if base is not None]:
+        for row, base in enumerate(self.bases()):
+            if base is not None:
+                self.carried.add(row)
                 half = self._weights.halves[row]
-                self._placeholders.put(half, half, waits=self.wait_on_host)
-        else:
-            for row, base in enumerate(self.bases()):
-                if base is not None:
-                    self.carried.add(row)
-                    half = self._weights.halves[row]
-                    half.grad = (base.to(half.device) * carry).to(half.dtype)
+                half.grad = (base.to(half.device) * carry).to(half.dtype)
 
     def _forget_half_gradients(self, but: Collection[int] = ()) -> None:
         kept = [(self._weights.halves[row], stored_grad(self._weights.halves[row])) for row in but]
@@ -673,21 +663,8 @@ class HalfGradients:
         is_all = self._arrived is not None and are_same(leaves, self._weights.halves)
         return self._arrived if is_all and not self._weights.has_sharded else None
 
-    def end_body(self) -> None:
-        """The body of the block has ended; see `Placeholders.take_away`."""
-        self._placeholders.take_away()
-
-    def _forget_dropped(self) -> None:
-        if self._placeholders.dropped:
-            for row, half in enumerate(self._weights.halves):
-                if id(half) in self._placeholders.dropped:
-                    self.keep(row, None)
-                    self.zeros_aside.discard(row)
-        self._placeholders.forget()
-
     def put_back(self) -> None:
         """The backward failed: drop what it left; the masters' gradients have the earlier value."""
-        self._placeholders.forget()
         if self.is_open:
             self._forget_half_gradients()
             self.end()
@@ -712,8 +689,6 @@ class HalfGradients:
             row for row, g in enumerate(list(map(grad_of, self._weights.halves))) if g is None
         ]
         for row in without:
-            if id(self._weights.halves[row]) in self._placeholders.dropped:
-                continue
             is_stored = self.base(row) is not None
             if is_stored or (row in self.zeros_aside and not self.is_open):
                 half = self._weights.halves[row]
@@ -736,7 +711,6 @@ class HalfGradients:
 
     def _collect(self, factor: torch.Tensor | None) -> None:
         """Note what the backward has left; add nothing yet. Cannot fail."""
-        self._forget_dropped()
         for row in self.carried:  # the half gradient holds the earlier one too
             self.keep(row, None)
         # Sharded ones may have been placed anew since they arrived.
@@ -759,38 +733,6 @@ class HalfGradients:
         """No backward is under way any more."""
         self.is_open = False
         self.carried.clear()
-        self.raw = None
-
-    @property
-    def has_aside(self) -> bool:
-        """Whether a backward is under way and an earlier gradient is away meanwhile."""
-        if not self.is_open:
-            return False
-        return bool(
-            {row for row, base in enumerate(self.bases()) if base is not None} - self.carried
-        )
-
-    def note_raw(self) -> None:
-        """A block ends that leaves its gradients scaled: remember them as they are."""
-        self._show_zeros_for_missing()
-        self._forget_dropped()
-        now = list(map(grad_of, self._weights.halves))
-        versions = self._versions_of(now)
-        self.raw = [None if g is None else v for g, v in zip(now, versions, strict=True)]
-
-    def reconcile_raw(self) -> None:
-        """Take in that the script dropped or zeroed gradients left scaled, and so all of them."""
-        if self.raw is None:
-            return
-        now = list(map(grad_of, self._weights.halves))
-        versions = self._versions_of(now)
-        for row, (raw, grad) in enumerate(zip(self.raw, now, strict=True)):
-            if raw is None or (grad is not None and versions[row] == raw):
-                continue
-            if grad is None or is_zeroed(grad):
-                self.keep(row, None)
-                self.zeros_aside.discard(row)
-                self.raw[row] = None if grad is None else versions[row]
 
     # -- after a step, and zeroing ---------------------------------------------------------------
 
@@ -818,7 +760,6 @@ class HalfGradients:
 
     def drop(self, *, in_backward: bool) -> None:
         """Clear the gradients on both sides."""
-        self._placeholders.forget()
         self._forget_half_gradients()
         self.zeros_aside.clear()
         self._drop_bases()
@@ -830,7 +771,6 @@ class HalfGradients:
 
         In a backward what came before it stays noted, and nothing is hidden.
         """
-        self.reconcile_raw()  # what was dropped is not zeros
         now = list(map(grad_of, self._weights.halves))
         for grad in now:
             if grad is not None:

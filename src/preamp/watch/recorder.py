@@ -114,9 +114,8 @@ class Recorder:
     def _block_begins(self, backward: Backward) -> None:
         self.forget_dropped(backward.sessions)
 
-    def _gradients_made(self, backward: Backward, is_left_scaled: bool) -> None:
-        if not is_left_scaled:
-            self.measure(backward.sessions, backward.note)
+    def _gradients_made(self, backward: Backward) -> None:
+        self.measure(backward.sessions, backward.note)
         self.loss_seen(backward.sessions, backward.note.loss_id, backward.loss)
 
     def gradients_dropped(self, session: OptimizerSession) -> None:

@@ -454,13 +454,12 @@ class Tracer:
         seen.ended = self.values.tick()
         step.add(seen)
 
-    def _end_hearing(self, backward: Backward, will_delay: bool) -> None:
+    def _end_hearing(self, backward: Backward) -> None:
         del backward
-        if not will_delay:  # else nothing follows
-            self._pause()
+        self._pause()
 
     def _end_backward(self, backward: Backward) -> None:
-        """A backward has ended, and gradients left scaled with it."""
+        """A backward has ended."""
         del backward
         self._resume()
         self.values.collect()
