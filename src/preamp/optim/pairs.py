@@ -33,6 +33,7 @@ class WeightPairs:
         self.has_sharded = False  # whether any weight is a ``DTensor``
         self.halves: list[Any] = []
         self.masters: list[Any] = []
+        self._marked = self.masters  # those that somebody may write to
         self._master_marks = WeightMarks()
 
     def __len__(self) -> int:
@@ -44,7 +45,8 @@ class WeightPairs:
         self.has_sharded |= is_sharded(half)
         self.halves.append(half)
         self.masters.append(master)
-        self._master_marks.add(master)
+        if self._marked is self.masters:
+            self._master_marks.add(master)
 
     def home_of(self, half: torch.Tensor) -> torch.device:
         """Where the master of a half weight lies."""
@@ -82,7 +84,7 @@ class WeightPairs:
 
     def follow(self) -> None:
         """Round masters that somebody wrote to into their half weights."""
-        self.round(self._master_marks.changed(self.masters))
+        self.round(self._master_marks.changed(self._marked))
 
     def absorb(self) -> None:
         """Let all masters agree with their half weights before they are used."""
@@ -111,4 +113,4 @@ class WeightPairs:
 
     def note_written(self, rows: Iterable[int]) -> None:
         """Remember that the half weights of ``rows`` follow from their masters as of now."""
-        self._master_marks.renew(self.masters, [*rows])
+        self._master_marks.renew(self._marked, [*rows])

@@ -14,7 +14,7 @@ import torch
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state
-from preamp.core.tensors import device_of, dtype_of, is_sharded, kinds_of, local_of
+from preamp.core.tensors import devices_of, dtype_of, kinds_of, local_of
 from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels import Ops
 from preamp.kernels.stored import are_beyond_float16
@@ -136,7 +136,8 @@ class WeightTable(WeightPairs):
         self.gives_masters = False  # whether a state dict may have split masters themselves
         # By row, what half weights were when somebody was given their master's memory
         self._handed_out: dict[int, torch.Tensor] = {}
-        self._forms: object = None  # dtypes and devices of the half weights, as last seen
+        # Dtypes and devices of the half weights, as last seen
+        self._forms: tuple[set[torch.dtype], set[torch.device]] = set(), set()
 
     def add(self, half: Parameter, value: torch.Tensor, name: str) -> Twin:
         """Add a row with the float32 ``value``, which may become the master's memory."""
@@ -171,11 +172,8 @@ class WeightTable(WeightPairs):
 
     @property
     def are_alike(self) -> bool:
-        """Whether all rows have the same dtypes and lie on one device."""
-        return all([len(kinds) == 1 for kinds in self._forms_now()])
-
-    def _forms_now(self) -> tuple[set[torch.dtype], set[torch.device]]:
-        return kinds_of(dtype_of, self.halves), kinds_of(device_of, self.halves)
+        """Whether all rows have the same dtypes and lie on one device, as `follow` has seen."""
+        return all([len(kinds) == 1 for kinds in self._forms])
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -229,7 +227,7 @@ class WeightTable(WeightPairs):
         """Round masters that somebody wrote to into their half weights, and follow a move."""
         if self.is_exact:
             return
-        forms = self._forms_now()
+        forms = kinds_of(dtype_of, self.halves), devices_of(self.halves)
         if forms != self._forms:
             for row in range(len(self)):
                 self.come_along(row)
@@ -244,16 +242,16 @@ class WeightTable(WeightPairs):
 
     def write_halves(self) -> None:
         """Round new masters into half weights, after a step that has not done so itself."""
+        self._take_in_data()
         if self.updates_halves:
             super().follow()
         else:
             super().write_halves()
         self.is_stepping = False
-        self._handed_out.clear()
 
     def note_rounded(self, start: int, stop: int) -> None:
         """An update itself has rounded new masters into half weights, of consecutive rows."""
-        self._master_marks.advance(self.masters, start, stop)
+        self._master_marks.advance(self._marked, start, stop)
 
     def note_interrupted(self, row: int) -> None:
         """An update may have written to a master and not to its half weight yet."""
@@ -271,7 +269,7 @@ class WeightTable(WeightPairs):
     def hand_out_all(self) -> None:
         """Somebody may write to masters as they please, such as to a buffer that they lie in."""
         if not self.is_stepping:  # a step may call this for each parameter
-            for row in range(len(self)):
+            for row in range(len(self._marked)):
                 self.hand_out(row)
 
     def _take_in_data(self) -> None:
@@ -305,6 +303,11 @@ class SplitTable(WeightTable):
 
     is_split = True
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """Start without rows; arguments as those of `WeightTable`."""
+        super().__init__(*given, **named)
+        self._marked = []  # nobody writes to masters that have no memory
+
     def add(self, half: Parameter, value: torch.Tensor, name: str) -> Twin:
         """Add a row with the float32 ``value``, of which nothing is kept."""
         home = self.home_of(half)
@@ -312,12 +315,6 @@ class SplitTable(WeightTable):
         twin = self._add(half, split_master(half, home), low, name)
         self.set_value(twin.row, value)
         return twin
-
-    def add_row(self, half: torch.Tensor, master: torch.Tensor) -> None:
-        """Add a half weight; nobody writes to the master, which has no memory."""
-        self.has_sharded |= is_sharded(half)
-        self.halves.append(half)
-        self.masters.append(master)
 
     def come_along(self, row: int) -> None:
         """Let what is beside the half weight lie where that has moved, or on the host."""
@@ -359,32 +356,9 @@ class SplitTable(WeightTable):
             raise _beyond_float16(self.twins[row].name)
         self.ops.split_([wide], [half], [low])
 
-    def follow(self) -> None:
-        """Nobody writes to split masters; follow a move of the half weights."""
-        if self.is_exact:
-            return
-        forms = self._forms_now()
-        if forms != self._forms:
-            for row in range(len(self)):
-                self.come_along(row)
-            self._forms = forms
-
     def absorb(self) -> None:
         """A split master is what its half weight is."""
         self.follow()
-
-    def write_halves(self) -> None:
-        """Updates write to half weights themselves."""
-        self.is_stepping = False
-
-    def note_rounded(self, start: int, stop: int) -> None:
-        """There are no marks of masters."""
-
-    def note_interrupted(self, row: int) -> None:
-        """There are no marks of masters."""
-
-    def hand_out_all(self) -> None:
-        """There is no memory to hand out."""
 
 
 def _beyond_float16(name: str) -> PreampStateError:

@@ -127,7 +127,8 @@ class Entries:
     def note_interrupted(self) -> None:
         """The op may have updated some of them: whoever ends the step rounds them again."""
         for twin in cast("list[Twin] | None", self.twins) or ():
-            twin.table.note_interrupted(twin.row)
+            if not twin.table.is_split:
+                twin.table.note_interrupted(twin.row)
 
 
 def _is_there(value: object) -> bool:
