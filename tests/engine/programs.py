@@ -561,10 +561,8 @@ class World:
     def value(self, name: str) -> torch.Tensor:
         """The exact value of a weight."""
         param = self.ours.get_parameter(name)
-        master = self.master(name)
-        if master is not None and self.splits:
-            return self.engine.exact_value(param)
-        return param.detach() if master is None else master.detach()
+        exact = self.engine.exact_value(param)
+        return param.detach() if exact is None else exact.detach()
 
     def both(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self.ours.get_parameter(name), self.plain.get_parameter(name)
@@ -885,6 +883,7 @@ class World:
         if how == "exact":
             self.write_exactly(param, plain)
             return
+        before = self.value(name).to(param.device, torch.float64)
         for side in (param, plain):
             _write(side, how, 0.375)
         if param.dtype != plain.dtype and param.dtype is not torch.float32:
@@ -893,7 +892,6 @@ class World:
                 plain.data = self.value(name).to(param.device).double()
             elif has_master:
                 value = param.detach().double()
-                before = self.value(name).to(param.device).double()
                 rounded = self.rounded(before, param.dtype).double()
                 plain.data = torch.where(rounded == value, before, value)
             else:

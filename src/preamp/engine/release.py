@@ -15,9 +15,8 @@ counts, and runs hooks and schedulers as ever. Updates have the number of the st
 Between a backward and its step weights are new already.
 
 Numbers are those of training without it: a gradient without a master is unscaled in place, a half
-one by the factor that the update of its master gets, as its session has it. Masters are packed
-by the step, not before: after a forward nothing may be written to what it has saved. A parameter
-that gets no gradient stays as it is, where ``zero_grad(set_to_none=False)`` would have left zeros.
+one by the factor that the update of its master gets, as its session has it. A parameter that gets
+no gradient stays as it is, where ``zero_grad(set_to_none=False)`` would have left zeros.
 
 An update cannot be taken back. So whatever needs gradients of a whole step, or of several
 backwards, is refused, as early as it is known: by `check_updates`, or when a block begins. If the
