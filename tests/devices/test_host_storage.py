@@ -76,7 +76,7 @@ def test_the_host_trains_as_the_device(
     place: str, kept: Kept, kind: str, train: Callable[[Run], None]
 ) -> None:
     if kind == "FusedLARS" and kept[1] == "compact":
-        kept = kept[0], "split"  # it keeps no moments in 8 bits
+        kept = kept[0], "full"  # it keeps no moments in 8 bits
     device, host = both(train, place, kept, kind)
     assert {tensor.device.type for tensor in host.state()} <= {"cpu"}
     assert {p.device.type for p in host.net.parameters()} == {"cuda"}
