@@ -318,20 +318,22 @@ class SplitTable(WeightTable):
 
     def come_along(self, row: int) -> None:
         """Let what is beside the half weight lie where that has moved, or on the host."""
-        half, low = self.halves[row], cast("torch.Tensor", self.lows[row])
-        if half.dtype is not self.twins[row].dtype:
+        if self.halves[row].dtype is not self.twins[row].dtype:
             raise self.became_wide(row)
+        self._move(row)
+
+    def _move(self, row: int) -> None:
+        half, low = self.halves[row], cast("torch.Tensor", self.lows[row])
         if low.device != self.home_of(half):
             self.lows[row] = low.to(self.home_of(half))
             move_split_master(self.masters[row], half, self.home_of(half))
 
     def parts(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of the half weight and what is beside it."""
-        half = self.halves[row]
-        if is_half(half):
-            self.come_along(row)
+        self._move(row)
         # After model.float() the values are those of half weights still.
-        return local_of(half.detach()).to(self.twins[row].dtype), cast("Any", self.lows[row])
+        half = local_of(self.halves[row].detach()).to(self.twins[row].dtype)
+        return half, cast("torch.Tensor", self.lows[row])
 
     def value(self, row: int) -> torch.Tensor:
         """The exact float32 value of a row, in memory of its own."""
