@@ -13,7 +13,7 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.tensors import is_sharded, local_of, store_grad, stored_grad
-from preamp.core.torch_private.shards import instance_of, set_data, sharded_as
+from preamp.core.torch_private.shards import instance_of, set_data, sharded_as, without_local
 
 _DATA: Any = cast("Any", torch.Tensor).data
 
@@ -259,8 +259,7 @@ def _split_kind(kind: type[MasterParameter]) -> type[MasterParameter]:
     """The class of masters of ``kind`` where these are split."""
     if kind is MasterParameter:
         return SplitMaster
-    # Methods of a ``DTensor`` take this rank's part as an attribute, past ``__torch_function__``.
-    names = {"__slots__": (), "_local_tensor": property(_refuse)}
+    names = {"__slots__": (), **without_local(_refuse)}
     made = type("SplitShardedMaster", (SplitMaster, kind), names)
     MASTER_KINDS.add(made)
     SPLIT_KINDS[made] = kind

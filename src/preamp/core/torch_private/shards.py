@@ -64,6 +64,14 @@ def instance_of(cls: type[T], data: torch.Tensor, *, requires_grad: bool) -> T:
     return param
 
 
+def without_local(refuse: Callable[[Any], object]) -> dict[str, Any]:
+    """Attributes of a class of sharded tensors that have no part on any rank: ``refuse`` raises.
+
+    Methods of a ``DTensor`` take this rank's part as an attribute, past ``__torch_function__``.
+    """
+    return {"_local_tensor": property(refuse)}
+
+
 def place_gradients(params: Sequence[torch.Tensor]) -> None:
     """Place ``grad`` as its parameter is; communicates only for sums yet to be added up."""
     if not has_sharded(params):
