@@ -124,6 +124,11 @@ class Run:
     def masters(self) -> list[Any]:
         return list(preamp.master_params(self.optimizer))
 
+    def values(self) -> list[torch.Tensor]:
+        """All weights, exactly."""
+        exact = [(param, self.engine.exact_value(param)) for param in self.net.parameters()]
+        return [param if value is None else value for param, value in exact]
+
     def state(self) -> list[torch.Tensor]:
         entries = [self.optimizer.state[p] for p in self.masters()]
         values = [value for entry in entries for value in entry.values()]
@@ -132,7 +137,7 @@ class Run:
     def everything(self) -> list[torch.Tensor]:
         """On the CPU: weights, buffers, masters, state, number of the update and loss scale."""
         numbers = [self.optimizer.param_groups[0].get("step", 0), self.engine.scaler(0).value()]
-        found = [*self.net.parameters(), *self.net.buffers(), *self.masters(), *self.state()]
+        found = [*self.net.parameters(), *self.net.buffers(), *self.values(), *self.state()]
         return [tensor.detach().cpu().clone() for tensor in found] + [
             torch.tensor([float(number) for number in numbers])
         ]
@@ -278,14 +283,17 @@ def written_to(run: Run) -> None:
     with torch.no_grad():
         linear.weight[0] = 0.25
     run.steps(1)
-    run.masters()[0].data.mul_(0.9)
-    run.steps(1)
-    with torch.no_grad():
-        for master in run.masters():
-            master.add_(0.01)
+    if run.engine.policy.storage.masters != "split":
+        run.masters()[0].data.mul_(0.9)
+        run.steps(1)
+        with torch.no_grad():
+            for master in run.masters():
+                master.add_(0.01)
+        run.steps(1)
+    with run.engine.exact_weights(), torch.no_grad():
+        linear.weight.mul_(0.9)
     run.steps(1)
     linear.weight.data.mul_(1.5)
-    run.engine.take_half_weights()
     run.steps(1)
 
 

@@ -165,7 +165,7 @@ def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path:
 def test_close_gives_all_back(kept: Kept) -> None:
     run = Run("released", kept)
     run.steps()
-    exact = [master.detach().cpu().clone() for master in preamp.master_params(run.optimizer)]
+    exact = [value.detach().cpu().clone() for value in run.values()]
     run.engine.close()
     params = list(run.net.parameters())
     assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
@@ -240,8 +240,9 @@ class FineTuning:
         self.net.zero_grad()
 
     def everything(self) -> list[torch.Tensor]:
-        masters = [m for one in self.optimizers for m in preamp.master_params(one)]
-        return [tensor.detach().cpu() for tensor in (*self.net.parameters(), *masters)]
+        exact = map(preamp.engine_of(self.net).exact_value, self.net.parameters())
+        values = [value for value in exact if value is not None]
+        return [tensor.detach().cpu() for tensor in (*self.net.parameters(), *values)]
 
 
 @pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)

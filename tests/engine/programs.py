@@ -558,6 +558,12 @@ class World:
     def master(self, name: str) -> torch.Tensor | None:
         return self.engine.master_of(self.ours.get_parameter(name))
 
+    def value(self, name: str) -> torch.Tensor:
+        """The exact value of a weight."""
+        param = self.ours.get_parameter(name)
+        exact = self.engine.exact_value(param)
+        return param.detach() if exact is None else exact.detach()
+
     def both(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self.ours.get_parameter(name), self.plain.get_parameter(name)
 
@@ -873,19 +879,19 @@ class World:
         has_master = self.master(name) is not None
         if has_master and self.master_written[OWNER[name[0]]]:
             return  # whose write counts is nobody's business
-        if how == "data.fill_" and has_master and self.started:
-            return
         self.log.append(f"model.{name}.{how}")
         if how == "exact":
             self.write_exactly(param, plain)
             return
+        before = self.value(name).to(param.device, torch.float64)
         for side in (param, plain):
             _write(side, how, 0.375)
         if param.dtype != plain.dtype and param.dtype is not torch.float32:
             self.half_written[OWNER[name[0]]] |= has_master
-            if has_master:
+            if has_master and self.splits:
+                plain.data = self.value(name).to(param.device).double()
+            elif has_master:
                 value = param.detach().double()
-                before = self.engine.master_of(param).detach().to(param.device).double()
                 rounded = self.rounded(before, param.dtype).double()
                 plain.data = torch.where(rounded == value, before, value)
             else:
@@ -901,7 +907,7 @@ class World:
             plain.copy_(param)
 
     def halve(self, i: int) -> None:
-        if self.half_written[i]:
+        if self.half_written[i] or self.has_split(i):
             return
         self.log.append(f"opt{i}.halve()")
         for optimizer in (self.opts[i], self.plain_opts[i]):
@@ -944,8 +950,12 @@ class World:
             assert found.dtype is torch.float32, f"copied {name} is {found.dtype}"
             self.compare(found, wanted, f"copied {name}")
 
+    def has_split(self, i: int) -> bool:
+        """Whether masters of an optimizer are split, and so nobody's to write to."""
+        return self.splits and any(self.master(name) is not None for name in self.names(i))
+
     def write_masters(self, i: int, how: str) -> None:
-        if self.half_written[i]:
+        if self.half_written[i] or self.has_split(i):
             return
         self.log.append(f"opt{i}'s parameters.{how}")
         for name in self.names(i):
@@ -1052,6 +1062,7 @@ class World:
         self.was_half |= self.plain.q.dtype is torch.float16
         self.saved = None
         if self.moments == "float32":
+            splits = splits and "Fused" in self.kind
             before, self.storage, self.splits = self.storage, "split" if splits else "full", splits
             self.storage += " on the host" if before in ON_HOST else ""
         self.initialize(level)
@@ -1078,7 +1089,7 @@ class World:
             param, master, i = self.both(name)[0], self.master(name), OWNER[name[0]]
             written = self.half_written[i] or self.master_written[i]
             if master is not None and i in (optimizers or (0, 1)) and not written:
-                rounded = self.rounded(master.detach(), param.dtype).to(param.device)
+                rounded = self.rounded(self.value(name), param.dtype).to(param.device)
                 assert torch.equal(param, rounded), f"half {name}: {param} is not {rounded}"
 
     def check(self, *optimizers: int) -> None:
@@ -1086,9 +1097,8 @@ class World:
         for name in self.names():
             i = OWNER[name[0]]
             if i in (optimizers or (0, 1)) and not self.half_written[i]:
-                param, plain = self.both(name)
-                master = self.master(name)
-                self.compare(param if master is None else master, plain, name)
+                plain = self.plain.get_parameter(name)
+                self.compare(self.value(name), plain, name)
         self.check_halves(*optimizers)
 
     def finish(self) -> None:

@@ -76,7 +76,7 @@ class Dice:
         return self._random.randint(least, most)
 
     def case(self, level: str, storage: str = "full") -> Case:
-        keeps = STORAGES[storage].moments != "float32" or storage in ON_HOST
+        keeps = STORAGES[storage] != STORAGES["full"]
         optimizers = [kind for kind in OPTIMIZERS if "Fused" in kind or not keeps]
         # Where the optimizer's arithmetic is float16 its formula counts, and so does each rounding.
         optimizer = self.one(["SGD"] if level == "O3" else optimizers)

@@ -250,9 +250,10 @@ class Run:
 
     @act
     def read(self) -> None:
-        """Look at each master and its gradient."""
-        for param in preamp.master_params(self.optimizer) if self.row else self.params():
-            assert param.isfinite().all()
+        """Look at each weight, and at the gradient of each master."""
+        for state in self.states()[0]:
+            assert all(value.isfinite().all() for value in state.values())
+        for param in preamp.master_params(self.optimizer):
             _ = param.grad
 
     @act

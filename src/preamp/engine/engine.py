@@ -28,7 +28,6 @@ from preamp.engine.weights import (
     exact_value,
     exact_weights,
     load_exact,
-    take_half_weights,
     trust_masters,
 )
 
@@ -164,7 +163,7 @@ class Engine(EngineCore):
         return None if twin is None else twin.master
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
-    take_half_weights, trust_masters = take_half_weights, trust_masters
+    trust_masters = trust_masters
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -184,8 +183,6 @@ class Engine(EngineCore):
             if load_scalers(self, state):
                 self.recorder.resumed()
         self.reductions.compare_again()
-        for session in self.sessions.values():
-            session.compare_weights()
 
     def report(self, path: str | Path, *, title: str = "Training report") -> None:
         """Write what is known of the run so far as one HTML page.

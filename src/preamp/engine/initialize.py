@@ -37,7 +37,6 @@ from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
 from preamp.engine.asked import asked
-from preamp.engine.collectives import COLLECTIVES
 from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.core import Setup
 from preamp.engine.engine import Engine
@@ -326,7 +325,6 @@ def _attach(engine: Engine) -> None:
         for kind in map(ForeachType, master_types(engine.sessions.values())):
             engine.process_undo.hold(kind)
             kind.hold()
-        COLLECTIVES.acquire(engine.process_undo)
     is_sharded = any(map(has_sharded_parts, engine.models))
     if policy.master_weights or policy.is_dynamic or is_sharded:
         # Masters need names; a step with zeros, which makes an optimizer's state, is not counted

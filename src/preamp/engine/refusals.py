@@ -184,13 +184,3 @@ def wrapped_for_closed() -> PreampStateError:
         _HOOKED,
         "Wrap the model again after engine.close()",
     )
-
-
-def captured_while_split() -> PreampStateError:
-    """The error for a step that goes into a CUDA graph while masters are split."""
-    return bad_state(
-        'optimizer.step() was captured in a CUDA graph with storage="split" masters',
-        "A graph writes to fixed memory, and split masters are float32 tensors as long as a "
-        "script reads or writes one",
-        'Pass storage="full", or preamp.Storage(moments=...) for moments in fewer bits',
-    )

@@ -23,7 +23,6 @@ from preamp.core.tensors import (
     grad_of,
     has_sharded,
     host_reaches,
-    is_capturing,
     is_sharded,
     versions_of,
     with_gradients,
@@ -40,11 +39,13 @@ from preamp.optim import (
     HalfGradients,
     Masters,
     Rewriting,
+    SplitTable,
     WeightTable,
     cast_state,
     leaves_of,
     without_masters,
 )
+from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.policy.storage import Storage
 from preamp.scaling import LossScaler
@@ -264,16 +265,10 @@ class OptimizerSession:
         if isinstance(self.optimizer, KeepsMoments):
             self.optimizer.place_state()
 
-    def compare_weights(self) -> None:
-        """Weights may have been written to without a trace; look at the next backward."""
+    def _start_weights(self) -> None:
         for table in self.tables:
-            table.make()
-            table.compares = True
-
-    def _compare_now(self) -> None:
-        for table in self.tables:
-            if table.compares:  # mostly not, and who reduces is a walk over all modules
-                table.compare(rounds=self._reductions.are_by_hand)
+            if table.is_fresh:  # mostly not, and who reduces is a walk over all modules
+                table.start(from_halves=self._reductions.are_by_hand)
 
     def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
         """Make masters for half parameters that lack one; see `Masters.adopt`."""
@@ -307,7 +302,7 @@ class OptimizerSession:
             halves.take_in()  # may refuse before anything is moved
         self.is_open = True  # for `undo`, which takes back as much as was done
         self.direct.begin(own, carry, may_be_overwritten=plan.may_reduce)
-        self._compare_now()
+        self._start_weights()
         for halves in self.half_gradients:
             halves.begin(carry)
 
@@ -556,18 +551,11 @@ class OptimizerSession:
         self.read_back_shown()
         if self.masters is not None:
             self.masters.adopt()
-            # No block may have come yet; more may be written before it if there are no gradients.
-            compares = any(table.compares for table in self.tables)
-            self._compare_now()
-            if compares and not self.holds_any():
-                self.compare_weights()
+            if any([table.is_fresh for table in self.tables]) and self.holds_any():
+                self._start_weights()  # no block may have come yet
             for table in self.tables:
-                if table.packs and is_capturing(table.halves[0].device):
-                    raise refusals.captured_while_split()
-                table.absorb()
-                # Packed now, masters leave their memory to what the first step makes.
-                takes_stored = getattr(self.optimizer, "takes_stored", False)
-                (table.pack if takes_stored else table.make)()
+                if not table.updates_halves:  # else its kernels take half weights for the truth
+                    table.absorb()
                 table.is_stepping = True
 
     def write_halves(self) -> None:
@@ -639,7 +627,10 @@ def make_sessions(
     for optimizer in optimizers:
         masters = None
         if has_masters:
-            masters = Masters(optimizer, WeightTable(ops, rewriting, storage), name_of, every)
+            kind = SplitTable if storage.masters == "split" else WeightTable
+            updates_halves = isinstance(optimizer, FusedOptimizer)
+            table = kind(ops, rewriting, storage, updates_halves=updates_halves)
+            masters = Masters(optimizer, table, name_of, every)
             every.append(masters)
         sessions[id(optimizer)] = OptimizerSession(optimizer, ops, masters, reductions)
     return sessions

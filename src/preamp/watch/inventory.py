@@ -16,7 +16,7 @@ from preamp.core.torch_private.sparse import stored_parts
 from preamp.engine.core import EngineCore
 from preamp.engine.lookup import engine_of
 from preamp.engine.storage import uses_host
-from preamp.optim import is_master, kept_of
+from preamp.optim import pair_of
 
 CATEGORIES = ("weights", "buffers", "masters", "gradients", "optimizer state", "loss scaler")
 """Where bytes go that stay from one step to the next."""
@@ -80,7 +80,8 @@ def count_memory(engine: EngineCore | torch.nn.Module | torch.optim.Optimizer) -
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-    masters = [param for param in updated if is_master(param) and param.twin is not None]
+    twins = [twin for twin in map(pair_of, updated) if twin is not None]
+    masters = [twin.master for twin in twins]
     # Between a forward and its backward ``fully_shard`` has gathered weights in place of these.
     known = {id(param) for param in (*weights, *masters)}
     weights += (param for param in updated if id(param) not in known)
@@ -89,7 +90,7 @@ def count_memory(engine: EngineCore | torch.nn.Module | torch.optim.Optimizer) -
     found: dict[str, list[torch.Tensor]] = {
         "weights": weights,
         "buffers": buffers,
-        "masters": kept_of(masters),
+        "masters": [twin.kept for twin in twins],
         "gradients": gradients,
         "optimizer state": [t for optimizer in engine.optimizers for t in _state(optimizer)],
         "loss scaler": [
