@@ -18,6 +18,7 @@ from fp16_utils.steps import (
     EarlyAdam,
     Pair,
     Weights,
+    assert_bound,
     closure_of,
     gradients,
     masters_of,
@@ -384,6 +385,8 @@ def test_a32_weights_written_later_reach_the_masters(kind: str, how: str) -> Non
     optimizer.step()
     assert masters_of(optimizer)[0].tolist() == [1.0 - 2.0**-14, 5.0]
     assert model.low.tolist() == [1.0, 5.0]
+    if kind == "flat":
+        assert_bound(model, optimizer)
 
 
 # -- overflow ------------------------------------------------------------------------------------
