@@ -10,8 +10,8 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/casting/wrappers.py": (
         (
-            "tensor.dtype in CASTABLE and tensor.device.type == device_type",
-            "tensor.device.type == device_type",
+            "source is dtype or source not in CASTABLE or tensor.device.type != device_type",
+            "source is dtype or tensor.device.type != device_type",
         ),
         ("return has_half and has_float32", "return has_half"),
     ),
