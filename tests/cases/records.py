@@ -55,7 +55,6 @@ def overflow(number: int, name: str = "fc.weight", **changes: Any) -> OverflowRe
         step=number,
         loss_id=0,
         parameters=[name],
-        largest=[60000.0],
         loss_was_finite=True,
         old_scale=2.0**16,
         new_scale=2.0**15,

@@ -141,7 +141,6 @@ def _cause(step: int, cause: Any, names: dict[str, str]) -> OverflowRecord:
         step=step,
         loss_id=cause.loss_id,
         parameters=[names[name] for name in cause.parameters],
-        largest=[None for _ in cause.parameters],
         loss_was_finite=cause.loss_was_finite,
         old_scale=cause.old_scale,
         new_scale=cause.new_scale,

@@ -113,6 +113,14 @@ def test_resume(level: str, optimizer: str, order: str, stop: int) -> None:
     check_resume(level, optimizer, stop, order, loss_scale="dynamic")
 
 
+@pytest.mark.parametrize("storage", ["full", "split", "compact"])
+@MASTERS
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_norms_of_novograd_resume(level: str, storage: str) -> None:
+    """Its norms are single numbers: of a gradient as a whole, and kept as such."""
+    check_resume(level, "FusedNovoGrad", 2, "after", loss_scale="dynamic", storage=storage)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_the_check_can_fail() -> None:
     """A run resumed without its optimizer's state is another run."""

@@ -38,13 +38,7 @@ def step(number: int, optimizer: int = 0) -> StepRecord:
 
 def overflow(number: int) -> OverflowRecord:
     return OverflowRecord(
-        step=number,
-        loss_id=0,
-        parameters=["a"],
-        largest=[None],
-        loss_was_finite=True,
-        old_scale=4.0,
-        new_scale=2.0,
+        step=number, loss_id=0, parameters=["a"], loss_was_finite=True, old_scale=4.0, new_scale=2.0
     )
 
 

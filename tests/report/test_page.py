@@ -182,8 +182,8 @@ def test_infinite_and_odd_numbers_do_not_stop_the_page(tmp_path: Path) -> None:
     odd: list[Record] = [
         made.step(1, math.inf, scales={0: math.inf, 1: 0.0}),
         made.step(2, -math.inf, scales={0: math.nan}),
-        made.overflow(2, largest=[math.inf], old_scale=math.inf, new_scale=0.0),
-        made.overflow(3, parameters=[], largest=[]),
+        made.overflow(2, old_scale=math.inf, new_scale=0.0),
+        made.overflow(3, parameters=[]),
         made.look(2, made.tensor(elements=0, headroom=None, histogram={200: 1}, scale=math.inf)),
     ]
     check_accessible(render(odd))

@@ -68,10 +68,8 @@ def _where(cause: OverflowCause) -> str:
     if cause.candidates > 1:
         return f"in {cause.named()}"
     text = f"{kind} first in {cause.parameters[0]!r}"
-    if cause.largest and cause.largest[0]:
-        text += f", largest finite value {cause.largest[0]:.4g},"
     more = len(cause.parameters) - 1
-    return text.rstrip(",") if not more else f"{text} and in {more} more"
+    return f"{text} and in {more} more" if more else text
 
 
 def _traced(trace: TraceRecord | None) -> str:

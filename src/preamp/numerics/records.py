@@ -261,9 +261,6 @@ class OverflowRecord:
     # Qualified names of parameters with non-finite gradients, in the order in which the backward
     # made them.
     parameters: list[str]
-    # For each of them the largest finite magnitude in its gradient, scale included; ``None`` where
-    # it is not known.
-    largest: list[float | None]
     loss_was_finite: bool  # whether the loss was finite before scaling
     old_scale: float  # loss scale of that backward
     new_scale: float  # loss scale afterwards
