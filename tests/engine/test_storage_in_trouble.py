@@ -110,7 +110,7 @@ def test_loaded_masters_beyond_float16_stay_float32() -> None:
 @pytest.mark.parametrize("look", [lambda model: None, Run.forward, lambda run: run.states()])
 def test_masters_written_beyond_float16_stay_float32(name: str, look: Any) -> None:
     """Split they would be infinite, and a script that takes them back would find nothing."""
-    run = start("O2", "split", name).play("iterate; backward 1")
+    run = start("O2", "split", name).play("backward; step; backward 1")
     with torch.no_grad():
         first_master(run)[0] = 1e5
     look(run)
@@ -122,7 +122,7 @@ def test_masters_written_beyond_float16_stay_float32(name: str, look: Any) -> No
 
 def test_infinite_masters_are_split_as_they_are() -> None:
     """Half weights hold them too."""
-    run = start("O2", "split", "FusedSGD").play("iterate; backward 1")
+    run = start("O2", "split", "FusedSGD").play("backward; step; backward 1")
     with torch.no_grad():
         first_master(run)[0] = torch.inf
     assert all(packed(run.play("step")))
