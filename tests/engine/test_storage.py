@@ -60,7 +60,9 @@ def settle(run: Run) -> None:
 def train(run: Run, index: int) -> None:
     """Two backwards, the third time one infinite at O2, a clip, a step."""
     inf = " inf" if index == 2 and run.options["opt_level"] == "O2" else ""
-    run.play(f"backward {index} delay; backward {index + 100}{inf}; clip .5; step; zero; settle")
+    run.play(
+        f"backward {index} delay; backward {index + 100}{inf}; clip .5; step; zero own; settle"
+    )
 
 
 @act
@@ -143,12 +145,13 @@ def test_numbers_do_not_depend_on_who_reads_and_resumes(
         return start(level, storage, name, backend=backend, loss_scale=128.0)
 
     def trained(then: str = "", releases: bool = False, resumes: bool = False) -> Run:
-        run = started(releases).play(*(f"iterate {n}; {then}" for n in range(3)), "save")
+        parts = [f"backward {n}; step; zero own; {then}" for n in range(5)]
+        run = started(releases).play(*parts[:3], "save")
         if resumes:
             saved, run = run.saved, started(releases)
             run.saved = saved
             run.play("load")
-        return run.play(f"iterate 3; {then}; iterate 4; {then}")
+        return run.play(*parts[3:], "zero")  # zeros are kept, or released
 
     runs = [trained(), trained("read"), trained(resumes=True)]
     if name != "FusedLAMB":  # whose update needs all gradients of a step
@@ -222,7 +225,7 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
             run.back(run.model(torch.ones(8)).float().sum())
             if number == 1:
                 run.model.requires_grad_(True)
-            run.play("step; zero")
+            run.play("step; zero own")
         for mine, wanted in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
             exact = ours.engine.exact_value(mine)
             value = mine.detach().float() if exact is None else exact.detach()

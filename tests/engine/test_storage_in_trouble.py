@@ -46,7 +46,7 @@ def test_slices_of_one_tensor_stay_exact(level: str) -> None:
 
 def test_infinite_masters_are_split_as_they_are() -> None:
     """Half weights hold them too."""
-    run = start("O2", "split", "FusedSGD").play("iterate; backward 1")
+    run = start("O2", "split", "FusedSGD").play("backward; step; backward 1")
     with torch.no_grad(), run.engine.exact_weights():
         run.model.first.weight[0, 0] = torch.inf
     run.play("step")

@@ -220,9 +220,11 @@ class Run:
             optimizer.step()
 
     @act
-    def zero(self, how: Literal["none", "filled"] = "none") -> None:
+    def zero(self, how: Literal["none", "filled", "own"] = "none") -> None:
+        """``own`` is what the optimizer does by itself: some of Apex's fill."""
+        given = {} if how == "own" else {"set_to_none": how == "none"}
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=how == "none")
+            optimizer.zero_grad(**given)
 
     @act
     def iterate(self, *indices: int) -> None:
