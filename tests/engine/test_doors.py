@@ -198,15 +198,18 @@ def test_the_norm_of_accumulated_gradients_is_not_that_of_the_last(level: str) -
 
 @with_masters
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.filterwarnings("ignore:The float16 gradient")
 def test_infinities_that_a_script_replaces_after_unscaling(level: str, value: float) -> None:
-    """A static scale does not look for them; all else was multiplied by one."""
+    """A static scale does not look for them; float16 values are not taken as written."""
     model, optimizer, inputs = wide_pair(level, loss_scale=128.0)
     scaler = preamp.GradScaler(optimizer)
     inputs[0, -1] = value
     scaler.scale(model(inputs).sum()).backward()
     scaler.unscale_(optimizer)
     model.weight.grad.nan_to_num_(0.5, 0.5, 0.5)
+    if BY_NAME[level].half is torch.float16:
+        with pytest.raises(preamp.PreampStateError, match="changed after unscale_"):
+            scaler.step(optimizer)
+        return
     scaler.step(optimizer)
     lr = optimizer.param_groups[0]["lr"]
     inputs[0, -1] = 0.5

@@ -92,8 +92,10 @@ def _begins_finally(frame: FrameType) -> bool:
     return _text(frame, 2 if _text(frame, 1) == "try:" else 1) == "finally:"
 
 
-def interrupt(call: Callable[[], object], line: Line) -> bool:
-    """Run ``call``, and raise a ``KeyboardInterrupt`` before ``line``; whether it came there."""
+def interrupt(
+    call: Callable[[], object], line: Line, error: type[BaseException] = KeyboardInterrupt
+) -> bool:
+    """Run ``call``, and raise ``error`` before ``line``; whether it came there."""
     times = 0
 
     def in_frame(frame: FrameType, event: str, arg: object) -> Any:
@@ -101,7 +103,7 @@ def interrupt(call: Callable[[], object], line: Line) -> bool:
         if event == "line" and frame.f_lineno == line.number:
             times += 1
             if times == line.nth:
-                raise KeyboardInterrupt
+                raise error
         return in_frame
 
     def at_call(frame: FrameType, event: str, arg: object) -> Any:
@@ -110,7 +112,7 @@ def interrupt(call: Callable[[], object], line: Line) -> bool:
     has_come = False
     try:
         _traced(call, at_call)
-    except KeyboardInterrupt:
+    except error:
         has_come = True
     assert has_come == (times == line.nth), f"an interrupt at {line} was swallowed"
     return has_come
@@ -392,7 +394,12 @@ def lines_in(run: Run, part: Part) -> list[Line]:
 
 
 def check(
-    level: str, count: int, prepare: Prepare, part: Part, chosen: Callable[[int, Line], bool]
+    level: str,
+    count: int,
+    prepare: Prepare,
+    part: Part,
+    chosen: Callable[[int, Line], bool],
+    error: type[BaseException] = KeyboardInterrupt,
 ) -> None:
     """Interrupt ``part`` at the lines that are ``chosen``, by number too, in a run for each."""
     other = prepared(level, 1, nothing)  # while it is open, casts stay where they are
@@ -403,7 +410,7 @@ def check(
     hits = 0
     for line in lines:
         run = prepared(level, count, prepare)
-        hits += interrupt(part(run), line)
+        hits += interrupt(part(run), line, error)
         run.block = None
         assert run.finish() in allowed, f"after an interrupt at {line}"
     assert hits >= 0.8 * len(lines)
@@ -463,6 +470,23 @@ def test_some_lines_of_a_block(level: str, count: int, before: str, part: str) -
     check(level, count, BEFORE[before], PARTS[part], lambda number, _: number % 120 == 60)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_error_at_every_line_of_a_block(level: str, before: str, part: str) -> None:
+    """Such as of an allocation: what it leaves is complete or undone, and the next block begins."""
+    check(level, 1, BEFORE[before], PARTS[part], lambda *_: True, MemoryError)
+
+
+@pytest.mark.parametrize(
+    ("level", "before", "part"),
+    [("O1", "accumulated", "end"), ("O2", "accumulated", "end"), ("O2", "nothing", "beginning")],
+)
+def test_an_error_at_some_lines_of_a_block(level: str, before: str, part: str) -> None:
+    check(level, 1, BEFORE[before], PARTS[part], lambda number, _: number % 40 == 20, MemoryError)
+
+
 # -- a GradScaler ----------------------------------------------------------------------------------
 
 
@@ -509,7 +533,14 @@ def go_on(run: Run, scaler: Any) -> list[Any]:
     return seen
 
 
-def check_scaler(level: str, count: int, call: str, overflows: bool, every: int) -> None:
+def check_scaler(
+    level: str,
+    count: int,
+    call: str,
+    overflows: bool,
+    every: int,
+    error: type[BaseException] = KeyboardInterrupt,
+) -> None:
     def begun() -> tuple[Run, Any, Callable[[], object]]:
         run, scaler = loop(level, count, overflows=overflows)
         if call == "update":
@@ -535,7 +566,7 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
     hits = 0
     for line in lines:
         run, scaler, whole = begun()
-        hits += interrupt(whole, line)
+        hits += interrupt(whole, line, error)
         is_over = call == "update" and not scaler._per_optimizer_states
         seen = go_on(run, scaler) if is_over else finish(run, scaler)
         assert seen in allowed, f"after an interrupt at {line}"
@@ -558,6 +589,11 @@ def test_many_lines_of_a_grad_scaler(level: str, count: int, call: str, overflow
 )
 def test_some_lines_of_a_grad_scaler(call: str, every: int, overflows: bool) -> None:
     check_scaler("O2", 1, call, overflows, every)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_error_at_every_line_of_an_update(overflows: bool) -> None:
+    check_scaler("O2", 1, "update", overflows, 1, MemoryError)
 
 
 # -- what listeners raise, and interrupts of what an interrupt has begun ---------------------------

@@ -18,14 +18,14 @@ from preamp.casting import settle_thread
 from preamp.core.errors import bad_type, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import all_finite
-from preamp.core.undo import Step, UndoStack
+from preamp.core.undo import Step, UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import as_optimizers, common_engine
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import NO_ANSWER, REDUCED
-from preamp.engine.session import OptimizerSession, Plan
+from preamp.engine.session import Exit, OptimizerSession, Plan
 from preamp.scaling import LossScaler
 
 
@@ -87,6 +87,8 @@ def scale_loss(
     except BaseException:
         block.abort()
         raise
+    finally:
+        block.exit.is_over = True
 
 
 class Block:
@@ -118,6 +120,7 @@ class Block:
         self._hooks: list[RemovableHandle] = []
         self.reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
         self.begun: list[OptimizerSession] = []  # whose earlier gradients are aside
+        self.exit = Exit()
         self._end: UndoStack | None = None  # what is left to do, once that is decided
         self._reaction: Callable[[], None] | None = None  # of the loss scale
         self._has_ranks = has_process_group()
@@ -142,7 +145,7 @@ class Block:
             self._engine.unreduced.begin(self.scaler)
         for tell in self._engine.events.block_begins:
             tell(self)
-        plan = Plan(self.scaler, may_reduce=True in self._answers)
+        plan = Plan(self.scaler, may_reduce=True in self._answers, exit=self.exit)
         for session in self.sessions:  # before any sets gradients aside that another one shares
             session.adopt()
         claimed: set[int] = set()
@@ -202,7 +205,11 @@ class Block:
     def abort(self) -> None:
         """Drop what came and put earlier gradients back; or go on with an end that has begun."""
         if self._end is not None:
-            self._end.unwind()
+            try:
+                self._end.unwind()
+            finally:  # a step that has failed twice is not to leave a block open
+                if self._end.is_done:
+                    run_all([one.undo for one in self.begun])
             return
         steps: list[Step] = [self._remove_hooks]
         steps += [one.undo for one in self.begun]
@@ -237,7 +244,7 @@ class Block:
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
             )
-            tells = [partial(tell, self) for tell in self._engine.events.block_over]
+            tells = [_once(partial(tell, self)) for tell in self._engine.events.block_over]
             hear = partial(self._hear, found_inf, record or self.scaler.record, False in answers)
             self._conclude(
                 [*steps, self._end_ranks, *tells, self._look, partial(hear, adjust=adjust)]
@@ -269,6 +276,12 @@ class Block:
         if adjust:
             self._reaction = self._reaction or adjustments.reaction(self.scaler)
             self._reaction()
+
+
+def _once(listener: Step) -> Step:
+    """A step that is not run again where it has raised."""
+    left = [listener]
+    return lambda: left.pop()() if left else None
 
 
 def unscale(

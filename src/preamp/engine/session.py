@@ -8,7 +8,7 @@ and unscaled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -28,7 +28,7 @@ from preamp.core.tensors import (
     with_gradients,
 )
 from preamp.core.torch_private.shards import place_gradients
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
@@ -55,12 +55,20 @@ NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 256  # backwards between two steps that an overflow message can still look back on
 
 
+@dataclass(slots=True, eq=False)
+class Exit:
+    """Whether the script is out of the ``with`` statement of a block, however it has ended."""
+
+    is_over: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a ``scale_loss`` block is going to do with the gradients of its backward."""
 
     scaler: LossScaler
     may_reduce: bool = False  # a hook may reduce them over ranks
+    exit: Exit = field(default_factory=Exit)
 
 
 Marks = tuple[list[int], list[Any], list[int]]
@@ -181,6 +189,7 @@ class OptimizerSession:
         # Ends a backward that a `GradScaler` has left open; ``None`` if none is
         self.end_backward: Callable[[], None] | None = None
         self.ending = UndoStack()  # what an interrupt has left of the end of a block
+        self.exit = Exit()  # of the block under way, or of the latest one
         # Hooks of one that let a backward raise, since what it has unscaled must stay in place
         self.refusing: list[RemovableHandle] = []
         self.splits = reductions.splits
@@ -282,6 +291,7 @@ class OptimizerSession:
 
         Both blocks would unscale the same gradients.
         """
+        self.settle()
         if self.is_open:
             raise refusals.nested(self.optimizer)
 
@@ -300,6 +310,7 @@ class OptimizerSession:
             carry = 1.0 if plan.scaler.is_identity else plan.scaler.scale
         for halves in self.half_gradients:
             halves.take_in()  # may refuse before anything is moved
+        self.exit = plan.exit
         self.is_open = True  # for `undo`, which takes back as much as was done
         self.direct.begin(own, carry, may_be_overwritten=plan.may_reduce)
         self._start_weights()
@@ -319,10 +330,19 @@ class OptimizerSession:
     def undo(self) -> None:
         """The block failed: drop its gradients, restore those from before."""
         self.known_norm.forget()
-        if self.is_open:
-            for some in self.gradients:
-                some.put_back()
+        try:
+            if self.is_open:
+                run_all([some.put_back for some in self.gradients])
+        except Exception:  # whatever could not be restored: the next block begins clean
+            self.is_open = False
+            raise
         self.is_open = False
+
+    def settle(self) -> None:
+        """Do what an interrupt has left of a block's end; take back a block that was left open."""
+        self.ending.unwind()
+        if self.is_open and self.exit.is_over:
+            self.undo()
 
     def arrive(self) -> None:
         """The backward is over: tables read their half gradients, and refuse sparse ones."""
@@ -455,7 +475,7 @@ class OptimizerSession:
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
-        self.ending.unwind()
+        self.settle()
         self.reset()
         self.direct.forget()
         for halves in self.half_gradients:
@@ -468,7 +488,7 @@ class OptimizerSession:
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones, and what was set aside."""
-        self.ending.unwind()
+        self.settle()
         self.direct.forget()
         for halves in self.half_gradients:
             halves.drop()
@@ -525,7 +545,7 @@ class OptimizerSession:
 
     def end_left_open(self) -> None:
         """Let gradients be unscaled now, if a `GradScaler` would do so later."""
-        self.ending.unwind()
+        self.settle()
         if self.is_open and self.end_backward is not None:
             self.end_backward()
 
@@ -537,7 +557,7 @@ class OptimizerSession:
 
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
-        self.ending.unwind()
+        self.settle()
         if self.is_open and self.end_backward is not None:
             if self.holds_raw():
                 raise refusals.passes_by_scaler()

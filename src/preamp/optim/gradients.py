@@ -3,7 +3,8 @@
 
 ``NONE``: there is nothing to apply. What lies in ``p.grad`` was used up by a step.
 ``OPEN``: a backward is under way; ``p.grad`` is scaled and incomplete.
-``HALF``: what one backward has left, half, in ``p.grad`` of the model; one factor unscales it.
+``HALF``: what one backward has left, half, in ``p.grad`` of the model; one factor unscales it. If
+there were earlier ones, whoever asks next adds it to them first.
 ``MADE``: float32, in ``grad`` of the masters. The half ones tell what a script drops or zeroes.
 
 The straight road goes ``NONE``, ``OPEN``, ``HALF``, ``NONE``: one backward, preamp's own clip, a
@@ -230,7 +231,7 @@ class HalfGradients:
                 rows = [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]
                 self._take_in(rows, now, splits, looks=looks)
         if self.state is State.HALF and self.may_have_bases:
-            self.make()  # an interrupt came before that, or a penalty has reached masters
+            self.make()  # not by the block, whose end cannot fail, nor add anything twice
 
     def _take_in(
         self, rows: list[int], now: list[Any], splits: Splits | None, *, looks: bool
@@ -257,9 +258,9 @@ class HalfGradients:
                 written.append(row)
         zeros = {r for r in written if now[r] is self.seen[r] and is_zeroed(now[r])}
         is_made = self.state is State.MADE
-        means_itself = self._is_plain and (self._is_whole if is_made else not self._is_clipped)
         for row in written:
-            if means_itself:
+            is_all = self._is_whole if is_made else not self._is_clipped and self.base(row) is None
+            if self._is_plain and is_all:
                 self._replace(row, now[row])
             # Zeros are a clip's if it left other rows something, else a script's.
             elif is_made and self._rewriting.is_ignored and len(zeros) < len(written):
@@ -285,18 +286,15 @@ class HalfGradients:
                     raise _changed_in_place(now[row], self._names[row], is_plain=False)
             if now[row] is not None:
                 fresh.append(row)
-        for row in rows:
+        if fresh:
+            self._be_plain()
+            self._zeroed = zeros
+            are_all = len(fresh) == sum(grad is not None for grad in now)
+            for row in () if are_all else fresh:
+                self._keep(row, self._wide(now[row]))
+            self.state = State.HALF if are_all else State.MADE
+        for row in rows:  # last: what is seen is not taken in again after an interrupt
             self._note(row, now[row])
-        if not fresh:
-            return
-        self._be_plain()
-        self._zeroed = zeros
-        if len(fresh) == len(now) - now.count(None):
-            self.state = State.HALF
-            return
-        for row in fresh:
-            self._keep(row, self._wide(now[row]))
-        self.state = State.MADE
 
     def _be_plain(self) -> None:
         self.unscales, self._is_clipped = None, False
@@ -308,7 +306,8 @@ class HalfGradients:
         if self.state is State.HALF and not (self._is_plain and not self._is_clipped):
             self.make()
         if self.state is State.MADE:
-            self._keep(row, self._wide(grad, self.base(row)))
+            earlier, wide = self.base(row), self._wide(grad)
+            self._keep(row, wide if earlier is None else earlier + wide)
         self._zeroed.discard(row)
         self._note(row, grad)
 
@@ -438,9 +437,9 @@ class HalfGradients:
         self.may_have_bases |= grad is not None
         store_grad(self._weights.masters[row], grad)
 
-    def _wide(self, grad: Any, earlier: torch.Tensor | None = None) -> torch.Tensor:
-        """A half gradient without a loss scale as a master has it, and an ``earlier`` one added."""
-        return self._ops.widen_add([grad], [self.one(grad.device)], [earlier])[0]
+    def _wide(self, grad: Any) -> torch.Tensor:
+        """A half gradient without a loss scale as a master has it."""
+        return self._ops.widen_add([grad], [self.one(grad.device)], [None])[0]
 
     def gradient(self, row: int) -> torch.Tensor | None:
         """The unscaled float32 gradient of a master; makes those of all."""
@@ -592,7 +591,7 @@ class HalfGradients:
             self._collect(factor)
         watch = self._rewriting  # the script may write over what masters' gradients are made of
         watches = watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED)
-        if self.may_have_bases or (watches and not self._is_plain):
+        if watches and not self._is_plain:
             self.make_all()
 
     def _collect(self, factor: torch.Tensor | None) -> None:

@@ -54,13 +54,14 @@ def factors_of(
     told = [torch.cat([sums[key], misfits[key], torch.stack(tried[key])]).cpu() for key in now]
     rows = cast("list[list[float]]", cast("Any", torch.stack(told)).tolist()) if told else []
     found = {key: _factor(*row) for key, row in zip(now, rows, strict=True)}
-    telling = [one for one, (squares, *_) in zip(found.values(), rows, strict=True) if squares]
-    telling = [one for one in telling if one != 0.0]
+    told_by = zip(found.values(), rows, strict=True)
+    telling = [one for one, (squares, *_) in told_by if squares and one != 0.0]
+    factors = [one for one in telling if one is not None]
     common = None
-    if telling and None not in telling:
-        low, high = min(telling), max(telling)  # pyright: ignore
+    if factors and len(factors) == len(telling):
+        low, high = min(factors), max(factors)
         eps = max(torch.finfo(grad.dtype).eps for grad in now.values())
-        common = telling[0] if high - low <= eps * max(abs(low), abs(high)) else None
+        common = factors[0] if high - low <= eps * max(abs(low), abs(high)) else None
     for key, (squares, _, differs, *_) in zip(now, rows, strict=True):
         if not squares and not differs:
             found[key] = 1.0 if common is None else common
