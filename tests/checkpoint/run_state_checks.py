@@ -113,7 +113,7 @@ def cases() -> list[tuple[str, str, str]]:
     return [
         (
             level,
-            "full" if level in ("O0", "O1") or (kind, storage) == ("AdamW", "compact") else storage,
+            "full" if level in ("O0", "O1") or kind == "AdamW" else storage,
             kind,
         )
         for level, storage, kind in found

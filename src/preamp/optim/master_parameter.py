@@ -141,7 +141,7 @@ def _of_form() -> set[Callable[..., Any]]:
     found = {getattr(kind, name).__get__ for name in properties}
     found |= {getattr(kind, name) for name in methods}
     found |= {kind.requires_grad.__set__, kind.grad.__set__}
-    return found | {torch.is_floating_point, torch.is_complex, torch.numel, torch.zeros_like}
+    return found | {torch.is_floating_point, torch.is_complex, torch.numel}
 
 
 _OF_FORM = _of_form()
@@ -161,6 +161,10 @@ class SplitMaster(MasterParameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func`` if it needs no more than the form of masters."""
+        if func is torch.zeros_like:  # by which torch's checkpoints make an optimizer's state
+            master, *rest = args
+            made = func(form_of(master), *rest, **{"dtype": torch.float32, **(kwargs or {})})
+            return made if made.device == master.device else made.to(master.device)
         if func not in _OF_FORM:
             raise _has_no_memory()
         parameter: Any = torch.nn.Parameter  # which calls what it is given

@@ -16,7 +16,7 @@ import torch
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError, bad_state
-from preamp.core.tensors import WeightMarks, is_sharded, local_of
+from preamp.core.tensors import WeightMarks, is_sharded, locals_of
 from preamp.core.torch_private.shards import set_data
 from preamp.kernels import Ops
 
@@ -57,8 +57,9 @@ class WeightPairs:
 
         Through ``.data``: a penalty on a master may wait for its backward.
         """
-        masters = [local_of(self.masters[row].detach()).data for row in rows]
-        self.ops.take_over_(masters, [local_of(self.halves[row].detach()) for row in rows])
+        masters = locals_of([self.masters[row].detach() for row in rows])
+        halves = locals_of([self.halves[row].detach() for row in rows])
+        self.ops.take_over_([master.data for master in masters], halves)
 
     def come_along(self, row: int) -> None:
         """Let the master lie where the half weight has moved, or on the host.
