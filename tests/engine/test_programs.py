@@ -14,7 +14,6 @@ import torch
 from cases.levels import EXACT, LEVEL_NAMES, WITH_MASTERS
 from engine.programs import (
     NAMES,
-    ON_HOST,
     OPTIMIZERS,
     STORAGES,
     Add,
@@ -438,7 +437,7 @@ def test_each_thing_may_follow_each_other(level: str, first: str, turn: int) -> 
 @pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
 def test_programs_that_went_wrong(level: str, storage: str, name: str) -> None:
     """What random programs have found."""
-    is_plain = STORAGES[storage].moments == "float32" and storage not in ON_HOST
+    is_plain = storage == "full"
     optimizer = "SGD" if is_plain else "FusedSGD"
     run(FOUND[name], level, optimizer, loss_scale="dynamic", storage=storage)
 
