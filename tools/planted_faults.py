@@ -36,55 +36,39 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("not kept.is_wide(param) and id(param) not in norms", "id(param) not in norms"),
         ("tuple(scales.shape) != wanted", "False"),
     ),
-    "src/preamp/kernels/blocks/cut.py": (
-        ("if total + size > most or len(together) == _TOGETHER:", "if len(together) == _TOGETHER:"),
-    ),
-    "src/preamp/kernels/blocks/ops.py": (
-        ("step = _constant(number(update.step) if corrects else math.inf)", "step = _constant(1)"),
-        (
-            "(~torch.isfinite(_stack(ends)).all()).float()",
-            "torch.isnan(_stack(ends)).any().float()",
-        ),
-    ),
     "src/preamp/kernels/jit/ops.py": (
         ("enumerate(self.part.rows) if place != 1]", "enumerate(self.part.rows) if place > 1]"),
-        ("each[owners] = np.add.reduceat(", "each[: len(owners)] = np.add.reduceat("),
-        ("finite = each.sum(1) - each[:, NONFINITE]", "finite = each.sum(1)"),
     ),
     "src/preamp/kernels/places.py": (
         ("len(devices) > 1 or any([tensor.is_neg() for tensor in tensors])", "len(devices) > 1"),
     ),
-    "src/preamp/kernels/reference/formulas.py": (
+    "src/preamp/kernels/plain/formulas.py": (
         ("size = size * c2**0.5 / c1", "size = size * c2 / c1"),
         ("ratio = p_norm / u_norm\n", "ratio = p_norm / (u_norm + 1e-3)\n"),
         ("g_norm + rule.weight_decay * p_norm + rule.eps", "g_norm + rule.weight_decay * p_norm"),
         ("number / c2**0.5 + rule.eps", "number / c2 + rule.eps"),
+        ("(p_norm > 0) & (u_norm > 0)", "p_norm > 0"),
+        ("-torch.expm1(slot.scalar(step) * log)", "1 - torch.exp(slot.scalar(step) * log)"),
     ),
-    "src/preamp/kernels/reference/ops.py": (
+    "src/preamp/kernels/plain/fused.py": (
+        ("step = _constant(_number(update.step) if corrects else math.inf)", "step = _constant(1)"),
+    ),
+    "src/preamp/kernels/plain/lists.py": (
+        ("total + count > most or len(run.places) == TOGETHER", "len(run.places) == TOGETHER"),
+        ("if run.places and (is_full or is_flat is not run.is_flat):", "if is_full:"),
+    ),
+    "src/preamp/kernels/plain/ops.py": (
         ("torch.isfinite(max_abs).all()", "~torch.isinf(max_abs).any()"),
-        (
-            "grad.copy_(wide if addend is None else wide + addend.to(dtype))",
-            "grad.copy_(wide).add_(0 if addend is None else addend)",
-        ),
+        ("y if is_one else y * by_y", "y"),
     ),
-    "src/preamp/kernels/reference/stored.py": (
+    "src/preamp/kernels/plain/slots.py": (
+        ("torch.where(flag, target, value.to(target.dtype))", "value"),
+        ("start=stored.starts[place]", "start=0"),
         (
-            "(self.update.found_inf.to(target.device) != 0, target, value)",
-            "(torch.tensor(0) != 0, target, value)",
+            "wanted = [pair for pair in zip(halves, params,",
+            "wanted = [pair for pair in zip(halves, p.each,",
         ),
-        ("start=stored.starts[0]", "start=0"),
-    ),
-    "src/preamp/kernels/reference/update.py": (
-        (
-            "return -torch.expm1(self.scalar(step) * log)",
-            "return 1 - torch.exp(self.scalar(step) * log)",
-        ),
-        ("self._store_one(self._half, self._targets[0])", "self._store_one(self._half, p)"),
-        (
-            "rounded = torch.where(skip, target, rounded)",
-            "rounded = rounded * ~skip + target * skip",
-        ),
-        ("return (a > 0) & (b > 0)", "return a > 0"),
+        ("return param if is_same else taken_over(param, half)", "return param"),
     ),
     "src/preamp/kernels/rules.py": (
         ("v = beta2 * v + rest * g * g", "v = beta2 * v + g * g"),
@@ -102,6 +86,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("(ODD**row & 0xFFFF)", "1"),
         ("exponent.clamp(min=113, max=142)", "exponent.clamp(max=142)"),
         ("found[start - 8 * first :][:count]", "found[:count]"),
+        ("master.to(half.dtype).view(torch.int16), half", "half.view(torch.int16), half"),
         ("(zero + step) & _WORD", "zero"),
         ("torch.where(word < lowest << 23, below, word)", "word"),
         ("torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)", "value"),

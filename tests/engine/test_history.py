@@ -19,7 +19,7 @@ from kit.loops import everything, loss_of, make, started, train_plain, train_ste
 from kit.run import Net, batch_of, build
 from preamp.core.version import __version__
 from preamp.engine.optimizer_hooks import OptimizerHooks
-from preamp.kernels.reference import tally
+from preamp.kernels.plain import tally
 from preamp.numerics import (
     FORMATS,
     History,

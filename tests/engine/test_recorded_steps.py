@@ -22,7 +22,7 @@ from cases.selection import examples
 from kit.loops import loss_of, make, started, train_step
 from kit.run import Net
 from preamp.engine import ledger
-from preamp.kernels.reference import tally
+from preamp.kernels.plain import tally
 from preamp.numerics import History, NumericsRecord, Record, ResumeRecord, StepRecord, read_history
 from preamp.optimizers import FusedAdam
 from preamp.watch import host_copies, recorder

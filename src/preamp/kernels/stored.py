@@ -108,8 +108,12 @@ def taken_over(master: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
     what the half weight says where it does not. A master beyond float16 rounds to infinity, and
     stays where the half weight is that.
     """
-    is_same = master.to(half.dtype).view(torch.int16) == half.view(torch.int16)
-    return torch.where(is_same, master, half.to(master.dtype))
+    return torch.where(torch.eq(*bits_of(master, half)), master, half.to(master.dtype))
+
+
+def bits_of(master: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of what a master rounds to, and of its half weight."""
+    return master.to(half.dtype).view(torch.int16), half.view(torch.int16)
 
 
 # -- split masters --------------------------------------------------------------------------------
