@@ -21,6 +21,7 @@ from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import ATTRIBUTE, EngineHook, Link
 from preamp.core.torch_private.modules import add_hook
+from preamp.core.torch_private.operations import unheard
 from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack
 from preamp.engine.params import twin_of
@@ -182,9 +183,10 @@ class FollowMasters(EngineHook):
         if torch.compiler.is_compiling():
             return
         engine = self.link.target
-        for session in () if engine is None else engine.sessions.values():
-            for table in session.tables:
-                table.follow()
+        with unheard():  # a trace tells what the model does
+            for session in () if engine is None else engine.sessions.values():
+                for table in session.tables:
+                    table.follow()
 
 
 def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
