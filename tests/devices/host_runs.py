@@ -190,4 +190,4 @@ def twice_in_a_block(run: Run) -> None:
 
 
 LOOPS = (plain, clipped, overflowing, clipped_in_parts, twice_in_a_block)
-"""What else there is, random programs do (`test_host_programs`)."""
+"""What else there is, random programs do (`test_programs_on_a_device`)."""

@@ -28,7 +28,7 @@ from torch import nn
 
 import preamp
 from cases.levels import BY_NAME, LevelCase
-from kit.compare import differences, picture
+from kit.compare import NAMESPACES
 from preamp import Storage
 from preamp.kernels.stored import (
     Format,
@@ -588,7 +588,7 @@ class World:
             **self.variant.options,
         )
         self.called = self.variant.wraps(self.ours)
-        self.torch = picture()
+        self.torch = names_of_torch()
         self.steps: list[tuple[int, bool, dict[int, float] | None, Notes]] = []
         self.recorded = 0  # how many of them are not of an earlier engine
         self.notes = [Notes(), Notes()]
@@ -980,7 +980,8 @@ class World:
         }
         function = preamp.clip_grad_norm_ if call.by == "preamp" else nn.utils.clip_grad_norm_
         self.log.append(f"{call.by}.clip_grad_norm_(opt{i}, {call.max_norm})")
-        norm = function(params[call.by](), call.max_norm)
+        with self.variant.unread() if call.by == "preamp" else nullcontext():
+            norm = function(params[call.by](), call.max_norm)
         grads = self.grads(i).values()
         exact = torch.stack([grad.double().norm() for grad in grads]).norm() if grads else 0.0
         wanted = float(exact)
@@ -1266,8 +1267,8 @@ class World:
         assert counts == (skips.count(False), skips.count(True)), f"{counts} of {skips}"
         if {"numerics", "history"} & self.variant.options.keys():
             self.check_records()
-        changed = [n for n in differences(self.torch, picture()) if "__slotnames__" not in n]
-        assert not changed, f"changed: {changed}"
+        names = differing_names(self.torch, names_of_torch())
+        assert not names, f"changed: {names}"
         held = preamp.count_memory(self.engine)
         if not hasattr(self.ours, "c"):
             assert [held[n] - self.bytes[n] for n in ("weights", "buffers")] == [0, 0], held
@@ -1317,19 +1318,16 @@ class World:
     def given(self) -> dict[str, Any]:
         """All that a close gives back, by identity, whatever the numbers are by now."""
         seen: dict[str, Any] = {}
+        own = ("_kept", "_is_early_kind")  # what an optimizer finds out for itself
         for number, optimizer in enumerate(self.opts):
-            own = ("_kept", "_is_early_kind")  # what an optimizer finds out for itself
-            seen[f"{number}"] = {key for key in vars(optimizer) if not key.startswith(own)}
+            attributes = {k: v for k, v in vars(optimizer).items() if not k.startswith(own)}
+            seen[f"{number}"] = {k: [*v] if "hooks" in k else None for k, v in attributes.items()}
             seen[f"{number}.params"] = [id(p) for g in optimizer.param_groups for p in g["params"]]
         for name, module in self.ours.named_modules():
-            seen[name] = {
-                key: None if key == "rounds" else id(v) for key, v in vars(module).items()
-            }
-            seen |= {
-                f"{name}.{n}": (id(p), p.dtype)
-                for n, p in module._parameters.items()
-                if p is not None
-            }
+            known = {k: v for k, v in vars(module).items() if k != "_buffers"}
+            seen[name] = {k: [*v] if isinstance(v, dict) else id(v) for k, v in known.items()}
+            params = module.named_parameters(name, recurse=False)
+            seen |= {at: (id(param), param.dtype) for at, param in params}
         return seen
 
     def check_closed(self) -> None:
@@ -1401,6 +1399,21 @@ class World:
                 if self.device != "cpu" and wanted is None and ours is not None:
                     wanted = torch.zeros_like(plain)  # of steps that the device has skipped
                 self.compare(ours, wanted, f"momentum of {name}")
+
+
+def names_of_torch() -> list[dict[str, int]]:
+    """What torch's functions are at present."""
+    return [
+        {name: id(value) for name, value in vars(owner).items()} for owner in NAMESPACES.values()
+    ]
+
+
+def differing_names(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[str]:
+    if before == after:
+        return []
+    changed = [a.items() ^ b.items() for a, b in zip(before, after, strict=True)]
+    names = {name for each in changed for name, _ in each}
+    return sorted(names - {"__slotnames__"})  # which copying makes
 
 
 def names_of(model: Toy) -> tuple[str, ...]:

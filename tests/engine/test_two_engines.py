@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two engines in one process: trained by turns, each gives bitwise what it gives alone."""
+"""Two engines in one process: half dtypes side by side, and layers that they share.
+
+That each trains as alone, `test_programs` shows.
+"""
 
 import copy
 import io
@@ -25,17 +28,6 @@ HALF_PAIRS = [("O1", "O4"), ("O2", "O4"), ("O3", "O4"), ("O2", "O5"), ("O1", "O5
 
 
 Run = tuple[Any, Any]
-
-
-def one_step(run: Run, step: int, *, poison: bool, clip: str = "no") -> torch.Tensor:
-    model, optimizer = run
-    optimizer.zero_grad()
-    loss = loss_of(model, step)
-    with preamp.scale_loss(loss, optimizer) as scaled:
-        (scaled * float("inf") if poison else scaled).backward()
-    norm = CLIPS[clip](optimizer)
-    optimizer.step()
-    return norm.float()
 
 
 def test_what_has_no_argument_means_engines_made_through_amp() -> None:
@@ -123,7 +115,7 @@ def test_tensors_of_another_half_dtype_are_plain(first: str, second: str, scope:
     mixed = [*tensors[torch.float16], *tensors[torch.bfloat16]]
     assert torch.cat(mixed).dtype is torch.float32
     for run in runs:
-        one_step(run, 0, poison=False)
+        train_step(*run, 0)
 
 
 def test_a_plain_half_model_beside_casts_of_the_whole_thread() -> None:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random programs with masters and moments on the host and weights on a device.
+"""Random programs on a device: they do what plain torch does, and in blocks and steps nobody waits.
 
-Each does what plain torch does, and gives the bits of the same storage on the device.
+With masters and moments on the host they give the bits of the same storage on the device.
 """
 
+import itertools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cases.levels import WITH_MASTERS
+from cases.levels import EXACT, WITH_MASTERS
+from cases.waits import waits_refused
 from engine.programs import Backward, Call, Clip, Iteration, Variant, Zero
 from engine.test_programs import FOUND, KEPT, Case, Dice, assert_same_bits
+from preamp.engine import ledger
 from preamp.kernels import staged
 
 pytestmark = [
@@ -67,3 +71,27 @@ def test_programs_give_the_bits_of_the_device(
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_went_wrong_elsewhere(level: str, name: str) -> None:
     check(Case(FOUND[name], level, "FusedSGD", "dynamic", (), "split on the host"))
+
+
+class RefusesLater:
+    """Refuses waits once a few acts have made state and compiled kernels."""
+
+    def __init__(self) -> None:
+        self.calls = itertools.count()
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return waits_refused() if next(self.calls) > 12 else nullcontext()
+
+
+@pytest.mark.parametrize("level", EXACT)
+@pytest.mark.parametrize("storage", ["full", "split", "compact", "full, released"])
+def test_no_block_clip_or_fused_step_waits(
+    level: str, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it where each loss is looked at."""
+    releases, kept = "released" in storage, storage.partition(",")[0]
+    for number in range(2):
+        monkeypatch.setattr(ledger, "_LOOKS", ledger._LOOKS if number else 2)
+        case = Dice(f"{level} {number} waits").loop(level, kept, releases=releases)
+        later = Variant(unread=RefusesLater())
+        replace(case, program=4 * case.program, storage=storage, variant=later).run(device="cuda")
