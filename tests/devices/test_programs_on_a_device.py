@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random programs on a device: they do what plain torch does, and in blocks and steps nobody waits.
+"""Random programs with weights on a device: they do what plain torch does there.
 
 With masters and moments on the host they give the bits of the same storage on the device.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cases.levels import EXACT, WITH_MASTERS
-from cases.waits import waits_refused
-from engine.programs import Backward, Call, Clip, Iteration, Step, Variant, Zero
+from cases.levels import WITH_MASTERS
+from engine.programs import Backward, Call, Clip, Iteration, Variant, Zero
 from engine.test_programs import FOUND, KEPT, Case, Dice, assert_same_bits
-from preamp.engine import ledger
 from preamp.kernels import staged
 
 pytestmark = [
@@ -70,33 +67,3 @@ def test_programs_give_the_bits_of_the_device(
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_went_wrong_elsewhere(level: str, name: str) -> None:
     check(Case(FOUND[name], level, "FusedSGD", "dynamic", (), "split on the host"))
-
-
-class RefusesLater:
-    """Refuses waits once some acts have made state, compiled kernels and looked at each layout."""
-
-    def __init__(self, acts: int) -> None:
-        self.acts, self.done = acts, 0
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        self.done += 1
-        return waits_refused() if self.done > self.acts else nullcontext()
-
-
-@pytest.mark.parametrize("level", EXACT)
-@pytest.mark.parametrize("storage", ["full", "split", "compact", "full, released"])
-def test_no_block_clip_or_fused_step_waits(
-    level: str, storage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does it where each loss is looked at."""
-    releases, kept = "released" in storage, storage.partition(",")[0]
-    for number in range(2):
-        monkeypatch.setattr(ledger, "_LOOKS", ledger._LOOKS if number else 2)
-        case = Dice(f"{level} {number} waits").loop(level, kept, releases=releases)
-        program = [call for call in case.program if isinstance(call, (Backward, Clip, Step, Zero))]
-        later = RefusesLater(3 * sum(not isinstance(call, Zero) for call in program))
-        case = replace(case, program=6 * program, storage=storage, variant=Variant(unread=later))
-        replace(
-            case, optimizer=case.optimizer.replace("SGD", "FusedSGD").replace("FusedFused", "Fused")
-        ).run(device="cuda")
-        assert later.done > later.acts

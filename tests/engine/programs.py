@@ -989,6 +989,7 @@ class World:
         half = self.plain.q.dtype is torch.float16 or unfrozen  # whose master is yet to be made
         assert math.isclose(norm.item(), wanted, rel_tol=2.0**-7 if half else 2.0**-18)
         self.notes[i].norm = norm.item() if call.by == "preamp" else None
+        norm.zero_()  # it is the script's own
         factor = min(1.0, call.max_norm / (wanted + 1e-6))
         if factor != 1.0:
             self.exact = False
@@ -1309,10 +1310,15 @@ class World:
         measured = [
             r for r in history.of(NumericsRecord) if (r.step, r.optimizer) == (last.step, i)
         ]
-        for record in measured if notes.made is not None else ():
-            largest = {t.name: t.max_abs / t.scale for t in record.tensors if t.what == "gradient"}
-            made = notes.made.get(record.loss_id, {})  # type: ignore[union-attr]
-            wrong = {n: v for n, v in made.items() if v and largest.get(n) != v}
+        if notes.made is not None and measured:
+            largest = {
+                (record.loss_id, tensor.name): tensor.max_abs / tensor.scale
+                for record in measured
+                for tensor in record.tensors
+                if tensor.what == "gradient"
+            }
+            made = {(k, n): v for k, grads in notes.made.items() for n, v in grads.items() if v}
+            wrong = {at: v for at, v in made.items() if largest.get(at) != v}
             assert not wrong, f"measured {largest}, not {wrong}"
 
     def given(self) -> dict[str, Any]:
@@ -1327,7 +1333,7 @@ class World:
             known = {k: v for k, v in vars(module).items() if k != "_buffers"}
             seen[name] = {k: [*v] if isinstance(v, dict) else id(v) for k, v in known.items()}
             params = module.named_parameters(name, recurse=False)
-            seen |= {at: (id(param), param.dtype) for at, param in params}
+            seen |= {at: (id(p), p.dtype, p.device) for at, p in params}
         return seen
 
     def check_closed(self) -> None:

@@ -122,8 +122,9 @@ class Dice:
             if not releases and self.happens():
                 program += [Clip(self.one([0, 1]), 2.0**-6)]
             program += [Step(0), Step(1), Zero("model", to_none=True)]
-            if releases and self.happens():
-                program += [self.between_steps()]
+            if releases:
+                writes = Write(self.one(NAMES), self.one(["fill_", "mul_", "data ="]))
+                program += [self.one([writes, self.between_steps()])]
         frozen: tuple[str, ...] = self.one([(), ("b.weight",), ("a.bias", "q")])
         loss_scale = self.one([1.0, 128.0] if releases else [128.0, "dynamic"])
         return Case(program, level, optimizer, loss_scale, frozen, storage)
@@ -513,6 +514,14 @@ FOUND: dict[str, list[Call]] = {
         Clip(0, 0.5),
         Zero("model", to_none=True),
         Step(0),
+    ],
+    "two losses to a step": [Backward("ab", 0), Backward("ab", 1, loss_id=1), Step(0), Step(1)],
+    "an overflow of the second optimizer": [Backward("a", 0), Backward("b", 0, poison=True)],
+    "restarted after a skipped step": [
+        Backward("ab", 0, poison=True),
+        *(Step(0), Step(1), Zero("model", to_none=True)),
+        *(Checkpoint("save"), Checkpoint("restart")),
+        Backward("ab", 1),
     ],
     "one optimizer of two is zeroed": [
         Backward("ab", 0, both=True),
