@@ -79,7 +79,7 @@ class Run:
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.net: Any = self.make(norm).cuda()
+        self.net = nn.Sequential(nn.Linear(16, 256), norm(256), nn.GELU(), nn.Linear(256, 4)).cuda()
         self.optimizer = KINDS[kind](self.net.parameters(), lr=1e-2)
         level, storage = kept
         keeps: Any = {"place": "device" if place == "device" else "host", **STORAGES[storage]}
@@ -99,9 +99,6 @@ class Run:
         if self.engine.policy.is_dynamic and "step" not in group:
             # The device's counter is a tensor then, whose corrections are of float32.
             group["step"] = torch.zeros((), dtype=torch.int32)
-
-    def make(self, norm: type[nn.Module]) -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 256), norm(256), nn.GELU(), nn.Linear(256, 4))
 
     def loss(self, factor: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.number)

@@ -14,19 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import preamp
-from devices.host_runs import (
-    Kept,
-    Run,
-    assert_same,
-    carry_over,
-    every_level,
-    ids,
-    overflowing,
-    with_masters,
-)
-from engine.test_release import Net, loss_of
+from devices.host_runs import Kept, Run, assert_same, every_level, ids, overflowing, with_masters
 from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError
 from preamp.numerics import NumericsRecord, OverflowRecord
@@ -181,40 +172,91 @@ def test_close_gives_all_back(kept: Kept) -> None:
     run.end()
 
 
-class Tied(Run):
-    """Tied, frozen and rarely used weights, and a layer that is computed again in the backward."""
+class Layer(nn.Module):
+    """A linear layer of frozen weights, and beside it one of low rank that is trained."""
 
-    def make(self, norm: type[nn.Module]) -> nn.Module:
-        net = Net()
-        net.runs_again = True
-        return net
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(requires_grad=False)
+        self.down = nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
+        self.norm = nn.LayerNorm(width)
 
-    def loss(self, factor: float = 1.0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + nn.functional.gelu(self.frozen(normed) + self.up(self.down(normed)))
+
+
+class Language(nn.Module):
+    """Layers that are computed again in the backward, between tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.head.weight = self.tokens.weight
+        self.layers = nn.ModuleList(Layer(32) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class FineTuning:
+    """Two optimizers that accumulate and clip."""
+
+    def __init__(self, place: Any, level: str) -> None:
+        torch.manual_seed(0)
+        self.net, self.number = Language().cuda(), 0
+        small = [p for p in self.net.layers.parameters() if p.requires_grad]
+        self.optimizers = [FusedLion(small, lr=1e-3), FusedLion([self.net.tokens.weight], lr=1e-4)]
+        storage = preamp.Storage(masters="split", place=place, release_gradients=place == "host")
+        options: dict[str, Any] = {"storage": storage, "backend": "reference", "verbosity": 0}
+        preamp.initialize(self.net, self.optimizers, opt_level=level, **options)
+
+    def backward(self) -> None:
+        generator = torch.Generator().manual_seed(self.number)
         self.number += 1
-        return loss_of(self.net, self.number) * factor
+        tokens = torch.randint(64, (4, 9), generator=generator).cuda()
+        logits = self.net(tokens[:, :-1]).float().flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        with preamp.scale_loss(loss, self.optimizers) as scaled:
+            scaled.backward()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.backward()
+            self.backward()
+            self.end()
+
+    def end(self) -> None:
+        preamp.clip_grad_norm_(self.net.parameters(), 0.5)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.net.zero_grad()
+
+    def everything(self) -> list[torch.Tensor]:
+        masters = [m for one in self.optimizers for m in preamp.master_params(one)]
+        return [tensor.detach().cpu() for tensor in (*self.net.parameters(), *masters)]
 
 
-@pytest.mark.parametrize("way", [("released", "device"), ("device", "released")], ids=ids)
+@pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_tied_weights_and_layers_that_run_again(
-    level: str, way: tuple[str, str], tmp_path: Path
-) -> None:
-    """Accumulated and clipped; a checkpoint goes on at the other place."""
-    first, second = (Tied(place, (level, "split")) for place in way)
-
-    def step(run: Run) -> None:
-        run.backward()
-        run.backward()
-        preamp.clip_grad_norm_(run.net.parameters(), 0.5)
-        run.end()
-
-    for _ in range(3):
-        step(first)
-    carry_over(first, second, tmp_path)
+def test_a_language_model_is_fine_tuned(level: str, way: tuple[str, str], tmp_path: Path) -> None:
+    """A checkpoint goes on at the other place."""
+    first, second = (FineTuning(place, level) for place in way)
+    first.steps(3)
+    preamp.save_checkpoint(tmp_path / "run", first.net, first.optimizers)
+    preamp.load_checkpoint(tmp_path / "run", second.net, second.optimizers, rng=False)
+    second.number = first.number
     for run in (first, second):
-        step(run)
-        step(run)
-    assert_same(first, second)
+        run.steps(2)
+    weights = 1 + 3 * 6  # the tied one, and of each layer two frozen and four trained ones
+    trained = 1 + 3 * 4
+    pairs = list(zip(first.everything(), second.everything(), strict=True))
+    assert len(pairs) == weights + trained
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 # -- trouble -------------------------------------------------------------------------------------

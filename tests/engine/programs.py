@@ -496,7 +496,7 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     door: Any = preamp
     wraps: Callable[[nn.Module], nn.Module] = lambda model: model
-    between: Callable[[], object] = lambda: None
+    between: Callable[[], object] | None = None
     unread: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -738,7 +738,7 @@ class World:
                 self.variant.unread(),
                 self.variant.door.scale_loss(loss, opts, **scaling) as scaled,
             ):
-                self.variant.between()
+                self.between()
                 if call.zeroes and not fails and len(owners) == 2 and not any(self.delayed):
                     self.zero("model", to_none=False)
                     # What had overflowed is gone; a step is skipped without need.
@@ -1262,7 +1262,6 @@ class World:
 
     def hold(self) -> None:
         """Counters and records tell of the steps, bytes are as estimated, torch is as it was."""
-        self.variant.between()
         skips = [skipped for _, skipped, *_ in self.steps]
         counts = self.engine.steps_applied, self.engine.steps_skipped
         assert counts == (skips.count(False), skips.count(True)), f"{counts} of {skips}"
@@ -1270,6 +1269,7 @@ class World:
             self.check_records()
         names = differing_names(self.torch, names_of_torch())
         assert not names, f"changed: {names}"
+        self.between()
         held = preamp.count_memory(self.engine)
         if not hasattr(self.ours, "c"):
             assert [held[n] - self.bytes[n] for n in ("weights", "buffers")] == [0, 0], held
@@ -1280,6 +1280,12 @@ class World:
             ]
             more = masters[0] / (masters[1] or 1)
             assert more in ((0, 1, 2) if self.splits else (0, 1)), held  # 2 before they are packed
+
+    def between(self) -> None:
+        """What goes on beside may change torch."""
+        if self.variant.between is not None:
+            self.variant.between()
+            self.torch = names_of_torch()
 
     def frozen_now(self) -> list[str]:
         return [n for n, p in self.ours.named_parameters() if not p.requires_grad]
