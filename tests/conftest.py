@@ -19,9 +19,9 @@ import torch
 from alias.harness import Zygote
 from cases.selection import SUITE, SUITES, select
 from preamp.compat.amp_state import AmpState, amp_state
+from preamp.core.torch_private.operations import may_be_compiled
 from preamp.engine import Engine
 from preamp.kernels import dispatch
-from preamp.kernels.operations import may_be_compiled
 
 torch.set_num_threads(1)
 

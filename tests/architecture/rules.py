@@ -45,7 +45,7 @@ ONLY_UNDER = {
 }
 """Modules that may be imported below the named packages only."""
 
-PRIVATE_TORCH_UNDER = ("preamp.kernels",)
+PRIVATE_TORCH_UNDER = ("preamp.core.torch_private", "preamp.kernels")
 LATE_IMPORTS_IN = (
     "preamp.engine.engine",  # the report
     "preamp.engine.overflow",  # records

@@ -19,7 +19,7 @@ from preamp.casting.functions import (
 from preamp.casting.op_lists import OpRow
 from preamp.casting.regions import attach_cast_region
 from preamp.core.pytree import map_tensors
-from preamp.kernels.observe import ObservedOps
+from preamp.core.torch_private.observe import ObservedOps
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, cpu_lacks_matmul, native_products
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

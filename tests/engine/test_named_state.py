@@ -17,8 +17,8 @@ from cases.levels import WITH_MASTERS
 from kit.compare import same
 from kit.loops import train_step
 from kit.run import Net
-from preamp.kernels import named_state
-from preamp.kernels.named_state import MODULE
+from preamp.core.torch_private import named_state
+from preamp.core.torch_private.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
 BUILDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import preamp
+from preamp.core.torch_private.operations import OperationMode
 from preamp.engine import Engine
-from preamp.kernels.operations import OperationMode
 from preamp.numerics import TraceRecord
 
 

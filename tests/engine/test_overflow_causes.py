@@ -20,9 +20,9 @@ import preamp
 from cases.host_reads import far_from_the_host
 from cases.models import Damage
 from cases.selection import examples
+from preamp.core.torch_private.autograd import TELLS_HOOKS
 from preamp.engine import Engine, ledger
 from preamp.engine.overflow import read_again
-from preamp.kernels.autograd import TELLS_HOOKS
 from preamp.numerics import OverflowRecord, from_json, to_json
 from preamp.optimizers import FusedAdam
 

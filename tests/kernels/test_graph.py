@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from preamp.kernels.autograd import TELLS_HOOKS, is_freed, leaves_through, reached_from
+from preamp.core.torch_private.autograd import TELLS_HOOKS, is_freed, leaves_through, reached_from
 
 HALF = torch.float16
 

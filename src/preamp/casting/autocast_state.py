@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from preamp.kernels.scripting import not_compiled_alone
+from preamp.core.torch_private.scripting import not_compiled_alone
 
 P = ParamSpec("P")
 R = TypeVar("R")

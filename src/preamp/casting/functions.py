@@ -35,8 +35,8 @@ from preamp.casting.wrappers import (
     wrap_sequence_promote,
 )
 from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.torch_private.modules import recurrent_functions
 from preamp.core.undo import UndoStack
-from preamp.kernels.modules import recurrent_functions
 from preamp.kernels.wide_half import WIDE_CONVOLUTIONS, WIDE_FUNCTIONS, cpu_lacks_matmul, wide
 
 

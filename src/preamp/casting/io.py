@@ -14,8 +14,8 @@ from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook
 from preamp.core.pytree import cast_floating, map_leaves
+from preamp.core.torch_private.modules import add_hook, drop_in_replicas, keep_in_replicas
 from preamp.core.undo import UndoStack
-from preamp.kernels.modules import add_hook, drop_in_replicas, keep_in_replicas
 
 
 class CastInputs(EngineHook):

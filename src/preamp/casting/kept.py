@@ -18,7 +18,7 @@ from torch import nn
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampPolicyError, worded
-from preamp.kernels.modules import unsaved_buffers
+from preamp.core.torch_private.modules import unsaved_buffers
 from preamp.policy import KeepFP32
 
 # Layers whose kernels want inputs and weights of one dtype. Batch norms join them only where they

@@ -11,10 +11,10 @@ from torch import nn
 from preamp.casting.io import CastInputs, MatchWeightDtype
 from preamp.casting.kept import Kept, floating_tensors, is_affine_batchnorm, is_single_layer
 from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.torch_private.fsdp import renew, reshard
+from preamp.core.torch_private.modules import add_hook
+from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack
-from preamp.kernels.fsdp import renew, reshard
-from preamp.kernels.modules import add_hook
-from preamp.kernels.shards import set_data
 
 
 class Conversion:

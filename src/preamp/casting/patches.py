@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
+from preamp.core.torch_private.scripting import forget_traced_names, know_traced_names, scriptable
 from preamp.core.undo import UndoStack
-from preamp.kernels.scripting import forget_traced_names, know_traced_names, scriptable
 
 P = ParamSpec("P")
 R = TypeVar("R")

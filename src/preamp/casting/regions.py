@@ -32,9 +32,9 @@ from preamp.casting.thread_casts import (
 )
 from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook
+from preamp.core.torch_private.modules import add_hook
+from preamp.core.torch_private.scripting import not_compiled_alone
 from preamp.core.undo import UndoStack
-from preamp.kernels.modules import add_hook
-from preamp.kernels.scripting import not_compiled_alone
 
 _COMMON = ("cpu", "cuda", "xpu", "mps")
 """Device types whose casts can be on while a forward is traced."""

@@ -21,8 +21,8 @@ from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook, Link
 from preamp.core.protocols import MasterLookup
+from preamp.core.torch_private.modules import add_hook
 from preamp.core.undo import UndoStack, set_attribute
-from preamp.kernels.modules import add_hook
 
 _WITHOUT_COPIES = ContextVar("state dicts have the masters themselves", default=False)
 

@@ -40,8 +40,8 @@ from preamp.casting.autocast_state import (
     untraced,
 )
 from preamp.casting.patches import PATCH_LOCK
+from preamp.core.torch_private.modules import call_hooks_after_interrupts
 from preamp.core.undo import UndoStack
-from preamp.kernels.modules import call_hooks_after_interrupts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from preamp.checkpoint.staging import SplitTensor, Value, download
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_type, bad_value, with_article
 from preamp.core.tensors import memory_order
-from preamp.kernels.sparse import stored_parts
+from preamp.core.torch_private.sparse import stored_parts
 
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter's lock
 

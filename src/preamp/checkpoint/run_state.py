@@ -21,8 +21,8 @@ from preamp.checkpoint.ranks import exchanged, rank, world_size
 from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import bad_state, bad_type, bad_value, with_article
 from preamp.core.log import say
+from preamp.core.torch_private import fsdp
 from preamp.engine.resume import drop_gradients, engine_state, prepare_engine
-from preamp.kernels import fsdp
 
 
 class RunState:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from preamp.core.errors import bad_state, bad_value
+from preamp.core.torch_private.data_parallel import forward_without_reducer
 from preamp.distributed.delayed import Averaging, DelayedReduction, reduce_bucket
 from preamp.distributed.groups import default_group, require_group
 from preamp.engine import find_engine
 from preamp.engine.agreement import compare_ranks
-from preamp.kernels.data_parallel import forward_without_reducer
 
 _MB = 1024 * 1024
 

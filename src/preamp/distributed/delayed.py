@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from preamp.core.torch_private.autograd import after_backward, backward_under_way
 from preamp.distributed.groups import collectives
-from preamp.kernels.autograd import after_backward, backward_under_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

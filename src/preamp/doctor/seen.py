@@ -20,10 +20,10 @@ from torch.autograd.graph import Node
 
 from preamp.core.dtypes import is_half
 from preamp.core.tensors import host_reaches, local_of, stored_grad, version_of
+from preamp.core.torch_private.autograd import terms_of
 from preamp.doctor.rule import Place
 from preamp.engine import Engine, find_engine
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.autograd import terms_of
 
 
 class Origin(Enum):

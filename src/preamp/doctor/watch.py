@@ -11,11 +11,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from preamp.core.torch_private.observe import fakes_tensors
 from preamp.doctor.catalogue import DETECTORS
 from preamp.doctor.detector import Findings
 from preamp.doctor.rule import Rule
 from preamp.doctor.seen import Seen
-from preamp.kernels.observe import fakes_tensors
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import answered, broadcast_from_first, gather_objects, gather_tensors
 from preamp.core.splits import Group, Groups, meshes_of
+from preamp.core.torch_private import fsdp
 from preamp.engine.params import twin_of
-from preamp.kernels import fsdp
 from preamp.optim import leaf_of
 
 if TYPE_CHECKING:

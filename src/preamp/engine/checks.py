@@ -15,11 +15,11 @@ from preamp.casting import Conversion, changed_by_cast, find_kept
 from preamp.casting.kept import Kept, find_norms, floating_tensors
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
+from preamp.core.torch_private.data_parallel import uses_reducer
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, find_engine, is_optimizer
 from preamp.engine.names import ParameterNames
-from preamp.kernels.data_parallel import uses_reducer
 from preamp.optim import in_two_optimizers
 from preamp.policy import Policy
 

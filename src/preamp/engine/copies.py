@@ -25,10 +25,10 @@ from preamp.core.errors import bad_state, with_article
 from preamp.core.link import ATTRIBUTE, EngineHook
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import version_of
+from preamp.core.torch_private.modules import forget_moves, remove_hooks, with_step_pre_hook
+from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.params import twin_of
-from preamp.kernels.modules import forget_moves, remove_hooks, with_step_pre_hook
-from preamp.kernels.shards import set_data
 from preamp.optim import is_master
 from preamp.optim.fused.base import FusedOptimizer
 

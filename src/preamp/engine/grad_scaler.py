@@ -19,6 +19,7 @@ from preamp.casting import settle_thread
 from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, message, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
+from preamp.core.torch_private.autograd import after_backward
 from preamp.core.undo import run_to_end
 from preamp.engine import refusals
 from preamp.engine.block import Block, check_loss
@@ -27,7 +28,6 @@ from preamp.engine.optimizer_hooks import skips_step
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.autograd import after_backward
 from preamp.optim.direct import has_nonzero
 from preamp.scaling import DynamicScale
 from preamp.scaling.scaler import larger

@@ -29,6 +29,10 @@ from preamp.casting import (
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.log import say
 from preamp.core.splits import Splits, splits_over
+from preamp.core.torch_private.foreach_types import ForeachType
+from preamp.core.torch_private.fsdp import gather_dtypes, has_sharded_parts, reshard
+from preamp.core.torch_private.modules import add_hook
+from preamp.core.torch_private.named_state import NamedMasters
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
@@ -50,11 +54,8 @@ from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_storage, check_updates, read_codes
 from preamp.engine.waiting import Waiting
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
-from preamp.kernels import ForeachType, Ops
+from preamp.kernels import Ops
 from preamp.kernels import backend as ops_named
-from preamp.kernels.fsdp import gather_dtypes, has_sharded_parts, reshard
-from preamp.kernels.modules import add_hook
-from preamp.kernels.named_state import NamedMasters
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import OnOverflow, Policy, Scope, Storage, resolve
 

@@ -12,11 +12,11 @@ from preamp.casting import attach_layer_casts, attach_state_hooks
 from preamp.casting.state_hooks import SaveFloat32
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import PreampStateError, bad_state
+from preamp.core.torch_private.modules import has_hook
 from preamp.core.undo import UndoStack
 from preamp.engine.copies import attach_copies
 from preamp.engine.engine import Engine
 from preamp.engine.weights import attach_move_doors
-from preamp.kernels.modules import has_hook
 
 
 def hook_layers(

@@ -24,11 +24,11 @@ from preamp.casting import disable_casts, settle_thread, thread_casts_restored, 
 from preamp.casting.autocast_state import untraced
 from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.errors import LossScaleError
+from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_step_hooks
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
 from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession, params_of_group
-from preamp.kernels.modules import add_hook, make_hook_tables, with_step_hooks
 from preamp.optim import in_two_optimizers
 
 Refuse = Callable[[Sequence[torch.Tensor]], None]

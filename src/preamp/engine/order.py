@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch.autograd.graph import Node
 
-from preamp.kernels.autograd import (
+from preamp.core.torch_private.autograd import (
     TELLS_HOOKS,
     BackwardOrder,
     backward_order,

@@ -21,16 +21,16 @@ from preamp.casting.autocast_state import untraced
 from preamp.core.link import EngineHook, Link
 from preamp.core.ranks import has_other_ranks, has_process_group
 from preamp.core.splits import Splits
-from preamp.core.undo import UndoStack
-from preamp.engine import refusals
-from preamp.kernels.data_parallel import (
+from preamp.core.torch_private.data_parallel import (
     active_data_parallel,
     is_hooked_to_parameters,
     is_joining,
     parameters_in,
     uses_reducer,
 )
-from preamp.kernels.modules import add_hook
+from preamp.core.torch_private.modules import add_hook
+from preamp.core.undo import UndoStack
+from preamp.engine import refusals
 
 REDUCED = frozenset({True})
 NO_ANSWER: frozenset[bool] = frozenset()

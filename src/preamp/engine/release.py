@@ -44,12 +44,12 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import disable_casts, thread_has_casts
 from preamp.core.tensors import is_capturing
+from preamp.core.torch_private.modules import add_hook
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.events import Backward
 from preamp.engine.session import OptimizerSession
 from preamp.engine.storage import check_no_ranks, check_releases
-from preamp.kernels.modules import add_hook
 from preamp.optim import leaves_of, pair_of
 from preamp.optim.fused.base import FusedOptimizer, Group
 from preamp.optim.fused.checks import check_gradients

@@ -29,13 +29,13 @@ from preamp.core.tensors import (
     versions_of,
     with_gradients,
 )
+from preamp.core.torch_private.shards import place_gradients
 from preamp.core.undo import Step, UndoStack, all_or_nothing
 from preamp.engine import refusals
 from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.kernels import Census, Ops
-from preamp.kernels.shards import place_gradients
 from preamp.optim import (
     DirectGradients,
     HalfGradients,

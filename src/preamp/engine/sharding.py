@@ -12,8 +12,8 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state
 from preamp.core.splits import Splits
 from preamp.core.tensors import is_sharded
+from preamp.core.torch_private import fsdp
 from preamp.engine.reductions import Reductions
-from preamp.kernels import fsdp
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
 

@@ -20,11 +20,11 @@ from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import ATTRIBUTE, EngineHook, Link
 from preamp.core.tensors import stored_grad
+from preamp.core.torch_private.modules import add_hook, before_moves
+from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.modules import add_hook, before_moves
-from preamp.kernels.shards import set_data
 from preamp.optim import Twin
 from preamp.scaling.scaler import Adjustments
 

@@ -4,7 +4,6 @@
 from preamp.kernels.dispatch import BACKENDS as BACKENDS
 from preamp.kernels.dispatch import backend as backend
 from preamp.kernels.dispatch import explain as explain
-from preamp.kernels.foreach_types import ForeachType as ForeachType
 from preamp.kernels.ops import OP_NAMES as OP_NAMES
 from preamp.kernels.ops import Census as Census
 from preamp.kernels.ops import Ops as Ops

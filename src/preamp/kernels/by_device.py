@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 
 from preamp.core.tensors import device_of, has_sharded, locals_of
+from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule
-from preamp.kernels.shards import sharded_as
 from preamp.kernels.update import Update
 from preamp.kernels.vectors import stack
 

@@ -26,10 +26,10 @@ from preamp.core.away import values_in
 from preamp.core.errors import bad_state
 from preamp.core.pinned import laid_as, pinned
 from preamp.core.tensors import devices_of, host_reaches, is_capturing, locals_of
+from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.by_device import ByDevice, pick
 from preamp.kernels.ops import Census, Column, Tensors
 from preamp.kernels.rules import LambRule, Rule
-from preamp.kernels.shards import sharded_as
 from preamp.kernels.stored import Stored
 from preamp.kernels.update import Update
 

@@ -13,8 +13,8 @@ from torch import nn
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
+from preamp.core.torch_private.observe import ObservedOps, fake_tensors
 from preamp.engine.initialize import create_engine
-from preamp.kernels.observe import ObservedOps, fake_tensors
 from preamp.kernels.wide_half import native_products
 from preamp.memory.copies import LossFn, copies_of
 from preamp.policy import Policy

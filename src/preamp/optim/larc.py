@@ -12,7 +12,7 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, bad_state, bad_type, with_article
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
-from preamp.kernels.shards import place_gradients
+from preamp.core.torch_private.shards import place_gradients
 from preamp.optim.fused.base import rate_of
 from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_

@@ -12,7 +12,7 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
-from preamp.kernels.shards import before_local, instance_of, set_data
+from preamp.core.torch_private.shards import before_local, instance_of, set_data
 
 _DATA: Any = cast("Any", torch.Tensor).data
 

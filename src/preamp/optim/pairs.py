@@ -11,8 +11,8 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.tensors import WeightMarks, is_sharded, local_of
+from preamp.core.torch_private.shards import set_data, sharded_as
 from preamp.kernels import Ops
-from preamp.kernels.shards import set_data, sharded_as
 
 
 def take_over(half: torch.Tensor, wide: torch.Tensor, rounded: torch.Tensor | None = None) -> None:

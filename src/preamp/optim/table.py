@@ -20,8 +20,8 @@ from torch.autograd.graph import increment_version
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state, message
 from preamp.core.tensors import find_again, local_of, runs_of, storage_key, versions_of
+from preamp.core.torch_private.shards import set_data, sharded_as
 from preamp.kernels import Ops
-from preamp.kernels.shards import set_data, sharded_as
 from preamp.kernels.stored import are_beyond_float16
 from preamp.optim.gradients import HalfGradients, Rewriting
 from preamp.optim.master_parameter import (

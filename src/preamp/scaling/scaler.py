@@ -20,7 +20,7 @@ import torch
 from preamp.core.errors import message
 from preamp.core.late_numbers import LateNumber, read_numbers
 from preamp.core.tensors import host_reaches, is_capturing
-from preamp.kernels.loss_scale import UPDATES_SCALE_ON, clamp_, update_scale_
+from preamp.core.torch_private.loss_scale import UPDATES_SCALE_ON, clamp_, update_scale_
 
 SMALLEST_SCALE = 2.0**-24
 """Where a dynamic scale stops if no floor was given. float16 values below this vanish, so a

@@ -17,9 +17,9 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
 from preamp.core.ranks import has_other_ranks
-from preamp.kernels.extremes import without_modes
-from preamp.kernels.modules import remove_hooks
-from preamp.kernels.operations import unheard
+from preamp.core.torch_private.extremes import without_modes
+from preamp.core.torch_private.modules import remove_hooks
+from preamp.core.torch_private.operations import unheard
 from preamp.numerics import Float32Record
 from preamp.watch.observation import Values, tensors_of
 

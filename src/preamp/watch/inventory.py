@@ -14,10 +14,10 @@ from preamp.casting import CastAudit
 from preamp.core.away import values_of
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
+from preamp.core.torch_private.sparse import stored_parts
 from preamp.engine.core import EngineCore
 from preamp.engine.lookup import engine_of
 from preamp.engine.storage import uses_host
-from preamp.kernels.sparse import stored_parts
 from preamp.optim import is_master, kept_of
 from preamp.watch.casts import cast_records
 

@@ -16,8 +16,8 @@ import torch
 from preamp.core.program import Call
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import node_of, version_of
-from preamp.kernels.extremes import extremes, without_modes
-from preamp.kernels.operations import Memory, memory_of
+from preamp.core.torch_private.extremes import extremes, without_modes
+from preamp.core.torch_private.operations import Memory, memory_of
 from preamp.kernels.vectors import stack
 from preamp.numerics import Float32Record
 

@@ -29,21 +29,21 @@ from torch.autograd.graph import Node
 from preamp.core.link import Link
 from preamp.core.program import calls_of_program
 from preamp.core.tensors import host_reaches, is_capturing, node_of
-from preamp.core.undo import UndoStack
-from preamp.engine.core import EngineCore
-from preamp.engine.events import Backward, Events
-from preamp.engine.overflow import Finding, GradientNote, OverflowCause
-from preamp.engine.session import OptimizerSession
-from preamp.engine.weights import master_of
-from preamp.kernels.autograd import is_made_since, nodes_made
-from preamp.kernels.modules import add_hook
-from preamp.kernels.operations import (
+from preamp.core.torch_private.autograd import is_made_since, nodes_made
+from preamp.core.torch_private.modules import add_hook
+from preamp.core.torch_private.operations import (
     OperationMode,
     asked_for,
     may_be_compiled,
     may_not_be_read,
     unheard,
 )
+from preamp.core.undo import UndoStack
+from preamp.engine.core import EngineCore
+from preamp.engine.events import Backward, Events
+from preamp.engine.overflow import Finding, GradientNote, OverflowCause
+from preamp.engine.session import OptimizerSession
+from preamp.engine.weights import master_of
 from preamp.kernels.wide_half import leaves
 from preamp.numerics import Float32Record
 from preamp.watch.float32 import MasterOf, compute, note_random, own_tensors, uses_halves

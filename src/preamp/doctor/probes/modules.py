@@ -15,11 +15,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
+from preamp.core.torch_private.autograd import backward_under_way
+from preamp.core.torch_private.observe import ObservedOps
 from preamp.core.undo import UndoStack
 from preamp.doctor.probes.around import Function, around, telling
 from preamp.doctor.watch import Watch
-from preamp.kernels.autograd import backward_under_way
-from preamp.kernels.observe import ObservedOps
 
 _STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from preamp.core.pytree import tensors_in
+from preamp.core.torch_private.autograd import is_mean, leaves_through, shared_factors
 from preamp.core.undo import UndoStack
 from preamp.doctor.probes.around import Function, around, telling
 from preamp.doctor.rule import current_place, current_places, frames
@@ -24,7 +25,6 @@ from preamp.doctor.seen import LEAST_SCALE, Origin, Source
 from preamp.doctor.watch import Watch
 from preamp.engine.block import Block
 from preamp.engine.grad_scaler import GradScaler
-from preamp.kernels.autograd import is_mean, leaves_through, shared_factors
 from preamp.scaling import LossScaler
 
 _CLIPPING = {

@@ -11,10 +11,10 @@ from torch import nn
 
 from preamp.casting.autocast_state import is_any_casting
 from preamp.core.dtypes import dtype_name, is_half
+from preamp.core.torch_private.autograd import casts_of_leaves, half_loss_dtype
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Seen
-from preamp.kernels.autograd import casts_of_leaves, half_loss_dtype
 from preamp.numerics import FORMATS
 
 HALFBATCH_NORM = define_rule(

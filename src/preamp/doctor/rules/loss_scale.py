@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from preamp.core.tensors import local_of, stored_grad
+from preamp.core.torch_private.autograd import has_hooks
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import OptimizerFacts, Origin, Seen, Source, largest
 from preamp.engine import find_engine
-from preamp.kernels.autograd import has_hooks
 
 CLIPPED_SCALED = define_rule(
     id="PA101",

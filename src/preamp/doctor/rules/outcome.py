@@ -17,10 +17,10 @@ from torch.autograd.graph import Node
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
+from preamp.core.torch_private.autograd import has_hooks, reached_from
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, current_places, define_rule
 from preamp.doctor.seen import Moment, OptimizerFacts, Seen, Source, Streak, largest
-from preamp.kernels.autograd import has_hooks, reached_from
 
 NO_STEP = define_rule(
     id="PA601",

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from preamp.core.torch_private.autograd import leaves_through
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen, Source
-from preamp.kernels.autograd import leaves_through
 
 NEVER_SCALED = define_rule(
     id="PA105",

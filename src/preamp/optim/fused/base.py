@@ -26,8 +26,8 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError, bad_state, bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, host_reaches, is_capturing
+from preamp.core.torch_private.shards import place_gradients
 from preamp.kernels import Ops, Rule, Update, at_hand, backend, check_not_captured, holding
-from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
 from preamp.optim.fused.full_precision import FullPrecision

@@ -13,7 +13,7 @@ import torch
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state, bad_value
 from preamp.core.tensors import is_sharded, local_of
-from preamp.kernels.shards import box_of, has_whole_rows, sharded_as
+from preamp.core.torch_private.shards import box_of, has_whole_rows, sharded_as
 from preamp.kernels.stored import (
     Format,
     are_scales,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.utils import _python_dispatch
 
-from preamp.kernels.sparse import stored_parts
+from preamp.core.torch_private.sparse import stored_parts
 
 _C: Any = cast("Any", torch)._C
 _READABLE = (
