@@ -51,8 +51,8 @@ from engine.programs import (
     values_of,
 )
 from kit.run import Run, differing
+from preamp.core.torch_private import extremes
 from preamp.engine import release
-from preamp.kernels import extremes
 from preamp.kernels.reference import tally
 from preamp.numerics import RunRecord, read_history
 from preamp.watch import host_copies, observation

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from preamp.core.torch_private import extremes
 from preamp.engine import Engine
 from preamp.numerics import Float32Record, TraceRecord
 
