@@ -24,8 +24,6 @@ from devices.host_runs import (
     KINDS,
     LOOPS,
     STORAGES,
-    THERE,
-    UNUSUAL,
     Kept,
     Run,
     assert_same,
@@ -82,15 +80,6 @@ def test_the_host_trains_as_the_device(
     assert {p.device.type for p in host.net.parameters()} == {"cuda"}
     skipped = train is overflowing and host.engine.policy.is_dynamic
     assert host.engine.steps_skipped == device.engine.steps_skipped == int(skipped)
-
-
-@pytest.mark.filterwarnings("ignore:The b?float16 weight")
-@pytest.mark.parametrize(
-    ("place", "train"), [(place, train) for place in THERE for train in UNUSUAL[place]]
-)
-@every_level
-def test_unusual_loops(place: str, kept: Kept, train: Callable[[Run], None]) -> None:
-    both(train, place, kept)
 
 
 # -- states from one place to another ------------------------------------------------------------

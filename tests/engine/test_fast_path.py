@@ -99,21 +99,6 @@ def test_each_gradient_is_unscaled_by_its_own_factor(level: str, order: int) -> 
 
 @every_class
 @with_masters
-def test_reading_gradients_of_masters_changes_nothing(case: FusedCase, level: str) -> None:
-    """Half gradients are unscaled in the update as they are where somebody reads them.
-
-    Of a back end that compiles nothing: that all compute the same, their own tests show.
-    """
-    lazy, eager = (
-        Training(level, lambda p: case.kind(p, **case.needs), backend="blocks") for _ in range(2)
-    )
-    lazy.run(3)
-    eager.run(3, read_gradients)
-    same_weights(lazy, eager)
-
-
-@every_class
-@with_masters
 def test_gradients_of_masters_are_not_made(
     case: FusedCase, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
