@@ -51,7 +51,7 @@ from engine.programs import (
 from kit.run import Run, differing
 from preamp.core.torch_private import extremes
 from preamp.engine import release
-from preamp.kernels.reference import tally
+from preamp.kernels.plain import tally
 from preamp.numerics import RunRecord, read_history
 from preamp.watch import host_copies, observation
 
