@@ -366,8 +366,9 @@ def train_with_overflow(training: Training, *, unread: bool) -> None:
 
 
 CLIPS: dict[str, tuple[int, Callable[[Training], object]]] = {
-    # How often the host reads in a step, and what happens after `unscale_`: whether there was an
-    # overflow, and what the script did; torch reads, too, and a clip is looked at before and after.
+    # How often the host reads in a step at most, and what happens after `unscale_`: whether there
+    # was an overflow, and what the script did; torch reads, too, and a clip is looked at before and
+    # after.
     "nothing": (2, lambda _: None),
     "by torch": (3, lambda t: torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.01)),
     "by preamp": (3, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.01)),
@@ -375,11 +376,11 @@ CLIPS: dict[str, tuple[int, Callable[[Training], object]]] = {
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-def test_after_unscale_the_host_reads_twice_or_thrice(
+def test_after_unscale_the_host_reads_at_most_thrice(
     clip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the script did to gradients, and the overflow with it; torch reads the overflow too."""
-    expected, act = CLIPS[clip]
+    most, act = CLIPS[clip]
     near, far = (Training("O2", lambda p: FusedSGD(p, lr=0.5, momentum=0.9)) for _ in range(2))
     for step in range(5):
         unscaled_step(near, act, step)
@@ -389,7 +390,7 @@ def test_after_unscale_the_host_reads_twice_or_thrice(
         before = reads.number
         with reads:
             unscaled_step(far, act, step)
-        assert reads.number - before == expected
+        assert 0 < reads.number - before <= most
     same_weights(far, near)
 
 

@@ -137,6 +137,9 @@ class Plain(Ops):
         else:
             max_abs = _far_norms(values, math.inf, wide, device)
         found_inf = 1.0 - torch.isfinite(max_abs).all().to(torch.float32)
+        if has_float64:  # what is finite stays so
+            most = torch.finfo(torch.float32).max
+            max_abs = torch.where(max_abs.isfinite(), max_abs.clamp(max=most), max_abs)
         return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.to(torch.float32))
 
     @torch.no_grad()
@@ -347,4 +350,4 @@ def _real_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _near(factor: Scalar, device: torch.device) -> Scalar:
-    return factor.to(device) if isinstance(factor, torch.Tensor) else factor
+    return factor.to(device).reshape(()) if isinstance(factor, torch.Tensor) else factor

@@ -74,7 +74,8 @@ class Slot:
         """A hyper-parameter as the computation takes it: tensors in its dtype and device."""
         if isinstance(value, torch.Tensor):
             like = self.p.each[0]
-            return value.to(like.device, like.dtype)
+            value = value.to(like.device, like.dtype)
+            return value.reshape(()) if value.numel() == 1 else value
         return value
 
     def number(self, value: Scalar) -> torch.Tensor:
