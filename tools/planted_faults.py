@@ -28,7 +28,10 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/engine/session.py": (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
-        ("self.found_inf = self.heard = None", "self.heard = None"),
+        (
+            "self.found_inf = found_inf = larger(found_inf, self.found_inf)",
+            "self.found_inf = found_inf",
+        ),
         ("return bool(torch.isfinite(norm))", "return True"),
     ),
     "src/preamp/engine/storage.py": (
@@ -118,23 +121,21 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "src/preamp/optim/gradients.py": (
-        ("if are_same and versions == self.versions and not looks:", "if are_same and not looks:"),
+        ("if not is_same or versions != self.versions or looks:", "if not is_same or looks:"),
     ),
     "src/preamp/optim/larc.py": (
         ("(norm != 0) & (grad_norm != 0)", "grad_norm != 0"),
         ("ratio = (ratio / rate_of(group)).clamp(max=1.0)", "ratio = ratio.clamp(max=1.0)"),
     ),
     "src/preamp/optim/masters.py": (("and value.shape == param.shape\n", ""),),
-    "src/preamp/optim/pairs.py": (
-        ("        if changed or False in rounded:", "        if False in rounded:"),
-        ("torch.where(rounded == half, wide, half.float())", "half.float()"),
-        ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
-    ),
     "src/preamp/optim/rewritten.py": (
-        (" | (old.isnan() != new.isnan()).any()", ""),
-        ("largest = torch.stack", "largest = 0 * torch.stack"),
+        ("torch.isfinite(old) != torch.isfinite(new)", "torch.isfinite(old) & False"),
+        ("if misfits or not math.isfinite(factor)", "if not math.isfinite(factor)"),
     ),
-    "src/preamp/optim/table.py": (("if not self.packs or self.compares:", "if not self.packs:"),),
+    "src/preamp/optim/table.py": (
+        ("return all([len(kinds) == 1 for kinds in self._forms])", "return True"),
+        ("torch.where(is_same, half, now)", "now"),
+    ),
     "src/preamp/scaling/scaler.py": (
         (
             "(state.scale * self.backoff_factor).clamp(min=self.floor)",

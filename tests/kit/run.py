@@ -185,7 +185,7 @@ class Run:
     def backward(
         self, index: int = 0, *how: Literal["inf", "delay", "late"], **scaling: Any
     ) -> None:
-        """In a block: ``inf`` makes its gradients infinite, ``delay`` leaves them scaled."""
+        """In a block: ``inf`` makes its gradients infinite, the others are options of blocks."""
         if "delay" in how:
             scaling["delay_unscale"] = True
         if "late" in how:
