@@ -44,10 +44,9 @@ def prepared(kept: tuple[str, str]) -> Run:
 def rows(run: Run) -> list[Row]:
     """Of each weight: what the model has, its master and its moments, on the CPU."""
     found: list[Row] = []
-    every = zip(run.net.parameters(), run.values(), run.masters(), strict=True)
-    for half, exact, master in every:
+    for half, master in zip(run.net.parameters(), run.masters(), strict=True):
         state = run.optimizer.state[master].values()
-        kept = [half, exact, *(value for value in state if isinstance(value, torch.Tensor))]
+        kept = [half, master, *(value for value in state if isinstance(value, torch.Tensor))]
         found.append([tensor.detach().cpu().clone() for tensor in kept])
     return found
 

@@ -95,10 +95,8 @@ class Run:
     def everything(self) -> list[torch.Tensor]:
         """This rank's parts, on the CPU."""
         weights = [local_of(param.detach()) for param in self.net.parameters()]
-        engine = preamp.engine_of(self.optimizer)
-        exact = map(engine.exact_value, self.net.parameters())
-        values = [local_of(value) for value in exact if value is not None]
-        return [tensor.cpu().clone() for tensor in (*weights, *values, *self.state())]
+        masters = [local_of(master.detach()) for master in self.masters()]
+        return [tensor.cpu().clone() for tensor in (*weights, *masters, *self.state())]
 
 
 def saved_by(run: Run) -> dict[str, Any]:
@@ -120,8 +118,7 @@ def check(rank: int, way: str, level: str, storage: str, folder: Path) -> None:
     host = runs["host"]
     assert {tensor.device.type for tensor in host.state()} == {"cpu"}
     if level != "O0":
-        twins = [master.twin for master in host.masters()]
-        assert {local_of(twin.kept).device.type for twin in twins} == {"cpu"}
+        assert {local_of(master).device.type for master in host.masters()} == {"cpu"}
     for run in runs.values():
         run.steps()
     after = host.everything()

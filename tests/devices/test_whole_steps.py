@@ -64,8 +64,7 @@ class Training:
         masters = list(preamp.master_params(self.optimizer))
         scaler = self.engine.scaler(0)
         found = {f"weight {i}": p for i, p in enumerate(self.net.parameters())}
-        exact = map(self.engine.exact_value, self.net.parameters())
-        found |= {f"exact {i}": value for i, value in enumerate(exact) if value is not None}
+        found |= {f"master {i}": p for i, p in enumerate(masters)}
         for i, param in enumerate(masters):
             state = self.optimizer.state[param]
             found |= {f"{key} {i}": v for key, v in state.items() if isinstance(v, torch.Tensor)}

@@ -80,12 +80,12 @@ Value = torch.Tensor | SplitTensor
 
 
 def value_of(param: torch.Tensor) -> Value:
-    """The value of a parameter, not copied; a split master's parts."""
+    """The value of a parameter, not copied; of a packed master without making that."""
     twin = pair_of(param)
-    if twin is None:
+    parts = None if twin is None else twin.packed()
+    if twin is None or parts is None:
         return param.detach()
-    parts = twin.parts()
-    return twin.value() if parts is None else SplitTensor(*parts, twin.table.ops)
+    return SplitTensor(*parts, twin.table.ops)
 
 
 class _Piece(NamedTuple):
