@@ -26,6 +26,21 @@ from integrations.small import (
 )
 
 
+class ByScript:
+    """What is asked of a loop whose script owns the model, the optimizer and the schedule."""
+
+    net: Any
+    optimizer: Any
+    scheduler: Any
+
+    def skipped(self) -> int:
+        return preamp.engine_of(self.net).steps_skipped
+
+    def rate(self) -> float:
+        preamp.step_scheduler(self.scheduler, self.optimizer)
+        return self.scheduler.get_last_lr()[0]
+
+
 class Contract:
     """A test class of a framework derives from this, and says its ``Loop``.
 

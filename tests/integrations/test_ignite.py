@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import preamp
-from integrations.contract import Contract
+from integrations.contract import ByScript, Contract
 from integrations.small import (
     START,
     WARNINGS,
@@ -39,7 +39,7 @@ def mse(found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(found.float(), y)
 
 
-class Run:
+class Run(ByScript):
     def __init__(
         self,
         level: str,
@@ -87,13 +87,6 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         return self.scaler.state_dict()
-
-    def skipped(self) -> int:
-        return preamp.engine_of(self.net).steps_skipped
-
-    def rate(self) -> float:
-        preamp.step_scheduler(self.scheduler, self.optimizer)
-        return self.scheduler.get_last_lr()[0]
 
 
 class TestIgnite(Contract):

@@ -12,7 +12,7 @@ import torch
 import preamp
 from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
-from integrations.contract import Contract
+from integrations.contract import ByScript, Contract
 from integrations.small import (
     LEVELS,
     START,
@@ -41,7 +41,7 @@ pytestmark = WARNINGS
 # -- Fabric ---------------------------------------------------------------------------------------
 
 
-class FabricRun:
+class FabricRun(ByScript):
     def __init__(
         self,
         level: str,
@@ -93,13 +93,6 @@ class FabricRun:
 
     def state(self) -> dict[str, Any]:
         return self.precision.state_dict()
-
-    def skipped(self) -> int:
-        return preamp.engine_of(self.net).steps_skipped
-
-    def rate(self) -> float:
-        preamp.step_scheduler(self.scheduler, self.optimizer)
-        return self.scheduler.get_last_lr()[0]
 
 
 class TestFabric(Contract):
