@@ -22,10 +22,10 @@ HEADER = """\
 # Which function runs in which precision at O1
 
 Generated from `preamp/casting/op_lists.py` by `python tools/op_table.py`. The table holds on every
-device, for float16 and bfloat16, wherever casts are active; float64 is never cast, nor are tensors
-of the other half dtype than the one that casts are on for, where float32 does not meet them; under
-`preamp.amp` functions that run in float32 take them too. "By autocast" names the device types on
-which `torch.autocast` does it; elsewhere preamp does.
+device, for float16 and bfloat16, wherever casts are active; float64 is never cast. Functions that
+run in float32 or promote take either half dtype; those that run in half leave tensors alone that
+are all of the other half dtype than the one that casts are on for. "By autocast" names the device
+types on which `torch.autocast` does it; elsewhere preamp does.
 `register_half_function`, `register_float_function` and `register_promote_function` override a row.
 """
 

@@ -10,8 +10,8 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/casting/wrappers.py": (
         (
-            "tensor.dtype in CASTABLE and tensor.device.type == device_type",
-            "tensor.device.type == device_type",
+            "source is dtype or source not in CASTABLE or tensor.device.type != device_type",
+            "source is dtype or tensor.device.type != device_type",
         ),
         ("return has_half and has_float32", "return has_half"),
     ),
@@ -28,7 +28,10 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/engine/session.py": (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
-        ("self.found_inf = self.heard = None", "self.heard = None"),
+        (
+            "self.found_inf = found_inf = larger(found_inf, self.found_inf)",
+            "self.found_inf = found_inf",
+        ),
         ("return bool(torch.isfinite(norm))", "return True"),
     ),
     "src/preamp/engine/storage.py": (
@@ -36,55 +39,39 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("not kept.is_wide(param) and id(param) not in norms", "id(param) not in norms"),
         ("tuple(scales.shape) != wanted", "False"),
     ),
-    "src/preamp/kernels/blocks/cut.py": (
-        ("if total + size > most or len(together) == _TOGETHER:", "if len(together) == _TOGETHER:"),
-    ),
-    "src/preamp/kernels/blocks/ops.py": (
-        ("step = _constant(number(update.step) if corrects else math.inf)", "step = _constant(1)"),
-        (
-            "(~torch.isfinite(_stack(ends)).all()).float()",
-            "torch.isnan(_stack(ends)).any().float()",
-        ),
-    ),
     "src/preamp/kernels/jit/ops.py": (
         ("enumerate(self.part.rows) if place != 1]", "enumerate(self.part.rows) if place > 1]"),
-        ("each[owners] = np.add.reduceat(", "each[: len(owners)] = np.add.reduceat("),
-        ("finite = each.sum(1) - each[:, NONFINITE]", "finite = each.sum(1)"),
     ),
     "src/preamp/kernels/places.py": (
         ("len(devices) > 1 or any([tensor.is_neg() for tensor in tensors])", "len(devices) > 1"),
     ),
-    "src/preamp/kernels/reference/formulas.py": (
+    "src/preamp/kernels/plain/formulas.py": (
         ("size = size * c2**0.5 / c1", "size = size * c2 / c1"),
         ("ratio = p_norm / u_norm\n", "ratio = p_norm / (u_norm + 1e-3)\n"),
         ("g_norm + rule.weight_decay * p_norm + rule.eps", "g_norm + rule.weight_decay * p_norm"),
         ("number / c2**0.5 + rule.eps", "number / c2 + rule.eps"),
+        ("(p_norm > 0) & (u_norm > 0)", "p_norm > 0"),
+        ("-torch.expm1(slot.scalar(step) * log)", "1 - torch.exp(slot.scalar(step) * log)"),
     ),
-    "src/preamp/kernels/reference/ops.py": (
+    "src/preamp/kernels/plain/fused.py": (
+        ("step = _constant(_number(update.step) if corrects else math.inf)", "step = _constant(1)"),
+    ),
+    "src/preamp/kernels/plain/lists.py": (
+        ("total + count > most or len(run.places) == TOGETHER", "len(run.places) == TOGETHER"),
+        ("if run.places and (is_full or is_flat is not run.is_flat):", "if is_full:"),
+    ),
+    "src/preamp/kernels/plain/ops.py": (
         ("torch.isfinite(max_abs).all()", "~torch.isinf(max_abs).any()"),
-        (
-            "grad.copy_(wide if addend is None else wide + addend.to(dtype))",
-            "grad.copy_(wide).add_(0 if addend is None else addend)",
-        ),
+        ("y if is_one else y * by_y", "y"),
     ),
-    "src/preamp/kernels/reference/stored.py": (
+    "src/preamp/kernels/plain/slots.py": (
+        ("torch.where(flag, target, value.to(target.dtype))", "value"),
+        ("start=stored.starts[place]", "start=0"),
         (
-            "(self.update.found_inf.to(target.device) != 0, target, value)",
-            "(torch.tensor(0) != 0, target, value)",
+            "wanted = [pair for pair in zip(halves, params,",
+            "wanted = [pair for pair in zip(halves, p.each,",
         ),
-        ("start=stored.starts[0]", "start=0"),
-    ),
-    "src/preamp/kernels/reference/update.py": (
-        (
-            "return -torch.expm1(self.scalar(step) * log)",
-            "return 1 - torch.exp(self.scalar(step) * log)",
-        ),
-        ("self._store_one(self._half, self._targets[0])", "self._store_one(self._half, p)"),
-        (
-            "rounded = torch.where(skip, target, rounded)",
-            "rounded = rounded * ~skip + target * skip",
-        ),
-        ("return (a > 0) & (b > 0)", "return a > 0"),
+        ("return param if is_same else taken_over(param, half)", "return param"),
     ),
     "src/preamp/kernels/rules.py": (
         ("v = beta2 * v + rest * g * g", "v = beta2 * v + g * g"),
@@ -102,6 +89,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("(ODD**row & 0xFFFF)", "1"),
         ("exponent.clamp(min=113, max=142)", "exponent.clamp(max=142)"),
         ("found[start - 8 * first :][:count]", "found[:count]"),
+        ("master.to(half.dtype).view(torch.int16), half", "half.view(torch.int16), half"),
         ("(zero + step) & _WORD", "zero"),
         ("torch.where(word < lowest << 23, below, word)", "word"),
         ("torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)", "value"),
@@ -133,23 +121,21 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "src/preamp/optim/gradients.py": (
-        ("if are_same and versions == self.versions and not looks:", "if are_same and not looks:"),
+        ("if not is_same or versions != self.versions or looks:", "if not is_same or looks:"),
     ),
     "src/preamp/optim/larc.py": (
         ("(norm != 0) & (grad_norm != 0)", "grad_norm != 0"),
         ("ratio = (ratio / rate_of(group)).clamp(max=1.0)", "ratio = ratio.clamp(max=1.0)"),
     ),
     "src/preamp/optim/masters.py": (("and value.shape == param.shape\n", ""),),
-    "src/preamp/optim/pairs.py": (
-        ("        if changed or False in rounded:", "        if False in rounded:"),
-        ("torch.where(rounded == half, wide, half.float())", "half.float()"),
-        ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
-    ),
     "src/preamp/optim/rewritten.py": (
-        (" | (old.isnan() != new.isnan()).any()", ""),
-        ("largest = torch.stack", "largest = 0 * torch.stack"),
+        ("torch.isfinite(old) != torch.isfinite(new)", "torch.isfinite(old) & False"),
+        ("if misfits or not math.isfinite(factor)", "if not math.isfinite(factor)"),
     ),
-    "src/preamp/optim/table.py": (("if not self.packs or self.compares:", "if not self.packs:"),),
+    "src/preamp/optim/table.py": (
+        ("return all([len(kinds) == 1 for kinds in self._forms])", "return True"),
+        ("torch.where(is_same, half, now)", "now"),
+    ),
     "src/preamp/scaling/scaler.py": (
         (
             "(state.scale * self.backoff_factor).clamp(min=self.floor)",

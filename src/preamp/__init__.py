@@ -31,6 +31,7 @@ from preamp.engine import Engine as Engine
 from preamp.engine import GradScaler as GradScaler
 from preamp.engine import OverflowCause as OverflowCause
 from preamp.engine import clip_grad_norm_ as clip_grad_norm_
+from preamp.engine import clip_grad_value_ as clip_grad_value_
 from preamp.engine import engine_of as engine_of
 from preamp.engine import initialize as initialize
 from preamp.engine import load_state_dict as load_state_dict
@@ -98,6 +99,7 @@ __all__ = [
     "audit_casts",
     "bfloat16_function",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "count_memory",
     "disable_casts",
     "engine_of",

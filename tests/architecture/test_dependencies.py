@@ -60,7 +60,7 @@ PLANTED = [
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import preamp.engine",
         "point down",
     ),
-    (rules.forbidden_imports, "kernels/blocks/x.py", "import triton.language as tl", "triton"),
+    (rules.forbidden_imports, "kernels/plain/x.py", "import triton.language as tl", "triton"),
     (rules.forbidden_imports, "engine/x.py", "from torch import distributed", "distributed"),
     (rules.forbidden_imports, "engine/x.py", "import torch.distributed as dist", "distributed"),
     (rules.late_imports, "engine/x.py", "def f():\n    import math", "math"),

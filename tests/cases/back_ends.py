@@ -10,21 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from preamp.kernels.blocks import Blocks, Sizes
 from preamp.kernels.jit import Jit
-from preamp.kernels.reference import Reference
+from preamp.kernels.plain import Plain
 
-REFERENCE: Any = Reference()
-BLOCKS = Blocks()
+REFERENCE: Any = Plain(fuses=False)
+PLAIN = Plain()
 JIT = Jit()
 
-CUT = Blocks(Sizes(small=1008, large=3008, large_at_least=1))
-"""On a CPU, with blocks small enough for the tensors of the tests to fill several."""
-
-JOINED = Blocks(reads=False)
-"""What runs on accelerators, on a CPU."""
-
-JOINED_AND_CUT = Blocks(Sizes(joined=64), reads=False)
+CUT = Plain(fuses=False, near=64)
+"""In runs so short that the tensors of the tests fill several."""
 
 
 @contextlib.contextmanager
@@ -39,18 +33,18 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-AS_THEY_ARE = {"reference": REFERENCE, "blocks": BLOCKS, "joined": JOINED, "jit": JIT}
-EVERY = {**AS_THEY_ARE, "cut": CUT, "joined-cut": JOINED_AND_CUT}
+AS_THEY_ARE = {"reference": REFERENCE, "plain": PLAIN, "jit": JIT}
+EVERY = {**AS_THEY_ARE, "cut": CUT}
 
-every_way = pytest.mark.parametrize("ops", [REFERENCE, JIT], ids=["reference", "jit"])
-"""What counts values for statistics: the others take the reference."""
+every_way = pytest.mark.parametrize("ops", [REFERENCE], ids=["plain"])
+"""What counts values for statistics: all others take it."""
 
 # By their names, which the fixture ``ops`` of tests/kernels makes back ends of.
 here = pytest.mark.parametrize("ops", EVERY, indirect=True)
 """Every back end but Triton's, whose interpreter takes seconds for large or many tensors."""
 
 as_they_are = pytest.mark.parametrize("ops", AS_THEY_ARE, indirect=True)
-"""With blocks of the size that they really have."""
+"""With runs of the size that they really have."""
 
 
 class Elsewhere:

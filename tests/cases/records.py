@@ -5,9 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from preamp.numerics import (
-    CastRecord,
-    CastsRecord,
-    MemoryRecord,
     NumericsRecord,
     OverflowRecord,
     Record,
@@ -58,7 +55,6 @@ def overflow(number: int, name: str = "fc.weight", **changes: Any) -> OverflowRe
         step=number,
         loss_id=0,
         parameters=[name],
-        largest=[60000.0],
         loss_was_finite=True,
         old_scale=2.0**16,
         new_scale=2.0**15,
@@ -102,12 +98,6 @@ def trace(module: str) -> TraceRecord:
     )
 
 
-def cast(where: str, count: int = 4096, function: str = "linear") -> CastRecord:
-    return CastRecord(
-        function=function, source="float32", target="float16", calls=2, bytes=count, where=where
-    )
-
-
 def named(name: str) -> list[Record]:
     """A record of every kind that shows ``name`` wherever a name can be."""
     policy = {"loss_scale": "dynamic", name: name}
@@ -117,6 +107,4 @@ def named(name: str) -> list[Record]:
         step(2, 0.5, skipped=True),
         overflow(2, name, parameters=[name, "other", name], trace=trace(name)),
         look(1, tensor(f"{name}.weight", histogram={-3: 4, 1: 2}), tensor(name, stalled=9)),
-        CastsRecord(step=2, casts=[cast(name, function=name), cast("a.py:1")]),
-        MemoryRecord(step=2, categories={"weights": 10, name: 20}),
     ]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A small model really trained, and everything about it recorded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +11,7 @@ from torch import nn
 import preamp
 from preamp.numerics import (
     FORMATS,
-    CastsRecord,
     History,
-    MemoryRecord,
     NumberFormat,
     NumericsRecord,
     OverflowRecord,
@@ -60,28 +58,22 @@ def train(
     history.add(_start(level, engine, model, names))
     inputs = torch.randn(64, 16)
     targets = (inputs.sum(1) > 0).long() + (inputs[:, 0] > 1).long()
-    with preamp.audit_casts() as casts:
-        for step in range(1, steps + 1):
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            scale = engine.loss_scale(0)
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()  # pyright: ignore[reportUnknownMemberType]
-                looks = step % look_every == 1
-                seen = _gradients(model, names, scale, engine) if looks else []
-            memory = _memory(model, optimizer) if step == steps else None
-            before = {n: (p.detach().clone(), p.grad) for n, p in model.named_parameters()}
-            optimizer.step()
-            seen += _weights(model, names, before, engine) if looks else []
-            optimizer.zero_grad()
-            history.add(_step(step, loss.item(), engine))
-            if engine.last_step_skipped:
-                history.add(_cause(step, engine.overflow_causes[-1], names))
-            if seen:
-                history.add(NumericsRecord(step=step, loss_id=0, tensors=seen))
-            if memory is not None:
-                history.add(MemoryRecord(step=step, categories=memory))
-    if engine.policy.patch_torch_functions:
-        history.add(CastsRecord(step=steps, casts=list(casts)))
+    for step in range(1, steps + 1):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        scale = engine.loss_scale(0)
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()  # pyright: ignore[reportUnknownMemberType]
+            looks = step % look_every == 1
+            seen = _gradients(model, names, scale, engine) if looks else []
+        before = {n: (p.detach().clone(), p.grad) for n, p in model.named_parameters()}
+        optimizer.step()
+        seen += _weights(model, names, before, engine) if looks else []
+        optimizer.zero_grad()
+        history.add(_step(step, loss.item(), engine))
+        if engine.last_step_skipped:
+            history.add(_cause(step, engine.overflow_causes[-1], names))
+        if seen:
+            history.add(NumericsRecord(step=step, loss_id=0, tensors=seen))
     engine.close()
     return history
 
@@ -149,26 +141,7 @@ def _cause(step: int, cause: Any, names: dict[str, str]) -> OverflowRecord:
         step=step,
         loss_id=cause.loss_id,
         parameters=[names[name] for name in cause.parameters],
-        largest=[None for _ in cause.parameters],
         loss_was_finite=cause.loss_was_finite,
         old_scale=cause.old_scale,
         new_scale=cause.new_scale,
     )
-
-
-def _memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    weights = list(model.parameters())
-    own = {id(p) for p in weights}
-    state = [
-        v for entry in optimizer.state.values() for v in cast("dict[str, Any]", entry).values()
-    ]
-    return {
-        "weights": _bytes(weights),
-        "masters": _bytes([p for p in preamp.master_params(optimizer) if id(p) not in own]),
-        "gradients": _bytes([p.grad for p in weights if p.grad is not None]),
-        "optimizer state": _bytes([v for v in state if isinstance(v, torch.Tensor)]),
-    }
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

@@ -82,10 +82,8 @@ def installed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def casting(dtype: torch.dtype, *, widens_any_half: bool = False) -> Iterator[None]:
-    either = {"widens_any_half": widens_any_half}
-    handles = [held(install_function_casts, **either)]
-    handles.append(held(push_thread_casts, {"cpu"}, dtype, **either))
+def casting(dtype: torch.dtype) -> Iterator[None]:
+    handles = [held(install_function_casts), held(push_thread_casts, {"cpu"}, dtype)]
     try:
         yield
     finally:
@@ -121,17 +119,11 @@ def test_wide_products_have_the_dtype_of_the_rule(row: OpRow) -> None:
 
 @pytest.mark.parametrize("row", _rows("float"))
 def test_float_functions_compute_in_float32_throughout(row: OpRow) -> None:
+    """In that of either half dtype."""
     for dtype in HALVES:
         with casting(dtype):
-            _check_float_functions_compute_in_float32_throughout(row, dtype)
-
-
-@pytest.mark.parametrize("row", _rows("float"))
-def test_float_functions_widen_either_half_dtype_under_apexs_names(row: OpRow) -> None:
-    for dtype, other in (HALVES, reversed(HALVES)):
-        with casting(dtype, widens_any_half=True):
-            _check_float_functions_compute_in_float32_throughout(row, other)
-            _check_float_functions_compute_in_float32_throughout(row, dtype)
+            for half in HALVES:
+                _check_float_functions_compute_in_float32_throughout(row, half)
 
 
 def _check_float_functions_compute_in_float32_throughout(row: OpRow, dtype: torch.dtype) -> None:
@@ -325,7 +317,10 @@ def _outcome(row: OpRow, args: tuple[Any, ...]) -> list[torch.Tensor] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("row", _rows(*CAST_RULES, "no_half_in_place", "match_self", "banned"))
+OTHERS = ("half", "promote", "sequence_promote", "no_half_in_place", "match_self", "banned")
+
+
+@pytest.mark.parametrize("row", _rows(*OTHERS))
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_other_half_dtype_is_left_to_torch(row: OpRow, dtype: torch.dtype) -> None:
     """Also where torch's autocast would cast it, or refuses it."""
@@ -341,15 +336,14 @@ def test_the_other_half_dtype_is_left_to_torch(row: OpRow, dtype: torch.dtype) -
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_other_half_dtype_is_promoted_by_torch_alone(casts: None) -> None:
+def test_the_other_half_dtype_is_promoted_too(casts: None) -> None:
     other = torch.ones(3, dtype=torch.float16)
-    assert (other * torch.tensor(2.0)).dtype is torch.float16
-    assert (other * torch.ones(3)).dtype is torch.float32
+    total = other
+    total += torch.ones(3)
+    assert (other * torch.tensor(2.0)).dtype is torch.float32
+    assert (other * torch.ones(3)).dtype is total.dtype is torch.float32
     assert torch.cat([other, torch.ones(1, dtype=torch.bfloat16)]).dtype is torch.float32
     assert torch.cat([other, torch.ones(1)]).dtype is torch.float32
-    target = other
-    target += torch.ones(3)
-    assert target is other
 
 
 def test_the_other_half_dtype_meets_float32_in_the_half_dtype_of_the_casts(casts: None) -> None:

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from casting.probe import BF16, CPU, F16, F32, Probe, held, product
 from preamp.casting import regions
-from preamp.casting.autocast_state import AutocastState, nesting, weight_cache_keeps_gradients
+from preamp.casting.autocast_state import WEIGHT_CACHE_KEEPS_GRADIENTS
 from preamp.casting.regions import attach_cast_region, attach_plain_region
 from preamp.casting.thread_casts import disable_casts, push_thread_casts, thread_casts_restored
 
@@ -66,21 +65,6 @@ def test_exception_in_a_forward_ends_the_region() -> None:
     assert product() is F32
 
 
-def test_interrupted_forward_is_cleaned_up_by_the_next_one() -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    model, other = Probe(interrupt), Probe()
-    held(attach_cast_region, model, CPU, BF16)
-    held(attach_cast_region, other, CPU, BF16)
-
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(2, 4))
-    other(torch.ones(2, 4))
-
-    assert product() is F32
-
-
 def test_regions_nest_and_recur() -> None:
     seen: list[torch.dtype] = []
     inner = Probe(lambda: seen.append(product()))
@@ -112,7 +96,7 @@ def test_weights_replaced_between_forwards_are_seen() -> None:
     assert outputs == [4.0, 4.0, 8.0, 8.0, 12.0, 12.0]
 
 
-@pytest.mark.skipif(not weight_cache_keeps_gradients(), reason="this torch's cache is not used")
+@pytest.mark.skipif(not WEIGHT_CACHE_KEEPS_GRADIENTS, reason="this torch's cache is not used")
 def test_weight_is_cast_once_in_a_forward() -> None:
     model = Probe()
     outputs: list[torch.Tensor] = []
@@ -148,7 +132,7 @@ def test_gradients_flow_when_a_weight_was_first_used_without_grad(
 
 
 def test_weight_cache_stays_off_where_it_loses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "weight_cache_keeps_gradients", lambda: False)
+    monkeypatch.setattr(regions, "WEIGHT_CACHE_KEEPS_GRADIENTS", False)
     seen: list[bool] = []
     model = Probe(lambda: seen.append(torch.is_autocast_cache_enabled()))
     held(attach_cast_region, model, CPU, BF16)
@@ -157,45 +141,6 @@ def test_weight_cache_stays_off_where_it_loses_gradients(monkeypatch: pytest.Mon
 
     assert seen == [False]
     assert output.dtype is BF16
-
-
-@pytest.mark.parametrize("loses", [True, False])
-def test_weight_cache_is_tried_out(loses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight_cache_keeps_gradients.cache_clear()
-    before = AutocastState.capture(), nesting()
-    if loses:  # what a cached cast without history comes to
-        monkeypatch.setattr(torch.ops.aten, "mm", torch.no_grad()(torch.ops.aten.mm))
-
-    with torch.inference_mode():
-        found = weight_cache_keeps_gradients()
-
-    monkeypatch.undo()
-    weight_cache_keeps_gradients.cache_clear()
-    assert (AutocastState.capture(), nesting()) == before
-    assert found is (not loses and torch_keeps_gradients())
-
-
-def test_trying_it_out_saves_nothing_that_a_checkpoint_counts() -> None:
-    model = Probe()
-    held(attach_cast_region, model, CPU, BF16)
-    x = torch.ones(2, 4)
-    model(x).sum().backward()
-    expected, model.linear.weight.grad = model.linear.weight.grad, None
-    weight_cache_keeps_gradients.cache_clear()  # as in the first forward of a process
-
-    checkpoint(model, x, use_reentrant=False).sum().backward()
-
-    assert expected is not None
-    assert model.linear.weight.grad is not None
-    assert model.linear.weight.grad.equal(expected)
-
-
-def torch_keeps_gradients() -> bool:
-    """The same question, asked of a layer."""
-    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
-    with torch.autocast("cpu", BF16):
-        torch.no_grad()(layer)(x)
-        return layer(x).requires_grad
 
 
 def test_thread_casts_cover_functions_outside_models() -> None:
@@ -275,18 +220,6 @@ def test_models_run_in_several_threads_at_once() -> None:
         thread.join()
 
     assert outputs == {BF16: (BF16, F32), F16: (F16, F32)}
-
-
-def test_casts_removed_by_another_thread_end_at_the_next_forward() -> None:
-    handle = held(push_thread_casts, CPU, BF16)
-    thread = threading.Thread(target=handle.remove)
-    thread.start()
-    thread.join()
-    model = Probe()
-    held(attach_plain_region, model)
-
-    assert model(torch.ones(2, 4)).dtype is F32
-    assert product() is F32
 
 
 def test_plain_model_is_not_touched_by_thread_casts() -> None:

@@ -11,12 +11,7 @@ import torch.nn.functional as F
 
 from casting.probe import held
 from kit.refusals import refused
-from preamp.casting.functions import (
-    CAST_REPORTS,
-    FUNCTION_CASTS,
-    install_function_casts,
-    install_wide_half,
-)
+from preamp.casting.functions import FUNCTION_CASTS, install_function_casts, install_wide_half
 from preamp.casting.mixed import install_mixed_calls
 from preamp.casting.registry import (
     bfloat16_function,
@@ -49,9 +44,8 @@ def module() -> types.ModuleType:
 def registry() -> Iterator[None]:
     before = set(FUNCTION_CASTS._extras)
     yield
-    for install in (FUNCTION_CASTS, CAST_REPORTS):
-        for key in install._extras.keys() - before:
-            install.discard(key)
+    for key in FUNCTION_CASTS._extras.keys() - before:
+        FUNCTION_CASTS.discard(key)
     assert not FUNCTION_CASTS.is_installed
 
 

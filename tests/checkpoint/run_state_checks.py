@@ -111,11 +111,7 @@ def cases() -> list[tuple[str, str, str]]:
     """Levels with what they can store, and optimizers that can store it so."""
     found = combinations(("O0", "O1", "O2", "O5"), ("full", "split", "compact"), KINDS, size=2)
     return [
-        (
-            level,
-            "full" if level in ("O0", "O1") or (kind, storage) == ("AdamW", "compact") else storage,
-            kind,
-        )
+        (level, "full" if level in ("O0", "O1") or kind == "AdamW" else storage, kind)
         for level, storage, kind in found
     ]
 

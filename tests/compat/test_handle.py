@@ -14,7 +14,7 @@ import preamp
 from kit.refusals import assert_approved, refused
 from preamp import amp
 from preamp.casting import OP_TABLE, namespace_owner
-from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
+from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.patches import PATCHES
 from preamp.compat.handle import AmpHandle, NoOpHandle
 from preamp.compat.lists import RULES
@@ -123,8 +123,7 @@ def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
         assert product() is F32
         handle._deactivate()
     finally:
-        for install in (FUNCTION_CASTS, CAST_REPORTS):
-            install.discard((id(torch), "mm"))
+        FUNCTION_CASTS.discard((id(torch), "mm"))
     assert torch.mm is original
     assert not handle.is_active()
 

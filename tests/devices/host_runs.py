@@ -7,7 +7,6 @@ that was read too early shows. Runs of few bytes make several of a model's few t
 
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +123,11 @@ class Run:
     def masters(self) -> list[Any]:
         return list(preamp.master_params(self.optimizer))
 
+    def values(self) -> list[torch.Tensor]:
+        """All weights, exactly."""
+        exact = [(param, self.engine.exact_value(param)) for param in self.net.parameters()]
+        return [param if value is None else value for param, value in exact]
+
     def state(self) -> list[torch.Tensor]:
         entries = [self.optimizer.state[p] for p in self.masters()]
         values = [value for entry in entries for value in entry.values()]
@@ -132,7 +136,7 @@ class Run:
     def everything(self) -> list[torch.Tensor]:
         """On the CPU: weights, buffers, masters, state, number of the update and loss scale."""
         numbers = [self.optimizer.param_groups[0].get("step", 0), self.engine.scaler(0).value()]
-        found = [*self.net.parameters(), *self.net.buffers(), *self.masters(), *self.state()]
+        found = [*self.net.parameters(), *self.net.buffers(), *self.values(), *self.state()]
         return [tensor.detach().cpu().clone() for tensor in found] + [
             torch.tensor([float(number) for number in numbers])
         ]
@@ -164,21 +168,20 @@ def clipped(run: Run) -> None:
         run.end()
 
 
-def clipped_in_parts(run: Run) -> None:
-    """By norms of other orders too."""
-    for _ in range(3):
-        run.backward()
-        preamp.clip_grad_norm_(run.net[0].parameters(), 0.1)
-        preamp.clip_grad_norm_(run.net.parameters(), 0.3, norm_type=float("inf"))
-        preamp.clip_grad_norm_(run.optimizer, 0.2, norm_type=1.0)
+def overflowing(run: Run) -> None:
+    for number in range(5):
+        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
         run.end()
 
 
-def accumulated(run: Run) -> None:
+def clipped_in_parts(run: Run) -> None:
+    """By norms of other orders too, of accumulated gradients."""
     for _ in range(3):
         run.backward()
         run.backward(0.5)
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
+        preamp.clip_grad_norm_(run.net[0].parameters(), 0.1)
+        preamp.clip_grad_norm_(run.net.parameters(), 0.3, norm_type=float("inf"))
+        preamp.clip_grad_norm_(run.optimizer, 0.2, norm_type=1.0)
         run.end()
 
 
@@ -191,119 +194,5 @@ def twice_in_a_block(run: Run) -> None:
         run.end()
 
 
-def overflowing(run: Run) -> None:
-    for number in range(5):
-        run.backward(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
-        run.end()
-
-
-def delayed(run: Run) -> None:
-    """Gradients stay scaled until the last backward; they may be dropped or zeroed before."""
-    drops: list[Callable[[], Any]] = [
-        lambda: None,
-        run.optimizer.zero_grad,
-        lambda: run.optimizer.zero_grad(set_to_none=False),
-        lambda: run.net.zero_grad(set_to_none=False),
-        lambda: None,
-    ]
-    for drop in drops:
-        for delays in (False, True, True):
-            with preamp.scale_loss(run.loss(), run.optimizer, delay_unscale=delays) as scaled:
-                scaled.backward()
-        drop()
-        run.backward()
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-
-
-def reached_in_part(run: Run) -> None:
-    """A delayed backward reaches one layer alone."""
-    for _ in range(3):
-        run.backward()
-        for delays in (True, False):
-            loss = run.net[3](torch.ones(2, 256).cuda()).float().square().mean()
-            options: Any = {"delay_unscale": delays}
-            with preamp.scale_loss(loss, run.optimizer, **options) as scaled:
-                scaled.backward()
-        run.end()
-
-
-def by_a_scaler(run: Run) -> None:
-    scaler = preamp.GradScaler(run.optimizer)
-    for number in range(6):
-        factor = float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0
-        for part in (factor, 0.5)[: 1 + number % 2]:
-            scaler.scale(run.loss(part)).backward()
-        if number in (1, 4):
-            scaler.unscale_(run.optimizer)
-        if number > 2:
-            preamp.clip_grad_norm_(run.optimizer, 0.5)
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad(set_to_none=number % 2 == 0)
-
-
-def dropped(run: Run) -> None:
-    """By the script, the optimizer, or a body that raises."""
-    run.steps(2)
-    run.backward()
-    run.net.zero_grad()
-    run.backward()
-    run.optimizer.zero_grad()
-    run.backward()
-    run.optimizer.zero_grad(set_to_none=False)
-    run.backward()
-    run.net.zero_grad(set_to_none=False)
-    run.backward()
-    with suppress(KeyError), preamp.scale_loss(run.loss(), run.optimizer) as scaled:
-        scaled.backward()
-        raise KeyError
-    run.end()
-    run.steps(1)
-
-
-def clipped_by_torch(run: Run) -> None:
-    for _ in range(3):
-        run.backward()
-        torch.nn.utils.clip_grad_norm_(run.masters(), 0.5)
-        run.end()
-
-
-def written_to(run: Run) -> None:
-    """Half weights and masters, each in ways of which torch notes some."""
-    linear: Any = run.net[0]
-    with torch.no_grad():
-        linear.weight.mul_(0.5)
-    run.steps(1)
-    with torch.no_grad():
-        linear.weight[0] = 0.25
-    run.steps(1)
-    run.masters()[0].data.mul_(0.9)
-    run.steps(1)
-    with torch.no_grad():
-        for master in run.masters():
-            master.add_(0.01)
-    run.steps(1)
-    linear.weight.data.mul_(1.5)
-    run.engine.take_half_weights()
-    run.steps(1)
-
-
-def with_grad_scaler(run: Run) -> None:
-    scaler = preamp.GradScaler(run.optimizer)
-    for number in range(5):
-        loss = run.loss(float("inf") if number == 2 and run.engine.policy.is_dynamic else 1.0)
-        scaler.scale(loss).backward()
-        if number % 2:
-            scaler.unscale_(run.optimizer)
-            torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.5)
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-
-
-LOOPS = (plain, clipped, accumulated, overflowing, dropped)
-UNUSUAL = {
-    "host": (clipped_by_torch, written_to, with_grad_scaler),
-    "released": (clipped_in_parts, twice_in_a_block, delayed, reached_in_part, by_a_scaler),
-}
+LOOPS = (plain, clipped, overflowing, clipped_in_parts, twice_in_a_block)
+"""What else there is, random programs do (`test_programs_on_a_device`)."""

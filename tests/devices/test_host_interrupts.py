@@ -44,9 +44,10 @@ def prepared(kept: tuple[str, str]) -> Run:
 def rows(run: Run) -> list[Row]:
     """Of each weight: what the model has, its master and its moments, on the CPU."""
     found: list[Row] = []
-    for half, master in zip(run.net.parameters(), run.masters(), strict=True):
+    every = zip(run.net.parameters(), run.values(), run.masters(), strict=True)
+    for half, exact, master in every:
         state = run.optimizer.state[master].values()
-        kept = [half, master, *(value for value in state if isinstance(value, torch.Tensor))]
+        kept = [half, exact, *(value for value in state if isinstance(value, torch.Tensor))]
         found.append([tensor.detach().cpu().clone() for tensor in kept])
     return found
 

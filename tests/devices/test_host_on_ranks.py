@@ -95,8 +95,10 @@ class Run:
     def everything(self) -> list[torch.Tensor]:
         """This rank's parts, on the CPU."""
         weights = [local_of(param.detach()) for param in self.net.parameters()]
-        masters = [local_of(master.detach()) for master in self.masters()]
-        return [tensor.cpu().clone() for tensor in (*weights, *masters, *self.state())]
+        engine = preamp.engine_of(self.optimizer)
+        exact = map(engine.exact_value, self.net.parameters())
+        values = [local_of(value) for value in exact if value is not None]
+        return [tensor.cpu().clone() for tensor in (*weights, *values, *self.state())]
 
 
 def saved_by(run: Run) -> dict[str, Any]:
@@ -118,7 +120,8 @@ def check(rank: int, way: str, level: str, storage: str, folder: Path) -> None:
     host = runs["host"]
     assert {tensor.device.type for tensor in host.state()} == {"cpu"}
     if level != "O0":
-        assert {local_of(master).device.type for master in host.masters()} == {"cpu"}
+        twins = [master.twin for master in host.masters()]
+        assert {local_of(twin.kept).device.type for twin in twins} == {"cpu"}
     for run in runs.values():
         run.steps()
     after = host.everything()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What must hold on each device: always the CPU, and an accelerator if there is one."""
+"""What must hold on each device: always the CPU, and an accelerator if there is one.
+
+Masters, skipped steps and closes there are in `test_programs_on_a_device`, waits in
+`test_loops_on_a_device`.
+"""
 
 import pytest
 import torch
@@ -7,8 +11,6 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVELS as LEVEL_CASES
-from cases.levels import WITH_MASTERS
-from cases.waits import waits_refused
 
 ACCELERATORS = ["cuda"] if torch.cuda.is_available() else []
 LEVELS = [case.name for case in LEVEL_CASES]
@@ -55,56 +57,6 @@ def test_training_follows_float32(level: str, device: str) -> None:
     # bfloat16 keeps 8 bits, so single losses may differ by 2**-8 of their value and a little more.
     assert losses == pytest.approx(reference, rel=2**-5)
     assert {scaler.device.type for scaler in engine.scalers} == {device}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_half_weights_are_rounded_masters(level: str, device: str) -> None:
-    _, engine, _ = _train(level, device)
-    twins = [twin for session in engine.sessions.values() for twin in session.masters or ()]
-    assert twins
-    for twin in twins:
-        assert twin.master.device.type == device
-        assert torch.equal(twin.half, twin.master.to(twin.half.dtype))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_the_step(level: str, device: str) -> None:
-    net, (inputs, targets) = _net(device), _batch(device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    net, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    engine = preamp.engine_of(optimizer)
-    before = {name: value.clone() for name, value in net.state_dict().items() if "0." in name}
-    loss = nn.functional.cross_entropy(net(inputs), targets)
-    with preamp.scale_loss(loss * float("inf"), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert engine.last_step_skipped
-    assert engine.loss_scale() == 2.0**15
-    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
-    assert not optimizer.state
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_close_leaves_float32_there(level: str, device: str) -> None:
-    net, engine, _ = _train(level, device, steps=2)
-    engine.close()
-    assert {(p.dtype, p.device.type) for p in net.parameters()} == {(torch.float32, device)}
-
-
-@needs_cuda
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_scaling_and_clipping_never_wait_for_the_device(level: str) -> None:
-    net, engine, _ = _train(level, "cuda", steps=2)
-    (optimizer,) = engine.optimizers
-    inputs, targets = _batch("cuda")
-    loss = nn.functional.cross_entropy(net(inputs), targets)
-    with waits_refused():
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        preamp.clip_grad_norm_(optimizer, 1.0)
 
 
 @needs_cuda

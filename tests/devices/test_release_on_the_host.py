@@ -4,7 +4,9 @@
 That they train as the device does is in ``test_host_storage.py``.
 """
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import to_dlpack  # pyright: ignore
 
 import preamp
 from devices.host_runs import Kept, Run, assert_same, every_level, ids, overflowing, with_masters
@@ -162,7 +165,7 @@ def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path:
 def test_close_gives_all_back(kept: Kept) -> None:
     run = Run("released", kept)
     run.steps()
-    exact = [master.detach().cpu().clone() for master in preamp.master_params(run.optimizer)]
+    exact = [value.detach().cpu().clone() for value in run.values()]
     run.engine.close()
     params = list(run.net.parameters())
     assert {(p.device.type, p.dtype) for p in params} == {("cuda", torch.float32)}
@@ -237,8 +240,9 @@ class FineTuning:
         self.net.zero_grad()
 
     def everything(self) -> list[torch.Tensor]:
-        masters = [m for one in self.optimizers for m in preamp.master_params(one)]
-        return [tensor.detach().cpu() for tensor in (*self.net.parameters(), *masters)]
+        exact = map(preamp.engine_of(self.net).exact_value, self.net.parameters())
+        values = [value for value in exact if value is not None]
+        return [tensor.detach().cpu() for tensor in (*self.net.parameters(), *values)]
 
 
 @pytest.mark.parametrize("way", [("host", "device"), ("device", "host")], ids=ids)
@@ -290,29 +294,48 @@ def _write_part(grad: torch.Tensor) -> None:
     grad[0] = 0.0
 
 
-def _replace(grad: torch.Tensor) -> torch.Tensor:
-    return grad + 1.0
+def _set_data(grad: Any) -> None:
+    grad.data = torch.ones(grad.shape, dtype=grad.dtype).cuda()
 
 
-READS_OR_WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "array": lambda grad: grad.numpy(),
+    "as_subclass": lambda grad: grad.as_subclass(torch.Tensor),
+    "as_tensor": lambda grad: torch.as_tensor(grad, dtype=torch.float64),
+    "autograd": lambda grad: torch.func.grad(torch.sum)(grad),
     "clip": lambda grad: torch.nn.utils.clip_grad_norm_([nn.Parameter(grad)], 1.0),
-    "copy": lambda grad: torch.empty_like(grad).copy_(grad),
+    "copy": lambda grad: torch.empty(grad.shape, device="cuda").copy_(grad),
     "data": lambda grad: grad.data,
+    "deepcopy": copy.deepcopy,
     "detach": lambda grad: grad.detach(),
-    "foreach": lambda grad: torch._foreach_mul_([grad], 2.0),
+    "dlpack": torch.from_dlpack,
+    "foreach": lambda grad: torch._foreach_mul_([grad], 2.0),  # pyright: ignore
+    "into it": lambda grad: torch.mul(torch.ones(grad.shape).cuda(), 2.0, out=grad),
     "item": lambda grad: grad.sum(),
+    "items": list,
     "masked": lambda grad: grad.masked_fill_(grad == 0, 1.0),
+    "new_tensor": lambda grad: grad.new_tensor(grad),
+    "new_tensor of another": lambda grad: torch.ones(1).cuda().new_tensor(grad),
     "norm": torch.linalg.vector_norm,
     "part": _write_part,
-    "replace": _replace,
+    "pickle": pickle.dumps,
+    "plus": lambda grad: grad + 1.0,
     "row": lambda grad: grad[0].zero_(),
     "scaled": lambda grad: grad.mul_(2.0),
+    "set_": lambda grad: grad.set_(torch.ones(grad.shape, dtype=grad.dtype).cuda()),
+    "set_ of another": lambda grad: torch.ones(1, dtype=grad.dtype).cuda().set_(grad),  # pyright: ignore
+    "set data": _set_data,
+    "tensor": torch.tensor,
     "to host": lambda grad: grad.cpu(),
+    "to list": lambda grad: grad.tolist(),
+    "turned": lambda grad: grad.T,
+    "vmap": lambda grad: torch.vmap(torch.neg)(grad),
 }
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("way", READS_OR_WRITES)
+@pytest.mark.parametrize("way", LOOKS)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_a_script_that_reads_or_writes_there_is_told(way: str, level: str) -> None:
     """What is left on the device is no number. Nothing changes by that."""
     run, other = (Run(place, (level, "full")) for place in ("released", "device"))
@@ -321,9 +344,31 @@ def test_a_script_that_reads_or_writes_there_is_told(way: str, level: str) -> No
         one.backward()
     for param in run.net.parameters():  # the last one has one dimension
         with pytest.raises(PreampStateError, match=r"gradient that waits on the host.*Change g"):
-            READS_OR_WRITES[way](param.grad)  # pyright: ignore[reportArgumentType]
+            LOOKS[way](param.grad)  # pyright: ignore[reportArgumentType]
     assert "that waits on the host" in repr(next(run.net.parameters()).grad)
     for one in (run, other):
+        one.end()
+    assert_same(run, other)
+
+
+def test_no_pointer_is_told() -> None:
+    run = Run("released", ("O5", "full"))
+    run.backward()
+    for param in run.net.parameters():
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            to_dlpack(param.grad)  # pyright: ignore
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_script_may_add_to_them(level: str) -> None:
+    """As autograd does, which nobody can tell from it."""
+    run, other = (Run(place, (level, "full")) for place in ("released", "device"))
+    for one in (run, other):
+        one.steps()
+        one.backward()
+        for param in one.net.parameters():
+            assert param.grad is not None
+            param.grad.add_(torch.full(param.shape, 0.25, dtype=param.dtype).cuda())
         one.end()
     assert_same(run, other)
 

@@ -64,7 +64,8 @@ class Training:
         masters = list(preamp.master_params(self.optimizer))
         scaler = self.engine.scaler(0)
         found = {f"weight {i}": p for i, p in enumerate(self.net.parameters())}
-        found |= {f"master {i}": p for i, p in enumerate(masters)}
+        exact = map(self.engine.exact_value, self.net.parameters())
+        found |= {f"exact {i}": value for i, value in enumerate(exact) if value is not None}
         for i, param in enumerate(masters):
             state = self.optimizer.state[param]
             found |= {f"{key} {i}": v for key, v in state.items() if isinstance(v, torch.Tensor)}

@@ -6,8 +6,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -58,43 +57,6 @@ def started(level: str, build: str = "SGD", model: Any = Net, **more: Any) -> An
     return preamp.initialize(net, BUILDS[build](trained), **arguments)
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize(
-    ("level", "build", "storage"),
-    [
-        *((level, build, "full") for level in LEVEL_NAMES if level != "O3" for build in BUILDS),
-        *itertools.product(WITH_MASTERS, ["FusedAdam"], ["split", "compact"]),
-    ],
-)
-@calls
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_copy_has_the_exact_values_and_trains_on_in_float32(
-    level: str, call: Any, inside: bool, build: str, storage: str
-) -> None:
-    """To the bit as a float32 model that was given the same values and state."""
-    model, optimizer = started(level, build, storage=storage)
-    for number in range(2):
-        train_step(model, optimizer, number)
-    before = weights(model)
-    with preamp.engine_of(model).exact_weights() if inside else nullcontext():
-        made = call(model)
-    assert same(weights(model), before)
-    assert same(weights(made), dict(model.state_dict()))
-    plain = Net()
-    plain.load_state_dict(model.state_dict())
-    trained = []
-    for one in (made, plain):
-        other: Any = BUILDS[build](one.parameters())
-        if hasattr(other, "storage"):
-            other.storage, other.backend = cast("Any", optimizer).storage, "reference"
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for number in range(10, 13):
-            train_plain(one, other, number)
-        trained.append((weights(one), other.state_dict()))
-    assert same(*trained)
-    train_step(model, optimizer, 2)  # nothing happened to it
-
-
 @calls
 def test_a_pair_without_masters_stays_half(call: Any) -> None:
     model, optimizer = started("O3")
@@ -118,26 +80,6 @@ def test_lists_of_parameters_are_those_of_the_model(level: str) -> None:
         assert same(weights(made[1]), dict(model.state_dict()))
         assert not own[0].requires_grad
     assert frozen.dtype is not torch.float32
-
-
-@MASTERS
-@calls
-def test_what_was_written_to_half_weights_is_copied(level: str, call: Any) -> None:
-    model, optimizer = started(level)
-    with torch.no_grad():
-        model.last.weight.fill_(0.75)
-    for made in (call((optimizer, model))[1], call(model)):
-        assert (made.last.weight == 0.75).all()
-
-
-@MASTERS
-def test_copies_have_no_gradients(level: str) -> None:
-    model, optimizer = started(level)
-    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        scaled.backward()
-    made = copy.deepcopy(model)
-    assert all(param.grad is None for param in made.parameters())
-    optimizer.step()
 
 
 # -- models of other kinds -------------------------------------------------------------------

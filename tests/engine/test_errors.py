@@ -137,7 +137,6 @@ ROWS = {
     "no optimizers": refusal(lambda run: enter(run, None, []), "ready"),
     "loss_scale(5)": refusal(lambda run: run.engine.loss_scale(5)),
     # step, clip, groups, loading
-    "clip, left scaled": refusal("clip 1", "backward 0 delay", levels=ALL, loss_scale=8.0),
     "assigning load": refusal(
         lambda run: run.model.load_state_dict(run.models[1].state_dict(), assign=True),
         "another",
@@ -249,14 +248,6 @@ def test_wrong_loss_id(door: Any, count: int, number: int, allowed: str) -> None
     given = {"number": number, "count": count, "allowed": allowed}
     with refused(BOOK, "loss_id", run.model, run.optimizer, **given):
         enter(run, loss_id=number)
-
-
-@pytest.mark.parametrize("level", ALL)
-@pytest.mark.parametrize("by_class", [False, True])
-def test_step_with_scaled_gradients(level: str, by_class: bool) -> None:
-    run = Run(level, loss_scale=8.0).play("backward 0 delay")
-    with refused(BOOK, "step, left scaled", run.model, run.optimizer):
-        type(run.optimizer).step(run.optimizer) if by_class else run.optimizer.step()
 
 
 @pytest.mark.parametrize("level", MASTERS)

@@ -24,7 +24,7 @@ from cases.selection import examples
 from cases.tolerances import assert_same
 from kit.pair import Pair
 from kit.refusals import assert_refused, refused
-from preamp.optimizers import FusedAdam, FusedSGD
+from preamp.optimizers import FusedSGD
 
 Build = Callable[..., torch.optim.Optimizer]
 BUILDS: dict[str, Build] = {
@@ -515,22 +515,41 @@ def _shift(grad: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("change", [_clamp, _shift])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_another_change_is_taken_as_written(level: str, change: Any, accumulates: bool) -> None:
+def test_another_change_is_refused_in_float16_and_taken_as_written_in_bfloat16(
+    level: str, change: Any, accumulates: bool
+) -> None:
     model, optimizer, scaler = _uneven(level)
     _fill(model, scaler)
     if accumulates:
         _fill(model, scaler)
     scaler.unscale_(optimizer)
     written = change(model["large"].grad).clone()
-    is_fp16 = BY_NAME[level].half is torch.float16
-    with pytest.warns(UserWarning, match="float16 gradient of 'large'") if is_fp16 else _quiet():
+    if BY_NAME[level].half is torch.float16:
+        with refused("grad_scaler", "another change than by a factor", model, optimizer):
+            scaler.step(optimizer)
+        return
+    with _quiet():
         large, tiny = _gradients(optimizer)
     assert_same(large, written.float())
     assert_same(tiny, torch.full((5,), 2.0**-27 * (1 + accumulates)))
     change(model["large"].grad)
-    with _quiet():  # once
+    with _quiet():
         _gradients(optimizer)
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_values_are_clipped_in_float32(level: str, unscales: bool) -> None:
+    model, optimizer, scaler = _uneven(level)
+    weights = _fill(model, scaler)
+    if unscales:
+        scaler.unscale_(optimizer)
+    preamp.clip_grad_value_(optimizer, 2.0**-28)
+    large, tiny = _gradients(optimizer)
+    assert_same(large, weights.clamp(-(2.0**-28), 2.0**-28).to(large.dtype))
+    assert_same(tiny, torch.full((5,), 2.0**-28).to(tiny.dtype))
+    scaler.step(optimizer)
 
 
 @contextlib.contextmanager
@@ -779,21 +798,6 @@ def test_training_goes_on_bitwise_between_steps(level: str, place: str, tmp_path
             assert_same(value, its.state_dict()[name], name)
 
 
-def test_fused_adam_reads_half_gradients_after_unscale() -> None:
-    """The float32 gradients are not made for it, so a clip by torch costs no memory for them."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    scaler = preamp.GradScaler(optimizer)
-    scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    scaler.step(optimizer)
-    masters: list[Any] = list(preamp.master_params(optimizer))
-    assert not any(master.has_materialized_grad for master in masters)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_no_backward_adds_to_unscaled_gradients(level: str, zeroes: bool) -> None:
@@ -863,7 +867,6 @@ def _moved(model: nn.Linear, step: Callable[[], object]) -> torch.Tensor:
         lambda p: p.grad.data.clamp_(max=2.0),  # leaves no version
     ],
 )
-@pytest.mark.filterwarnings("ignore:The float16 gradient")
 def test_a_change_of_few_values_counts(level: str, change: Any) -> None:
     """Also where those that are looked at first, and versions, tell nothing of it."""
     model, optimizer, scaler = _linear(level)
@@ -872,6 +875,10 @@ def test_a_change_of_few_values_counts(level: str, change: Any) -> None:
     scaler.scale(model(x).sum()).backward()
     scaler.unscale_(optimizer)
     change(model.weight)
+    if BY_NAME[level].half is torch.float16:
+        with pytest.raises(preamp.PreampStateError, match="changed after unscale_"):
+            scaler.step(optimizer)
+        return
     moved = _moved(model, lambda: scaler.step(optimizer))
     torch.testing.assert_close(moved, x.clamp(max=2.0).expand(64, 64), rtol=0, atol=2.0**-20)
 

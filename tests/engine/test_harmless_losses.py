@@ -14,7 +14,6 @@ import preamp
 from cases.levels import WITH_MASTERS
 from preamp.engine import Engine
 
-HARMLESS = "A loss is infinite or nan, and all gradients of its optimizer's parameters are finite."
 Loss = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
@@ -30,10 +29,6 @@ def hidden(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
 
 def of_nothing(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
     return y.square().mean(1)[: 0 if is_bad else 3].mean()
-
-
-def summed(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
-    return (y + (3e38 if is_bad else 0.0)).sum()
 
 
 def harmful(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
@@ -64,68 +59,12 @@ def step(engine: Engine, loss_of: Loss, *, is_bad: bool = True) -> None:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("loss_of", [all_ignored, hidden, of_nothing])
-def test_a_loss_whose_gradients_are_finite_is_told_once(
+def test_nothing_is_said_of_a_loss_whose_gradients_are_finite(
     level: str, loss_of: Loss, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = train(level, loss_of)
-    out = capsys.readouterr().out
-    assert out.count(HARMLESS) == 1
-    assert "pass overflow='trace'" in out
-    assert "are infinite or nan are lost" not in out
+    assert "nan" not in capsys.readouterr().out
     assert (engine.steps_skipped, engine.overflow_causes) == (0, [])
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-@pytest.mark.parametrize(
-    ("loss_of", "operation", "line"),
-    [
-        (all_ignored, "cross_entropy", 1),
-        (hidden, "div", 2),
-        (of_nothing, "mean", 1),
-        (summed, "sum", 1),
-    ],
-)
-def test_where_modules_are_watched_it_is_told_where_it_was_made(
-    level: str, loss_of: Loss, operation: str, line: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the verbosity, as this was asked for."""
-    train(level, loss_of, overflow="trace", verbosity=0)
-    out = capsys.readouterr().out
-    where = f"test_harmless_losses.py:{inspect.getsourcelines(loss_of)[1] + line}"
-    assert out.startswith(HARMLESS)
-    assert out.count(HARMLESS) == 1
-    assert f"in {operation} at " in out
-    assert where in out
-    assert "pass overflow" not in out
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_what_was_asked_for_ends_with_such_a_loss(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    engine = preamp.engine_of(model)
-    for _ in range(2):
-        engine.trace_overflow()
-        for _ in range(2):
-            loss = F.cross_entropy(model(torch.ones(2, 4)), torch.full((2,), -100))
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert not engine.tracer.is_armed
-    assert capsys.readouterr().out.count(HARMLESS) == 2
-    engine.close()
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_at_verbosity_0_nobody_is_told_who_has_not_asked(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(level, all_ignored, verbosity=0)
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
@@ -135,7 +74,7 @@ def test_nothing_is_said_twice_of_a_loss_with_bad_gradients(
     train(level, harmful, steps=3, overflow="trace", verbosity=0)
     out = capsys.readouterr().out
     assert out.startswith("Gradient overflow.")
-    assert out.count("overflow") == out.count(HARMLESS) + 1 == 1
+    assert out.count("overflow") == 1
     assert "in mul at " in out
     train(level, harmful, steps=3, verbosity=0)
     assert capsys.readouterr().out == ""
@@ -242,20 +181,6 @@ def test_a_harmless_loss_does_not_silence_a_harmful_one(
     level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = train(level, all_ignored)
-    assert HARMLESS in capsys.readouterr().out
+    capsys.readouterr()
     step(engine, harmful)
     assert "weights whose gradients are infinite or nan are lost" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_what_was_told_is_told_once_more_with_its_line_if_asked(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = train(level, all_ignored)
-    assert HARMLESS in capsys.readouterr().out
-    engine.trace_overflow()
-    for _ in range(2):
-        step(engine, all_ignored)
-    out = capsys.readouterr().out
-    assert out.count(HARMLESS) == 1
-    assert "in cross_entropy at " in out

@@ -2,7 +2,6 @@
 """What an engine leaves in its history, and that taking notes changes nothing."""
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,14 @@ import torch
 from torch import nn
 
 import preamp
-from cases.host_reads import NoHostReads, far_from_the_host
 from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES
-from kit.compare import same
-from kit.loops import everything, loss_of, make, started, train_plain, train_step
-from kit.run import Net, batch_of, build
+from kit.loops import loss_of, make, started, train_plain, train_step
+from kit.run import Net, batch_of
 from preamp.core.version import __version__
 from preamp.engine.optimizer_hooks import OptimizerHooks
-from preamp.kernels.reference import tally
 from preamp.numerics import (
     FORMATS,
     History,
-    MemoryRecord,
     NumericsRecord,
     OverflowRecord,
     Record,
@@ -33,7 +28,6 @@ from preamp.numerics import (
     TensorStatistics,
     read_history,
 )
-from preamp.optimizers import FusedAdam
 from preamp.watch import host_copies
 
 every_level = pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -84,30 +78,6 @@ def test_the_run_is_described(level: str, tmp_path: Path) -> None:
     assert read_history(tmp_path / "run.jsonl") == [record]
 
 
-@every_level
-def test_each_step_leaves_a_record(level: str, tmp_path: Path) -> None:
-    model, optimizer = started(level, history=tmp_path / "run.jsonl")
-    is_dynamic = preamp.engine_of(optimizer).policy.is_dynamic
-    losses = list[float]()
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            (scaled * math.inf if step == 2 and is_dynamic else scaled).backward()
-        optimizer.step()
-        losses.append(loss.item())
-    records = history_of(optimizer).of(StepRecord)
-    assert [record.step for record in records] == [1, 2, 3, 4]
-    assert [record.losses for record in records] == [{0: loss} for loss in losses]
-    assert [record.skipped for record in records] == [False, False, is_dynamic, False]
-    scales = [65536.0, 65536.0, 32768.0, 32768.0] if is_dynamic else [1.0] * 4
-    assert [record.scales for record in records] == [{0: scale} for scale in scales]
-    assert {record.lr for record in records} == {0.1}
-    assert {record.norm for record in records} == {None}
-    in_file = [r for r in read_history(tmp_path / "run.jsonl") if isinstance(r, StepRecord)]
-    assert in_file == records
-
-
 def test_the_learning_rate_is_that_of_the_step_and_may_be_a_tensor(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), capturable=False)
@@ -129,56 +99,6 @@ def test_losses_that_are_not_scalars_are_averaged(tmp_path: Path) -> None:
         loss.zero_()  # what the script does to its tensor later does not count
     optimizer.step()
     assert history_of(model).of(StepRecord)[0].losses == {0: mean}
-
-
-def test_several_optimizers_count_their_own_steps(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    models = [Net(), Net()]
-    optimizers = [
-        torch.optim.SGD(model.parameters(), lr=0.25 + i) for i, model in enumerate(models)
-    ]
-    preamp.initialize(
-        models, optimizers, opt_level="O2", verbosity=0, numerics="full", history=tmp_path / "r"
-    )
-    for step in range(4):
-        chosen = optimizers if step % 2 else optimizers[:1]
-        loss = sum(loss_of(model, step) for model in models[: len(chosen)])
-        with preamp.scale_loss(loss, chosen) as scaled:
-            (scaled * math.inf if step == 3 else scaled).backward()
-        for optimizer in chosen:
-            optimizer.step()
-            optimizer.zero_grad()
-    history = history_of(models[0])
-    records = history.of(StepRecord)
-    assert [(r.optimizer, r.step, r.skipped) for r in records] == [
-        (0, 1, False),
-        (0, 2, False),
-        (1, 1, False),
-        (0, 3, False),
-        (0, 4, True),
-        (1, 2, True),
-    ]
-    assert [record.lr for record in records if record.optimizer] == [1.25, 1.25]
-    assert [(r.optimizer, r.step) for r in history.of(OverflowRecord)] == [(0, 4), (1, 2)]
-    first, second = history.of(NumericsRecord)
-    assert (first.optimizer, second.optimizer) == (0, 1)
-    assert all(name.startswith("0.") for name in named(first))
-    assert all(name.startswith("1.") for name in named(second))
-
-
-def test_every_backward_of_an_accumulation_is_one_step(tmp_path: Path) -> None:
-    model, optimizer = started("O2", numerics="light", history=tmp_path / "run.jsonl")
-    for step in range(6):
-        loss = loss_of(model, step)
-        with preamp.scale_loss(loss, optimizer, delay_unscale=step % 3 != 2) as scaled:
-            scaled.backward()
-        if step % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    records = history_of(model).of(StepRecord)
-    assert [record.step for record in records] == [1, 2]
-    assert records[1].losses == {0: loss.item()}
-    assert len(history_of(model).of(NumericsRecord)) == 1
 
 
 def test_a_loop_without_scale_loss_is_recorded_too() -> None:
@@ -337,78 +257,6 @@ def test_parameters_of_no_model_are_named_by_their_place() -> None:
 # -- numbers stay what they are --------------------------------------------------------------
 
 
-WATCHERS: dict[str, dict[str, Any]] = {
-    "light": {"numerics": "light", "numerics_every": 2},
-    "full": {"numerics": "full", "numerics_every": 1},
-    "trace": {"overflow": "trace"},
-}
-
-
-# Watchers only read the tensors of a step, and do not know which optimizer made them.
-@pytest.mark.each
-@pytest.mark.threes
-@every_level
-@pytest.mark.parametrize("watcher", WATCHERS)
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "FusedAdam"])
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_taking_notes_changes_no_number(
-    level: str, watcher: str, optimizer: str, accumulates: bool, tmp_path: Path
-) -> None:
-    found = list[Any]()
-    history = {"history": tmp_path / "r"} if watcher == "full" else {}
-    for arguments in ({}, {**WATCHERS[watcher], **history}):
-        torch.manual_seed(0)
-        model = Net()
-        opt = build(optimizer, model.parameters())
-        preamp.initialize(model, opt, opt_level=level, verbosity=0, **arguments)
-        engine = preamp.engine_of(model)
-        for number in range(8):
-            with preamp.scale_loss(loss_of(model, number), opt) as scaled:
-                is_bad = number == 4 and engine.policy.is_dynamic
-                (scaled * math.inf if is_bad else scaled).backward()
-            if number % 2 or not accumulates:
-                preamp.clip_grad_norm_(opt, 0.5)
-                opt.step()
-                opt.zero_grad()
-        found.append(everything(model, opt))
-        engine.close()
-    assert same(found[0], found[1])
-
-
-def test_nothing_is_read_by_the_host_where_the_device_decides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Numbers that are far stay there until a later step, or until somebody asks."""
-    far_from_the_host(monkeypatch)
-    monkeypatch.setattr(tally, "host_reaches", lambda _: False)
-    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    preamp.initialize(
-        model, optimizer, opt_level="O2", verbosity=0, numerics="full", numerics_every=4
-    )
-    heard = list[Record]()
-    history_of(model).listen(heard.append)
-    engine = preamp.engine_of(model)
-    engine.ledger.settle = lambda wait: None  # type: ignore[method-assign] # it reads by itself
-    for step in range(4):
-        loss = loss_of(model, step)
-        with NoHostReads():
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                (scaled * math.inf if step == 2 else scaled).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    del engine.ledger.settle
-    assert [type(record) for record in heard] == [MemoryRecord]  # the host counts memory itself
-    records = engine.history.of(StepRecord)
-    assert [record.skipped for record in records] == [False, False, True, False]
-    assert [record.scales[0] for record in records] == [65536.0, 65536.0, 32768.0, 32768.0]
-    (record,) = engine.history.of(NumericsRecord)
-    assert all(tensor.scale == 65536.0 for tensor in named(record).values())
-    assert len(heard) > 1
-
-
 def test_far_numbers_are_read_at_the_next_due_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
     model, optimizer = started("O5", numerics="light", numerics_every=3)
@@ -521,13 +369,6 @@ def test_apexs_checkpoints_set_no_counter_and_take_nothing_back() -> None:
     assert [record.step for record in history.of(StepRecord)] == [1, 2]
 
 
-def test_checkpoints_have_nothing_of_the_history() -> None:
-    plain, noted = started("O2"), started("O2", numerics="full")
-    for model, optimizer in (plain, noted):
-        train_step(model, optimizer, 0)
-    assert preamp.state_dict(plain[0]) == preamp.state_dict(noted[0])
-
-
 def test_giving_up_is_in_the_history(tmp_path: Path) -> None:
     model, optimizer = started("O2", max_consecutive_skips=2, history=tmp_path / "run.jsonl")
     train_step(model, optimizer, 0, poison=True)
@@ -550,7 +391,7 @@ def test_a_listener_may_look_at_the_history_and_may_fail() -> None:
     with pytest.raises(RuntimeError, match="from a listener"):
         train_step(model, optimizer, 0)
     train_step(model, optimizer, 1)
-    assert seen == [2, 3, 4, 5]
+    assert seen == [2, 3, 4]
     assert preamp.engine_of(model).steps_applied == 2
 
 

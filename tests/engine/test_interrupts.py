@@ -92,8 +92,10 @@ def _begins_finally(frame: FrameType) -> bool:
     return _text(frame, 2 if _text(frame, 1) == "try:" else 1) == "finally:"
 
 
-def interrupt(call: Callable[[], object], line: Line) -> bool:
-    """Run ``call``, and raise a ``KeyboardInterrupt`` before ``line``; whether it came there."""
+def interrupt(
+    call: Callable[[], object], line: Line, error: type[BaseException] = KeyboardInterrupt
+) -> bool:
+    """Run ``call``, and raise ``error`` before ``line``; whether it came there."""
     times = 0
 
     def in_frame(frame: FrameType, event: str, arg: object) -> Any:
@@ -101,7 +103,7 @@ def interrupt(call: Callable[[], object], line: Line) -> bool:
         if event == "line" and frame.f_lineno == line.number:
             times += 1
             if times == line.nth:
-                raise KeyboardInterrupt
+                raise error
         return in_frame
 
     def at_call(frame: FrameType, event: str, arg: object) -> Any:
@@ -110,7 +112,7 @@ def interrupt(call: Callable[[], object], line: Line) -> bool:
     has_come = False
     try:
         _traced(call, at_call)
-    except KeyboardInterrupt:
+    except error:
         has_come = True
     assert has_come == (times == line.nth), f"an interrupt at {line} was swallowed"
     return has_come
@@ -303,17 +305,15 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def finish(self, accumulates: bool = False) -> list[Any]:
+    def finish(self) -> list[Any]:
         """`go_on`, and close the engine: the next one would walk over those that are open."""
-        seen = self.go_on(accumulates)
+        seen = self.go_on()
         self.engine.close()
         return seen
 
-    def go_on(self, accumulates: bool = False) -> list[Any]:
+    def go_on(self) -> list[Any]:
         """A step with what is there, then whole iterations; return all that came of it."""
         seen = []
-        if accumulates:
-            self.backward(6)
         seen.append(self.picture(with_grads=True))
         self.step()
         seen.append(self.picture())
@@ -355,10 +355,6 @@ def accumulated(run: Run) -> None:
     run.backward(1)
 
 
-def left_scaled(run: Run) -> None:
-    run.backward(1, delay_unscale=True)
-
-
 def ending(**options: Any) -> Part:
     """What runs from the end of the body on."""
 
@@ -398,40 +394,32 @@ def lines_in(run: Run, part: Part) -> list[Line]:
 
 
 def check(
-    level: str, count: int, prepare: Prepare, part: Part, chosen: Callable[[int, Line], bool]
+    level: str,
+    count: int,
+    prepare: Prepare,
+    part: Part,
+    chosen: Callable[[int, Line], bool],
+    error: type[BaseException] = KeyboardInterrupt,
 ) -> None:
     """Interrupt ``part`` at the lines that are ``chosen``, by number too, in a run for each."""
-    is_left = prepare is left_scaled or part is LEAVES_SCALED
     other = prepared(level, 1, nothing)  # while it is open, casts stay where they are
-    allowed = [prepared(level, count, prepare).finish(is_left)]
+    allowed = [prepared(level, count, prepare).finish()]
     run = prepared(level, count, prepare)
     lines = [line for number, line in enumerate(lines_in(run, part)) if chosen(number, line)]
-    allowed.append(run.finish(is_left))
-    if prepare is left_scaled:  # what autograd has added to cannot be taken apart again
-        allowed.append(prepared(level, count, nothing).finish(is_left))
-        run = prepared(level, count, prepare)
-        factor = float("inf") if part is OVERFLOWS else 1.0
-        run.backward(2, factor, delay_unscale=True)
-        allowed.append(run.finish(is_left))
+    allowed.append(run.finish())
     hits = 0
     for line in lines:
         run = prepared(level, count, prepare)
-        hits += interrupt(part(run), line)
+        hits += interrupt(part(run), line, error)
         run.block = None
-        assert run.finish(is_left) in allowed, f"after an interrupt at {line}"
+        assert run.finish() in allowed, f"after an interrupt at {line}"
     assert hits >= 0.8 * len(lines)
     other.engine.close()
 
 
-LEAVES_SCALED = ending(delay_unscale=True)
 OVERFLOWS = ending(factor=float("inf"))
-PARTS = {
-    "end": ending(),
-    "end after overflow": OVERFLOWS,
-    "end that leaves gradients scaled": LEAVES_SCALED,
-    "beginning": beginning,
-}
-BEFORE = {"nothing": nothing, "accumulated": accumulated, "left scaled": left_scaled}
+PARTS = {"end": ending(), "end after overflow": OVERFLOWS, "beginning": beginning}
+BEFORE = {"nothing": nothing, "accumulated": accumulated}
 
 
 KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]
@@ -473,13 +461,30 @@ def test_every_line_of_a_block(level: str, count: int, part: str, before: str) -
         ("O1", 1, "accumulated", "end"),
         ("O2", 2, "nothing", "end"),
         ("O2", 1, "accumulated", "end after overflow"),
-        ("O5", 2, "left scaled", "end"),
-        ("O1", 2, "nothing", "end that leaves gradients scaled"),
+        ("O5", 2, "accumulated", "end"),
+        ("O1", 2, "nothing", "end"),
         ("O2", 1, "accumulated", "beginning"),
     ],
 )
 def test_some_lines_of_a_block(level: str, count: int, before: str, part: str) -> None:
     check(level, count, BEFORE[before], PARTS[part], lambda number, _: number % 120 == 60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_error_at_every_line_of_a_block(level: str, before: str, part: str) -> None:
+    """Such as of an allocation: what it leaves is complete or undone, and the next block begins."""
+    check(level, 1, BEFORE[before], PARTS[part], lambda *_: True, MemoryError)
+
+
+@pytest.mark.parametrize(
+    ("level", "before", "part"),
+    [("O1", "accumulated", "end"), ("O2", "accumulated", "end"), ("O2", "nothing", "beginning")],
+)
+def test_an_error_at_some_lines_of_a_block(level: str, before: str, part: str) -> None:
+    check(level, 1, BEFORE[before], PARTS[part], lambda number, _: number % 40 == 20, MemoryError)
 
 
 # -- a GradScaler ----------------------------------------------------------------------------------
@@ -528,7 +533,14 @@ def go_on(run: Run, scaler: Any) -> list[Any]:
     return seen
 
 
-def check_scaler(level: str, count: int, call: str, overflows: bool, every: int) -> None:
+def check_scaler(
+    level: str,
+    count: int,
+    call: str,
+    overflows: bool,
+    every: int,
+    error: type[BaseException] = KeyboardInterrupt,
+) -> None:
     def begun() -> tuple[Run, Any, Callable[[], object]]:
         run, scaler = loop(level, count, overflows=overflows)
         if call == "update":
@@ -554,7 +566,7 @@ def check_scaler(level: str, count: int, call: str, overflows: bool, every: int)
     hits = 0
     for line in lines:
         run, scaler, whole = begun()
-        hits += interrupt(whole, line)
+        hits += interrupt(whole, line, error)
         is_over = call == "update" and not scaler._per_optimizer_states
         seen = go_on(run, scaler) if is_over else finish(run, scaler)
         assert seen in allowed, f"after an interrupt at {line}"
@@ -577,6 +589,11 @@ def test_many_lines_of_a_grad_scaler(level: str, count: int, call: str, overflow
 )
 def test_some_lines_of_a_grad_scaler(call: str, every: int, overflows: bool) -> None:
     check_scaler("O2", 1, call, overflows, every)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_error_at_every_line_of_an_update(overflows: bool) -> None:
+    check_scaler("O2", 1, "update", overflows, 1, MemoryError)
 
 
 # -- what listeners raise, and interrupts of what an interrupt has begun ---------------------------
@@ -732,21 +749,6 @@ def test_optimizers_of_one_block_fail_together(
     for optimizer in optimizers:
         for param in preamp.master_params(optimizer):
             assert_same(param.grad, torch.ones_like(param))
-
-
-@levels
-def test_a_delayed_accumulation_that_cannot_be_unscaled_is_dropped_whole(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = Pair(level, loss_scale=128.0)
-    pair.backward(0)
-    pair.ours(1, delay_unscale=True)
-    Failing(monkeypatch, "scale_add_", 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        pair.ours(2)
-    pair.check_grads()
-    pair.step()
-    pair.check()
 
 
 @levels

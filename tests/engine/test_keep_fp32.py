@@ -16,7 +16,7 @@ import preamp
 from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from kit.refusals import assert_refused, refused
 from preamp import amp
-from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
+from preamp.casting.functions import FUNCTION_CASTS
 from preamp.numerics import RunRecord
 
 F32 = torch.float32
@@ -243,8 +243,7 @@ class WithLoss(nn.Module):
 def registered() -> Iterator[None]:
     preamp.register_float_function(OWN, "cross_entropy")
     yield
-    for install in (FUNCTION_CASTS, CAST_REPORTS):
-        install.discard((id(OWN), "cross_entropy"))
+    FUNCTION_CASTS.discard((id(OWN), "cross_entropy"))
 
 
 @pytest.mark.usefixtures("registered")

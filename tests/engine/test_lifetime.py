@@ -22,8 +22,8 @@ from cases.levels import (
     WITH_MASTERS,
 )
 from cases.models import Parts, batch
-from kit.compare import differences, halves_match, picture, same
-from kit.loops import OPTIMIZERS, make, masters, started, train_plain, train_step, weights
+from kit.compare import halves_match, same
+from kit.loops import make, started, train_plain, train_step, weights
 from kit.refusals import assert_refused, refused
 from preamp import amp
 from preamp.optimizers import FusedAdam, FusedSGD
@@ -196,72 +196,6 @@ def test_zero_grad_keeps_its_label_and_whoever_replaced_it(monkeypatch: pytest.M
 
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
-DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
-
-
-def numbers(names: list[str]) -> list[str]:
-    """Names in a picture that stand for numbers which rounding to half changes at O3."""
-    kinds = ("._parameters", "._buffers", ".grad")
-    return [name for name in names if name.endswith(kinds) or ".state." in name]
-
-
-@DOORS
-@ALL_LEVELS
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("with_state", [False, True])
-def test_untrained(door: Any, level: str, optimizer_name: str, with_state: bool) -> None:
-    """Right after initialize, closing leads back to the very same picture."""
-    model, optimizer = make(optimizer=optimizer_name)
-    if with_state:
-        train_plain(model, optimizer, 0)
-        optimizer.zero_grad()
-    before = picture(model, optimizer)
-    door.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert differences(before, picture(model, optimizer)) != []
-    preamp.engine_of(model).close()
-    changed = differences(before, picture(model, optimizer))
-    assert changed == (numbers(changed) if level == "O3" else [])
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
-
-
-@DOORS
-@ALL_LEVELS
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-def test_trained(door: Any, level: str, optimizer_name: str) -> None:
-    """After training and a skipped step, only numbers differ from before."""
-    model, optimizer = make(optimizer=optimizer_name)
-    train_plain(model, optimizer, 0)
-    before = picture(model, optimizer)
-    door.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
-    for step in range(3):
-        train_step(model, optimizer, step)
-    train_step(model, optimizer, 3, poison=True)
-    optimizer.zero_grad(set_to_none=False)
-    exact = masters(optimizer)
-    preamp.engine_of(model).close()
-    changed = differences(before, picture(model, optimizer))
-    assert changed == numbers(changed)
-    assert same([p.detach().float() for p in model.parameters()], [t.float() for t in exact])
-    assert set(optimizer.state) == set(model.parameters())
-    for param in model.parameters():
-        floats = {
-            value.dtype
-            for value in optimizer.state[param].values()
-            if isinstance(value, torch.Tensor)
-        }
-        assert floats == {torch.float32}
-
-
-@ALL_LEVELS
-def test_twice(level: str) -> None:
-    model, optimizer = started(level)
-    engine = preamp.engine_of(model)
-    engine.close()
-    assert engine.closed
-    after = picture(model, optimizer)
-    engine.close()
-    assert differences(after, picture(model, optimizer)) == []
 
 
 def test_the_second_close_leaves_a_later_engine_alone() -> None:

@@ -23,6 +23,7 @@ import preamp
 from cases.levels import WITH_MASTERS
 from kit.compare import same
 from kit.refusals import assert_refused, refused
+from kit.run import Run, assert_alike, assert_same_program
 from preamp.engine import release
 from preamp.engine import storage as engine_storage
 from preamp.engine.release import Release
@@ -92,8 +93,9 @@ class Net(nn.Module):
         return nn.functional.linear(hidden, self.table.weight)
 
 
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+def loss_of(model: Any, number: int) -> torch.Tensor:
     x = torch.randint(0, 32, (4, 3), generator=torch.Generator().manual_seed(number))
+    x = x.to(model.table.weight.device)
     made = model(x, uses_all=number % 2 == 0)
     return nn.functional.cross_entropy(made.float().flatten(0, 1), x.flatten())
 
@@ -112,49 +114,45 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "TOGETHER", 1)
 
 
-def start(*, releases: bool = True, build: Build = BUILDS["FusedAdam"], **more: Any) -> Any:
-    torch.manual_seed(0)
-    model = Net()
-    storage = preamp.Storage(**STORAGES[more.pop("storage", "full")], release_gradients=releases)
-    more = {"opt_level": "O5", "verbosity": 0, "backend": "reference"} | more
-    return preamp.initialize(model, build(groups_of(model)), storage=storage, **more)
+class Training(Run):
+    """That model, and one of `BUILDS` with a rate of its own for vectors."""
+
+    def __init__(
+        self, level: str = "O5", name: str = "FusedAdam", *, releases: bool = True, **options: Any
+    ) -> None:
+        kept = preamp.Storage(
+            **STORAGES[options.pop("storage", "full")], release_gradients=releases
+        )
+        options = {"backend": "reference", **LEVELS[level], **options}
+        super().__init__(level, model=Net, storage=kept, starts=False, **options)
+        self.optimizer = BUILDS[name](groups_of(self.model))
+        self.optimizers = [self.optimizer]
+        self.initialize()
+
+    def loss(self, index: int = 0) -> torch.Tensor:
+        return loss_of(self.model, index)
+
+    def steps(self) -> list[int]:
+        return [group.get("step", 0) for group in self.optimizer.param_groups]
+
+    def has_gradients(self) -> list[bool]:
+        return [p.grad is not None for p in self.model.parameters() if p.requires_grad]
 
 
-def backward(model: nn.Module, optimizer: Any, number: int = 0) -> None:
-    with preamp.scale_loss(loss_of(model, number), optimizer) as scaled:
-        scaled.backward()
-
-
-def train(model: nn.Module, optimizer: Any, numbers: Any) -> None:
-    for number in numbers:
-        backward(model, optimizer, number)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def exact(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What a checkpoint would hold, the half weights too."""
-    return {
-        "stored": [param.detach().clone() for param in model.parameters()],
-        "model": {name: value.clone() for name, value in model.state_dict().items()},
-        "optimizer": copy.deepcopy(optimizer.state_dict()),
-        "counts": preamp.engine_of(optimizer).steps_applied,
-    }
-
-
-def both(**arguments: Any) -> list[Any]:
+def both(*given: str, **options: Any) -> list[Training]:
     """The same start twice, the second releasing gradients."""
-    return [start(releases=releases, **copy.deepcopy(arguments)) for releases in (False, True)]
+    return [Training(*given, releases=releases, **options) for releases in (False, True)]
 
 
-def assert_rounded(optimizer: Any) -> None:
-    """Every half weight is its rounded master, and nothing is taken for written to."""
-    for table in preamp.engine_of(optimizer).sessions[id(optimizer)].tables:
+def assert_whole(run: Run) -> None:
+    """Every half weight is its rounded master."""
+    for table in run.engine.sessions[id(run.optimizer)].tables:
         for twin in table.twins:
-            value = twin.value().detach()
-            rounded = split(value, twin.dtype)[0] if table.packs else value.to(twin.dtype)
+            if table.is_split:
+                rounded = split(twin.value(), twin.dtype)[0]
+            else:  # itself, since an exact value is the half weight's where it does not round to it
+                rounded = twin.master.detach().to(twin.dtype)
             assert torch.equal(rounded, twin.half)
-        assert not any(map(table.is_written, range(len(table))))
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -177,156 +175,46 @@ def test_training_is_that_without(
 ) -> None:
     """How many wait for each other takes turns: at each level all numbers come."""
     monkeypatch.setattr(release, "TOGETHER", together)
-    runs = both(opt_level=level, build=BUILDS[name], storage=storage, **LEVELS[level])
-    for model, optimizer in runs:
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    runs = both(level, name, storage=storage)
+    for run in runs:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
         for number in range(4):
-            train(model, optimizer, (number,))
+            run.model.runs_again = number == 2
+            if name == "FusedSGD" and number == 3:
+                run.optimizer.most_recent_scale = 4.0
+            run.iterate(number)
             schedule.step()
-    assert same(*[exact(*run) for run in runs])
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedNovoGrad"])
-def test_the_fastest_kernels_agree(name: str) -> None:
-    runs = both(backend="auto", build=BUILDS[name], storage="compact")
-    for model, optimizer in runs:
-        train(model, optimizer, range(3))
-    assert same(*[exact(*run) for run in runs])
-
-
-def test_counters_are_those_of_the_step_under_way() -> None:
-    model, optimizer = start()
-    for done in range(3):
-        with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-            scaled.backward()
-            assert [group.get("step", 0) for group in optimizer.param_groups] == [done, done]
-        optimizer.step()
-        assert [group["step"] for group in optimizer.param_groups] == [done + 1, done + 1]
-
-
-class Run:
-    """Two models of one engine, each with an optimizer."""
-
-    def __init__(self, level: str, storage: str, *, releases: bool) -> None:
-        torch.manual_seed(0)
-        self.models = [Net(), Net()]
-        self.optimizers: list[Any] = [
-            FusedAdam(groups_of(self.models[0]), lr=0.01, weight_decay=0.1),
-            FusedSGD(self.models[1].parameters(), lr=0.1, momentum=0.9),
-        ]
-        kept = preamp.Storage(**STORAGES[storage], release_gradients=releases)
-        options = {"opt_level": level, "verbosity": 0, "backend": "reference", **LEVELS[level]}
-        preamp.initialize(self.models, self.optimizers, storage=kept, **options)
-        self.number = 0
-        self.extra: nn.Parameter | None = None
-
-    def step(self, *which: int) -> None:
-        self.number += 1
-        loss = torch.stack([loss_of(self.models[index], self.number) for index in which]).sum()
-        loss = loss if self.extra is None else loss + self.extra.float().sum()
-        with preamp.scale_loss(loss, [self.optimizers[index] for index in which]) as scaled:
-            scaled.backward()
-        for index in which:
-            self.optimizers[index].step()
-            self.optimizers[index].zero_grad(set_to_none=True)
-
-    def add(self) -> None:
-        if self.extra is None:
-            self.extra = nn.Parameter(torch.ones(3, dtype=self.models[0].first.weight.dtype))
-            self.optimizers[0].add_param_group({"params": [self.extra], "lr": 0.5})
-
-    @torch.no_grad()
-    def write(self) -> None:
-        self.models[0].first.weight[0] = 0.25 * self.number
-
-    def load(self) -> None:
-        for one in (*self.models, *self.optimizers, preamp.engine_of(self.models[0])):
-            one.load_state_dict(copy.deepcopy(one.state_dict()))
-
-    def slow_down(self) -> None:
-        for group in self.optimizers[0].param_groups:
-            group["lr"] *= 0.5
-
-
-ACTS: dict[str, Callable[[Run], object]] = {
-    "both": lambda run: run.step(0, 1),
-    "first": lambda run: run.step(0),
-    "a rate": Run.slow_down,
-    "a scale of SGD": lambda run: setattr(run.optimizers[1], "most_recent_scale", 4.0),
-    "thawed": lambda run: run.models[0].frozen.requires_grad_(True),
-    "frozen": lambda run: run.models[1].first.requires_grad_(False),
-    "a group": Run.add,
-    "written": Run.write,
-    "loaded": Run.load,
-    "run again": lambda run: setattr(run.models[0], "runs_again", True),
-    "read": lambda run: [m.sum() for m in preamp.master_params(run.optimizers[0])],
-}
-
-
-PAIRED_AT = ("O0", "O2", "O5")
-
-
-def seconds_of(level: str, first: str) -> list[tuple[str, str]]:
-    """Which acts follow ``first`` at ``level``, each with a storage: each act at one level."""
-    turn = list(ACTS).index(first) + PAIRED_AT.index(level)
-    storages = [storage for possible, storage in PLACES if possible == level]
-    acts = list(ACTS)[-turn % len(PAIRED_AT) :: len(PAIRED_AT)]
-    return [(storages[(turn + number) % len(storages)], act) for number, act in enumerate(acts)]
-
-
-@pytest.mark.filterwarnings("ignore:The .* weight '0.first.weight' was written to")
-@pytest.mark.parametrize("level", PAIRED_AT)
-@pytest.mark.parametrize("first", ACTS)
-def test_each_thing_may_follow_each_other(level: str, first: str) -> None:
-    """Between steps, each pair at one of the levels; storages take turns."""
-    for storage, second in seconds_of(level, first):
-        runs = [Run(level, storage, releases=releases) for releases in (False, True)]
-        for run in runs:
-            for name in ("both", first, "both", second, "both"):
-                ACTS[name](run)
-        for index in range(2):
-            made = [exact(run.models[index], run.optimizers[index]) for run in runs]
-            assert same(*made), f"{first}, {second}, {storage}"
+    assert_alike(*runs)
 
 
 def test_a_parameter_thawed_within_a_block_is_updated_by_the_step() -> None:
     """It has no hook yet, so its gradient is an ordinary one."""
-    runs = both(opt_level="O0")
-    for model, optimizer in runs:
-        with preamp.scale_loss(loss_of(model, 1), optimizer):
-            model.frozen.bias.requires_grad_(True)
-            loss_of(model, 1).backward()
-        assert model.frozen.bias.grad is not None
-        optimizer.step()
-    assert same(*[exact(*run) for run in runs])
+    runs = both("O0")
+    for run in runs:
+        with preamp.scale_loss(run.loss(1), run.optimizer):
+            run.model.frozen.bias.requires_grad_(True)
+            run.outside(1)
+        assert run.model.frozen.bias.grad is not None
+        run.play("step; zero")
+    assert_alike(*runs)
 
 
 def test_zero_grad_is_harmless() -> None:
-    runs = [start(storage="compact") for _ in range(2)]
-    for index, (model, optimizer) in enumerate(runs):
-        for number in range(3):
-            optimizer.zero_grad(set_to_none=number != 1)
-            backward(model, optimizer, number)
-            if index:
-                optimizer.zero_grad(set_to_none=number == 1)
-            optimizer.step()
-    assert same(*[exact(*run) for run in runs])
+    runs = [Training(storage="compact") for _ in range(2)]
+    runs[0].play("zero; backward; step; zero filled; backward 1; step; zero; backward 2; step")
+    runs[1].play("zero; backward; zero; step; zero filled; backward 1; zero filled; step")
+    runs[1].play("zero; backward 2; zero; step")
+    assert_alike(*runs)
 
 
 def test_zeros_from_before_are_no_gradients() -> None:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    loss_of(model, 0).backward()
-    preamp.initialize(model, optimizer, **COMPACT, verbosity=0, backend="reference")
-    with refused("release", "gradients from before", model, optimizer):
-        backward(model, optimizer)
-    optimizer.zero_grad(set_to_none=False)
-    kept = model.sometimes.weight.detach().clone()
-    backward(model, optimizer, 1)
-    optimizer.step()
-    assert all(param.grad is None for param in model.parameters())
-    assert torch.equal(model.sometimes.weight, kept)
+    run = Training(name="FusedSGD").play("close; outside; initialize")
+    with refused("release", "gradients from before", run.model, run.optimizer):
+        run.play("backward")
+    kept = run.model.sometimes.weight.detach().clone()
+    run.play("zero filled; backward 1; step")
+    assert not any(run.has_gradients())
+    assert torch.equal(run.model.sometimes.weight, kept)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -334,7 +222,7 @@ def test_zeros_from_before_are_no_gradients() -> None:
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_one_gradient_is_alive_at_a_time(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = start(opt_level=level, storage="8bit", backend="auto", **LEVELS[level])
+    run = Training(level, storage="8bit", backend="auto")
     arrive, made, alive = Release.arrive, list[StorageWeakRef](), list[int]()
 
     def watched(self: Release, leaf: torch.Tensor, grad: torch.Tensor) -> None:
@@ -343,7 +231,7 @@ def test_one_gradient_is_alive_at_a_time(level: str, monkeypatch: pytest.MonkeyP
         arrive(self, leaf, grad)
 
     monkeypatch.setattr(Release, "arrive", watched)
-    train(model, optimizer, range(2))
+    run.play("iterate 0 1")
     assert len(made) == 7 + 5  # all but the frozen ones; the second step does not use two
     assert max(alive) == 1
 
@@ -371,15 +259,18 @@ def test_small_gradients_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) ->
     assert updated == [2, 2, 1]
 
 
-def test_what_waits_in_a_body_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "TOGETHER", 1 << 30)
-    plain, run = (start() for _ in range(2))
-    with suppress(KeyError), preamp.scale_loss(loss_of(run[0], 0), run[1]) as scaled:
+def raising(run: Run) -> None:
+    """A block whose body raises after its backward."""
+    with suppress(KeyError), preamp.scale_loss(run.loss(), run.optimizer) as scaled:
         scaled.backward()
         raise KeyError
-    for model, optimizer in (plain, run):
-        train(model, optimizer, range(2))
-    assert same(exact(*plain), exact(*run))
+
+
+def test_what_waits_in_a_body_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "TOGETHER", 1 << 30)
+    runs = [Training() for _ in range(2)]
+    raising(runs[0])
+    assert_same_program("iterate 0 1", *runs)
 
 
 def small(count: int = 1) -> list[Any]:
@@ -468,12 +359,10 @@ def test_gradients_that_no_update_can_take_are_refused() -> None:
 
 
 def test_a_gradient_given_to_a_parameter_without_one_is_refused() -> None:
-    model, optimizer = start(opt_level="O0")
-    with preamp.scale_loss(model.first.weight.sum(), optimizer) as scaled:
-        scaled.backward()
-    other = next(p for p in model.parameters() if p is not model.first.weight and p.requires_grad)
-    other.grad = torch.ones_like(other)
-    assert_refused("release", "a gradient beside the updates", optimizer.step, model, optimizer)
+    run = Training("O0")
+    run.back(run.model.first.weight.sum())
+    run.model.norm.weight.grad = torch.ones_like(run.model.norm.weight)
+    assert_refused("release", "a gradient beside the updates", run.step, run.model, run.optimizer)
 
 
 def test_bytes_of_a_parameter() -> None:
@@ -527,30 +416,27 @@ def test_initialize_refuses(name: str) -> None:
 
 
 def test_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = start()
+    run = Training()
     monkeypatch.setattr(engine_storage, "has_process_group", lambda: True)
-    for call in (lambda: backward(model, optimizer), start):
-        assert_refused("release", "ranks", call, model, optimizer)
+    for call in (run.backward, Training):
+        assert_refused("release", "ranks", call, run.model, run.optimizer)
 
 
-def within(optimizer: Any, loss: torch.Tensor, body: Callable[..., object], **how: Any) -> None:
-    with preamp.scale_loss(loss, optimizer, **how) as scaled:
+def within(run: Run, loss: torch.Tensor, body: Callable[..., object]) -> None:
+    with preamp.scale_loss(loss, run.optimizer) as scaled:
         body(scaled)
 
 
-CALLS: dict[str, Callable[[Any, Any], object]] = {
-    "a clip": lambda _, optimizer: preamp.clip_grad_norm_(optimizer, 1.0),
-    "a clip of parameters": lambda model, _: preamp.clip_grad_norm_(model.parameters(), 1.0),
-    "a delayed unscaling": lambda model, optimizer: within(
-        optimizer, loss_of(model, 0), lambda _: pytest.fail("entered"), delay_unscale=True
-    ),
-    "a GradScaler": lambda _, optimizer: preamp.GradScaler(optimizer),
-    "a trace later": lambda _, optimizer: preamp.engine_of(optimizer).trace_overflow(),
-    "a closure": lambda _, optimizer: optimizer.step(lambda: pytest.fail("was called")),
-    "LARC later": lambda _, optimizer: LARC(optimizer).step(),
-    "a backward in no block": lambda model, _: loss_of(model, 0).backward(),
-    "a backward of the loss": lambda model, optimizer: within(
-        optimizer, loss := loss_of(model, 0), lambda _: loss.backward()
+CALLS: dict[str, Callable[[Any], object]] = {
+    "a clip": Run.clip,
+    "a clip of parameters": lambda run: preamp.clip_grad_norm_(run.model.parameters(), 1.0),
+    "a GradScaler": lambda run: preamp.GradScaler(run.optimizer),
+    "a trace later": lambda run: run.engine.trace_overflow(),
+    "a closure": lambda run: run.optimizer.step(lambda: pytest.fail("was called")),
+    "LARC later": lambda run: LARC(run.optimizer).step(),
+    "a backward in no block": Run.outside,
+    "a backward of the loss": lambda run: within(
+        run, loss := run.loss(), lambda _: loss.backward()
     ),
 }
 
@@ -563,38 +449,34 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     ],
 )
 def test_calls_are_refused(name: str, level: str) -> None:
-    model, optimizer = start(opt_level=level, **LEVELS[level])
-    train(model, optimizer, range(2))
-    before = exact(model, optimizer)
-    assert_refused("release", name, lambda: CALLS[name](model, optimizer), model, optimizer)
-    assert same(exact(model, optimizer), before)
-    assert all(param.grad is None for param in model.parameters())
-    train(model, optimizer, (2,))
+    run = Training(level).play("iterate 0 1")
+    before = run.numbers()
+    assert_refused("release", name, lambda: CALLS[name](run), run.model, run.optimizer)
+    assert same(run.numbers(), before)
+    assert not any(run.has_gradients())
+    run.play("iterate 2")
 
 
 def test_a_second_backward_is_refused_until_a_step() -> None:
-    model, optimizer = start()
-    backward(model, optimizer)
-    optimizer.zero_grad()
-    with refused("release", "a second backward", model, optimizer):
-        backward(model, optimizer)
-    optimizer.step()
-    train(model, optimizer, (1,))
-    with preamp.scale_loss(loss_of(model, 0), optimizer):  # without any backward
+    run = Training().play("backward; zero")
+    with refused("release", "a second backward", run.model, run.optimizer):
+        run.play("backward")
+    run.play("step; iterate 1")
+    with preamp.scale_loss(run.loss(), run.optimizer):  # without any backward
         pass
-    backward(model, optimizer)
+    run.play("backward")
 
 
 def test_a_second_gradient_in_a_block_is_refused() -> None:
-    model, optimizer = start()
+    run = Training()
     with (
         refused("release", "a second gradient", changes=True),
-        preamp.scale_loss(loss_of(model, 0), optimizer) as scaled,
+        preamp.scale_loss(run.loss(), run.optimizer) as scaled,
     ):
         scaled.backward()
-        loss_of(model, 1).backward()
-    assert all(param.grad is None for param in model.parameters())
-    train(model, optimizer, (1,))
+        run.outside(1)
+    assert not any(run.has_gradients())
+    run.play("iterate 1")
 
 
 def test_reentrant_checkpoints_that_use_a_weight_twice_are_refused() -> None:
@@ -605,44 +487,36 @@ def test_reentrant_checkpoints_that_use_a_weight_twice_are_refused() -> None:
                 hidden = checkpoint(self.first, hidden, use_reentrant=True)
             return hidden[..., :32]
 
-    model = Twice()
-    optimizer = FusedAdam(model.parameters())
-    preamp.initialize(model, optimizer, **COMPACT, verbosity=0, backend="reference")
-    train(model, optimizer, (1,))
+    run = Training()
+    run.model.__class__ = Twice
+    run.play("iterate 1")
     with refused("release", "a weight used twice in a checkpoint", changes=True):
-        backward(model, optimizer, 0)
-    train(model, optimizer, (1,))
+        run.play("backward 0")
+    run.play("iterate 1")
 
 
 def test_gradients_besides_the_updates_are_refused() -> None:
     """A penalty on masters, or what a script assigns."""
-    model, optimizer = start()
-    master = preamp.engine_of(model).master_of(model.first.weight)
-    assert master is not None
-    with preamp.scale_loss(loss_of(model, 0) + master.square().sum(), optimizer) as scaled:
-        scaled.backward()
-    assert_refused("release", "a gradient beside the updates", optimizer.step, model, optimizer)
-    optimizer.zero_grad()
-    optimizer.step()
-    backward(model, optimizer)
-    model.first.weight.grad = torch.ones_like(model.first.weight)
-    assert_refused("release", "a gradient beside the updates", optimizer.step, model, optimizer)
+    run = Training()
+    master = run.engine.master_of(run.model.first.weight)
+    run.back(run.loss() + master.square().sum())
+    for play in ("zero; step; backward", ""):
+        name, subjects = "a gradient beside the updates", (run.model, run.optimizer)
+        assert_refused("release", name, run.optimizer.step, *subjects)
+        run.play(play)
+        run.model.first.weight.grad = torch.ones_like(run.model.first.weight)
 
 
 def test_a_weight_that_the_graph_needs_later_is_noticed() -> None:
     """Detached, it is read by a node that its gradient does not wait for."""
-    model, optimizer = start(opt_level="O0")
-    first = model.first
+    run = Training("O0")
+    weight = run.model.first.weight
     x = torch.ones(2, 128, requires_grad=True)
-    hidden = x * nn.functional.linear(x, first.weight.detach().clone())
-    early = nn.functional.linear(hidden, first.weight.detach())
-    loss = nn.functional.linear(early, first.weight).sum()
-    with (
-        refused("release", "a weight that the graph needs later", changes=True),
-        preamp.scale_loss(loss, optimizer) as scaled,
-    ):
-        scaled.backward()
-    train(model, optimizer, (1,))
+    hidden = x * nn.functional.linear(x, weight.detach().clone())
+    early = nn.functional.linear(hidden, weight.detach())
+    with refused("release", "a weight that the graph needs later", changes=True):
+        run.back(nn.functional.linear(early, weight).sum())
+    run.play("iterate 1")
 
 
 # -- trouble ---------------------------------------------------------------------------------------
@@ -652,99 +526,73 @@ def test_a_weight_that_the_graph_needs_later_is_noticed() -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_body_that_raises(steps: int, storage: str) -> None:
     """What was updated stays; the next step is like any other, and has the same number."""
-    model, optimizer = start(storage=storage)
-    train(model, optimizer, range(steps))
-    before = [param.detach().clone() for param in model.parameters()]
-    with suppress(KeyError), preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        scaled.backward()
-        raise KeyError
-    assert not same(before, [param.detach() for param in model.parameters()])
-    assert_rounded(optimizer)
-    assert [group.get("step", 0) for group in optimizer.param_groups] == [steps, steps]
-    train(model, optimizer, range(2))
-    assert_rounded(optimizer)
-    assert [group["step"] for group in optimizer.param_groups] == [steps + 2, steps + 2]
+    run = Training(storage=storage).play(steps * "iterate;")
+    before = run.numbers()["stored"]
+    raising(run)
+    assert not same(before, run.numbers()["stored"])
+    assert_whole(run)
+    assert run.steps() == [steps, steps]
+    assert_whole(run.play("iterate 0 1"))
+    assert run.steps() == [steps + 2, steps + 2]
 
 
 def test_between_backward_and_step_weights_are_whole() -> None:
-    model, optimizer = start(storage="compact")
+    run = Training(storage="compact")
     for number in range(3):
-        backward(model, optimizer, number)
-        assert_rounded(optimizer)
-        after = {name: value.clone() for name, value in model.state_dict().items()}
-        optimizer.step()
-        assert same(after, model.state_dict())
+        run.backward(number)
+        assert_whole(run)
+        after = {name: value.clone() for name, value in run.model.state_dict().items()}
+        run.step()
+        assert same(after, run.model.state_dict())
 
 
 def test_close_takes_the_hooks_off() -> None:
-    model, optimizer = start()
-    train(model, optimizer, range(2))
-    preamp.engine_of(model).close()
-    loss_of(model, 0).backward()
-    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
-    optimizer.step()
+    run = Training().play("iterate 0 1; close; outside")
+    assert all(run.has_gradients())
+    run.step()
 
 
 def test_copies_have_no_hooks() -> None:
-    model, optimizer = start(opt_level="O0")
-    train(model, optimizer, range(2))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    run = Training("O0").play("iterate 0 1")
+    for twin in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
         loss_of(twin, 0).backward()
         assert twin.first.weight.grad is not None
-    assert same(copy.deepcopy(optimizer).state_dict(), optimizer.state_dict())
-    assert pickle.loads(pickle.dumps(optimizer)).storage.release_gradients
+    assert same(copy.deepcopy(run.optimizer).state_dict(), run.optimizer.state_dict())
+    assert pickle.loads(pickle.dumps(run.optimizer)).storage.release_gradients
 
 
 def test_a_model_that_changes_over_has_the_hooks_of_one_engine() -> None:
-    model, first = start(opt_level="O0")
-    train(model, first, range(2))
-    second = FusedAdam(model.parameters())
-    preamp.initialize(model, second, opt_level="O0", verbosity=0)
-    backward(model, second)
-    assert model.first.weight.grad is not None
+    run = Training("O0").play("iterate 0 1")
+    run.optimizer = FusedAdam(run.model.parameters())
+    run.optimizers = [run.optimizer]
+    run.initialize(storage="full")
+    run.play("backward")
+    assert run.model.first.weight.grad is not None
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    model, optimizer = start(storage="compact")
-    train(model, optimizer, range(2))
-    backward(model, optimizer, 2)
-    path = tmp_path / "run.safetensors"
-    with refused("release", "a file between backward and step", model, optimizer):
-        preamp.save_checkpoint(path, model, optimizer)  # weights are new, and not counted yet
-    optimizer.step()
-    preamp.save_checkpoint(path, model, optimizer)
-    other, others = start(storage="compact")
-    train(other, others, range(1))
-    preamp.load_checkpoint(path, other, others)
-    runs = [(model, optimizer), (other, others)]
-    for one, its in runs:
-        train(one, its, range(3, 5))
-    assert same(*[exact(one, its) for one, its in runs])
-    with (
-        preamp.scale_loss(loss_of(model, 0), optimizer),
-        refused("release", "a file in a block", model, optimizer),
-    ):
-        preamp.save_checkpoint(path, model, optimizer)
-
-
-def test_who_loads_instead_of_a_step_goes_back(tmp_path: Path) -> None:
+def test_files_are_refused_until_a_step_and_undo_what_has_no_step(tmp_path: Path) -> None:
     """As after a loss that is not finite: what was updated cannot be taken back otherwise."""
-    model, optimizer = start(storage="split")
-    train(model, optimizer, range(2))
-    preamp.save_checkpoint(tmp_path / "run", model, optimizer)
-    before = exact(model, optimizer)
-    backward(model, optimizer, 2)
-    preamp.load_checkpoint(tmp_path / "run", model, optimizer)
-    assert same(exact(model, optimizer), before)
-    train(model, optimizer, (2,))
+    run, path = Training(storage="compact").play("iterate 0 1"), tmp_path / "run"
+    run.save(path)
+    before = run.play("zero").numbers()
+    run.play("backward 2")
+    with refused("release", "a file between backward and step", run.model, run.optimizer):
+        run.save(path)  # weights are new, and not counted yet
+    run.load(path)
+    assert same(run.numbers(), before)
+    run.play("iterate 2")
+    with (
+        preamp.scale_loss(run.loss(), run.optimizer),
+        refused("release", "a file in a block", run.model, run.optimizer),
+    ):
+        run.save(path)
 
 
 # -- words -----------------------------------------------------------------------------------------
 
 
 def test_it_is_told() -> None:
-    _, optimizer = start(storage="compact")
-    text = preamp.engine_of(optimizer).explain()
+    text = Training(storage="compact").engine.explain()
     assert "each gradient is applied as soon as it is made, and then dropped" in text
     assert "release_gradients=True" in text
     said = describe_storage("split", "8bit", release_gradients=True)

@@ -12,120 +12,12 @@ from torch import nn
 import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from kit.compare import halves_match, same
-from kit.loops import (
-    OPTIMIZERS,
-    everything,
-    make,
-    masters,
-    started,
-    train_plain,
-    train_step,
-    weights,
-)
-from kit.run import Net
+from kit.loops import make, masters, started, train_plain, train_step, weights
+from kit.run import Net, Run, assert_alike
 from preamp import amp
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
-STEPS = 6
-POISONED = frozenset({1, 3})
-
-
-class Run:
-    """One training run with a scheduler and overflows at fixed steps."""
-
-    def __init__(self, level: str, optimizer: str, seed: int = 0, **arguments: Any) -> None:
-        self.level, self.arguments = level, arguments
-        self.model, self.optimizer = make(seed, optimizer)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
-
-    def initialize(self) -> None:
-        preamp.initialize(
-            self.model, self.optimizer, opt_level=self.level, verbosity=0, **self.arguments
-        )
-
-    def train(self, steps: range, poisoned: frozenset[int] = POISONED) -> None:
-        for step in steps:
-            train_step(self.model, self.optimizer, step, poison=step in poisoned)
-            self.scheduler.step()
-
-    def save(self) -> bytes:
-        file = io.BytesIO()
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "amp": preamp.state_dict(self.optimizer),
-            "scheduler": self.scheduler.state_dict(),
-        }
-        torch.save(state, file)
-        return file.getvalue()
-
-    def load(self, state: dict[str, Any], *parts: str) -> None:
-        for part in parts:
-            if part == "amp":
-                preamp.load_state_dict(self.optimizer, state["amp"])
-            else:
-                getattr(self, part).load_state_dict(state[part])
-
-    def numbers(self) -> dict[str, Any]:
-        return {**everything(self.model, self.optimizer), "lr": self.scheduler.get_last_lr()}
-
-
-# Which parts are loaded before initialize, and which after.
-ORDERS = {
-    "after": ((), ("model", "optimizer", "amp", "scheduler")),
-    "before": (("model", "optimizer", "scheduler"), ("amp",)),
-    "model before": (("model",), ("amp", "optimizer", "scheduler")),
-    "optimizer before": (("optimizer",), ("scheduler", "amp", "model")),
-    "optimizer first": ((), ("optimizer", "model", "scheduler", "amp")),
-}
-
-
-def check_resume(level: str, optimizer: str, stop: int, order: str, **arguments: Any) -> None:
-    whole = Run(level, optimizer, **arguments)
-    whole.initialize()
-    whole.train(range(stop))
-    saved = whole.save()
-    whole.train(range(stop, STEPS))
-    expected = whole.numbers()
-    preamp.engine_of(whole.model).close()
-
-    resumed = Run(level, optimizer, 1, **arguments)  # other weights to begin with
-    state = torch.load(io.BytesIO(saved), weights_only=True)
-    before, after = ORDERS[order]
-    resumed.load(state, *before)
-    resumed.initialize()
-    resumed.load(state, *after)
-    resumed.train(range(stop, STEPS))
-    assert same(resumed.numbers(), expected)
-    preamp.engine_of(resumed.model).close()
-
-
-# The order of the loads decides what is overwritten; the step at which the run stopped only changes
-# the values, so that no fault needs the level, the optimizer, the order and that step together.
-@pytest.mark.threes
-@ALL_LEVELS
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("stop", [0, 2, 4])
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_resume(level: str, optimizer: str, order: str, stop: int) -> None:
-    check_resume(level, optimizer, stop, order, loss_scale="dynamic")
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_the_check_can_fail() -> None:
-    """A run resumed without its optimizer's state is another run."""
-    whole = Run("O2", "Adam")
-    whole.initialize()
-    whole.train(range(2))
-    state = torch.load(io.BytesIO(whole.save()), weights_only=True)
-    resumed = Run("O2", "Adam", 1)
-    resumed.initialize()
-    resumed.load(state, "model", "amp", "scheduler")
-    for run in (whole, resumed):
-        run.train(range(2, STEPS))
-    assert not same(resumed.numbers(), whole.numbers())
 
 
 @pytest.mark.product
@@ -146,20 +38,19 @@ def test_resume_at_another_level(level: str, then: str) -> None:
     assert all(p.dtype is torch.float32 or then == "O3" for p in amp.master_params(second[1]))
 
 
-@ALL_LEVELS
-def test_dynamic_scale_and_counters_are_restored(level: str) -> None:
-    run = started(level, loss_scale="dynamic", num_losses=2)
-    train_step(*run, 0, poison=True)
-    train_step(*run, 1)
-    engine = preamp.engine_of(run[0])
-    engine.scaler(1).set_scale(16.0)
-    saved = preamp.state_dict(run[0])
-    other = started(level, 1, loss_scale="dynamic", num_losses=2)
-    preamp.load_state_dict(other[1], saved)
-    assert preamp.state_dict(other[0]) == saved
-    assert preamp.engine_of(other[0]).loss_scale(1) == 16.0
-    assert preamp.engine_of(other[0]).steps_skipped == engine.steps_skipped >= 1
-    assert preamp.engine_of(other[0]).steps_applied == engine.steps_applied
+@MASTERS
+@pytest.mark.parametrize("storage", ["full", "split", "compact"])
+def test_norms_of_novograd_resume(level: str, storage: str) -> None:
+    """Its norms are single numbers: of a gradient as a whole, and kept as such."""
+    whole, resumed = (
+        Run(level, "FusedNovoGrad", seed=seed, loss_scale="dynamic", storage=storage)
+        for seed in (0, 1)  # other weights to begin with
+    )
+    resumed.saved = whole.play("iterate 0 1; save").saved
+    resumed.play("load")
+    for run in (whole, resumed):
+        run.play("iterate 2; backward 3 inf; step; zero; iterate 4")
+    assert_alike(whole, resumed)
 
 
 # -- the model's state_dict ------------------------------------------------------------------

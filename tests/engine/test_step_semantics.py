@@ -25,26 +25,6 @@ levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 
 
 @levels
-@pytest.mark.parametrize("then", ["checked", "delayed"])
-def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
-    """A-26: Apex reset the flag at the next exit, and the infinite gradients were applied."""
-    pair = Pair(level, loss_scale="dynamic")
-    loss = pair.loss(0) * math.inf
-    with preamp.scale_loss(loss, pair.optimizer, delay_overflow_check=True) as scaled:
-        scaled.backward()
-    assert pair.engine.loss_scale() == 2.0**16
-    pair.ours(1, delay_overflow_check=then == "delayed")
-    assert pair.engine.loss_scale() == (2.0**16 if then == "delayed" else 2.0**15)
-    pair.optimizer.step()
-    assert pair.engine.last_step_skipped
-    pair.zero()
-    pair.train(2)
-    assert not pair.engine.last_step_skipped
-    assert pair.engine.loss_scale() == 2.0**15
-    pair.check()
-
-
-@levels
 def test_a_loss_that_is_no_scalar(level: str) -> None:
     pair = Pair(level)
     x, coefficients = batch(0)

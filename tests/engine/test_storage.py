@@ -7,7 +7,6 @@ also masters below float16's normal range.
 """
 
 import copy
-import functools
 import itertools
 import pickle
 from typing import Any
@@ -21,14 +20,13 @@ from kit.compare import same
 from kit.refusals import refused
 from kit.run import MASTERS, PLAIN, Run, act, assert_alike, assert_same_program, where
 from preamp.kernels.stored import join, split
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS as PACKED
-from preamp.optim.fused.kinds import KINDS
-from preamp.optim.master_parameter import PackedMaster
+from preamp.optim import LARC
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS as SPLITS
 
 BOOK = "engine"
 levels = pytest.mark.parametrize("level", MASTERS)
 TORCHS = ["AdamW", "AdamW fused", "AdamW foreach", "SGD", "Adagrad", "RMSprop"]
-NAMES = [*(kind.__name__ for kind in KINDS), *TORCHS, "LARC FusedSGD"]
+OTHERS = [*TORCHS, "LBFGS", "LARC FusedSGD"]
 
 
 @pytest.fixture
@@ -45,10 +43,6 @@ def pair(level: str, optimizer: str = "FusedAdam", moments: Any = "float32", **m
     """In full storage, and split."""
     kept = [preamp.Storage(masters=kind, moments=moments, seed=3) for kind in ("float32", "split")]
     return [start(level, storage, optimizer, **more) for storage in kept]
-
-
-def packed(run: Run) -> list[bool]:
-    return [isinstance(twin.master, PackedMaster) for twin in run.twins()]
 
 
 @act
@@ -72,21 +66,17 @@ def train(run: Run, index: int) -> None:
 
 
 @act
-def penalty(run: Run) -> None:
-    torch.stack([twin.master.square().sum() for twin in run.twins()]).sum().backward()
-
-
-@act
 def halve(run: Run) -> None:
-    with torch.no_grad():
-        for param in run.params():
+    """Weights, to all of their digits."""
+    with torch.no_grad(), run.engine.exact_weights():
+        for param in run.model.parameters():
             param.mul_(0.5)
 
 
 @act
 def infer(run: Run) -> None:
     with torch.inference_mode():
-        run.read()
+        run.model.state_dict()
 
 
 @act
@@ -103,9 +93,7 @@ def compiled(run: Run) -> None:
 # -- the same numbers -----------------------------------------------------------------------------
 
 PROGRAMS = {
-    "a penalty on masters": "train 0; backward 1; penalty; step; settle",
-    "written without a trace after loading": "train 0; save; load; fill; train 1",
-    "read in inference mode": "train 0; infer; halve; train 1 | train 2",
+    "read in inference mode": "train 0; infer; halve; settle; train 1 | train 2",
     "moved": "train 0; move | train 1",
     "compiled": "compiled; train 0; train 1; train 2",
 }
@@ -115,14 +103,12 @@ PROGRAMS = {
 @pytest.mark.usefixtures("small_blocks")
 @levels
 @pytest.mark.parametrize(
-    ("name", "moments"),
-    [*itertools.product(NAMES, ["float32"]), *itertools.product(PACKED, ["bfloat16", "8bit"])],
+    ("name", "moments"), [*itertools.product(SPLITS, ["float32", "bfloat16", "8bit"])]
 )
 def test_training_is_that_of_full_storage(level: str, name: str, moments: Any) -> None:
     """With an overflow and clips; moments in fewer bits and their scales have the same bits too."""
     runs = pair(level, name, moments)
     assert_same_program("train 0 | train 1 | train 2 | train 3 | train 4", *runs)
-    assert all(packed(runs[1]))
     kept = {value.dtype for value in runs[1].optimizer.state[runs[1].twins()[0].master].values()}
     fewer = {"bfloat16": {torch.bfloat16}, "8bit": {torch.int8, torch.uint8}}
     assert moments == "float32" or kept & fewer[moments]
@@ -132,30 +118,26 @@ def test_training_is_that_of_full_storage(level: str, name: str, moments: Any) -
 @levels
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(level: str, name: str) -> None:
-    scale = {"loss_scale": 1.0} if "penalty" in name else {}
-    runs = pair(level, **scale)
-    assert_same_program(PROGRAMS[name], *runs)
-    assert all(packed(runs[1])) or "fill" in PROGRAMS[name]  # whose step is skipped at O2
+    assert_same_program(PROGRAMS[name], *pair(level))
 
 
 @levels
-@pytest.mark.parametrize("name", ["FusedAdam", "SGD", "LBFGS"])
-def test_closures(level: str, name: str) -> None:
+def test_closures(level: str) -> None:
     program = "closure 0 | closure 1 | closure 2 | closure 3"
-    assert_same_program(program, *pair(level, name, loss_scale=128.0), after="settle")
+    assert_same_program(program, *pair(level, loss_scale=128.0), after="settle")
 
 
 # Random programs combine levels and moments freely; here each optimizer needs each of them once.
 @pytest.mark.pairs
 @pytest.mark.usefixtures("small_blocks")
 @levels
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("backend", ["reference", "blocks", "auto"])
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_numbers_do_not_depend_on_when_masters_are_float32(
+def test_numbers_do_not_depend_on_who_reads_and_resumes(
     level: str, name: str, backend: str, moments: Any
 ) -> None:
-    """Reading them between steps, releasing gradients and resuming change no bit."""
+    """Reading gradients of masters, releasing gradients and resuming change no bit."""
 
     def started(releases: bool) -> Run:
         kept: Any = {"masters": "split", "moments": moments, "seed": 3}
@@ -200,7 +182,6 @@ def test_checkpoints_load_into_another_storage(level: str, to: str, tmp_path: An
     run = start(level, "split").play("train 0; train 1; train 2")
     again = start(level, to).play("train 7")
     run.save(tmp_path / "run.safetensors")
-    assert all(packed(run))
     again.load(tmp_path / "run.safetensors")
     assert_same_program("train 3; settle; train 4", run, again)
     again.save(tmp_path / "run.safetensors")
@@ -261,31 +242,20 @@ def test_a_state_of_ones_own_may_have_any_keys(level: str) -> None:
     assert same(run.optimizer.state_dict(), state)
 
 
-# -- when masters are made ------------------------------------------------------------------------
+# -- what steps and scripts do to split masters ---------------------------------------------------
 
 
 @levels
-@pytest.mark.parametrize("name", [*PACKED, "FusedLARS", "AdamW"])
-def test_masters_are_made_by_no_fused_step_and_once_by_another(
+@pytest.mark.parametrize("name", SPLITS)
+def test_no_step_makes_float32_masters(
     level: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(level, "split", name).play("train 0")
     (table,) = run.engine.sessions[id(run.optimizer)].tables
-    counts = {"join_": 0, "split_": 0, "cast_copy_": 0}
-
-    def counted(op: str, call: Any, first: list[Any], *rest: Any) -> None:
-        counts[op] += len(first)
-        call(first, *rest)
-
     with monkeypatch.context() as patch:
-        for op in counts:
-            patch.setattr(table.ops, op, functools.partial(counted, op, getattr(table.ops, op)))
-        if name in PACKED:
-            patch.setattr(table, "make", lambda: pytest.fail("masters were made"))
-            run.play("train 1; train 2")
-        run.play("train 3")
-    every = 0 if name in PACKED else len(table)
-    assert counts == {"join_": every, "split_": every, "cast_copy_": 0}
+        for op in ("join_", "split_", "cast_copy_", "take_over_"):
+            patch.setattr(table.ops, op, lambda *lists: pytest.fail("masters were touched"))
+        run.play("train 1; train 2; train 3")
 
 
 @levels
@@ -294,87 +264,64 @@ def test_bytes_between_steps(level: str) -> None:
     kept = preamp.count_memory(run.engine)
     halves = sum(twin.half.numel() for twin in run.twins())
     wide = sum(p.numel() for p in run.model.parameters() if p.dtype is torch.float32)
-    assert all(packed(run))
     assert kept["weights"] == kept["gradients"] == 2 * halves + 4 * wide
     assert (kept["masters"], kept["optimizer state"]) == (2 * halves, 8 * (halves + wide))
 
 
 READS: dict[str, Any] = {
-    "compared": lambda p: p,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
-    "detach": lambda p: p.detach().clone(),
+    "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
-    "foreach": lambda p: torch._foreach_mul([p], 1.0)[0],
-    "stack": lambda p: torch.stack([p])[0],
+    "foreach": lambda p: torch._foreach_mul([p], 1.0),
+    "a sum": lambda p: (p * 2).sum(),
+    "compared": lambda p: p == 0,
+    "written": lambda p: p.add_(1),
+    "assigned": lambda p: setattr(p, "data", torch.zeros(p.shape)),
 }
 
 
 @levels
 @pytest.mark.parametrize("read", READS)
-def test_whoever_reads_a_master_gets_its_value(level: str, read: str) -> None:
-    """Made float32 then, with its whole table, and packed at the next step; its form is known."""
-    run = start(level, "split")
-    assert not any(packed(run))  # the values from before the cast
-    run.play("train 0")
-    want = [twin.value() for twin in run.twins()]
-    p, value = run.twins()[0].master, want[0]
+def test_split_masters_have_a_form_and_a_gradient_and_no_values(level: str, read: str) -> None:
+    run = start(level, "split").play("train 0; backward 1")
+    p, value = run.twins()[0].master, run.twins()[0].value()
     form = (p.shape, p.dtype, p.device, p.numel(), p.requires_grad, p.dim())
     assert form == (value.shape, torch.float32, value.device, value.numel(), True, value.dim())
-    assert all(packed(run))
-    assert torch.equal(READS[read](p), value)
-    assert not any(packed(run)) or read != "compared"
-    assert all(
-        torch.equal(READS[read](t.master), v) for t, v in zip(run.twins(), want, strict=True)
-    )
-    assert all("nan" not in repr(twin.master) for twin in run.twins())
-    run.play("train 1")
-    assert all(packed(run)) or read == "data"  # memory that a script holds stays
+    assert p.grad.dtype is torch.float32
+    assert "SplitMaster(shape=(8, 4))" in repr(p)
+    with refused(BOOK, "a split master is read", run.model, run.optimizer), torch.no_grad():
+        READS[read](p)
+    for copied in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):  # as of any master
+        assert type(copied) is nn.Parameter
+        assert torch.equal(copied, value)
 
 
 @levels
-def test_a_write_to_a_packed_half_weight_drops_what_is_beside_it_once(level: str) -> None:
+def test_clips_of_masters_by_torch_count(level: str) -> None:
+    """They ask gradients alone."""
+    runs = pair(level)
+    for index in range(3):
+        for run in runs:
+            run.play(f"backward {index}")
+            nn.utils.clip_grad_norm_(preamp.master_params(run.optimizer), 0.25)
+            run.play("step; zero; settle")
+    assert_alike(*runs)
+
+
+@levels
+def test_a_write_to_a_half_weight_counts(level: str) -> None:
+    """However it is made; no element is further than half a unit from its half weight."""
     run = start(level, "split").play("train 0")
-    written = next(t for t in run.twins() if t.name == "first.weight")
-    kept = [t is not written for t in run.twins()]
-    with torch.no_grad():
-        written.half.clamp_(-0.25, 0.25)
-    seen = written.half.detach().float()
-    with pytest.warns(UserWarning, match="'first.weight' was written to between two steps"):
-        assert torch.equal(run.model.state_dict()["first.weight"], seen)
-    assert packed(run) == kept
-    run.play("train 1")
-    assert packed(run) == kept
-    other = written.master.detach().clone()
-    with torch.no_grad():
-        written.half[0, 0] = other[0, 0] = 0.125
-    assert torch.equal(run.model.state_dict()["first.weight"], other)  # others keep what is beside
-    with torch.no_grad():
-        written.master.fill_(0.25)
-    run.play("forward")
-    assert (written.half == 0.25).all()
-    assert "1 stay float32" in run.engine.explain()
-
-
-@levels
-def test_memory_that_a_script_holds_stays_the_masters(level: str) -> None:
-    run = start(level, "split")
-    views = [twin.master.data for twin in run.twins()]
-    run.play("train 0")
-    assert not any(packed(run))
-    at = [twin.master.data_ptr() for twin in run.twins()]
-    assert [view.data_ptr() for view in views] == at
-    views.clear()
-    assert all(packed(run.play("train 1")))
-
-
-@levels
-def test_a_backward_through_packed_masters_is_refused(level: str) -> None:
-    run = start(level, "split")
-    loss = torch.stack([twin.master.square().sum() for twin in run.twins()]).sum()
-    run.play("train 0")
-    with refused(BOOK, "backward through packed masters", run.model, run.optimizer):
-        loss.backward()
+    for write in (lambda p: p.data.clamp_(-0.01, 0.01), lambda p: p.data.fill_(0.0)):
+        for index in range(2):
+            for param in run.model.parameters():
+                write(param)
+            halves = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+            for name, value in run.model.state_dict().items():
+                if name in halves and halves[name].dtype is not torch.float32:
+                    assert torch.equal(split(value, halves[name].dtype)[0], halves[name])
+            run.play(f"train {index}")
+            for name, param in run.model.named_parameters():
+                assert (param - halves[name]).abs().max() < 0.05
 
 
 @levels
@@ -386,7 +333,6 @@ def test_who_reads_weights_makes_no_master(level: str) -> None:
         want = {t.name: t.value() for t in run.twins()}
         for weights in (dict(copy.deepcopy(run.model).named_parameters()), run.model.state_dict()):
             assert all(torch.equal(weights[name], value) for name, value in want.items())
-        assert all(packed(run))
     assert len(run.engine.history)
 
 
@@ -397,21 +343,19 @@ def test_who_reads_weights_makes_no_master(level: str) -> None:
 @pytest.mark.parametrize("floats", [False, True])
 def test_close_gives_exact_weights_back(level: str, floats: bool) -> None:
     run = start(level, "split").play("train 0")
-    want, (first, *_) = dict(run.model.state_dict()), run.twins()
-    held, value = first.master, first.value()
+    want = dict(run.model.state_dict())
     if floats:
         run.model.float()
     run.close()
     assert same(want, dict(run.model.state_dict()))
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
-    assert torch.equal(held, value)
     assert run.optimizer.storage.masters == "float32"
 
 
 def test_copies_have_plain_parameters_and_may_be_moved() -> None:
     run = start("O5", "split").play("iterate")
     copied = copy.deepcopy(run.optimizer)
-    pairs = zip(copied.param_groups[0]["params"], run.params(), strict=True)
+    pairs = zip(copied.param_groups[0]["params"], copy.deepcopy(run.params()), strict=True)
     assert all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
     run.play("train 0")
     want = dict(run.model.state_dict())
@@ -419,19 +363,9 @@ def test_copies_have_plain_parameters_and_may_be_moved() -> None:
     assert same(want, dict(run.model.state_dict()))
     read: Any = pickle.loads(pickle.dumps(run.model))
     assert read.double().first.weight.dtype is torch.float64
-    assert "_apply" not in vars(copy.deepcopy(run.model))
-    run.close()
-    assert "_apply" not in vars(run.model)
 
 
 # -- refusals, and what is said -------------------------------------------------------------------
-
-
-def test_steps_are_not_captured_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start("O5", "split").play("backward")
-    monkeypatch.setattr("preamp.engine.session.is_capturing", lambda device: True)
-    with refused(BOOK, "captured", run.model, run.optimizer):
-        run.play("step")
 
 
 def refuse(name: str, level: str, given: Any, optimizer: str = "FusedAdam", **words: Any) -> None:
@@ -458,11 +392,34 @@ def test_unknown_storages(name: str, storage: Any) -> None:
     refuse(name, "O5", storage)
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES, "LBFGS"} - {*PACKED, "LARC FusedSGD"}))
+@pytest.mark.parametrize("name", OTHERS[:-1])
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_moments_of_other_optimizers_are_refused(level: str, name: str) -> None:
-    words = {"kind": name.partition(" ")[0], "kinds": ", ".join(PACKED)}
+    words = {"kind": name.partition(" ")[0], "kinds": ", ".join(SPLITS)}
     refuse("moments", level, preamp.Storage(moments="8bit"), name, **words)
+
+
+@levels
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_refuse_to_split_masters(level: str, name: str) -> None:
+    words = {"kind": name.partition(" ")[0], "kinds": ", ".join(SPLITS)}
+    refuse("masters of others", level, "split", name, **words)
+
+
+def test_larc_around_an_initialized_optimizer_is_refused() -> None:
+    run = start("O5", "split").play("backward")
+    words: Any = {"kind": "LARC", "kinds": ", ".join(SPLITS)}
+    with refused(BOOK, "masters of others", run.model, run.optimizer, **words):
+        LARC(run.optimizer).step()
+
+
+@pytest.mark.parametrize(("level", "convert"), [("O2", "bfloat16"), ("O5", "half")])
+def test_half_weights_of_another_half_dtype_are_refused(level: str, convert: str) -> None:
+    run = start(level, "split")
+    getattr(run.model, convert)()
+    half = str(run.model.first.weight.dtype).removeprefix("torch.")
+    with refused(BOOK, "another half dtype", run.model, changes=True, half=half):
+        run.play("backward; step")
 
 
 def test_masters_of_another_level_may_be_split() -> None:
@@ -478,6 +435,10 @@ def test_float16_weights_beyond_its_range_are_named() -> None:
     with torch.no_grad():
         run.model.last.weight[0, 0] = 65519.0  # which float16 rounds to 65504
     run.initialize()
+    state = run.model.state_dict()
+    state["last.weight"][0, 0] = 65520.0
+    with refused(BOOK, "loaded beyond float16", run.optimizer):
+        run.model.load_state_dict(state)
 
 
 def test_weights_that_have_no_split_master_may_be_of_any_size() -> None:
@@ -495,5 +456,5 @@ def test_engines_say_their_storage(door: Any) -> None:
     run = Run("O5", "FusedAdam", storage="split", door=door)
     assert "  storage = split (default of O5: full)\n" in run.engine.explain()
     run.play("iterate")
-    assert "6 of 6 masters are split now" in run.engine.explain()
+    assert "storage: 6 masters are split" in run.engine.explain()
     assert run.optimizer.storage == preamp.Storage(masters="split")

@@ -12,7 +12,6 @@ import re
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,13 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from cases.host_reads import NoHostReads, far_from_the_host
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from preamp.core.torch_private import extremes
 from preamp.engine import Engine
 from preamp.numerics import Float32Record, TraceRecord
-from preamp.optimizers import FusedAdam
-from preamp.watch import observation
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 Pair = namedtuple("Pair", ["kept", "nothing"])
@@ -609,23 +604,6 @@ def test_preamp_off() -> None:
 
 
 # -- nothing changes ---------------------------------------------------------------------------
-
-
-def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    far_from_the_host(monkeypatch)
-    for room in (observation, extremes):  # so that the mode below hears of the watcher's own
-        monkeypatch.setattr(room, "without_modes", nullcontext)
-    model = Model()
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, overflow="trace")
-    x = torch.ones(3, 4)
-    for _ in range(2):
-        with NoHostReads():
-            loss = model(x).float().sum()
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @levels

@@ -117,8 +117,7 @@ def test_values_are_clipped_after_unscaling() -> None:
     run = Run("O2", loss_scale=64.0)
     run.accelerator.backward(loss_of(run.model, batches(1)[0]))
     run.accelerator.clip_grad_value_(run.model.parameters(), 2.0**-6)
-    with pytest.warns(UserWarning, match="float16"):
-        run.optimizer.step()
+    run.optimizer.step()
     assert preamp.engine_of(run.model).steps_applied == 1
     for param in preamp.master_params(run.optimizer):
         state = run.optimizer.state[param]["exp_avg"]

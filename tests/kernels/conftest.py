@@ -48,5 +48,5 @@ def ops(request: pytest.FixtureRequest) -> Any:
     """Each back end, for tensors of the CPU; of accelerators on one, where there is one."""
     name = request.param
     found = request.getfixturevalue("triton_ops") if name == "triton" else EVERY[name]
-    is_elsewhere = torch.cuda.is_available() and name in ("triton", "joined", "joined-cut")
+    is_elsewhere = torch.cuda.is_available() and name == "triton"
     return Elsewhere(found, torch.device("cuda")) if is_elsewhere else found

@@ -22,8 +22,7 @@ from cases.rules import BF16, F16, F32, F64
 from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.blocks.cut import Block, blocks_of, plan_of
-from preamp.kernels.places import shapes_of
+from preamp.kernels.plain.lists import TOGETHER, runs
 
 # What a dtype takes is written anew in each back end.
 pytestmark = pytest.mark.product
@@ -412,35 +411,28 @@ def test_norms_of_nothing(ops: Any) -> None:
     assert_same(ops.l2norm([torch.ones(0)], [torch.tensor(2.0)], CPU), torch.tensor(0.0))
 
 
-# -- sizes and blocks ----------------------------------------------------------------------------
-
-
-def blocks_in(most: int, column: list[torch.Tensor]) -> list[Block]:
-    plan = plan_of(shapes_of(column), most)
-    return [block for cut in plan.cuts for block in blocks_of(plan, cut, [column])]
+# -- sizes ---------------------------------------------------------------------------------------
 
 
 @given(sizes=st.lists(st.integers(0, 20)), most=st.integers(1, 9))
-def test_blocks_hold_every_element_once_and_no_more_than_they_may(
+def test_runs_have_every_element_once_and_no_more_than_they_may(
     sizes: list[int], most: int
 ) -> None:
     column = [torch.arange(size) + 100 * place for place, size in enumerate(sizes)]
-    blocks = blocks_in(most, column)
-    assert all(0 < block.numel <= most for block in blocks)
-    elements = [block.flat(0, torch.int64) for block in blocks]
-    assert [block.numel for block in blocks] == [vector.numel() for vector in elements]
-    every = sorted(torch.cat([torch.zeros(0, dtype=torch.int64), *elements]).tolist())
-    assert every == [number for tensor in column for number in tensor.tolist()]
-    cuts = plan_of(shapes_of(column), most).cuts
-    places = sorted(place for cut in cuts for place in cut.places)
-    assert places == [place for place, size in enumerate(sizes) if size]
+    found = list(runs([column], most))
+    for run in found:
+        assert sum(piece.numel() for piece in run.columns[0]) <= most
+    pieces = [
+        (place, t) for run in found for place, t in zip(run.places, *run.columns, strict=True)
+    ]
+    numbers = [number for _, piece in pieces for number in piece.tolist()]
+    assert numbers == [number for tensor in column for number in tensor.tolist()]
+    assert all(number // 100 == place for place, piece in pieces for number in piece.tolist())
 
 
-def test_blocks_of_very_small_tensors_have_no_more_than_some_hundreds() -> None:
+def test_runs_of_very_small_tensors_have_no_more_than_some_hundreds() -> None:
     column = [torch.full((1,), float(place)) for place in range(2000)]
-    blocks = blocks_in(1 << 20, column)
-    assert [t.item() for block in blocks for t in block.columns[0]] == list(range(2000))
-    assert max(len(block.columns[0]) for block in blocks) <= 1000
+    assert [len(run.places) for run in runs([column], 1 << 20)] == [TOGETHER] * 3 + [464]
 
 
 @as_they_are

@@ -23,13 +23,15 @@ from preamp.kernels import (
     dispatch,
     explain,
 )
-from preamp.kernels.blocks import Blocks
+from preamp.kernels.plain import Plain
 from preamp.optimizers import FusedAdam
 
 CPU = torch.device("cpu")
+OLDER = ("reference", "blocks", "cpu", "foreach")
+"""Names that ``plain`` had when it was several."""
 
 
-@pytest.mark.parametrize("name", [*BACKENDS, "auto", "cpu", "foreach"])
+@pytest.mark.parametrize("name", [*BACKENDS, "auto", *OLDER])
 def test_every_back_end_has_every_op(name: str) -> None:
     if name == "triton":
         pytest.importorskip("triton")
@@ -43,7 +45,7 @@ def test_every_back_end_has_every_op(name: str) -> None:
 
 @pytest.mark.parametrize("op", OP_NAMES)
 def test_a_back_end_without_an_op_fails_by_name(op: str) -> None:
-    ops = {name: vars(Blocks).get(name, lambda *_: None) for name in OP_NAMES if name != op}
+    ops = {name: vars(Plain).get(name, lambda *_: None) for name in OP_NAMES if name != op}
     with pytest.raises(TypeError, match=rf"abstract.*'?{op}"):
         type("Lacking", (Ops,), ops)()
 
@@ -76,10 +78,10 @@ def test_a_back_end_without_a_rule_fails_by_name(ops: Any) -> None:
     [
         ("cpu", True, "jit"),
         ("cuda", True, "triton"),
-        ("cuda", False, "blocks"),
+        ("cuda", False, "plain"),
         ("xpu", True, "triton"),
-        ("mps", True, "blocks"),
-        ("meta", True, "reference"),
+        ("mps", True, "plain"),
+        ("meta", True, "plain"),
     ],
 )
 def test_auto_goes_by_device(
@@ -93,7 +95,7 @@ def test_auto_goes_by_device(
 
 def test_an_interpreter_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.choose(torch.device("cuda"))[0] == "blocks"
+    assert dispatch.choose(torch.device("cuda"))[0] == "plain"
 
 
 def test_a_back_end_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,7 @@ def test_refused(name: str) -> None:
     assert_refused("kernels", name, REFUSED[name])
 
 
-@pytest.mark.parametrize("name", ["reference", "blocks", "foreach", "cpu"])
+@pytest.mark.parametrize("name", ["plain", *OLDER])
 def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     load = dispatch._load
@@ -135,9 +137,9 @@ def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.Mo
         scaled.backward()
     optimizer.step()
     engine: Any = preamp.engine_of(model)
-    assert set(loaded) == {"reference" if name == "reference" else "blocks"}
-    asked = "by name)" if name in loaded else f"by name, {name!r})"
-    assert f"kernels: {loaded[0]} (asked for {asked}" in engine.explain()
+    assert set(loaded) == {"reference" if name == "reference" else "plain"}
+    asked = "by name)" if name == "plain" else f"by name, {name!r})"
+    assert f"kernels: plain (asked for {asked}" in engine.explain()
     engine.close()
     assert optimizer.backend == "auto"
 

@@ -98,12 +98,11 @@ def cast_in_integers(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("wide", [F32, F64])
 @pytest.mark.parametrize("half", [F16, BF16])
-def test_every_half_widens_and_comes_back(half: torch.dtype, wide: torch.dtype) -> None:
+def test_every_half_widens_and_comes_back(half: torch.dtype) -> None:
     halves = EVERY_HALF.view(half)
-    widened = rounded(halves, wide)
-    assert_same(widened, halves.to(wide))
+    widened = rounded(halves, F32)
+    assert_same(widened, halves.to(F32))
     assert_same(rounded(widened, half), halves)
     other = F16 if half is BF16 else BF16
     assert_same(rounded(halves, other), halves.float().to(other))
@@ -206,14 +205,12 @@ def test_any_number_of_threads_has_the_same_bits(threads: Any, size: int) -> Non
     wanted = updated(JIT, 1, shapes)
     grads = lists(2, shapes)[1]
     norms = {JIT.l2norm(grads, [None] * 3, CPU).item()}
-    sums = {tuple(tally.extremes[1].item() for tally in JIT.tally(grads))}
     for count in (2, 3, 8):
         threads(count)
         for ours, exact in zip(updated(JIT, 1, shapes), wanted, strict=True):
             assert torch.equal(ours, exact)
         norms.add(JIT.l2norm(grads, [None] * 3, CPU).item())
-        sums.add(tuple(tally.extremes[1].item() for tally in JIT.tally(grads)))
-    assert len(norms) == len(sums) == 1
+    assert len(norms) == 1
 
 
 def test_each_operation_is_rounded_on_its_own() -> None:
@@ -383,8 +380,7 @@ def test_tensors_without_memory_are_left_to_torch() -> None:
         JIT.scale_add_([y], 2.0, [None])
         return y
 
-    for transform in (torch.func.functionalize, torch.func.vmap):
-        assert transform(doubled)(torch.ones(3)).tolist() == [2.0] * 3
+    assert torch.func.functionalize(doubled)(torch.ones(3)).tolist() == [2.0] * 3
     freed = torch.ones(100)
     cast("Any", freed.untyped_storage()).resize_(0)
     with pytest.raises(RuntimeError, match="not allocated"):
@@ -442,9 +438,8 @@ def test_a_view_that_negates_is_not_read_as_it_lies() -> None:
         for _ in range(3):
             JIT.cast_copy_([negated], [target])
             assert_same(target, negated.resolve_neg())
-        for ops in (JIT, REFERENCE):
-            counts = ops.tally([negated])[0].counts
-            assert torch.equal(counts, ops.tally([negated.resolve_neg()])[0].counts)
+        counts = JIT.tally([negated])[0].counts
+        assert torch.equal(counts, JIT.tally([negated.resolve_neg()])[0].counts)
 
 
 # -- compiling -------------------------------------------------------------------------------------
@@ -600,7 +595,7 @@ def test_copies_of_the_package_share_code_while_their_sources_are_the_same(tmp_p
     assert found("one") == ["1.5", "0", "1"]
     assert found("other") == ["1.5", "1", "0"]
     words = tmp_path / "other" / "preamp/kernels/jit/words.py"
-    before, now = "narrow(peek(values, i, math), _ZERO_BF16)", "narrow(f32_of_bits(0), _ZERO_BF16)"
+    before, now = "narrow(peek(values, i, _F32), _ZERO_BF16)", "narrow(f32_of_bits(0), _ZERO_BF16)"
     text = words.read_text()
     assert before in text
     words.write_text(text.replace(before, now))  # a function that the kernel calls
@@ -612,10 +607,6 @@ def test_copies_of_the_package_share_code_while_their_sources_are_the_same(tmp_p
 def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert outcome(start(tmp_path / "file" / "folder")) == "0 1"
-
-
-def test_there_is_room_for_what_is_counted() -> None:
-    assert 4 * loops.BLOCK + 4 * 4 * loops.BINS <= 8 * loops._LISTS * loops.BLOCK
 
 
 @pytest.mark.parametrize(
@@ -789,11 +780,11 @@ def test_on_windows_permissions_are_not_looked_at(
 # -- without numba ---------------------------------------------------------------------------------
 
 
-def test_without_numba_blocks_are_taken_and_jit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_plain_is_taken_and_jit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     why = "the package numba is not installed"
     monkeypatch.setattr(dispatch, "lacks_numba", lambda: why)
     backend.cache_clear()
-    assert dispatch.choose(CPU)[0] == "blocks"
+    assert dispatch.choose(CPU)[0] == "plain"
     assert why in explain()
     assert_refused("kernels", "no numba", lambda: backend("jit"), why=why)
 
@@ -874,8 +865,7 @@ def test_other_ops_beyond_31_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         JIT.axpby_(wide, 2.0, wide, 0.5, half)
         lows = [torch.empty_like(tensor, dtype=torch.int16) for tensor in wide]
         JIT.split_(wide, half, lows)
-        counts = [tally.counts for tally in JIT.tally(half)]
-        return [census.found_inf, census.norm, census.max_abs, *wide, *half, *lows, *counts]
+        return [census.found_inf, census.norm, census.max_abs, *wide, *half, *lows]
 
     wanted = results()
     monkeypatch.setattr(jit_ops, "walk", functools.partial(walk_far_away, walk=jit_ops.walk))

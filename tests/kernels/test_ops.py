@@ -80,7 +80,9 @@ def test_the_largest_finite_values_come_along(
     census = triton_ops.census(on(device, found), device, with_norm=with_norm)
     assert census.max_finite.dtype is F32
     for value, tensor in zip(census.max_finite.tolist(), found, strict=True):
-        if not (tensor.ndim and all(tensor.stride()) and tensor.is_contiguous()):
+        if tensor.dtype is F64 or not (
+            tensor.ndim and all(tensor.stride()) and tensor.is_contiguous()
+        ):
             # What no kernel walks is not looked at for it.
             assert math.isnan(value) or value == largest_finite(tensor)
         else:
@@ -93,7 +95,7 @@ def largest_finite(tensor: torch.Tensor) -> float:
     return float(finite.max().to(F32)) if finite.numel() else 0.0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not F64], ids=str)
 def test_the_largest_finite_value_at_every_place_of_a_chunk(
     triton_ops: Any, device: torch.device, dtype: torch.dtype
 ) -> None:

@@ -56,7 +56,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     """Copies of all numbers that training changes."""
     return {
         "weights": weights(model),
-        "masters": masters(optimizer),
+        "exact": copy.deepcopy(model.state_dict()),
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "engine": preamp.engine_of(optimizer).state_dict(),
     }

@@ -185,7 +185,7 @@ class Run:
     def backward(
         self, index: int = 0, *how: Literal["inf", "delay", "late"], **scaling: Any
     ) -> None:
-        """In a block: ``inf`` makes its gradients infinite, ``delay`` leaves them scaled."""
+        """In a block: ``inf`` makes its gradients infinite, the others are options of blocks."""
         if "delay" in how:
             scaling["delay_unscale"] = True
         if "late" in how:
@@ -252,9 +252,10 @@ class Run:
 
     @act
     def read(self) -> None:
-        """Look at each master and its gradient."""
-        for param in preamp.master_params(self.optimizer) if self.row else self.params():
-            assert param.isfinite().all()
+        """Look at each weight, and at the gradient of each master."""
+        for state in self.states()[0]:
+            assert all(value.isfinite().all() for value in state.values())
+        for param in preamp.master_params(self.optimizer):
             _ = param.grad
 
     @act

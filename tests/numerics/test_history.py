@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 from kit.refusals import refused
 from preamp.numerics import (
-    CastsRecord,
     History,
-    MemoryRecord,
     NumericsRecord,
     OverflowRecord,
     Record,
@@ -40,13 +38,7 @@ def step(number: int, optimizer: int = 0) -> StepRecord:
 
 def overflow(number: int) -> OverflowRecord:
     return OverflowRecord(
-        step=number,
-        loss_id=0,
-        parameters=["a"],
-        largest=[None],
-        loss_was_finite=True,
-        old_scale=4.0,
-        new_scale=2.0,
+        step=number, loss_id=0, parameters=["a"], loss_was_finite=True, old_scale=4.0, new_scale=2.0
     )
 
 
@@ -145,16 +137,6 @@ def test_an_optimizer_that_cannot_be_resumes_at_the_step_of_all() -> None:
     step = StepRecord(step=7, losses={}, scales={}, skipped=False, optimizer=-3)
     assert ResumeRecord(step=6, steps=[9]).voids(step)
     assert not ResumeRecord(step=7, steps=[2]).voids(step)
-
-
-def test_memory_and_casts_are_the_first_optimizers() -> None:
-    """Whose steps may be fewer than those of others."""
-    kept = History()
-    for number in range(1, 4):
-        kept.add(MemoryRecord(step=number, categories={}))
-        kept.add(CastsRecord(step=number, casts=[]))
-    kept.add(ResumeRecord(step=9, steps=[1, 9]))
-    assert [record.step for record in (*kept.of(MemoryRecord), *kept.of(CastsRecord))] == [1, 1]
 
 
 def test_listeners() -> None:

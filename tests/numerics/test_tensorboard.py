@@ -125,7 +125,6 @@ def test_overflows_are_told_in_words(tmp_path: Path) -> None:
         step=7,
         loss_id=0,
         parameters=["net.w", "net.b"],
-        largest=[1.0, None],
         loss_was_finite=True,
         old_scale=4.0,
         new_scale=2.0,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from preamp.casting.functions import CAST_REPORTS
 from preamp.casting.reports import Cast, listen
 from preamp.core.program import line_of_program, shown
 from preamp.core.undo import UndoStack
@@ -36,33 +35,29 @@ class CastAudit:
     def __init__(self) -> None:
         self.calls: Counter[CastSite] = Counter()  # tensors cast, by site
         self.elements: Counter[CastSite] = Counter()  # their elements, by site
-        self._undo = UndoStack()
-        self._listener = self._count  # one object, by which it is found
         self._listening = UndoStack()
         self._is_on = self._is_listening = False
 
     def start(self) -> None:
         """Count from now on."""
-        CAST_REPORTS.acquire(self._undo)
         self._is_on = True
         self.resume()
 
     def pause(self) -> None:
-        """Do not count until `resume`; functions stay wrapped, so nothing is compiled anew."""
+        """Do not count until `resume`."""
         self._listening.unwind()
         self._is_listening = False
 
     def resume(self) -> None:
         """Go on counting after `pause`; nothing after `stop`."""
         if self._is_on and not self._is_listening:
-            listen(self._listener, self._listening)
+            listen(self._count, self._listening)
             self._is_listening = True
 
     def stop(self) -> None:
         """Count no longer; what was counted stays."""
         self._is_on = False
         self.pause()
-        self._undo.unwind()
 
     def _count(self, made: Cast) -> None:
         where = shown(line_of_program(inspect.currentframe()))

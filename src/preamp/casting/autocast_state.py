@@ -11,15 +11,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.torch_version import TorchVersion
 
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.scripting import not_compiled_alone
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+CASTABLE: Final = (*HALF_DTYPES, torch.float32)
+"""What casts change; float64 they leave alone."""
 
 # ``torch.is_autocast_enabled`` raises for a device type without an autocast back end ("meta"), so
 # the types that may be asked are listed; a third-party back end joins when an engine names it.
@@ -43,27 +47,18 @@ def is_any_casting() -> bool:
 
 def casting_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Device type of the first floating argument on which casts are active; none with ``out=``."""
-    for arg in args:
-        found = _casting_device_of(arg)
-        if found is not None:
-            return None if kwargs.get("out") is not None else found
-    for arg in kwargs.values():
-        found = _casting_device_of(arg)
-        if found is not None:
-            return None if kwargs.get("out") is not None else found
-    return None
-
-
-def _casting_device_of(arg: Any) -> str | None:
-    if isinstance(arg, torch.Tensor):
-        if arg.is_floating_point():
-            device_type = arg.device.type
-            return device_type if is_casting(device_type) else None
-    elif isinstance(arg, (list, tuple)):
-        for item in cast("Sequence[Any]", arg):
-            found = _casting_device_of(item)
-            if found is not None:
-                return found
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        # In one piece, since every call of a wrapped function asks.
+        if isinstance(arg, torch.Tensor):
+            kind = arg.device.type if arg.is_floating_point() else None
+            if kind not in _device_types or not torch.is_autocast_enabled(kind):
+                continue
+        elif isinstance(arg, (list, tuple)):
+            kind = casting_device(cast("Sequence[Any]", arg), {})
+        else:
+            continue
+        if kind is not None:
+            return None if kwargs.get("out") is not None else kind
     return None
 
 
@@ -87,21 +82,25 @@ def untraced(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+Devices = dict[str, tuple[bool, torch.dtype]]
+"""By device type whether casts are on, and to what."""
+
+
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """One thread's autocast state: ``{device type: (enabled, dtype)}`` and the cache flag."""
+    """One thread's autocast state, or that of some device types."""
 
-    devices: Mapping[str, tuple[bool, torch.dtype]]
+    devices: Devices
     cache_enabled: bool
 
     @staticmethod
     def capture() -> AutocastState:
         """Read the calling thread's state."""
-        return AutocastState(_states_of(_device_types), torch.is_autocast_cache_enabled())
+        return AutocastState(states_of(_device_types), torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
         """Make the calling thread's state this one (the nesting count is not part of it)."""
-        now = _states_of(self.devices)
+        now = states_of(self.devices)
         if now != self.devices:
             for kind, (enabled, dtype) in self.devices.items():
                 if now[kind][0] != enabled:
@@ -110,36 +109,18 @@ class AutocastState:
                     torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.cache_enabled)
 
-    def casting(
-        self, device_types: Iterable[str], dtype: torch.dtype, *, cache_enabled: bool
-    ) -> AutocastState:
-        """This state with casts to ``dtype`` on for ``device_types``."""
-        changed = {kind: (True, dtype) for kind in device_types}
-        return AutocastState({**self.devices, **changed}, cache_enabled)
-
-    def taking(self, other: AutocastState, device_types: Iterable[str]) -> AutocastState:
-        """This state with what ``other`` says about ``device_types`` and the cache."""
-        changed = {kind: other.devices[kind] for kind in device_types}
-        return AutocastState({**self.devices, **changed}, other.cache_enabled)
-
-    def is_ours(
-        self, set_last: AutocastState, wanted: AutocastState, device_types: Iterable[str]
-    ) -> bool:
-        """Whether ``device_types`` are as they were set last, or on or off as wanted already."""
-        return all(
-            self.devices[kind] == set_last.devices[kind]
-            or self.devices[kind][0] == wanted.devices[kind][0]
-            for kind in device_types
-        )
+    def changed(self, devices: Devices, cache_enabled: bool | None = None) -> AutocastState:
+        """This state with other values for ``devices``, and of the cache flag if it is given."""
+        cache = self.cache_enabled if cache_enabled is None else cache_enabled
+        return AutocastState({**self.devices, **devices}, cache)
 
     def without_casts(self) -> AutocastState:
         """This state with casts off on every device type."""
-        off = {kind: (False, dtype) for kind, (_, dtype) in self.devices.items()}
-        return AutocastState(off, self.cache_enabled)
+        return self.changed({kind: (False, dtype) for kind, (_, dtype) in self.devices.items()})
 
 
-def _states_of(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype]]:
-    """By device type whether casts are on, and to what."""
+def states_of(kinds: Iterable[str]) -> Devices:
+    """What the calling thread's state says about some device types."""
     # Without Python for each of them, since every forward asks twice.
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
     return dict(zip(kinds, zip(enabled, dtypes, strict=True), strict=True))
@@ -155,25 +136,9 @@ def nesting() -> int:
     return depth
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+WEIGHT_CACHE_KEEPS_GRADIENTS: Final = TorchVersion(torch.__version__) >= "2.11"
+"""Whether a weight first used under ``no_grad`` still gets gradients in the same region.
 
-
-@functools.cache
-def weight_cache_keeps_gradients() -> bool:
-    """Whether a weight first used under ``no_grad`` still gets gradients in the same region.
-
-    Until pytorch/pytorch#165068 (in 2.6, for one) autocast's cache hands out the cast that was
-    made under ``no_grad``, which leads to no gradient. Found by trying, once per process; a
-    checkpoint that counts what the first forward saves must not see that.
-    """
-    with (
-        saved_tensors_hooks(_unchanged, _unchanged),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", torch.bfloat16, cache_enabled=True),
-    ):
-        weight = torch.ones(1, 1, device="cpu", requires_grad=True)
-        with torch.no_grad():
-            torch.ops.aten.mm(weight, weight)
-        return torch.ops.aten.mm(weight, weight).requires_grad
+Before pytorch/pytorch#165068 autocast's cache hands out the cast that was made under ``no_grad``,
+which leads to no gradient.
+"""

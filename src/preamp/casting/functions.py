@@ -10,7 +10,6 @@ run every function once on a device that the program may not even use.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable
 from functools import partial
@@ -22,18 +21,9 @@ from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
-from preamp.casting.reports import listen, say_cast, wrap_report
+from preamp.casting.reports import listen, say_cast
 from preamp.casting.thread_casts import autocast_off, when_settled
-from preamp.casting.wrappers import (
-    WIDENING,
-    AnyFunction,
-    wrap_banned,
-    wrap_float,
-    wrap_half,
-    wrap_in_place,
-    wrap_promote,
-    wrap_sequence_promote,
-)
+from preamp.casting.wrappers import AnyFunction, wrap_banned, wrap_cast, wrap_in_place
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.modules import recurrent_functions
 from preamp.core.undo import UndoStack
@@ -65,20 +55,12 @@ def device_types_here() -> frozenset[str]:
 def row_wrapper(row: OpRow) -> Wrapper | None:
     """What has to be put over the function of ``row`` on this machine; ``None`` for nothing."""
     match row.rule:
-        case "half":
-            return wrap_half(native=row.native, is_closed=row.is_closed)
-        case "float":
-            return wrap_float(is_closed=row.is_closed)
-        case "promote":
-            return wrap_promote(is_closed=row.is_closed)
-        case "sequence_promote":
-            return wrap_sequence_promote()
+        case "half" | "float" | "promote" | "sequence_promote":
+            return wrap_cast(row.rule, native=row.native, is_closed=row.is_closed)
         case "banned":
             return wrap_banned
-        case "no_half_in_place":
-            return wrap_in_place(refuse_half=True)
-        case "match_self":
-            return wrap_in_place(refuse_half=False)
+        case "no_half_in_place" | "match_self":
+            return wrap_in_place(refuse_half=row.rule == "no_half_in_place")
         case "leave":
             return None
 
@@ -119,15 +101,6 @@ def _switch_off_transformer_fast_path(undo: UndoStack) -> None:
     set_fastpath_enabled(False)
 
 
-def _install_reports(undo: UndoStack) -> None:
-    for row in OP_TABLE:
-        owner = namespace_owner(row.namespace)
-        # The rule names what is cast, whether a wrapper does it or torch's autocast.
-        if row.rule in ("half", "float", "promote", "sequence_promote"):
-            if hasattr(owner, row.name):
-                PATCHES.add(owner, row.name, Rank.REPORT, wrap_report(row.rule), undo)
-
-
 def patch_all(rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper) -> Builder:
     """What puts ``wrap`` over the functions that this version of torch has."""
 
@@ -139,19 +112,8 @@ def patch_all(rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper) -> Bui
     return build
 
 
-def _print_casts(undo: UndoStack) -> None:
-    CAST_REPORTS.acquire(undo)
-    listen(say_cast, undo)
-
-
 FUNCTION_CASTS: Final = SharedInstall(_install_table)
 """The op table's installation, and what ``register_*`` adds to it."""
-
-CAST_REPORTS: Final = SharedInstall(_install_reports)
-"""The layer that tells of casts, of the op table's and of registered functions."""
-
-CAST_LINES: Final = SharedInstall(_print_casts)
-"""The printing of casts."""
 
 WIDE_HALF: Final = {
     half: SharedInstall(patch_all(WIDE_FUNCTIONS, Rank.WIDE, wide(half))) for half in HALF_DTYPES
@@ -165,11 +127,7 @@ WIDE_FLOAT16_CONVOLUTIONS: Final = SharedInstall(
 
 
 def install_function_casts(
-    undo: UndoStack,
-    *,
-    allow_banned: bool = False,
-    verbose: bool = False,
-    widens_any_half: bool = False,
+    undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False
 ) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
@@ -180,7 +138,6 @@ def install_function_casts(
 
     Until ``undo``, ``allow_banned`` casts the arguments of banned functions to
     float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
-    ``widens_any_half`` says that threads or forwards are going to have casts that do so.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
     ``torch.autograd`` and the namespace of the recurrent layers.
@@ -188,26 +145,15 @@ def install_function_casts(
     installed = UndoStack()
     undo.push(partial(when_settled, installed.unwind))
     FUNCTION_CASTS.acquire(installed)
-    if widens_any_half:
-        entry = object()
-        undo.push(partial(_no_longer_widening, entry))
-        WIDENING.append(entry)
     if verbose:
-        CAST_LINES.acquire(undo)
+        listen(say_cast, undo)
     if allow_banned:
         for row in OP_TABLE:
             if row.rule == "banned":
                 owner, name = namespace_owner(row.namespace), row.name
                 # Rank REGISTERED takes the place of the table's rule.
-                allow = wrap_float(is_closed=True)
+                allow = wrap_cast("float", is_closed=True)
                 PATCHES.add(owner, name, Rank.REGISTERED, allow, undo)
-                if verbose:
-                    PATCHES.add(owner, name, Rank.REPORT, wrap_report("float"), undo)
-
-
-def _no_longer_widening(entry: object) -> None:
-    with contextlib.suppress(ValueError):  # interrupted before it was added
-        WIDENING.remove(entry)
 
 
 def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:

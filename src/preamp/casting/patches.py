@@ -39,14 +39,8 @@ class Rank(enum.IntEnum):
     TABLE = 2
     # A registration replaces the table's rule for that name, so TABLE layers below it are dropped.
     REGISTERED = 3
-    # What prints the casts of the layers below, or of torch's autocast; replaced likewise.
-    REPORT = 4
-    REGISTERED_REPORT = 5
     # Looks on from outside and changes nothing.
-    PROBE = 6
-
-
-_REPLACED_BY: Final = {Rank.TABLE: Rank.REGISTERED, Rank.REPORT: Rank.REGISTERED_REPORT}
+    PROBE = 4
 
 
 @dataclass(slots=True)
@@ -204,9 +198,8 @@ class PatchTable:
         ranks = {rank for rank, _, _ in patched.layers}
         value = patched.raw
         for rank, wrap, _ in patched.layers:
-            if _REPLACED_BY.get(rank) in ranks:
-                continue
-            value = wrap_raw(value, wrap)
+            if rank is not Rank.TABLE or Rank.REGISTERED not in ranks:
+                value = wrap_raw(value, wrap)
         if isinstance(value, types.FunctionType):
             value = _prepare_for_others(value, patched)
         setattr(patched.owner, patched.name, value)

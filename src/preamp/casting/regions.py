@@ -21,12 +21,18 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from preamp.casting.autocast_state import know_device_types, untraced, weight_cache_keeps_gradients
+from preamp.casting.autocast_state import (
+    WEIGHT_CACHE_KEEPS_GRADIENTS,
+    Devices,
+    know_device_types,
+    untraced,
+)
 from preamp.casting.refusals import explain_refusal
 from preamp.casting.thread_casts import (
     CASTS,
     FORWARDS_OPEN,
     open_bracket,
+    plain_state,
     thread_is_plain,
     unwind_to,
 )
@@ -61,7 +67,6 @@ _STRICT_DO: Final = (
 @untraced
 def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
     bracket = open_bracket(module)
-    bracket.widens_any_half = hook.widens_any_half
     if CASTS.disabled is None:
         if _is_exporting():
             # Which records this in the program, while setting the state leaves no trace in it.
@@ -69,9 +74,8 @@ def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
                 bracket.regions.append(torch.autocast(kind, hook.dtype))
                 bracket.regions[-1].__enter__()
             return
-        cache = weight_cache_keeps_gradients()
-        types = frozenset(hook.device_types)
-        bracket.saved.casting(types, hook.dtype, cache_enabled=cache).restore()
+        on: Devices = dict.fromkeys(hook.device_types, (True, hook.dtype))
+        bracket.saved.changed(on, WEIGHT_CACHE_KEEPS_GRADIENTS).restore()
         bracket.nesting = torch.autocast_increment_nesting()
         bracket.raised_nesting = True
 
@@ -80,10 +84,9 @@ def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
 def _enter_plain(module: nn.Module) -> None:
     bracket = open_bracket(module)
     around = CASTS.brackets[-2].nesting if len(CASTS.brackets) > 1 else CASTS.base_nesting
-    original = CASTS.original or CASTS.brackets[0].saved
     # A deeper count means that the user opened a torch.autocast region around this call.
     if bracket.nesting == around and CASTS.disabled is None:
-        original.restore()
+        plain_state().restore()
 
 
 @untraced
@@ -102,7 +105,6 @@ class _EnterCasts(EngineHook):
 
     device_types: tuple[str, ...]  # no set: torch 2.6 cannot guard one while it traces
     dtype: torch.dtype
-    widens_any_half: bool = False
 
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -164,21 +166,11 @@ def _attach(
 
 
 def attach_cast_region(
-    module: nn.Module,
-    device_types: frozenset[str],
-    dtype: torch.dtype,
-    undo: UndoStack,
-    *,
-    widens_any_half: bool = False,
+    module: nn.Module, device_types: frozenset[str], dtype: torch.dtype, undo: UndoStack
 ) -> None:
-    """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only.
-
-    ``widens_any_half`` as in `push_thread_casts`.
-    """
+    """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only."""
     know_device_types(device_types)
-    weight_cache_keeps_gradients()  # tried here, lest the trial become part of what is traced
-    enter = _EnterCasts(tuple(sorted(device_types)), dtype, widens_any_half)
-    _attach(module, enter, dtype, undo)
+    _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype), dtype, undo)
 
 
 def attach_plain_region(

@@ -16,11 +16,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 from preamp.casting import constants, mixed
-from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
+from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
-from preamp.casting.reports import wrap_report
-from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
+from preamp.casting.wrappers import AnyFunction, CastRule, wrap_cast
 from preamp.core.errors import bad_type, bad_value
 from preamp.core.undo import UndoStack
 from preamp.kernels import wide_half
@@ -39,27 +38,19 @@ def _is_c_function(fn: Any) -> bool:
     return isinstance(fn, _C_FUNCTIONS)
 
 
-def _half(fn: AnyFunction) -> AnyFunction:
-    is_closed = _is_c_function(fn)
-    return wrap_half(is_closed=is_closed, is_open=not is_closed)(fn)
-
-
-def _bfloat16(fn: AnyFunction) -> AnyFunction:
-    is_closed = _is_c_function(fn)
-    return wrap_half(is_closed=is_closed, is_open=not is_closed, dtype=torch.bfloat16)(fn)
-
-
-def _float(fn: AnyFunction) -> AnyFunction:
+def _cast(rule: CastRule, fn: AnyFunction, half: torch.dtype | None = None) -> AnyFunction:
     is_banned = (getattr(fn, "__module__", None), getattr(fn, "__name__", None)) in _BANNED
-    is_closed = is_banned or _is_c_function(fn)
-    return wrap_float(is_closed=is_closed, is_open=not is_closed)(fn)
+    is_closed = _is_c_function(fn) or (rule == "float" and is_banned)
+    return wrap_cast(rule, is_closed=is_closed, is_open=not is_closed, half=half)(fn)
 
 
-def _promote(fn: AnyFunction) -> AnyFunction:
-    return wrap_promote(is_closed=_is_c_function(fn))(fn)
+_half = functools.partial(_cast, "half")
+_bfloat16 = functools.partial(_cast, "half", half=torch.bfloat16)
+_float = functools.partial(_cast, "float")
+_promote = functools.partial(_cast, "promote")
 
 
-def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrapper) -> None:
+def _register(module: Any, name: str, caller: str, wrap: Wrapper) -> None:
     if not hasattr(module, name):
         label = getattr(module, "__name__", type(module).__name__)
         raise bad_value(
@@ -81,12 +72,8 @@ def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrappe
             "It must be a function in a Python module, class or instance",
             "Register it where your program looks it up, such as torch or torch.Tensor",
         ) from error
-    for install, rank, layer in (
-        (FUNCTION_CASTS, Rank.REGISTERED, wrap),
-        (CAST_REPORTS, Rank.REGISTERED_REPORT, report),
-    ):
-        add = functools.partial(PATCHES.add, module, name, rank, layer)
-        install.extend((id(module), name), add)
+    add = functools.partial(PATCHES.add, module, name, Rank.REGISTERED, wrap)
+    FUNCTION_CASTS.extend((id(module), name), add)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -103,14 +90,12 @@ def register_half_function(module: Any, name: str) -> None:
         ValueError: ``module`` has no attribute ``name``.
         TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
-    _register(module, name, "register_half_function", _half, wrap_report("half"))
+    _register(module, name, "register_half_function", _half)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
     """Run ``module.name`` in bfloat16; otherwise as ``register_half_function``."""
-    _register(
-        module, name, "register_bfloat16_function", _bfloat16, wrap_report("half", torch.bfloat16)
-    )
+    _register(module, name, "register_bfloat16_function", _bfloat16)
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -119,7 +104,7 @@ def register_float_function(module: Any, name: str) -> None:
     Example:
         >>> register_float_function(torch, "sigmoid")
     """
-    _register(module, name, "register_float_function", _float, wrap_report("float"))
+    _register(module, name, "register_float_function", _float)
 
 
 def register_promote_function(module: Any, name: str) -> None:
@@ -127,7 +112,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
     Otherwise as ``register_half_function``.
     """
-    _register(module, name, "register_promote_function", _promote, wrap_report("promote"))
+    _register(module, name, "register_promote_function", _promote)
 
 
 def half_function(fn: Fn) -> Fn:

@@ -31,7 +31,7 @@ _WITHOUT_COPIES = ContextVar("state dicts have the masters themselves", default=
 def without_copies() -> Generator[None]:
     """Let state dicts have the masters themselves, as they have a float32 model's own weights.
 
-    What stands for a master is put in as it is, which may be a packed one.
+    What stands for a master is put in as it is, which may be a split one.
     """
     token = _WITHOUT_COPIES.set(True)
     try:

@@ -5,18 +5,16 @@ Everything here only sets torch's own thread-local autocast state and puts it ba
 put back is kept per thread, as a stack of brackets (model forwards, ``disable_casts`` blocks and
 backward passes) over the thread-wide casts of ``push_thread_casts``: the base.
 
-The base may have to change when it cannot: its engine is closed or collected on another thread, or
-inside a ``torch.autocast`` block of the user's own, which must not be flipped. The casts are then
-*stale*, and ``settle_thread`` brings the base in line as soon as this thread enters preamp again.
-The main thread, which Python can be asked to interrupt, does so at once. While any thread's casts
-are stale the wrappers of functions stay where they are: they are entrances too, so what is cast no
-more is not cast by the next function either.
+The base may have to change when it cannot: its engine is closed on another thread, or collected, or
+closed inside a ``torch.autocast`` block of the user's own, which must not be flipped. The casts are
+then *stale*, and ``settle_thread`` brings the base in line as soon as this thread enters preamp
+again. While any thread's casts are stale the wrappers of functions stay where they are: they are
+entrances too, so what is cast no more is not cast by the next function either.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import inspect
 import os
@@ -34,9 +32,10 @@ from torch import nn
 from preamp.casting import autocast_state
 from preamp.casting.autocast_state import (
     AutocastState,
-    is_any_casting,
+    Devices,
     know_device_types,
     nesting,
+    states_of,
     untraced,
 )
 from preamp.casting.patches import PATCH_LOCK
@@ -48,7 +47,6 @@ from preamp.core.undo import UndoStack
 class _Push:
     device_types: frozenset[str]
     dtype: torch.dtype
-    widens_any_half: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -61,13 +59,8 @@ class Bracket:
     frame: FrameType | None = None
     raised_nesting: bool = False
     is_counted: bool = False  # in `FORWARDS_OPEN`
-    widens_any_half: bool = False  # of a forward; see `widens_any_half`
     # What ``torch.export`` has recorded as begun
     regions: list[torch.autocast] = field(default_factory=list["torch.autocast"])
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
 
 
 STALE: Final[list[object]] = []
@@ -96,7 +89,6 @@ class _Pushes(list[_Push]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_main = _is_main_thread()
         self.is_stale = False
         self._entry = object()
         # As a thread that ends is stale no more
@@ -127,12 +119,12 @@ class _Casts(threading.local):
 
     def __init__(self) -> None:
         self.pushes = _Pushes()
-        self.original: AutocastState | None = None  # before the first push
-        self.applied: AutocastState | None = None  # the base as it was last set
-        self.is_setting = False  # the base, at this moment
+        self.original: Devices = {}  # before the first push, by the device types of all pushes
+        self.applied: Devices = {}  # the same, as it was last set
+        self.had_cache = True  # before the first push
         self.base_nesting = 0
         self.brackets: list[Bracket] = []
-        self.disabled: AutocastState | None = None  # the state before the outermost disable_casts
+        self.disabled: Bracket | None = None  # the outermost disable_casts
 
 
 CASTS: Final = _Casts()
@@ -164,12 +156,16 @@ def unwind_to(bracket: Bracket) -> None:
             torch.clear_autocast_cache()
         top.saved.restore()
         brackets.pop()  # last: interrupted before, it is closed once more
-        if _is_main_thread():
-            call_hooks_after_interrupts(any(one.module_id is not None for one in brackets))
+        _catch_interrupts(any(one.module_id is not None for one in brackets))
         if top is bracket:
             break
     if CASTS.pushes.is_stale:
         _settle_base()
+
+
+def _catch_interrupts(are_forwards_open: bool) -> None:
+    if threading.get_ident() == threading.main_thread().ident:  # no other is interrupted
+        call_hooks_after_interrupts(are_forwards_open)
 
 
 def _drop_abandoned() -> None:
@@ -208,8 +204,7 @@ def open_bracket(module: nn.Module | None) -> Bracket:
     if module is not None:
         FORWARDS_OPEN.append(bracket.nesting)
         bracket.is_counted = True
-        if _is_main_thread():  # no other is interrupted
-            call_hooks_after_interrupts(True)
+        _catch_interrupts(True)
     return bracket
 
 
@@ -227,86 +222,32 @@ def autocast_off() -> Generator[None]:
 # --- thread-wide casts ---
 
 
-def _outside() -> tuple[AutocastState, int]:
-    """The state outside all brackets of this thread, and torch's count of regions there."""
-    now = AutocastState.capture()
-    if not CASTS.brackets:
-        return now, nesting()
-    first = CASTS.brackets[0]
-    # A third-party device type may have become known since.
-    return now.taking(first.saved, first.saved.devices), first.nesting - first.raised_nesting
-
-
-def push_thread_casts(
-    device_types: Iterable[str],
-    dtype: torch.dtype,
-    undo: UndoStack,
-    *,
-    widens_any_half: bool = False,
-) -> None:
+def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: UndoStack) -> None:
     """Turn casts on for the calling thread, outside models too, until ``undo``.
 
     torch's count of nested regions is not raised, so the weight cache of a model's forward is
-    still cleared when that forward ends; out here the cache is off. ``widens_any_half`` is what
-    the function of that name returns here.
+    still cleared when that forward ends; out here the cache is off.
 
     Casts may end in any order, on any thread. After the last ``undo`` the thread's autocast
-    state is what it was before the first: at once if this thread calls it or is the main
-    one, outside ``torch.autocast`` blocks opened since; else when it next enters or leaves preamp.
+    state is what it was before the first: at once if this thread calls it, outside
+    ``torch.autocast`` blocks opened since; else when it next enters or leaves preamp.
     """
     types = frozenset(device_types)
     know_device_types(types)
     settle_thread()
-    push = _Push(types, dtype, widens_any_half)
-    undo.push(_PopPush(push, CASTS.pushes))
-    state, depth = _outside()
-    if CASTS.original is None or CASTS.applied is None:
-        CASTS.original, CASTS.applied, CASTS.base_nesting = state, state, depth
-    else:
-        CASTS.original = state.taking(CASTS.original, CASTS.original.devices)
-        CASTS.applied = state.taking(CASTS.applied, CASTS.applied.devices)
+    push = _Push(types, dtype)
+    undo.push(functools.partial(_pop, push, CASTS.pushes))
     CASTS.pushes.append(push)
     CASTS.pushes.is_stale = True
     _settle_base()
 
 
-@dataclass(frozen=True, slots=True)
-class _PopPush:
-    push: _Push
-    pushes: _Pushes
-
-    def __call__(self) -> None:
-        if self.push in self.pushes:
-            self.pushes.remove(self.push)
-        self.pushes.mark_stale()
-        if self.pushes is CASTS.pushes:
-            _settle_if_unchanging()
-        elif self.pushes.is_main and (ask := _ask_main_thread()) is not None:
-            ask()
-
-
-def _settle_if_unchanging() -> None:
-    if not _is_changing_state():
+def _pop(push: _Push, pushes: _Pushes) -> None:
+    if push in pushes:
+        pushes.remove(push)
+    pushes.mark_stale()
+    if pushes is CASTS.pushes and not _is_changing_state():
         _settle_base()
-
-
-def _settle_main_thread(_: object) -> int:
-    _settle_if_unchanging()
-    return 0
-
-
-@functools.cache
-def _ask_main_thread() -> Callable[[], object] | None:
-    """What lets the main thread settle between two instructions, as handlers of signals run.
-
-    ``None`` where Python has no such thing, or the system lets no callbacks be made.
-    """
-    ask = getattr(getattr(ctypes, "pythonapi", None), "Py_AddPendingCall", None)
-    try:
-        callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_settle_main_thread)
-    except MemoryError:
-        return None
-    return None if ask is None else functools.partial(ask, callback, None)
 
 
 def _is_changing_state() -> bool:
@@ -315,9 +256,8 @@ def _is_changing_state() -> bool:
     A collected engine's casts are popped wherever Python happens to be: if ``torch.autocast`` or
     this room has just read the state to put it back later, setting it now would be undone then.
     """
-    # Without the callers: popping is not such a change itself.
     frame = inspect.currentframe()
-    for _ in range(3):
+    for _ in range(2):  # popping is not such a change itself
         frame = frame and frame.f_back
     while frame is not None:
         if frame.f_globals.get("__name__") in _STATE_MODULES:
@@ -329,22 +269,19 @@ def _is_changing_state() -> bool:
 _STATE_MODULES: Final = frozenset({__name__, autocast_state.__name__, torch.autocast.__module__})
 
 
-def widens_any_half() -> bool:
-    """Whether float functions make float32 of both half dtypes here, as they did in Apex."""
-    for bracket in reversed(CASTS.brackets):
-        if bracket.module_id is not None:
-            return bracket.widens_any_half
-    return bool(CASTS.pushes) and CASTS.pushes[-1].widens_any_half
-
-
 def thread_has_casts() -> bool:
     """Whether an engine that is alive has functions cast on this thread, in models or outside."""
     return bool(CASTS.pushes)
 
 
 def thread_is_plain() -> bool:
-    """Whether nobody casts functions on this thread, so that a plain forward has nothing to do."""
-    return not (CASTS.brackets or CASTS.original or CASTS.pushes.is_stale or is_any_casting())
+    """Whether no engine casts functions on this thread, so a plain forward has nothing to do."""
+    return not (CASTS.brackets or CASTS.pushes or CASTS.pushes.is_stale)
+
+
+def plain_state() -> AutocastState:
+    """The state without the casts of any engine; to be asked within a bracket."""
+    return CASTS.brackets[0].saved.changed(CASTS.original)
 
 
 def settle_thread() -> None:
@@ -371,47 +308,56 @@ _settle_untraced = untraced(_settle)
 
 def _settle_base() -> None:
     """Bring the base in line with the pushes, if it is where and what it was last set to."""
+    has_followed = False
     try:
         # First, since other threads take pushes away at any time, and mark them stale afterwards.
         CASTS.pushes.is_stale = False
-        _follow_pushes()
-    except BaseException:
-        CASTS.pushes.mark_stale()
-        raise
+        has_followed = _follow_pushes()
+    finally:
+        if not has_followed:
+            CASTS.pushes.mark_stale()
     CASTS.pushes.mark_settled()
 
 
-def _follow_pushes() -> None:
+def _follow_pushes() -> bool:
+    """Whether the base is as the pushes want it; not if the user has changed it since."""
     pushes = tuple(CASTS.pushes)
-    original, applied = CASTS.original, CASTS.applied
-    if original is None or applied is None:
-        return
-    state, depth = _outside()
-    if depth < CASTS.base_nesting:
-        # The user's region around the first push has ended, and torch put its own state back.
-        original = applied = state
-        CASTS.original, CASTS.base_nesting = state, depth
-    base = original
-    for push in pushes:
-        base = base.casting(push.device_types, push.dtype, cache_enabled=False)
-    last = state if CASTS.is_setting else applied  # half-set where that was interrupted
-    changing = [kind for kind in base.devices if base.devices[kind] != last.devices[kind]]
-    if changing and (depth > CASTS.base_nesting or not state.is_ours(last, base, changing)):
-        CASTS.pushes.mark_stale()
-        return
-    CASTS.is_setting = True
-    _set_base(state.taking(base, changing))
-    CASTS.applied = base
-    CASTS.is_setting = False
-    if not pushes:
-        CASTS.original = CASTS.applied = None
-
-
-def _set_base(state: AutocastState) -> None:
-    if CASTS.brackets:
-        CASTS.brackets[0].saved = state
+    wanted = {kind: (True, push.dtype) for push in pushes for kind in push.device_types}
+    kinds = {*wanted, *CASTS.original}
+    if CASTS.brackets:  # outside of all of which
+        first = CASTS.brackets[0]
+        depth, has_cache = first.nesting - first.raised_nesting, first.saved.cache_enabled
+        state = {**states_of(kinds), **first.saved.devices}
     else:
-        state.restore()
+        depth, has_cache, state = nesting(), torch.is_autocast_cache_enabled(), states_of(kinds)
+    if not CASTS.original or depth < CASTS.base_nesting:
+        # Once a region of the user's around the first push has ended, torch has put its own back.
+        CASTS.original, CASTS.applied = {}, {}
+        CASTS.base_nesting, CASTS.had_cache = depth, has_cache
+    for kind in kinds:
+        CASTS.original.setdefault(kind, state[kind])
+        CASTS.applied.setdefault(kind, state[kind])
+    base = {**CASTS.original, **wanted}
+    changing = [kind for kind in kinds if base[kind] != CASTS.applied[kind]]
+    is_ours = all(  # or on or off as wanted already
+        state[kind] == CASTS.applied[kind] or state[kind][0] == base[kind][0] for kind in changing
+    )
+    if changing and (depth > CASTS.base_nesting or not is_ours):
+        return False
+    for kind in changing:
+        CASTS.applied.pop(kind)  # half-set where this is interrupted
+    _set_base({kind: base[kind] for kind in changing}, CASTS.had_cache and not pushes)
+    CASTS.applied = base
+    if not pushes:
+        CASTS.original, CASTS.applied = {}, {}
+    return True
+
+
+def _set_base(devices: Devices, has_cache: bool) -> None:
+    if CASTS.brackets:
+        CASTS.brackets[0].saved = CASTS.brackets[0].saved.changed(devices, has_cache)
+    else:
+        AutocastState(devices, has_cache).restore()
 
 
 @contextlib.contextmanager
@@ -433,7 +379,7 @@ def _disable() -> tuple[Bracket, bool]:
     bracket = open_bracket(None)
     outermost = CASTS.disabled is None
     if outermost:
-        CASTS.disabled = bracket.saved
+        CASTS.disabled = bracket
     if CASTS.pushes or len(CASTS.brackets) > 1:
         bracket.saved.without_casts().restore()
     return bracket, outermost
@@ -459,11 +405,11 @@ def thread_casts_restored() -> Generator[None]:
 
 
 @untraced
-def _restore_casts(disabled: AutocastState | None) -> AutocastState:
+def _restore_casts(disabled: Bracket | None) -> AutocastState:
     before = AutocastState.capture()
     if disabled is not None:
         CASTS.disabled = None
-        disabled.restore()
+        disabled.saved.restore()
     return before
 
 
@@ -484,7 +430,6 @@ def _end_casts_in_fork() -> None:
         unwind_to(CASTS.brackets[0])
     FORWARDS_OPEN.clear()  # the other threads are not here
     call_hooks_after_interrupts(False)
-    CASTS.pushes.is_main = True  # the only thread
     CASTS.disabled = None
     CASTS.pushes.clear()
     STALE.clear()

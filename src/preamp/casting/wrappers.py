@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The callables that replace a function, one maker for each rule of the op table.
+"""The callables that replace a function: one maker for rules that cast, and one for each other.
 
 All of them look at torch's autocast state when called and pass the call through where casts are not
 active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them.
-float64 is left alone everywhere, as autocast does: casts never reduce what the user widened. So is
-the other half dtype than the one that casts are on for: such tensors belong to another engine, or
-to nobody who asked for casts, and torch's own autocast would cast some and refuse others. Under
-Apex's names float functions take it too, as they did there.
+float64 is left alone everywhere, as autocast does: casts never reduce what the user widened.
+Functions that run in float32 take both half dtypes, as in Apex and in autocast. Products of the
+other half dtype than the one that casts are on for are left alone: such tensors belong to another
+engine, or to nobody who asked for casts, and float16 cannot hold what bfloat16 can.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Literal, cast
 
 import torch
 
-from preamp.casting.autocast_state import casting_device, untraced
+from preamp.casting.autocast_state import CASTABLE, casting_device
 from preamp.casting.patches import Wrapper
-from preamp.casting.thread_casts import STALE, settle_thread, widens_any_half
+from preamp.casting.reports import tell_casts
+from preamp.casting.thread_casts import STALE, settle_thread
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import worded
 from preamp.core.pytree import map_tensors
 from preamp.kernels.wide_half import leaves
 
+CastRule = Literal["half", "float", "promote", "sequence_promote"]
 AnyFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-CASTABLE: Final = (*HALF_DTYPES, torch.float32)
 
 
 def cast_arguments(
@@ -37,13 +37,19 @@ def cast_arguments(
     """The arguments with half and float32 tensors on ``device_type`` cast to ``dtype``."""
 
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in CASTABLE and tensor.device.type == device_type:
-            return tensor.to(dtype)
-        return tensor
+        source = tensor.dtype
+        if source is dtype or source not in CASTABLE or tensor.device.type != device_type:
+            return tensor
+        return tensor.to(dtype)
+
+    def cast_all(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # as most are
+            return cast_one(value)
+        return map_tensors(cast_one, value) if isinstance(value, (list, tuple)) else value
 
     return (
-        tuple(map_tensors(cast_one, arg) for arg in args),
-        {name: map_tensors(cast_one, arg) for name, arg in kwargs.items()},
+        tuple([cast_all(value) for value in args]),
+        {name: cast_all(value) for name, value in kwargs.items()},
     )
 
 
@@ -56,12 +62,11 @@ def device_to_cast_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | N
     return device
 
 
-def _run(fn: AnyFunction, arguments: Arguments, closed_on: str | None) -> Any:
-    """Call ``fn``, with autocast off on the device type ``closed_on`` if there is one."""
-    args, kwargs = arguments
-    if closed_on is None:
-        return fn(*args, **kwargs)
-    with torch.autocast(closed_on, enabled=False):
+def _without_casts(
+    fn: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str
+) -> Any:
+    """Call ``fn`` with autocast off on ``device_type``."""
+    with torch.autocast(device_type, enabled=False):
         return fn(*args, **kwargs)
 
 
@@ -71,81 +76,16 @@ def _half_of_others(device_type: str) -> torch.dtype:
     return torch.bfloat16 if is_float16 else torch.float16
 
 
-def is_of_others(values: Sequence[Any], device_type: str) -> bool:
+def _is_of_others(values: Sequence[Any], device_type: str) -> bool:
     """Whether what could be cast on ``device_type`` is all of the other half dtype."""
-    tensors = [t for t in leaves(values) if t.device.type == device_type]
-    return {t.dtype for t in tensors if t.dtype in CASTABLE} == {_half_of_others(device_type)}
-
-
-WIDENING: Final[list[object]] = []
-"""One entry for each installation of casts that may widen both half dtypes; ``torch.compile``,
-which cannot look at a thread's own state, asks whether it is empty."""
-
-_widens_untraced = untraced(widens_any_half)
-
-
-def widens_others() -> bool:
-    """Whether float functions take the other half dtype too, where this is called."""
-    if not WIDENING:
-        return False
-    return _widens_untraced() if torch.compiler.is_compiling() else widens_any_half()
-
-
-def _has_others(values: Iterable[Any], device_type: str) -> bool:
-    """Whether one of ``values`` is a tensor of the other half dtype on ``device_type``."""
-    other = _half_of_others(device_type)
-    return any([isinstance(value, torch.Tensor) and value.dtype is other for value in values])
-
-
-def wrap_half(
-    *,
-    native: frozenset[str] = frozenset(),
-    is_closed: bool = False,
-    is_open: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Wrapper:
-    """Rule ``half``: leave ``native`` devices to autocast; ``dtype`` defaults to the active one.
-
-    What gets the other half dtype only runs without casts, unless the body ``is_open``: a Python
-    function of the user's, in which each call goes by its own rule.
-    """
-
-    def wrap(fn: AnyFunction) -> AnyFunction:
-        @functools.wraps(fn)
-        def half(*args: Any, **kwargs: Any) -> Any:
-            device = device_to_cast_on(args, kwargs)
-            if device is None:
-                return fn(*args, **kwargs)
-            if is_of_others((*args, *kwargs.values()), device):
-                return _run(fn, (args, kwargs), None if is_open else device)
-            if device in native:
-                return fn(*args, **kwargs)
-            target = torch.get_autocast_dtype(device) if dtype is None else dtype
-            arguments = cast_arguments(args, kwargs, target, device)
-            return _run(fn, arguments, device if is_closed else None)
-
-        return half
-
-    return wrap
-
-
-def wrap_float(*, is_closed: bool = False, is_open: bool = False) -> Wrapper:
-    """Rule ``float``; ``is_open`` as for `wrap_half`."""
-
-    def wrap(fn: AnyFunction) -> AnyFunction:
-        @functools.wraps(fn)
-        def float32(*args: Any, **kwargs: Any) -> Any:
-            device = device_to_cast_on(args, kwargs)
-            if device is None:
-                return fn(*args, **kwargs)
-            if is_of_others((*args, *kwargs.values()), device) and not widens_others():
-                return _run(fn, (args, kwargs), None if is_open else device)
-            arguments = cast_arguments(args, kwargs, torch.float32, device)
-            return _run(fn, arguments, device if is_closed else None)
-
-        return float32
-
-    return wrap
+    other, has_some = _half_of_others(device_type), False
+    for tensor in leaves(values):
+        dtype = tensor.dtype
+        if dtype in CASTABLE and tensor.device.type == device_type:
+            if dtype is not other:
+                return False  # as the first nearly always says
+            has_some = True
+    return has_some
 
 
 def is_mixed(values: Iterable[Any]) -> bool:
@@ -163,50 +103,54 @@ def is_mixed(values: Iterable[Any]) -> bool:
     return has_half and has_float32
 
 
-def wrap_promote(*, is_closed: bool = False) -> Wrapper:
-    """Rule ``promote``; what torch promotes by itself (float64, two half dtypes) is its own."""
+def wrap_cast(
+    rule: CastRule,
+    *,
+    native: frozenset[str] = frozenset(),
+    is_closed: bool = False,
+    is_open: bool = False,
+    half: torch.dtype | None = None,
+) -> Wrapper:
+    """Cast arguments by ``rule``, or leave that to autocast on ``native`` devices.
+
+    Inside of a function that ``is_closed`` autocast is off. So it is for products that are left
+    alone, unless the body ``is_open``: a Python function of the user's, in which each call goes by
+    its own rule. ``half`` defaults to the active dtype. What torch promotes by itself (float64, two
+    half dtypes) is its own.
+    """
 
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)
-        def promote(*args: Any, **kwargs: Any) -> Any:
+        def casting(*args: Any, **kwargs: Any) -> Any:
             # Looking at the dtypes first is cheaper than asking for the autocast state, and
             # nearly every sum and product in a program ends here.
-            if not (is_mixed(args) or (kwargs and is_mixed((*args, *kwargs.values())))):
-                if not is_closed:
+            if rule == "promote" and not is_closed:
+                if not (is_mixed(args) or (kwargs and is_mixed((*args, *kwargs.values())))):
                     return fn(*args, **kwargs)
             device = device_to_cast_on(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
-            values = (*args, *kwargs.values())
-            arguments: Arguments = (args, kwargs)
-            # Where torch promotes by itself, it does so for the other half dtype.
-            if is_mixed(values) and (is_closed or not _has_others(values, device)):
-                arguments = cast_arguments(args, kwargs, torch.float32, device)
-            return _run(fn, arguments, device if is_closed else None)
+            values: Sequence[Any] = (*args, *kwargs.values())
+            is_cast, target, off = True, torch.float32, is_closed
+            if rule == "half":
+                target = half or torch.get_autocast_dtype(device)
+                is_cast = not _is_of_others(values, device)
+                off = off or not (is_cast or is_open)  # or autocast would cast them
+            elif rule == "promote":
+                is_cast = is_mixed(values)
+            elif rule == "sequence_promote":
+                items = args[0] if args else kwargs.get("tensors")
+                values = cast("list[Any]", items) if isinstance(items, (list, tuple)) else ()
+                is_cast = is_mixed(values)
+                other = _half_of_others(device)  # which autocast may refuse to join
+                off = any([t.dtype is other for t in leaves(values)])
+            if is_cast:
+                tell_casts(fn.__name__, values, target, device)
+                if device not in native:
+                    args, kwargs = cast_arguments(args, kwargs, target, device)
+            return _without_casts(fn, args, kwargs, device) if off else fn(*args, **kwargs)
 
-        return promote
-
-    return wrap
-
-
-def wrap_sequence_promote() -> Wrapper:
-    """Rule ``sequence_promote``."""
-
-    def wrap(fn: AnyFunction) -> AnyFunction:
-        @functools.wraps(fn)
-        def sequence_promote(*args: Any, **kwargs: Any) -> Any:
-            items = args[0] if args else kwargs.get("tensors")
-            device = device_to_cast_on(args, kwargs)
-            if device is None or not isinstance(items, (list, tuple)):
-                return fn(*args, **kwargs)
-            values = cast("list[Any]", items)
-            if not is_mixed(values):
-                # Without casts, under which the CPU's autocast refuses to join them.
-                return _run(fn, (args, kwargs), device if _has_others(values, device) else None)
-            args, kwargs = cast_arguments(args, kwargs, torch.float32, device)
-            return fn(*args, **kwargs)
-
-        return sequence_promote
+        return casting
 
     return wrap
 
@@ -221,7 +165,7 @@ def wrap_banned(fn: AnyFunction) -> AnyFunction:
             return fn(*args, **kwargs)
         values = (*args, *kwargs.values())
         halves = [a for a in values if isinstance(a, torch.Tensor) and is_half(a)]
-        if halves and not is_of_others(values, device):
+        if halves and not _is_of_others(values, device):
             raise worded(
                 NotImplementedError,
                 f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts are active",
@@ -233,7 +177,7 @@ def wrap_banned(fn: AnyFunction) -> AnyFunction:
                 f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
                 "them cast here",
             )
-        return _run(fn, (args, kwargs), device)
+        return _without_casts(fn, args, kwargs, device)
 
     return banned
 

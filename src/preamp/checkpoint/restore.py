@@ -276,17 +276,10 @@ def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack)
 
 
 def _keep(subjects: Subjects, undo: UndoStack) -> None:
-    """Copy to the host what will be written to; ``undo`` gets what puts each of it back.
-
-    Split masters become float32 ones, as loading makes them in any case: a device that has no room
-    for these says so before anything is written.
-    """
+    """Copy to the host what will be written to; ``undo`` gets what puts each of it back."""
     masters = [twin.master for model in subjects.models for twin in twins_of(model)]
     masters += subjects.masters().values()
-    tables = [master.twin.table for master in masters if master.twin is not None]
-    for table in {id(table): table for table in tables}.values():
-        table.make()
-    tensors: list[torch.Tensor] = [*{id(master): master for master in masters}.values()]
+    tensors = [twin.kept for twin in {id(m): m.twin for m in masters}.values() if twin is not None]
     tensors += [param for _, param in subjects.named_params()]
     tensors += [buffer for model in subjects.models for buffer in model.buffers()]
     here = [tensor.detach() for tensor in tensors]
@@ -358,10 +351,7 @@ def _load_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> N
         if master is None or master.twin is None:
             param.copy_(saved[name])
         else:
-            table, row = master.twin.table, master.twin.row
-            half = table.rounded(row, saved[name])
-            master.copy_(saved[name])
-            param.copy_(half)
+            master.twin.table.set_value(master.twin.row, saved[name])
 
 
 # -- optimizers and schedulers -------------------------------------------------------------------

@@ -80,12 +80,12 @@ Value = torch.Tensor | SplitTensor
 
 
 def value_of(param: torch.Tensor) -> Value:
-    """The value of a parameter, not copied; of a packed master without making that."""
+    """The value of a parameter, not copied; a split master's parts."""
     twin = pair_of(param)
-    parts = None if twin is None else twin.packed()
-    if twin is None or parts is None:
+    if twin is None:
         return param.detach()
-    return SplitTensor(*parts, twin.table.ops)
+    parts = twin.parts()
+    return twin.value() if parts is None else SplitTensor(*parts, twin.table.ops)
 
 
 class _Piece(NamedTuple):

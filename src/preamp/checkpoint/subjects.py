@@ -169,7 +169,7 @@ def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return ``model.state_dict()``, where packed masters are a `SplitTensor` each."""
+    """Return ``model.state_dict()``, where split masters are a `SplitTensor` each."""
     state = model_forms(model)
     for name, value in state.items():
         if is_master(value):
@@ -178,21 +178,18 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def model_forms(model: nn.Module) -> dict[str, Any]:
-    """Return ``model.state_dict()``, which may have packed masters themselves.
-
-    They become float32 when a hook of the script reads them.
-    """
-    with _packed_given(model), without_copies():
+    """Return ``model.state_dict()``, which may have split masters themselves."""
+    with _masters_given(model), without_copies():
         return model.state_dict()
 
 
 @contextmanager
-def _packed_given(model: nn.Module) -> Generator[None]:
+def _masters_given(model: nn.Module) -> Generator[None]:
     tables = [twin.table for twin in twins_of(model)]
     for table in tables:
-        table.gives_packed = True
+        table.gives_masters = True
     try:
         yield
     finally:
         for table in tables:
-            table.gives_packed = False
+            table.gives_masters = False

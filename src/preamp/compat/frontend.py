@@ -82,7 +82,6 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
         _say_options(policy)
     return rooms.Entrance(
         allow_half_model=amp_state.allow_incoming_model_not_fp32,
-        widens_any_half=True,
         casts_forward=True,
         ignores_rewriting=True,
     )

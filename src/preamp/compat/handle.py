@@ -128,8 +128,8 @@ def init(
     if not enabled:
         return NoOpHandle()
     undo = UndoStack()
-    install_function_casts(undo, allow_banned=allow_banned, widens_any_half=True)
+    install_function_casts(undo, allow_banned=allow_banned)
     install_wide_where_slow(patch_type, undo)
-    push_thread_casts(device_types_here(), patch_type, undo, widens_any_half=True)
+    push_thread_casts(device_types_here(), patch_type, undo)
     _Current.handle = amp_state.handle = AmpHandle(undo.unwind)
     return _Current.handle

@@ -14,7 +14,7 @@ from preamp.core.undo import Step, all_or_nothing, set_attribute
 from preamp.engine import Engine
 from preamp.engine.block import unscale
 from preamp.engine.overflow import GradientNote
-from preamp.engine.session import OptimizerSession, Plan, Stage
+from preamp.engine.session import OptimizerSession, Plan
 from preamp.optim import is_master
 
 Params = list[torch.Tensor]
@@ -79,8 +79,8 @@ class AmpStash:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients were left scaled by ``delay_unscale``."""
-        return self._session.stage is Stage.SCALED
+        """Whether gradients were left scaled: ``delay_unscale`` unscales at once."""
+        return False
 
 
 def attach_stashes(engine: Engine) -> None:
@@ -112,12 +112,11 @@ class _Backward:
     def prepare(self) -> None:
         """Set earlier gradients aside before a backward. Mutates the parameters' ``grad``."""
         self._session.refuse_nested()
-        plan = Plan(self._engine.scaler(0))
-        self._session.settle(plan, set(), self._engine.adjustments)
+        self._session.adopt()
         try:
-            self._session.begin_backward(plan, set())
+            self._session.begin_backward(Plan(self._engine.scaler(0)), set())
         except BaseException:
-            self._session.abort()
+            self._session.undo()
             raise
 
     def post(self, scaler: LossScaler) -> None:

@@ -1,86 +1,105 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors of a device whose values lie on the host meanwhile, and take no memory of the device.
+"""Tensors of a device whose values lie on the host, and take no memory of the device.
 
-Such a tensor keeps its identity, shape and version, and so all that is known of it. Its memory is
-one element, seen in every place. Ops take the values instead (`values_in`). Whoever else computes
-with the tensor, or writes to it, is refused: but for filling it with zeros, which its version
-tells, and for clones and zeros like it, whose values are away too.
+Such a tensor has no memory. Ops of ours take the values (`values_in`). Every
+operation of torch comes to the class: it may fill with zeros, copy, and add another tensor, which
+is what autograd does with a second gradient. The others are refused, however they are reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, NoReturn
 
 import torch
 
-from preamp.core.errors import bad_state
-from preamp.core.tensors import version_of
+from preamp.core.errors import PreampStateError, bad_state
+from preamp.core.torch_private.subclasses import hears_no_functions, made_like
 
 Arrive = Callable[[], None]
-
-_ALLOWED = {
-    "_foreach_zero_",
-    "data_ptr",
-    "dim",
-    "element_size",
-    "get_device",
-    "is_complex",
-    "is_contiguous",
-    "is_floating_point",
-    "is_inference",
-    "numel",
-    "requires_grad_",
-    "size",
-    "storage_offset",
-    "stride",
-    "untyped_storage",
-    "zero_",
-}
-"""Functions that tell no value, and what fills with zeros."""
-_MAKE_ANOTHER = {"clone", "zeros_like"}
-_VIEWS = {"H", "T", "data", "imag", "mH", "mT", "real"}  # attributes to read it through
-
-
-@dataclass(slots=True, eq=False)
-class _Values:
-    """What a tensor has whose values are away."""
-
-    values: torch.Tensor  # on the host
-    version: int  # of the tensor, which may be filled in the meantime
-    arrive: Arrive | None  # what waits until they have come
+_aten: Any = torch.ops.aten  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Away(torch.Tensor):
-    """The class of a tensor while its values are away."""
+    """The class of a tensor whose values are away."""
 
-    preamp_away: _Values
+    held: torch.Tensor  # the values: on the host, or on the device until they are sent there
+    arrive: Arrive | None  # waits until they have come, if they are on their way
+
+    __torch_function__ = hears_no_functions
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):
-            name = func.__self__.__name__  # pyright: ignore[reportFunctionMemberAccess]
-            is_allowed = name not in _VIEWS
-        else:
-            is_allowed = name in _ALLOWED
-        if is_allowed:
-            return cast("Any", super()).__torch_function__(func, types, args, kwargs)
-        if name in _MAKE_ANOTHER and len(args) == 1 and not kwargs:
-            return made_away(func(values_of(args[0])), args[0].device)
-        raise bad_state(
-            f"{name} was asked of a gradient that waits on the host",
-            'With release_gradients=True and place="host" the values of gradients are on the host '
-            "between a backward and its step; they may be dropped, or all be filled with zeros",
-            "Change gradients in param.register_hook, which is called before they go, clip by "
-            "preamp.clip_grad_norm_, or pass a storage without release_gradients",
-        )
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        allowed = _ALLOWED.get(func)
+        found = NotImplemented if allowed is None else allowed(*args, **(kwargs or {}))
+        if found is NotImplemented:
+            raise _refused(func.overloadpacket.__name__)
+        return found
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<a gradient of shape {tuple(self.shape)} that waits on the host>"
+
+    def _no_operation(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """For what torch makes no operation of."""
+        raise _refused("its memory")
+
+    __deepcopy__ = __reduce_ex__ = __dlpack__ = numpy = tolist = __array__ = _no_operation
+    data = property(_no_operation, _no_operation)  # pyright: ignore[reportAssignmentType]
+
+
+def _refused(what: str) -> PreampStateError:
+    return bad_state(
+        f"{what} was asked of a gradient that waits on the host",
+        'With release_gradients=True and place="host" the values of gradients are on the host '
+        "between a backward and its step; they may be dropped, or all be filled with zeros",
+        "Change gradients in param.register_hook, which is called before they go, clip by "
+        "preamp.clip_grad_norm_, or pass a storage without release_gradients",
+    )
+
+
+def _zero(tensor: Any) -> Any:
+    if not is_away(tensor):
+        return tensor.zero_()
+    _hold(tensor, torch.zeros_like(tensor.held, device="cpu"))
+    return tensor
+
+
+def _zero_all(tensors: Sequence[Any]) -> None:
+    for tensor in tensors:
+        _zero(tensor)
+
+
+def _clone(tensor: Any) -> Any:
+    return made_away(values_of(tensor).clone(), tensor)
+
+
+def _zeros_like(tensor: Any, *, pin_memory: bool = False) -> Any:
+    return made_away(torch.zeros_like(values_of(tensor)), tensor)
+
+
+def _add_(tensor: Any, other: Any) -> Any:
+    """Add on the device, where the sum stays until it is sent."""
+    if not is_away(tensor) or is_away(other):
+        return NotImplemented
+    _hold(tensor, on_device(tensor).add_(other))
+    return tensor
+
+
+def _add(tensor: Any, other: Any) -> Any:
+    """Add where the sum is to have a graph."""
+    if not is_away(tensor) or not isinstance(other, torch.Tensor) or is_away(other):
+        return NotImplemented
+    return on_device(tensor) + other
+
+
+_ALLOWED: Final[dict[Any, Callable[..., Any]]] = {
+    _aten.zero_.default: _zero,
+    _aten._foreach_zero_.default: _zero_all,
+    _aten.clone.default: _clone,
+    _aten.zeros_like.default: _zeros_like,
+    _aten.add_.Tensor: _add_,
+    _aten.add.Tensor: _add,
+}
 
 
 def is_away(tensor: Any) -> bool:
@@ -92,46 +111,56 @@ def values_of(tensor: Any) -> Any:
     """The tensor on the host that has the values of ``tensor``; itself if these are not away."""
     if type(tensor) is not _Away:
         return tensor
-    away = tensor.preamp_away
-    if away.arrive is not None:
-        away.arrive()
-        away.arrive = None
-    if version_of(tensor) != away.version:  # it was filled with zeros
-        away.values, away.version = torch.zeros_like(away.values), version_of(tensor)
-    return away.values
+    if tensor.arrive is not None:
+        tensor.arrive()
+    _hold(tensor, tensor.held.cpu())
+    return tensor.held
 
 
 def values_in(column: Sequence[Any]) -> Sequence[Any]:
-    """As `values_of` of each; the very list where none is away, since lists are known by it."""
+    """As `values_of` each; the very list where none is away, since lists are known by it."""
     if any([type(tensor) is _Away for tensor in column]):
         return list(map(values_of, column))
     return column
 
 
-def leave(tensor: torch.Tensor, values: torch.Tensor, arrive: Arrive | None = None) -> None:
-    """Let ``tensor`` have its ``values`` on the host from now on, there once ``arrive`` returns."""
-    one = torch.full((), torch.nan, dtype=values.dtype, device=tensor.device)
-    tensor.data = one.expand(values.shape)
-    cast("Any", tensor).preamp_away = _Values(values, version_of(tensor), arrive)
-    tensor.__class__ = _Away
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of ``tensor`` where it is itself: a copy unless they are there."""
+    if not isinstance(tensor, _Away):
+        return tensor
+    is_there = tensor.held.device == tensor.device
+    return tensor.held if is_there else values_of(tensor).to(tensor.device)
+
+
+def is_sent(tensor: torch.Tensor) -> bool:
+    """Whether nothing of ``tensor`` is left on its device."""
+    return isinstance(tensor, _Away) and tensor.held.device != tensor.device
+
+
+def send_away(tensor: torch.Tensor, values: torch.Tensor, arrive: Arrive | None) -> torch.Tensor:
+    """Return what has ``values`` in place of ``tensor``, itself if it is such a tensor already.
+
+    They are there once ``arrive`` returns.
+    """
+    if not isinstance(tensor, _Away):
+        return made_away(values, tensor, arrive)
+    _hold(tensor, values, arrive)
+    return tensor
+
+
+def made_away(
+    values: torch.Tensor, like: torch.Tensor, arrive: Arrive | None = None
+) -> torch.Tensor:
+    """A tensor such as ``like`` with ``values`` of the host, there once ``arrive`` returns."""
+    made = made_like(_Away, like)
+    _hold(made, values, arrive)
+    return made
 
 
 def zeros_away(like: torch.Tensor) -> torch.Tensor:
     """Negative zeros of the shape of ``like``, which take memory of neither its device nor host."""
-    return made_away(torch.full((), -0.0, dtype=like.dtype).expand(like.shape), like.device)
+    return made_away(torch.full((), -0.0, dtype=like.dtype).expand(like.shape), like)
 
 
-def made_away(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of ``device`` with these ``values`` of the host."""
-    found = torch.empty(0, dtype=values.dtype, device=device)
-    leave(found, values)
-    return found
-
-
-def bring_back(tensor: torch.Tensor) -> None:
-    """Move the values of ``tensor`` to where it is itself."""
-    if is_away(tensor):
-        values = values_of(tensor).to(tensor.device).contiguous()
-        tensor.__class__ = torch.Tensor
-        tensor.data = values
-        del cast("Any", tensor).preamp_away
+def _hold(tensor: Any, values: torch.Tensor, arrive: Arrive | None = None) -> None:
+    tensor.held, tensor.arrive = values, arrive

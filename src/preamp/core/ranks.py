@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,38 +17,6 @@ _collectives: Any = dist  # no complete types
 
 has_process_group: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
 """Whether ``torch.distributed`` is initialized, and gradients may thus be reduced by hooks."""
-
-
-_WRITING = (
-    *("broadcast", "reduce", "scatter", "gather", "recv", "recv_anysource"),
-    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
-    *("all_gather_single", "all_gather_single_coalesced"),
-    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
-    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
-)
-
-
-def collectives() -> list[tuple[type, str]]:
-    """The methods, by class and name, in which all that `torch.distributed` offers ends.
-
-    Each writes to the tensors of its first argument, of which torch counts nothing. Names are of
-    several versions of torch; those that there are.
-    """
-    if not dist.is_available():
-        return []
-    owner = dist.ProcessGroup
-    return [(owner, name) for name in _WRITING if hasattr(owner, name)]
-
-
-def tells_some(group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether in a broadcast with these arguments this rank tells a group other than the default.
-
-    So do trainers that hand their weights to processes that sample with them.
-    """
-    given = args[1] if len(args) > 1 else kwargs.get("opts", kwargs.get("root", 0))
-    root = getattr(given, "rootRank", given)
-    return group is not dist.group.WORLD and group.rank() == root
 
 
 def has_other_ranks() -> bool:

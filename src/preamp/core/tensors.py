@@ -187,7 +187,6 @@ class WeightMarks:
         self._addresses: list[int] = []
         self._storages: list[Any] = []
         self._keys: list[int] = []
-        self._rows_in: dict[int, list[int]] | None = None  # by key, made when asked for
         self._has_sharded = False
         for tensor in tensors:
             self.add(tensor)
@@ -200,17 +199,10 @@ class WeightMarks:
             column.append(-1)
         self._mark(len(self._keys) - 1, tensor)
 
-    def remove(self, row: int) -> None:
-        """Forget one."""
-        for column in (self._versions, self._addresses, self._storages, self._keys):
-            del column[row]
-        self._rows_in = None
-
     def _mark(self, row: int, tensor: torch.Tensor) -> None:
         local = local_of(tensor)
         storage = StorageWeakRef(local.untyped_storage())
         self._storages[row], self._keys[row] = storage, cast("Any", storage).cdata
-        self._rows_in = None
         self._addresses[row] = local.data_ptr()
         self._versions[row] = version_of(tensor)
 
@@ -244,18 +236,6 @@ class WeightMarks:
         for row in [row for row, (a, b, gone) in enumerate(columns) if a != b or gone]:
             self._mark(row, tensors[row])
 
-    def expect_write(self, row: int) -> None:
-        """Mark a tensor as it will be after one write, which is about to come."""
-        self._versions[row] += 1
-
-    def rows_in(self, key: int) -> Sequence[int]:
-        """The rows whose tensor lies in the storage with that `storage_key`, as last marked."""
-        if self._rows_in is None:
-            self._rows_in = {}
-            for row, own in enumerate(self._keys):
-                self._rows_in.setdefault(own, []).append(row)
-        return self._rows_in.get(key, ())
-
     def expect_change(self, row: int) -> None:
         """From now on a tensor counts as written to."""
         self._versions[row] = -2
@@ -263,14 +243,6 @@ class WeightMarks:
     def advance(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
         """Mark consecutive ones after a write to the memory that they had when last asked."""
         self._versions[start:stop] = self._versions_now(tensors[start:stop])
-
-    def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The rows whose tensor was written to since, in the memory that it had when last asked."""
-        versions = self._versions_now(tensors)
-        if versions == self._versions:
-            return []
-        pairs = zip(versions, self._versions, strict=True)
-        return [row for row, (v, w) in enumerate(pairs) if v != w]
 
     def _versions_now(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         return versions_of(tensors) if self._has_sharded else plain_versions(tensors)

@@ -70,6 +70,11 @@ class UndoStack:
         """Add a step that takes the coming change back."""
         self._steps.append(step)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+        return not self._steps
+
     def hold(self, *handles: Removable) -> None:
         """Add ``handle.remove`` for each handle."""
         for handle in handles:
@@ -78,8 +83,8 @@ class UndoStack:
     def unwind(self) -> None:
         """Run all steps, last change first, and forget each one that has run.
 
-        The first error is raised at the end. A step that was interrupted runs once more; if the
-        interrupt comes between steps, the others stay for the next call.
+        The first error is raised at the end. A step that has raised or was interrupted runs once
+        more; if an interrupt comes between steps, the others stay for the next call.
         """
         first: BaseException | None = None
         again: Callable[[], Any] | None = None
@@ -89,7 +94,7 @@ class UndoStack:
                 step()
             except BaseException as error:
                 first = first or error
-                if not isinstance(error, Exception) and step is not again:
+                if step is not again:
                     again = step
                     continue
             if self._steps and self._steps[-1] is step:

@@ -23,7 +23,7 @@ from preamp.core.ranks import answered, broadcast_from_first, gather_objects, ga
 from preamp.core.splits import Group, Groups, meshes_of
 from preamp.core.torch_private import fsdp
 from preamp.engine.params import twin_of
-from preamp.optim import leaf_of
+from preamp.optim import Twin
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -81,17 +81,16 @@ def compare_ranks(engine: EngineCore | None, module: nn.Module, group: Group) ->
     if group.size() == 1:
         return
     facts: Facts = {} if engine is None else _facts(engine, module)
-    masters = [] if engine is None else _masters(engine, module)
-    found = _gather(_vector([*_digest(facts), _checksum(masters)], module), (group,))
+    twins = [] if engine is None else _twins(engine, module)
+    found = _gather(_vector([*_digest(facts), _checksum(twins)], module), (group,))
     if any(not torch.equal(other[:-1], found[0][:-1]) for other in found):
         raise _refusal(_gather_facts(facts, (group,)), "DistributedDataParallel")
     if any(other[-1] != found[0][-1] for other in found):
         with torch.no_grad():
-            for master in masters:
-                value = master.detach().to(leaf_of(master).device)  # where the group reaches it
+            for twin in twins:
+                value = twin.value().to(twin.half.device)  # where the group reaches it
                 broadcast_from_first(value, group)
-                if master.device != value.device:
-                    master.copy_(value)
+                twin.table.set_value(twin.row, value)
 
 
 def _vector(numbers: Sequence[int], module: nn.Module) -> torch.Tensor:
@@ -156,12 +155,9 @@ def _facts(engine: EngineCore, module: nn.Module) -> Facts:
     return facts
 
 
-def _masters(engine: EngineCore, module: nn.Module) -> list[torch.Tensor]:
+def _twins(engine: EngineCore, module: nn.Module) -> list[Twin]:
     twins = (twin_of(param, engine.sessions.values()) for param in module.parameters())
-    found = [twin for twin in twins if twin is not None]
-    for twin in found:
-        twin.settle()
-    return [twin.master for twin in found]
+    return [twin for twin in twins if twin is not None]
 
 
 def _digest(facts: Facts) -> list[int]:
@@ -170,11 +166,11 @@ def _digest(facts: Facts) -> list[int]:
     return [int.from_bytes(found[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
 
 
-def _checksum(masters: Iterable[torch.Tensor]) -> int:
+def _checksum(twins: Iterable[Twin]) -> int:
     """A number that differs where any bit does, but for chance."""
     total = 0
-    for place, master in enumerate(masters):
-        bits = master.detach().view(torch.int32).sum(dtype=torch.int64)
+    for place, twin in enumerate(twins):
+        bits = twin.value().view(torch.int32).sum(dtype=torch.int64)
         total += (2 * place + 1) * int(bits.item())
     return (total + 2**63) % 2**64 - 2**63
 

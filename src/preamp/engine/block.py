@@ -18,14 +18,14 @@ from preamp.casting import settle_thread
 from preamp.core.errors import bad_type, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import all_finite
-from preamp.core.undo import Step, UndoStack
+from preamp.core.undo import Step, UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import as_optimizers, common_engine
-from preamp.engine.order import kept_long, released
+from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import NO_ANSWER, REDUCED
-from preamp.engine.session import OptimizerSession, Plan, Stage
+from preamp.engine.session import Exit, OptimizerSession, Plan
 from preamp.scaling import LossScaler
 
 
@@ -51,8 +51,9 @@ def scale_loss(
             sequence of them.
         loss_id: Which loss scaler to use, 0 to ``num_losses - 1``.
         model: Ignored; Apex had it.
-        delay_unscale: Leave the gradients scaled and do not check them; for all but the last
-            backward of an accumulation.
+        delay_unscale: The same as ``delay_overflow_check``; for all but the last backward of an
+            accumulation. Apex leaves gradients scaled then; here they are unscaled at once, and
+            added up in float32.
         delay_overflow_check: Unscale and check, but let a later ``scale_loss`` of the same loss
             adjust the loss scale. An overflow is not lost: the next step is skipped.
 
@@ -76,21 +77,18 @@ def scale_loss(
     if not engine.policy.enabled:
         yield loss
         return
-    if delay_unscale:
-        refusals.check_gradients_stay("scale_loss(delay_unscale=True)", engine.policy.storage)
     check_loss(loss)
     block = Block(engine, members, loss, loss_id)
-    delays = delay_unscale and not block.is_plain
+    is_late = delay_unscale or delay_overflow_check or block.is_plain
     try:
-        block.begin(will_delay=delays)
+        block.begin()
         yield block.scale(loss)
-        if delays:
-            block.delay()
-        else:
-            block.finish(adjust=not (delay_overflow_check or block.is_plain))
+        block.finish(adjust=not is_late)
     except BaseException:
         block.abort()
         raise
+    finally:
+        block.exit.is_over = True
 
 
 class Block:
@@ -113,7 +111,6 @@ class Block:
         self.loss = loss
         self.sessions = [engine.sessions[id(optimizer)] for optimizer in optimizers]
         # The scale at the beginning is the block's, whatever a block inside does to the scaler.
-        self._generation = self.scaler.generation
         self.note = GradientNote(
             loss_id=loss_id, loss_finite=all_finite(loss.detach()), scale=self.scaler.scale.clone()
         )
@@ -123,7 +120,7 @@ class Block:
         self._hooks: list[RemovableHandle] = []
         self.reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
         self.begun: list[OptimizerSession] = []  # whose earlier gradients are aside
-        self._is_unscaling = False
+        self.exit = Exit()
         self._end: UndoStack | None = None  # what is left to do, once that is decided
         self._reaction: Callable[[], None] | None = None  # of the loss scale
         self._has_ranks = has_process_group()
@@ -132,11 +129,9 @@ class Block:
     @property
     def is_plain(self) -> bool:
         """Whether gradients are unscaled as they come, and nothing is to be done but to add."""
-        if not self.scaler.is_identity or self._engine.policy.master_weights:
-            return False
-        return not any([s.stage is Stage.SCALED for s in self.sessions])
+        return self.scaler.is_identity and not self._engine.policy.master_weights
 
-    def begin(self, *, will_delay: bool) -> None:
+    def begin(self) -> None:
         """Set earlier gradients aside; takes itself back if it fails."""
         self._engine.has_scaled = True
         for session in self.sessions:
@@ -150,18 +145,14 @@ class Block:
             self._engine.unreduced.begin(self.scaler)
         for tell in self._engine.events.block_begins:
             tell(self)
-        may_reduce = True in self._answers
-        plan = Plan(self.scaler, will_delay=will_delay, may_reduce=may_reduce)
-        claimed: set[int] = set()
+        plan = Plan(self.scaler, may_reduce=True in self._answers, exit=self.exit)
         for session in self.sessions:  # before any sets gradients aside that another one shares
-            session.settle(plan, claimed, self._engine.adjustments)
-        claimed = set()
+            session.adopt()
+        claimed: set[int] = set()
         try:
             for session in self.sessions:
                 self.begun.append(session)
                 session.begin_backward(plan, claimed)
-                if session.delayed is not None:
-                    self.note.go_on_from(session.delayed.note)
                 if session.found_inf is None:
                     self._engine.adjustments.dropped([session])
         except BaseException:
@@ -203,8 +194,6 @@ class Block:
         # Gradients of the loss itself nobody scaled. Nothing is noted where a `GradScaler` scales.
         if self.reached == {"loss"} and any([one.holds_raw() for one in self.sessions]):
             raise refusals.backward_of_loss()
-        for session in self.sessions:
-            session.end_body()
 
     def _conclude(self, steps: Sequence[Step]) -> None:
         """Let ``steps`` be what is left to do, and do it."""
@@ -216,26 +205,17 @@ class Block:
     def abort(self) -> None:
         """Drop what came and put earlier gradients back; or go on with an end that has begun."""
         if self._end is not None:
-            self._end.unwind()
+            try:
+                self._end.unwind()
+            finally:  # a step that has failed twice is not to leave a block open
+                if self._end.is_done:
+                    run_all([one.undo for one in self.begun])
             return
         steps: list[Step] = [self._remove_hooks]
-        steps += [one.undo if self._is_unscaling else one.abort for one in self.begun]
+        steps += [one.undo for one in self.begun]
         if self.begun:
             steps += [self._end_ranks, self._follow_unreduced]
         self._conclude(steps)
-
-    def delay(self) -> None:
-        """End it and leave gradients scaled."""
-        try:
-            self._end_body()
-            self.note.graphs = kept_long(self.note.graphs)
-            given = self.scaler, self.note, self._generation
-            delays = [partial(session.delay, *given) for session in self.sessions]
-            tells = [partial(tell, self, True) for tell in self._engine.events.gradients_made]
-            self._conclude([self._follow_unreduced, *delays, *tells, self._end_ranks])
-        except BaseException:
-            self.abort()
-            raise
 
     def _end_ranks(self) -> None:
         if self._has_ranks:
@@ -255,17 +235,16 @@ class Block:
         try:
             self._end_body()
             for tell in self._engine.events.gradients_made:
-                tell(self, False)
+                tell(self)
             answers = self._answers
             if answers == REDUCED:  # forwards inside the block were not known when it began
                 answers = self._engine.reductions.begin_block()
-            self._is_unscaling = True
             if not self._engine.policy.storage.applies_at_once:  # else they are gone
                 self.note.is_suspect = self._engine.ledger.asks_about(self.note.loss_finite)
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
             )
-            tells = [partial(tell, self) for tell in self._engine.events.block_over]
+            tells = [_once(partial(tell, self)) for tell in self._engine.events.block_over]
             hear = partial(self._hear, found_inf, record or self.scaler.record, False in answers)
             self._conclude(
                 [*steps, self._end_ranks, *tells, self._look, partial(hear, adjust=adjust)]
@@ -297,6 +276,12 @@ class Block:
         if adjust:
             self._reaction = self._reaction or adjustments.reaction(self.scaler)
             self._reaction()
+
+
+def _once(listener: Step) -> Step:
+    """A step that is not run again where it has raised."""
+    left = [listener]
+    return lambda: left.pop()() if left else None
 
 
 def unscale(
@@ -332,10 +317,9 @@ def unscale(
             steps.append(partial(session.remember_watched, own))
             note.found_inf = [flag for each in notes for flag in each.found_inf]
     pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
-    flags = [session.new_overflow(flag) for session, flag in pairs]
     for _, found_inf in pairs:
         steps += [partial(session.remember, found_inf, note) for session in sessions]
-    return steps, functools.reduce(torch.maximum, flags) if flags else None
+    return steps, functools.reduce(torch.maximum, [f for _, f in pairs]) if pairs else None
 
 
 def check_loss(loss: Any, who: str = "scale_loss") -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``clip_grad_norm_``: gradients are measured, and factors take the rest of the way."""
+"""``clip_grad_norm_``: gradients are measured, and factors take the rest of the way.
+
+``clip_grad_value_`` changes values, so gradients of masters are made for it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from preamp.core.tensors import all_finite, dtype_of, has_sharded, host_reaches,
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, engine_of, find_engine, is_optimizer
-from preamp.engine.session import OptimizerSession, Stage
+from preamp.engine.session import OptimizerSession
 from preamp.kernels import Ops
-from preamp.optim import WeightTable, leaves_of
+from preamp.optim import HalfGradients, WeightTable, leaves_of
 from preamp.optim.rank_norms import norm_of_order, total_norm
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -55,7 +58,7 @@ def clip_grad_norm_(
 
     Raises:
         PreampStateError: The optimizer has no engine, parameters with gradients have none or
-            several, no optimizer updates them, or gradients are still scaled, or released.
+            several, no optimizer updates them, or gradients are incomplete, or released.
         TypeError: ``parameters`` is neither.
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing was clipped.
 
@@ -63,11 +66,7 @@ def clip_grad_norm_(
         Gradients. Synchronises with the device: never, but for ``error_if_nonfinite``.
     """
     del foreach
-    engine, sessions, only = _to_clip(parameters)
-    if engine.policy.storage.applies_at_once:
-        raise refusals.needs_gradients("clip_grad_norm_")
-    for session in sessions:
-        _check_can_clip(session)
+    engine, sessions, only = _to_clip(parameters, "clip_grad_norm_")
     is_euclidean = norm_type == 2.0
     found = _gradients_of(sessions, only, all_made=not is_euclidean)
     norm = None
@@ -91,36 +90,75 @@ def clip_grad_norm_(
     return norm
 
 
-def _check_can_clip(session: OptimizerSession) -> None:
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Clip each value of unscaled gradients to the range from ``-clip_value`` to ``clip_value``.
+
+    Of half parameters the float32 gradients that their masters get, which takes 4 bytes for each.
+
+    Args:
+        parameters: As of `clip_grad_norm_`.
+        clip_value: Largest magnitude that stays as it is.
+        foreach: Ignored; torch has it.
+
+    Raises:
+        PreampStateError: As `clip_grad_norm_`.
+        TypeError: ``parameters`` is neither.
+
+    Mutates:
+        Gradients. Synchronises with the device: never.
+    """
+    del foreach
+    _, sessions, only = _to_clip(parameters, "clip_grad_value_")
+    found = _gradients_of(sessions, only, all_made=True)
+    for session in sessions:
+        session.known_norm.forget()
+    for grad in found.made:
+        grad.clamp_(-clip_value, clip_value)
+    for gradients in found.shown:
+        gradients.show()
+
+
+def _check_can_clip(session: OptimizerSession, who: str) -> None:
     session.end_left_open()
     session.read_back_shown()
     if session.is_open:
-        raise refusals.inside_block("clip_grad_norm_")
-    if session.stage is Stage.SCALED:
-        raise bad_state(
-            "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
-            "Only unscaled gradients have a norm that means anything",
-            "Clip after the last scale_loss of the accumulation, called without delay_unscale",
-        )
+        raise refusals.inside_block(who)
 
 
-def _to_clip(given: Any) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
-    """The engine, the optimizers, and the ``id`` of the model's parameters, if not all of one."""
+def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
+    """The engine, the optimizers, and the ``id`` of the model's parameters, if not all of one.
+
+    Takes in what the script did to unscaled gradients.
+    """
+    engine, sessions, only = _found(given, who)
+    if engine.policy.storage.applies_at_once:
+        raise refusals.needs_gradients(who)
+    for session in sessions:
+        _check_can_clip(session, who)
+    return engine, sessions, only
+
+
+def _found(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
     if isinstance(given, torch.Tensor):
         params = [given]
     elif is_optimizer(given) or not isinstance(given, Iterable):
         engine = engine_of(given)
         session = engine.sessions.get(id(bare(given)))
         if session is None:
-            raise _not_to_clip(given)
+            raise _not_to_clip(given, who)
         return engine, [session], None
     else:
         params = list(cast("Iterable[Any]", given))
         for param in params:
             if not isinstance(param, torch.Tensor):
-                raise _not_to_clip(param)
+                raise _not_to_clip(param, who)
     leaves = {id(leaf): leaf for leaf in leaves_of(params)}
-    engine = _engine_with(leaves)
+    engine = _engine_with(leaves, who)
     owned = {id(s): frozenset(map(id, s.model_params())) for s in engine.sessions.values()}
     sessions = [s for s in engine.sessions.values() if not owned[id(s)].isdisjoint(leaves)]
     if len(sessions) == 1 and owned[id(sessions[0])].issubset(leaves):
@@ -128,15 +166,15 @@ def _to_clip(given: Any) -> tuple[Engine, list[OptimizerSession], frozenset[int]
     return engine, sessions, frozenset(leaves)
 
 
-def _not_to_clip(given: Any) -> TypeError:
+def _not_to_clip(given: Any, who: str) -> TypeError:
     return bad_type(
-        f"clip_grad_norm_ was given {with_article(type(given).__name__)}",
+        f"{who} was given {with_article(type(given).__name__)}",
         "It takes one optimizer, parameters, or a single tensor",
         "Pass the optimizer that preamp.initialize returned, or model.parameters()",
     )
 
 
-def _engine_with(leaves: Mapping[int, torch.Tensor]) -> Engine:
+def _engine_with(leaves: Mapping[int, torch.Tensor], who: str) -> Engine:
     """The one engine whose optimizers update what has a gradient."""
     needed = {key for key, leaf in leaves.items() if leaf.grad is not None}
     every = [(engine, _updated_leaves(engine)) for engine in engines_in_use()]
@@ -157,7 +195,7 @@ def _engine_with(leaves: Mapping[int, torch.Tensor]) -> Engine:
         got = "no parameters"
         do = "Pass the optimizer, or a list: a generator can be read only once"
     raise bad_state(
-        f"clip_grad_norm_ was given {got}",
+        f"{who} was given {got}",
         "A norm is taken of gradients that the optimizers of one preamp.initialize unscale",
         do,
     )
@@ -173,11 +211,12 @@ class _Gradients:
     """What is clipped together."""
 
     made: list[Any]  # gradients that lie in memory as they are
-    lazy: list[tuple[WeightTable, list[int]]]  # rows of half gradients, yet to be unscaled
+    lazy: list[WeightTable]  # whose gradients are half, yet to be unscaled
     halves: list[Any]  # these
     factors: list[Any]  # what unscales them
     owners: list[torch.Tensor]  # the model's parameters, of the made ones and then of the others
     splits: Splits
+    shown: list[HalfGradients]  # which a script may look at after `GradScaler.unscale_`
 
     def norm(self, engine: Engine, order: float) -> torch.Tensor:
         """The norm of all, unscaled: a float32 scalar."""
@@ -193,19 +232,23 @@ class _Gradients:
     def multiply_(self, ops: Ops, factor: torch.Tensor) -> None:
         if self.made:
             ops.scale_add_(self.made, factor, [None] * len(self.made))
-        for table, rows in self.lazy:
-            table.gradients.replace_factors(rows, factor)
-            if table.gradients.is_showing:
-                table.gradients.show()
+        for table in self.lazy:
+            table.gradients.clip(factor)
+        for gradients in self.shown:
+            gradients.show()
 
 
 def _gradients_of(
     sessions: Sequence[OptimizerSession], only: frozenset[int] | None, *, all_made: bool
 ) -> _Gradients:
     """The gradients of all that ``sessions`` update, or of parameters whose ``id`` is in it."""
-    found = _Gradients([], [], [], [], [], sessions[0].splits)
+    shown = [halves for s in sessions for halves in s.half_gradients if halves.is_shown]
+    found = _Gradients([], [], [], [], [], sessions[0].splits, shown)
     for session in sessions:  # before any is asked for what is not made yet
-        made, owners = session.made_gradients(all_of_them=all_made)
+        # One factor unscales all half gradients of an optimizer.
+        is_whole = only is None or only.issuperset(map(id, session.model_params()))
+        all_of_them = all_made or not is_whole
+        made, owners = session.made_gradients(all_of_them=all_of_them)
         if only is not None:  # of a weight in two optimizers both tell the same
             own = {*map(id, found.owners)}
             pairs = zip(made, owners, strict=True)
@@ -214,12 +257,8 @@ def _gradients_of(
         found.made.extend(made)
         found.owners.extend(owners)
     for table in [table for session in sessions for table in session.tables]:
-        rows, halves, grads, factors = table.gradients.pending()
-        if only is not None:
-            places = [place for place, half in enumerate(halves) if id(half) in only]
-            rows, halves = [rows[i] for i in places], [halves[i] for i in places]
-            grads, factors = [grads[i] for i in places], [factors[i] for i in places]
-        found.lazy.append((table, rows))
+        halves, grads, factors = table.gradients.pending()
+        found.lazy.extend([table] if halves else [])
         found.halves.extend(grads)
         found.factors.extend(factors)
         found.owners.extend(halves)

@@ -25,7 +25,7 @@ from preamp.core.errors import bad_state, with_article
 from preamp.core.link import ATTRIBUTE, EngineHook
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import version_of
-from preamp.core.torch_private.modules import forget_moves, remove_hooks, with_step_pre_hook
+from preamp.core.torch_private.modules import remove_hooks, with_step_pre_hook
 from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.params import twin_of
@@ -138,7 +138,6 @@ def _strip(part: Any) -> None:
     own = cast("dict[str, Any]", vars(part))
     remove_hooks(part, lambda hook: isinstance(hook, EngineHook))
     remove_forward(part)
-    forget_moves(part)
     for name in (_COPY, _PICKLE, ATTRIBUTE):
         own.pop(name, None)
     saves = own.get("save_pretrained")

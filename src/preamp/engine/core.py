@@ -20,7 +20,7 @@ from preamp.engine.names import ParameterNames
 from preamp.engine.params import first_device
 from preamp.engine.recording import OFF, Recording
 from preamp.engine.reductions import Reductions
-from preamp.engine.session import Stage, make_sessions
+from preamp.engine.session import make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.kernels import Ops
 from preamp.policy import Policy
@@ -127,7 +127,7 @@ class EngineCore:
         self.check_outside_blocks(what)
         is_applied = self.policy.storage.applies_at_once  # weights are new before the step counts
         for session in self.sessions.values():
-            if session.is_within_step() or (is_applied and session.stage is Stage.UNSCALED):
+            if session.is_within_step() or (is_applied and session.awaits_step):
                 raise refusals.within_step(what)
 
 

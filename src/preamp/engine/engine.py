@@ -28,7 +28,6 @@ from preamp.engine.weights import (
     exact_value,
     exact_weights,
     load_exact,
-    take_half_weights,
     trust_masters,
 )
 
@@ -143,7 +142,6 @@ class Engine(EngineCore):
         refusals.check_gradients_stay("Engine.trace_overflow", self.policy.storage)
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
-            self.ledger.ask_about_losses()
             self.tracer.arm(is_first=backwards == 0)
 
     def explain(self) -> str:
@@ -165,7 +163,7 @@ class Engine(EngineCore):
         return None if twin is None else twin.master
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
-    take_half_weights, trust_masters = take_half_weights, trust_masters
+    trust_masters = trust_masters
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -185,8 +183,6 @@ class Engine(EngineCore):
             if load_scalers(self, state):
                 self.recorder.resumed()
         self.reductions.compare_again()
-        for session in self.sessions.values():
-            session.compare_weights()
 
     def report(self, path: str | Path, *, title: str = "Training report") -> None:
         """Write what is known of the run so far as one HTML page.
@@ -277,7 +273,7 @@ class Engine(EngineCore):
             self._end.unwind()
 
     def _make_end(self) -> UndoStack:
-        weights = WeightsAtEnd(self.sessions.values(), self.conversion, self.adjustments)
+        weights = WeightsAtEnd(self.sessions.values(), self.conversion)
         end = UndoStack()
         for step in (
             self.be_forgotten,

@@ -15,8 +15,6 @@ class Entrance:
     """The differences; the defaults are those of ``preamp.initialize``."""
 
     allow_half_model: bool = False  # accept models that are half already
-    # Whether float functions take both half dtypes, as in Apex, or the engine's alone
-    widens_any_half: bool = False
     # Whether ``model.forward`` casts too where it is called by hand
     casts_forward: bool = False
     # Whether writing to a scaled half gradient has no effect, as in Apex, or is refused

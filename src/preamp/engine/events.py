@@ -33,7 +33,6 @@ class Backward(Protocol):
 
 OnBackward = Callable[[Backward], None]
 OnLoss = Callable[[torch.Tensor], None]
-OnGradients = Callable[[Backward, bool], None]
 OnNorm = Callable[[OptimizerSession, torch.Tensor], None]
 OnUpdate = Callable[[OptimizerSession, bool], None]
 OnSession = Callable[[OptimizerSession], None]
@@ -46,9 +45,8 @@ class Events:
     # A ``scale_loss`` block was entered; nothing was changed yet
     block_begins: list[OnBackward] = field(default_factory=list[OnBackward])
     loss_scaled: list[OnLoss] = field(default_factory=list[OnLoss])  # with what the block yields
-    # The backward has ended and its gradients are still scaled; whether they will be left so. May
-    # refuse.
-    gradients_made: list[OnGradients] = field(default_factory=list[OnGradients])
+    # The backward has ended and its gradients are still scaled. May refuse.
+    gradients_made: list[OnBackward] = field(default_factory=list[OnBackward])
     # The gradients are unscaled
     block_over: list[OnBackward] = field(default_factory=list[OnBackward])
     # With the L2 norm of all unscaled gradients of an optimizer

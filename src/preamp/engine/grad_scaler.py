@@ -49,11 +49,12 @@ class GradScaler(torch.amp.GradScaler):
       Until `unscale_` or `step`, gradients on the model's parameters are those of the latest one.
     - After `unscale_` half parameters show their unscaled gradients, rounded. What the script does
       to them counts: a factor on all of a gradient, as ``torch.nn.utils.clip_grad_norm_`` has, is
-      applied to the float32 gradients that masters get. Anything else is taken as it was written,
-      in float16 with a warning, since unscaled float16 gradients lose what is small. A clip whose
-      norm overflowed float16 is refused. All this takes 4 bytes per parameter more at its peak, and
-      lets the host wait for the device.
-    - ``preamp.clip_grad_norm_(optimizer, max_norm)`` needs no `unscale_`, and no further pass.
+      applied to the float32 gradients that masters get. Anything else is taken as it was written
+      in bfloat16 and at a scale of 1, and refused in float16, since unscaled float16 gradients lose
+      what is small; so is a clip whose norm overflowed float16. All this takes 4 bytes per
+      parameter more, and lets the host wait for the device.
+    - ``preamp.clip_grad_norm_(optimizer, max_norm)`` needs no `unscale_`, and no further pass, and
+      ``preamp.clip_grad_value_`` no `unscale_`.
     - The loss scale has the floor and the ceiling that ``preamp.initialize`` gave it, and
       `preamp.LossScaleError` ends what cannot go on.
     - ``is_enabled()`` is true at levels whose loss scale is static, too; `update` leaves that one
@@ -290,7 +291,7 @@ class GradScaler(torch.amp.GradScaler):
         for session in sessions:
             session.end_left_open()
             session.end_backward = partial(self._end, session)  # also after an interrupt from here
-        block.begin(will_delay=False)
+        block.begin()
         for session in sessions:
             self._blocks[id(session)] = block.part(session)
         return block.note.scale
@@ -311,7 +312,7 @@ class GradScaler(torch.amp.GradScaler):
         block = self._blocks.get(id(session))
         try:
             if block is None:
-                session.abort()
+                session.undo()
             else:
                 block.finish(adjust=False, record=partial(self._keep_found, session))
         finally:

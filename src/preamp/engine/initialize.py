@@ -37,7 +37,6 @@ from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
 from preamp.engine.asked import asked
-from preamp.engine.collectives import COLLECTIVES
 from preamp.engine.copies import attach_copies, attach_optimizer_copies
 from preamp.engine.core import Setup
 from preamp.engine.engine import Engine
@@ -326,7 +325,6 @@ def _attach(engine: Engine) -> None:
         for kind in map(ForeachType, master_types(engine.sessions.values())):
             engine.process_undo.hold(kind)
             kind.hold()
-        COLLECTIVES.acquire(engine.process_undo)
     is_sharded = any(map(has_sharded_parts, engine.models))
     if policy.master_weights or policy.is_dynamic or is_sharded:
         # Masters need names; a step with zeros, which makes an optimizer's state, is not counted
@@ -368,9 +366,7 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         region = UndoStack()
         undo.push(region.unwind)
         engine.cast_undo.push(region.unwind)
-        widens = engine.entrance.widens_any_half
-        half = policy.patch_torch_functions_type
-        attach_cast_region(model, types, half, region, widens_any_half=widens)
+        attach_cast_region(model, types, policy.patch_torch_functions_type, region)
     else:
         attach_plain_region(model, undo, target if target in HALF_DTYPES else None)
     inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
@@ -393,11 +389,9 @@ def _install_function_casts(engine: Engine) -> None:
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        widens = engine.entrance.widens_any_half
-        install_function_casts(undo, verbose=engine.verbosity >= 2, widens_any_half=widens)
+        install_function_casts(undo, verbose=engine.verbosity >= 2)
         if policy.scope == "thread":
-            half = policy.patch_torch_functions_type
-            push_thread_casts(types, half, undo, widens_any_half=widens)
+            push_thread_casts(types, policy.patch_torch_functions_type, undo)
     half = policy.half_dtype
     if half is not None and "cpu" in types:
         install_wide_where_slow(half, undo)

@@ -16,7 +16,6 @@ from preamp.core.torch_private.modules import has_hook
 from preamp.core.undo import UndoStack
 from preamp.engine.copies import attach_copies
 from preamp.engine.engine import Engine
-from preamp.engine.weights import attach_move_doors
 
 
 def hook_layers(
@@ -27,8 +26,6 @@ def hook_layers(
     attach_state_hooks(layers, engine.link, undo)
     if engine.policy.master_weights:
         attach_copies(layers, engine.copies, undo)
-    if engine.policy.storage.masters == "split":
-        attach_move_doors(layers, engine.link, undo)
 
 
 def refuse_new_layers(engine: Engine, params: Sequence[torch.Tensor]) -> None:

@@ -24,13 +24,8 @@ from preamp.core.errors import LossScaleError
 from preamp.core.log import say
 from preamp.core.ranks import is_first_rank, name_of_rank
 from preamp.core.tensors import host_reaches, is_capturing
-from preamp.engine.overflow import Finding, GradientNote, OverflowCause, find_cause
-from preamp.engine.overflow_messages import (
-    check_limits,
-    harmless_message,
-    overflow_message,
-    unnoticed_message,
-)
+from preamp.engine.overflow import GradientNote, OverflowCause, find_cause
+from preamp.engine.overflow_messages import check_limits, overflow_message, unnoticed_message
 from preamp.engine.session import OptimizerSession
 from preamp.scaling import LossScaler
 
@@ -114,17 +109,13 @@ class Ledger:
         # Called with the session, the number of the step among its own, counted from 1, and whether
         # it was skipped: once for each step, in order, when its outcome is known
         self.on_step: list[OnStep] = []
-        # Called once it was told where a loss was made that is not finite, with finite gradients
-        self.on_loss_traced: list[Callable[[], None]] = []
         self._open: deque[_Open] = deque()
         self._has_told = False  # of any overflow
         self._has_traced = False  # and to what it was followed
         self._told_stack: list[str] = []  # the calls that were printed last
         self._has_looked = False  # and seen something that is not finite
-        self._has_told_loss = False  # of one whose gradients are finite
-        self._has_traced_loss = False  # and where it was made
         self._looks = Counter[str]()  # by what was looked at
-        self._coming: dict[str, tuple[_Flag, Callable[[], None]]] = {}
+        self._coming: dict[str, _Flag] = {}
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights, or will in a CUDA graph's replays."""
@@ -274,26 +265,8 @@ class Ledger:
         finite, flags, watched = note.loss_finite, note.found_inf, note.watched
         if host_reaches(finite) and bool(finite):
             return
-        has_told = self._has_told_loss if watched is None else self._has_traced_loss
-        if flags and not has_told:
-            tell = partial(self._tell_harmless, watched)
-            self._look("a harmless loss", flags[0], partial(_is_harmless, finite, flags), tell)
         if not is_dynamic and watched is None:
             self.look("the loss", finite, partial(_is_sound, finite, flags))
-
-    def _tell_harmless(self, watched: Callable[[bool], Finding] | None) -> None:
-        finding = None if watched is None else watched(False)
-        if self._speaks(finding is not None):
-            self._has_told_loss = True
-            self._has_traced_loss |= finding is not None
-            say(harmless_message(finding))
-        if finding is not None:
-            for listener in tuple(self.on_loss_traced):
-                listener()
-
-    def ask_about_losses(self) -> None:
-        """The modules are watched from now on: tell of such a loss once more."""
-        self._has_traced_loss = False
 
     def look(self, what: str, beside: torch.Tensor, is_finite: Callable[[], torch.Tensor]) -> None:
         """Tell, once, that a loss or norm is not finite though no loss scale reacts to that.
@@ -301,36 +274,22 @@ class Ledger:
         The answer lies on the device of ``beside``. Where the host would have to wait for that, it
         looks at every hundredth only.
         """
-        if not self._has_looked:
-            tell = partial(self._tell_once, what, is_finite=False)
-            self._look(what, beside, lambda: torch.logical_not(is_finite()), tell)
-
-    def _look(
-        self,
-        what: str,
-        beside: torch.Tensor,
-        is_bad: Callable[[], torch.Tensor],
-        tell: Callable[[], None],
-    ) -> None:
-        if host_reaches(beside):
-            if bool(is_bad()):
-                tell()
+        if self._has_looked:
             return
-        if what in self._coming and self._coming[what][0].has_come():
-            flag, tell_earlier = self._coming.pop(what)
-            if flag.read():
-                tell_earlier()
+        if host_reaches(beside):
+            self._tell_once(what, bool(is_finite()))
+            return
+        if what in self._coming and self._coming[what].has_come():
+            self._tell_once(what, not self._coming.pop(what).read())
         self._looks[what] += 1
         if self._looks[what] % _LOOKS == 1 and not is_capturing(beside.device):
-            self._coming[what] = _Flag(is_bad().float()), tell
+            self._coming[what] = _Flag(torch.logical_not(is_finite()).float())
 
     def read_record(self, record: Record) -> None:
         """Look at what is recorded anyway. A listener of the history."""
         kind = record.kind
         if kind == "step":
-            values = [getattr(record, "norm", None) or 0.0]
-            if not self._has_told_loss:
-                values += getattr(record, "losses", {}).values()
+            values = [getattr(record, "norm", None) or 0.0, *getattr(record, "losses", {}).values()]
             self._tell_once(
                 "the loss or the norm of the gradients", all(map(math.isfinite, values))
             )
@@ -361,9 +320,3 @@ def _is_sound(finite: torch.Tensor, flags: Sequence[torch.Tensor]) -> torch.Tens
         return finite
     found = functools.reduce(torch.maximum, flags)
     return torch.logical_or(finite.to(found.device), found == 0)
-
-
-def _is_harmless(finite: torch.Tensor, flags: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether a loss is not finite, and all gradients are; on the device of ``flags``."""
-    found = functools.reduce(torch.maximum, flags)
-    return torch.logical_and(torch.logical_not(finite.to(found.device)), found == 0)

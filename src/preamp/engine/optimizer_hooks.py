@@ -57,7 +57,6 @@ class OptimizerHooks:
         make_hook_tables(optimizer, undo)
         add_hook(optimizer, "register_step_pre_hook", self._before_step, undo)
         add_hook(optimizer, "register_step_post_hook", self._after_step, undo)
-        add_hook(optimizer, "register_load_state_dict_post_hook", self._after_load, undo)
         for name, method in (
             ("step", self._make_step()),
             ("zero_grad", self._make_zero_grad()),
@@ -146,11 +145,7 @@ class OptimizerHooks:
     ) -> None:
         del optimizer, args, kwargs
         withheld = self._give_back_gradients()
-        try:
-            for table in self._session.tables:
-                table.pack()
-        finally:  # those that are not packed; packed ones are in their half weights already
-            self._session.write_halves()
+        self._session.write_halves()
         if self._stepping:
             self._stepping = False
             if withheld:
@@ -164,10 +159,6 @@ class OptimizerHooks:
                 self._engine.ledger.applied(self._session)
             self._unread = None
 
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        del optimizer
-        self._session.compare_weights()  # whoever resumes may broadcast what one rank has read
-
     def _withhold_gradients(self) -> None:
         """Hide all gradients from an optimizer that cannot be kept from stepping any more."""
         for param in self._session.direct_params():
@@ -175,7 +166,7 @@ class OptimizerHooks:
                 self._held.append((param, param.grad))
                 param.grad = None
         for table in self._session.tables:
-            table.gradients.drop(in_backward=False)
+            table.gradients.drop()
         self._withheld = True
 
     def _give_back_gradients(self) -> bool:

@@ -10,20 +10,14 @@ from typing import TypeVar
 import torch
 from torch.autograd.graph import Node
 
-from preamp.core.torch_private.autograd import (
-    TELLS_HOOKS,
-    BackwardOrder,
-    backward_order,
-    has_functions_of_python,
-    is_freed,
-)
+from preamp.core.torch_private.autograd import TELLS_HOOKS, BackwardOrder, backward_order, is_freed
 
 T = TypeVar("T")
 
 Graph = Node | BackwardOrder | None
 """The root of a backward's graph, or the order that it was followed to; ``None`` if not known."""
 
-_KEPT = 64  # graphs: of longer accumulations whose gradients were left scaled nobody knows
+_KEPT = 64  # graphs: of longer accumulations nobody knows
 
 
 def followed(graphs: Sequence[Graph]) -> list[Graph]:
@@ -39,15 +33,6 @@ def released(graphs: Sequence[Graph]) -> list[Graph]:
     kept = list(graphs[:_KEPT]) if TELLS_HOOKS else followed(graphs[:_KEPT])
     kept = [None if isinstance(g, Node) and not is_freed(g) else g for g in kept]
     return [*kept, None] if len(graphs) > _KEPT else kept
-
-
-def kept_long(graphs: Sequence[Graph]) -> list[Graph]:
-    """As `released`, without the attributes of Python's functions in the latest of ``graphs``."""
-    kept = released(graphs)
-    latest = kept[-1] if kept else None
-    if isinstance(latest, Node) and has_functions_of_python(latest):
-        kept[-1] = backward_order(latest)
-    return kept
 
 
 def sort(

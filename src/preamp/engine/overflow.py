@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from preamp.core.tensors import host_reaches, locals_of
+from preamp.core.tensors import all_finite, host_reaches, local_of
 from preamp.engine.order import Graph, followed, released, sort
 from preamp.kernels import Census
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from preamp.numerics import OverflowRecord, TraceRecord
 
 Kind = Literal["inf", "nan"]
-_BLOCK = 1 << 20  # elements: temporaries of a large gradient stay small
 _NAMED = 16  # parameters in one line
 NOT_HERE = "a gradient that another rank has a part of, and not in the part of this rank"
 
@@ -34,9 +33,6 @@ class OverflowCause:
             in which that backward made them.
         candidates: How many of them, from the first on, may have been the first: 1 where the order
             is known, all of them where it is not. 0 without parameters.
-        largest: For each of them the largest finite magnitude in its gradient, loss scale
-            included, and 0 if nothing in it is finite; ``None`` where it is not known: on
-            devices other than the CPU only the Triton back end takes it along.
         kinds: For each of them ``"nan"`` if there is one, else ``"inf"``.
         loss_was_finite: Whether the loss itself, before scaling, was finite. If not, no loss
             scale can help.
@@ -58,7 +54,6 @@ class OverflowCause:
     old_scale: float
     new_scale: float
     candidates: int = 1
-    largest: tuple[float | None, ...] = ()
     kinds: tuple[Kind, ...] = ()
     was_watched: bool = False
     trace: TraceRecord | None = None
@@ -89,7 +84,6 @@ class OverflowCause:
             loss_id=self.loss_id,
             parameters=list(self.parameters),
             candidates=self.candidates,
-            largest=list(self.largest),
             loss_was_finite=self.loss_was_finite,
             old_scale=self.old_scale,
             new_scale=self.new_scale,
@@ -115,7 +109,6 @@ class Overflowing:
 
     param: torch.Tensor
     kind: Kind
-    largest: float | None
 
 
 @dataclass(slots=True, eq=False)
@@ -135,48 +128,36 @@ class GradientNote:
     watched: Callable[[bool], Finding] | None = None
     # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank
     found_inf: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    # Per optimizer, parameters, the largest magnitude of each one's gradient, and the largest
-    # finite one, or nan, where it is known
-    found: list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]] = field(
-        default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]]
+    # Per optimizer, parameters, and the largest magnitude of each one's gradient
+    found: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = field(
+        default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor]]
     )
-
-    def go_on_from(self, earlier: GradientNote) -> None:
-        """This backward adds to the gradients of an ``earlier`` one that were left scaled."""
-        finite = earlier.loss_finite.to(self.loss_finite.device)
-        self.loss_finite = torch.logical_and(self.loss_finite, finite)
-        self.graphs = [*earlier.graphs, *self.graphs]
 
     def add(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], census: Census
     ) -> None:
-        """Note an optimizer's gradients unless known to be finite; read overflowing ones again."""
-        max_abs, max_finite = census.max_abs, census.max_finite
+        """Note an optimizer's gradients unless known to be finite."""
+        max_abs = census.max_abs
         if max_abs is None:
             return
         if not host_reaches(census.found_inf):
             self.graphs = released(self.graphs)
         elif bool(census.found_inf != 0):
             self.graphs = followed(self.graphs)
-            if max_finite is None:
-                max_abs, max_finite = read_again(locals_of(grads), max_abs)
-        self.found.append((params, max_abs, max_finite))
+            for place, grad in enumerate(grads):  # one beyond float32 is infinite in the census
+                if grad.dtype is torch.float64 and bool(all_finite(local_of(grad))):
+                    max_abs = max_abs.index_fill(0, max_abs.new_tensor([place]).long(), 0.0)
+        self.found.append((params, max_abs))
 
     def overflowing(self) -> Iterator[Overflowing]:
         """The parameters whose gradient was infinite or nan, each once. Synchronises."""
         told: set[int] = set()  # a weight in several optimizers may be in the census of each
-        for params, max_abs, max_finite in self.found:
-            magnitudes = _values(max_abs)
-            largest = [math.nan] * len(magnitudes) if max_finite is None else _values(max_finite)
-            for param, magnitude, finite in zip(params, magnitudes, largest, strict=True):
+        for params, max_abs in self.found:
+            magnitudes = cast("list[float]", cast("Any", max_abs).tolist())
+            for param, magnitude in zip(params, magnitudes, strict=True):
                 if not math.isfinite(magnitude) and id(param) not in told:
                     told.add(id(param))
-                    kind: Kind = "nan" if math.isnan(magnitude) else "inf"
-                    yield Overflowing(param, kind, finite if math.isfinite(finite) else None)
-
-
-def _values(tensor: torch.Tensor) -> list[float]:
-    return cast("list[float]", cast("Any", tensor).tolist())
+                    yield Overflowing(param, "nan" if math.isnan(magnitude) else "inf")
 
 
 def find_cause(
@@ -217,7 +198,6 @@ def find_cause(
         loss_id=note.loss_id,
         parameters=tuple(name_of(item.param) for item in found),
         candidates=candidates,
-        largest=tuple(item.largest for item in found),
         kinds=tuple(item.kind for item in found),
         loss_was_finite=loss_was_finite,
         old_scale=float(note.scale.item()),
@@ -228,44 +208,3 @@ def find_cause(
         was_elsewhere=was_elsewhere,
         was_skipped=was_skipped,
     )
-
-
-@torch.no_grad()
-def read_again(
-    grads: Sequence[torch.Tensor], max_abs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the overflowing ``grads`` on the CPU for their largest finite magnitude.
-
-    ``max_abs`` are the largest magnitudes, infinite or nan for those that overflowed; also infinite
-    for finite float64 values beyond float32.
-
-    Returns ``max_abs`` without that exception, and in float64 the largest finite magnitudes: nan
-    where they are not known, which includes all gradients that did not overflow. Synchronises only
-    with the device of ``max_abs``.
-    """
-    max_abs = max_abs.clone()
-    largest = torch.full_like(max_abs, torch.nan, dtype=torch.float64)
-    overflowed = cast("Any", (~torch.isfinite(max_abs)).nonzero().flatten()).tolist()
-    for place in cast("list[int]", overflowed):
-        grad = grads[place]
-        if grad.device.type != "cpu":
-            continue
-        values: torch.Tensor = cast("Any", grad.coalesce()).values() if grad.is_sparse else grad
-        values = torch.view_as_real(values) if values.is_complex() else values
-        found, is_finite = _largest_finite(values.reshape(-1))
-        largest[place] = found
-        if is_finite:
-            max_abs[place] = 0.0
-    return max_abs, largest
-
-
-def _largest_finite(values: torch.Tensor) -> tuple[float, bool]:
-    """The largest finite magnitude, 0 if there is none, and whether all are finite."""
-    largest, all_finite = 0.0, True
-    for start in range(0, values.numel(), _BLOCK):
-        block = values[start : start + _BLOCK]
-        finite = torch.isfinite(block)
-        all_finite = all_finite and bool(finite.all())
-        low, high = torch.aminmax(torch.where(finite, block, 0))
-        largest = max(largest, abs(float(low)), abs(float(high)))
-    return largest, all_finite

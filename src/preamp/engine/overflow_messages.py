@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from preamp.core.errors import LossScaleError, message
 from preamp.core.ranks import has_other_ranks
-from preamp.engine.overflow import Finding, OverflowCause
+from preamp.engine.overflow import OverflowCause
 from preamp.scaling import SMALLEST_SCALE, DynamicScale, ScaleRule
 
 if TYPE_CHECKING:
@@ -32,28 +32,6 @@ def unnoticed_message(what: str) -> str:
         "call preamp.engine_of(optimizer).trace_overflow() or pass overflow='trace' to "
         "preamp.initialize; loss_scale='dynamic' skips such steps."
     )
-
-
-def harmless_message(finding: Finding | None) -> str:
-    """The line printed once for a loss that is not finite where nothing overflows.
-
-    ``finding`` is what the watching has come to, or ``None`` if nothing was watched.
-    """
-    text = (
-        "A loss is infinite or nan, and all gradients of its optimizer's parameters are finite. No "
-        "step is skipped for it, and none of their weights is lost: they do not depend on that "
-        "value, as with a sum that overflows, the mean over no elements, if all labels are "
-        "ignored, or what a mask hides. What else uses the loss, such as a log or a schedule, is "
-        "wrong."
-    )
-    if finding is None:
-        return (
-            f"{text} To learn where it is made, pass overflow='trace' to preamp.initialize, or "
-            "call preamp.engine_of(optimizer).trace_overflow()."
-        )
-    if finding.trace is None:
-        return f"{text} {_BLIND if finding.is_blind else 'Where it was made was not seen.'}"
-    return f"{text} {finding.trace.told()}{_stack(finding.trace)}"
 
 
 def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
@@ -90,10 +68,8 @@ def _where(cause: OverflowCause) -> str:
     if cause.candidates > 1:
         return f"in {cause.named()}"
     text = f"{kind} first in {cause.parameters[0]!r}"
-    if cause.largest and cause.largest[0]:
-        text += f", largest finite value {cause.largest[0]:.4g},"
     more = len(cause.parameters) - 1
-    return text.rstrip(",") if not more else f"{text} and in {more} more"
+    return f"{text} and in {more} more" if more else text
 
 
 def _traced(trace: TraceRecord | None) -> str:

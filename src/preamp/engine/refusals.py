@@ -25,16 +25,6 @@ def check_group(
             )
 
 
-def shared_while_scaled() -> PreampStateError:
-    """A weight comes to a second optimizer where its gradient carries the loss scale."""
-    return bad_state(
-        "add_param_group was given parameters of another optimizer, and gradients of one of the "
-        "two still carry the loss scale",
-        "Optimizers can share weights before a scale_loss block, or after one that unscales",
-        "Call add_param_group after the step, or before the first scale_loss with delay_unscale",
-    )
-
-
 def nested(optimizer: object) -> PreampStateError:
     """An optimizer enters a ``scale_loss`` block inside another one."""
     return bad_state(
@@ -150,15 +140,6 @@ def never_scaled() -> str:
     )
 
 
-def still_scaled() -> PreampStateError:
-    """A step is taken on gradients that carry the loss scale."""
-    return bad_state(
-        "optimizer.step() with gradients left scaled by delay_unscale=True",
-        "The last scale_loss before a step must unscale",
-        "Call scale_loss without delay_unscale for the last backward before step()",
-    )
-
-
 def closure_may_overflow() -> PreampStateError:
     """A step is to make its gradients itself, and a loss scale may have to fall meanwhile."""
     return bad_state(
@@ -202,14 +183,4 @@ def wrapped_for_closed() -> PreampStateError:
         "A DistributedDataParallel was called whose model's parameters Engine.close has cast",
         _HOOKED,
         "Wrap the model again after engine.close()",
-    )
-
-
-def captured_while_split() -> PreampStateError:
-    """The error for a step that goes into a CUDA graph while masters are split."""
-    return bad_state(
-        'optimizer.step() was captured in a CUDA graph with storage="split" masters',
-        "A graph writes to fixed memory, and split masters are float32 tensors as long as a "
-        "script reads or writes one",
-        'Pass storage="full", or preamp.Storage(moments=...) for moments in fewer bits',
     )

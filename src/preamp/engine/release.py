@@ -15,9 +15,8 @@ counts, and runs hooks and schedulers as ever. Updates have the number of the st
 Between a backward and its step weights are new already.
 
 Numbers are those of training without it: a gradient without a master is unscaled in place, a half
-one by the factor that the update of its master gets, as its session has it. Masters are packed
-by the step, not before: after a forward nothing may be written to what it has saved. A parameter
-that gets no gradient stays as it is, where ``zero_grad(set_to_none=False)`` would have left zeros.
+one by the factor that the update of its master gets, as its session has it. A parameter that gets
+no gradient stays as it is, where ``zero_grad(set_to_none=False)`` would have left zeros.
 
 An update cannot be taken back. So whatever needs gradients of a whole step, or of several
 backwards, is refused, as early as it is known: by `check_updates`, or when a block begins. If the
@@ -43,7 +42,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import disable_casts, thread_has_casts
-from preamp.core.tensors import is_capturing
 from preamp.core.torch_private.modules import add_hook
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
@@ -156,16 +154,13 @@ class Release:
             cast("FusedOptimizer", session.optimizer).check_storage()  # as it stays till the step
             updates = self._updates[id(session)] = _Updates(session, block.reached, inverse)
             for table in session.tables:
-                if table.packs and is_capturing(table.halves[0].device):
-                    raise refusals.captured_while_split()
-                table.absorb()
+                table.follow()
             self._hook(session)
             for group in session.optimizer.param_groups:
                 for param, leaf in zip(group["params"], leaves_of(group["params"]), strict=True):
                     self._places[id(leaf)] = _Place(updates, group, param)
 
-    def _gradients_made(self, block: Backward, are_left: bool) -> None:
-        del are_left
+    def _gradients_made(self, block: Backward) -> None:
         for session in block.sessions:
             if (updates := self._updates.get(id(session))) is not None:
                 self._apply_waiting(updates)
@@ -236,15 +231,12 @@ class Release:
                 rows.append((param, grad, None, None, None, None))
                 direct.append(grad)
                 continue
-            plain = twin.table.gradients.plain(grad.device).factor
+            plain = twin.table.gradients.one(grad.device)
             factor = plain if inverse is None else inverse.to(grad.device)
             rows.append((param, grad, twin.half, factor, twin, twin.table.lows[twin.row]))
         if inverse is not None:
             self._engine.ops.scale_add_(direct, inverse, [None] * len(direct))
         cast("FusedOptimizer", optimizer).update_alone(place.group, Entries.of_rows(rows))
-        for *_, twin, _ in rows:  # values half way are rounded otherwise than by the update
-            if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
-                twin.table.round((twin.row,))
 
 
 def _arrived(owner: weakref.ref[Release], leaf: torch.Tensor) -> None:

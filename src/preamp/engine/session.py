@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -24,13 +23,12 @@ from preamp.core.tensors import (
     grad_of,
     has_sharded,
     host_reaches,
-    is_capturing,
     is_sharded,
     versions_of,
     with_gradients,
 )
 from preamp.core.torch_private.shards import place_gradients
-from preamp.core.undo import Step, UndoStack, all_or_nothing
+from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
@@ -41,27 +39,27 @@ from preamp.optim import (
     HalfGradients,
     Masters,
     Rewriting,
+    SplitTable,
     WeightTable,
     cast_state,
-    is_zeroed,
     leaves_of,
     without_masters,
 )
+from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.policy.storage import Storage
 from preamp.scaling import LossScaler
-from preamp.scaling.scaler import Adjustments, larger
+from preamp.scaling.scaler import larger
 
 NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 256  # backwards between two steps that an overflow message can still look back on
 
 
-class Stage(Enum):
-    """Where an optimizer's gradients stand."""
+@dataclass(slots=True, eq=False)
+class Exit:
+    """Whether the script is out of the ``with`` statement of a block, however it has ended."""
 
-    READY = "ready"
-    SCALED = "scaled"
-    UNSCALED = "unscaled"
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +67,8 @@ class Plan:
     """What a ``scale_loss`` block is going to do with the gradients of its backward."""
 
     scaler: LossScaler
-    will_delay: bool = False  # leave them scaled (``delay_unscale``)
     may_reduce: bool = False  # a hook may reduce them over ranks
-
-
-@dataclass(slots=True)
-class Delayed:
-    """The scale that gradients left scaled (``delay_unscale``) carry."""
-
-    scaler: LossScaler
-    generation: int  # the scaler's generation then; another one means another scale
-    # What unscales them, a float32 scalar; ``None`` for the static scale 1
-    inverse: torch.Tensor | None
-    note: GradientNote  # of the latest backward that left any, and of those before it
-    has_gradients: bool = False  # whether any gradient was left
-    # Of the gradients left, by the ``id`` of their parameters
-    versions: dict[int, int] = field(default_factory=dict[int, int])
-
-    def continues_with(self, scaler: LossScaler) -> bool:
-        """Whether gradients of ``scaler`` can be added as they are."""
-        return self.scaler is scaler and self.generation == scaler.generation
+    exit: Exit = field(default_factory=Exit)
 
 
 Marks = tuple[list[int], list[Any], list[int]]
@@ -177,10 +157,9 @@ def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
 class OptimizerSession:
     """One optimizer of an engine: its gradients, its masters, and what was found in them.
 
-    Gradients go READY → SCALED → UNSCALED → READY. A block is `begin_backward`, then `abort`,
-    `delay`, or `census`, `merge` and `commit`. Nothing is lost before `commit`: each of the others
-    may fail and be followed by `abort` or `undo`. What ends a block (`abort`, `undo`, `delay`,
-    `commit`) may be called again, where it was interrupted and where it was not.
+    A block is `begin_backward`, then `undo`, or `census`, `merge` and `commit`. Nothing is lost
+    before `commit`: each of the others may fail and be followed by `undo`. What ends a block
+    (`undo`, `commit`) may be called again, where it was interrupted and where it was not.
     """
 
     def __init__(
@@ -193,14 +172,12 @@ class OptimizerSession:
         """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
         self.optimizer = optimizer
         self.masters = masters  # its float32 masters, or ``None`` at levels without
-        self.stage = Stage.READY
         self.is_open = False  # whether a ``scale_loss`` block is under way
+        self.awaits_step = False  # whether one has ended, and no step or zeroing has come since
         self.direct = DirectGradients(ops)  # gradients of parameters without a master
-        self.delayed: Delayed | None = None  # of gradients left scaled, if there are any
         self.known_norm = KnownNorm()  # what a census found, if clipping wants it
         # Not zero if the next step must be skipped; ``None`` if nobody looked
         self.found_inf: torch.Tensor | None = None
-        self.heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
         # What the backwards since the last step found, for overflow messages
         self.notes: list[GradientNote] = []
         # The same where nobody acts on it, but the modules are watched
@@ -212,6 +189,7 @@ class OptimizerSession:
         # Ends a backward that a `GradScaler` has left open; ``None`` if none is
         self.end_backward: Callable[[], None] | None = None
         self.ending = UndoStack()  # what an interrupt has left of the end of a block
+        self.exit = Exit()  # of the block under way, or of the latest one
         # Hooks of one that let a backward raise, since what it has unscaled must stay in place
         self.refusing: list[RemovableHandle] = []
         self.splits = reductions.splits
@@ -263,8 +241,8 @@ class OptimizerSession:
     def check_can_share(self) -> None:
         """Raise `PreampStateError` where a weight cannot go into another optimizer as well."""
         self.end_left_open()
-        if self.is_open or self.stage is Stage.SCALED:
-            raise refusals.shared_while_scaled()
+        if self.is_open:
+            raise refusals.inside_block("add_param_group")
 
     def take_findings(self, other: OptimizerSession) -> None:
         """Take over what was found in gradients that this optimizer now shares with another."""
@@ -296,16 +274,10 @@ class OptimizerSession:
         if isinstance(self.optimizer, KeepsMoments):
             self.optimizer.place_state()
 
-    def compare_weights(self) -> None:
-        """Weights may have been written to without a trace; look at the next backward."""
+    def _start_weights(self) -> None:
         for table in self.tables:
-            table.make()
-            table.compares = True
-
-    def _compare_now(self) -> None:
-        for table in self.tables:
-            if table.compares:  # mostly not, and who reduces is a walk over all modules
-                table.compare(rounds=self._reductions.are_by_hand)
+            if table.is_fresh:  # mostly not, and who reduces is a walk over all modules
+                table.start(from_halves=self._reductions.are_by_hand)
 
     def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
         """Make masters for half parameters that lack one; see `Masters.adopt`."""
@@ -319,85 +291,29 @@ class OptimizerSession:
 
         Both blocks would unscale the same gradients.
         """
+        self.settle()
         if self.is_open:
             raise refusals.nested(self.optimizer)
-
-    def settle(self, plan: Plan, claimed: set[int], adjustments: Adjustments) -> None:
-        """Unscale gradients left scaled if those of the coming block cannot be added to them."""
-        self.adopt()
-        self._forget_abandoned()
-        if self.found_inf is not None and self._has_lost_delayed():
-            self._forget_overflow()
-        # What is away could not be reduced with the rest.
-        must_return = plan.may_reduce and self.may_be_local and self._has_aside
-        continues = self.delayed is None or self.delayed.continues_with(plan.scaler)
-        if must_return or not continues:
-            self.settle_now(claimed, adjustments)
-
-    def settle_now(self, claimed: set[int], adjustments: Adjustments) -> None:
-        """Unscale gradients left scaled, if there are any. Arguments as `settle`."""
-        delayed = self.delayed
-        if delayed is None:
-            self.backwards += 1
-            return
-
-        def prepare() -> list[Step]:
-            self._reconcile_raw()
-            self.direct.params = self._unclaimed(claimed)
-            self.arrive()
-            self.is_open = True
-            found_inf = self.census(delayed.scaler, delayed.note)
-            self.merge(delayed.inverse)
-            tell = partial(self._tell_settled, delayed, found_inf, adjustments)
-            return [partial(self.commit, delayed.inverse), tell]
-
-        all_or_nothing(prepare, self.undo)
-
-    def _tell_settled(
-        self, delayed: Delayed, found_inf: torch.Tensor | None, adjustments: Adjustments
-    ) -> None:
-        if found_inf is None:
-            return
-        self.remember(found_inf, delayed.note)
-        if self.may_be_local:  # other ranks do not know of an overflow here yet
-            adjustments.later(delayed.scaler, [self], found_inf, is_due=False)
-        else:
-            # Of a scale that has fallen since it says nothing new.
-            is_news = delayed.scaler.scale >= delayed.note.scale
-            delayed.scaler.record(self.new_overflow(found_inf) * is_news)
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
         """Make room for a backward. Mutates the parameters' ``grad``.
 
         ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
         """
-        is_first = self.delayed is None  # else raw gradients of one scale pile up in place
-        if is_first:
-            has_found = self.found_inf is not None or self.watched
-            if has_found and not self.holds_any():
-                self._forget_overflow()
-            # Left scaled, they are joined by earlier ones in place, whose overflow is told.
-            self.heard = self.found_inf if plan.will_delay else None
+        has_found = self.found_inf is not None or self.watched
+        if has_found and not self.holds_any():
+            self._forget_overflow()
         self.known_norm.forget()
         own = self.direct.params = self._unclaimed(claimed)
-        if is_first:
-            self._set_aside(plan, own)
-        else:
-            self._reconcile_raw()
-        self.is_open = True
-
-    def _set_aside(self, plan: Plan, own: list[torch.Tensor]) -> None:
         carry: torch.Tensor | float | None = None
-        scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
         if plan.may_reduce and self.may_be_local:
-            carry = scale
+            carry = 1.0 if plan.scaler.is_identity else plan.scaler.scale
         for halves in self.half_gradients:
-            halves.reconcile()  # may refuse before anything is moved
+            halves.take_in()  # may refuse before anything is moved
+        self.exit = plan.exit
         self.is_open = True  # for `undo`, which takes back as much as was done
-        self.direct.begin(
-            own, carry, scale if plan.will_delay else None, may_be_overwritten=plan.may_reduce
-        )
-        self._compare_now()
+        self.direct.begin(own, carry, may_be_overwritten=plan.may_reduce)
+        self._start_weights()
         for halves in self.half_gradients:
             halves.begin(carry)
 
@@ -409,53 +325,24 @@ class OptimizerSession:
         claimed.update(map(id, own))
         return own
 
-    def _reconcile_raw(self) -> None:
-        for some in self.gradients:
-            some.reconcile_raw()
-
     # -- a backward ends ---------------------------------------------------------------------
 
-    def end_body(self) -> None:
-        """The body of the block has ended: take in what it dropped."""
-        for some in self.gradients:
-            some.end_body()
-
-    def abort(self) -> None:
-        """The body raised: drop its gradients, restore those from before."""
-        if self.is_open and self.delayed is None:
-            self.undo()
-        # After a delayed block nothing was set aside; what autograd added stays, as in torch.
-        self.is_open = False
-
     def undo(self) -> None:
-        """Restore the gradients from before the block, or from before the first delayed one."""
+        """The block failed: drop its gradients, restore those from before."""
         self.known_norm.forget()
-        if self.is_open:
-            for some in self.gradients:
-                some.put_back()
-        if self.delayed is not None:
-            self.delayed, self.stage = None, Stage.READY
+        try:
+            if self.is_open:
+                run_all([some.put_back for some in self.gradients])
+        except Exception:  # whatever could not be restored: the next block begins clean
+            self.is_open = False
+            raise
         self.is_open = False
 
-    def delay(self, scaler: LossScaler, note: GradientNote, generation: int) -> None:
-        """Leave the gradients scaled; a later block unscales them all.
-
-        ``generation`` is the scaler's when the block began.
-        """
-        for some in self.gradients:
-            some.note_raw()
-        if self.delayed is None:
-            inverse = None if scaler.is_identity else note.scale.reciprocal()
-            self.delayed = Delayed(scaler, generation, inverse, note)
-        self.delayed.has_gradients |= self.holds_raw()
-        self.delayed.note, self.stage = note, Stage.SCALED
-        self._note_versions(self.delayed)
-        self.is_open = False
-
-    def _note_versions(self, delayed: Delayed) -> None:
-        leaves = self.model_params()
-        versions = versions_of([leaf.grad for leaf in leaves])
-        delayed.versions = dict(zip(map(id, leaves), versions, strict=True))
+    def settle(self) -> None:
+        """Do what an interrupt has left of a block's end; take back a block that was left open."""
+        self.ending.unwind()
+        if self.is_open and self.exit.is_over:
+            self.undo()
 
     def arrive(self) -> None:
         """The backward is over: tables read their half gradients, and refuse sparse ones."""
@@ -525,8 +412,7 @@ class OptimizerSession:
         is_reduced = is_reduced or self.known_norm.is_of_sharded
         self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)
         self.is_open = False
-        self.stage = Stage.UNSCALED
-        self.delayed = None
+        self.awaits_step = True
         self.backwards += 1
 
     # -- gradients between backwards ---------------------------------------------------------
@@ -535,11 +421,6 @@ class OptimizerSession:
     def may_be_local(self) -> bool:
         """Whether there may be gradients of this rank alone, not reduced yet."""
         return self._reduced_at != self._reductions.unreduced
-
-    @property
-    def _has_aside(self) -> bool:
-        """Whether an earlier gradient is away while others were left scaled."""
-        return any([some.has_aside for some in self.gradients])
 
     def holds_earlier(self) -> bool:
         """Whether earlier gradients join those of the backward."""
@@ -557,36 +438,16 @@ class OptimizerSession:
 
     def is_within_step(self) -> bool:
         """Whether gradients of a block wait for their step, neither dropped nor zeroed."""
-        if self.stage is Stage.SCALED:
-            return self.holds_raw() and not self._has_lost_delayed()
-        return self.stage is Stage.UNSCALED and self.holds_any()
-
-    def _has_lost_delayed(self) -> bool:
-        """Whether gradients were left scaled, and the script has zeroed or dropped them all.
-
-        Zeros with a sign are none of a script's: they stand in for earlier gradients.
-        """
-        delayed, leaves = self.delayed, self.model_params()
-        if delayed is None or not delayed.versions:
-            return False
-        grads, then = [leaf.grad for leaf in leaves], [delayed.versions.get(id(p)) for p in leaves]
-        return all(
-            grad is None or (now != before and not grad.is_sparse and is_zeroed(grad))
-            for grad, now, before in zip(grads, versions_of(grads), then, strict=True)
-        )
-
-    def _forget_abandoned(self) -> None:
-        """Forget a delayed accumulation whose gradients the script has dropped since."""
-        delayed = self.delayed
-        if delayed is not None and delayed.has_gradients and not self.holds_raw():
-            self.drop_gradients()
+        return self.awaits_step and self.holds_any()
 
     def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
         """Gradients that are made (now, if ``all_of_them``), and the model's parameters."""
         direct, grads = with_gradients(self.direct_params())
         for table in self.tables:
             halves = table.gradients
-            (halves.make_all if all_of_them else halves.make_accumulated)()
+            halves.take_in()
+            if all_of_them:
+                halves.make_all()
             if halves.may_have_bases:
                 pairs = zip(table.halves, halves.bases(), strict=True)
                 made = [(half, base) for half, base in pairs if base is not None]
@@ -597,50 +458,43 @@ class OptimizerSession:
     def marks(self) -> Marks:
         """What differs once gradients are no longer those that the latest backward has left."""
         grads = list(map(grad_of, self._direct_params))
+        for halves in self.half_gradients:
+            if halves.may_have_bases:
+                grads += halves.bases()
         return [halves.changes for halves in self.half_gradients], grads, versions_of(grads)
 
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
         for table in self.tables:
             halves = table.gradients
-            if not halves.is_showing:
-                continue
-            if not self.splits.concern(table.halves):
-                halves.reconcile(looks=True, lost=self.found_inf)
-            elif self.overflowed():
-                halves.ignore_writes()
-            else:
-                halves.reconcile(self.splits.agree, looks=True)
+            if halves.is_shown and self.overflowed():
+                halves.ignore_writes()  # no step will use them
+            elif halves.is_shown:
+                splits = self.splits if self.splits.concern(table.halves) else None
+                halves.take_in(splits, looks=True)
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
-        self.ending.unwind()
+        self.settle()
         self.reset()
         self.direct.forget()
-        tables = self.half_gradients  # what they have is away, since the optimizer would widen it
-        away = [halves.take_away_zeroed(in_backward=self.is_open) for halves in tables]
+        for halves in self.half_gradients:
+            halves.zero()  # and are nobody's, since the optimizer would widen them
         try:
             return original()
         finally:
-            for halves, grads in zip(tables, away, strict=True):
-                halves.give_zeros(grads)
+            for halves in self.half_gradients:
+                halves.be_zeros()
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones, and what was set aside."""
-        self.ending.unwind()
+        self.settle()
         self.direct.forget()
         for halves in self.half_gradients:
-            halves.drop(in_backward=self.is_open)
+            halves.drop()
         self.reset()
 
     # -- an overflow -------------------------------------------------------------------------
-
-    def new_overflow(self, found_inf: torch.Tensor) -> torch.Tensor:
-        """What the loss scale has yet to learn of ``found_inf``; nothing twice."""
-        heard = self.heard
-        if heard is None:
-            return found_inf
-        return found_inf * (heard.to(found_inf.device) == 0)
 
     def remember(self, found_inf: torch.Tensor, note: GradientNote) -> None:
         """Keep an overflow until the next step, whichever optimizer's gradients showed it."""
@@ -658,7 +512,7 @@ class OptimizerSession:
 
     def _forget_overflow(self) -> None:
         """The gradients that overflowed were dropped or zeroed: a fresh start."""
-        self.found_inf = self.heard = None
+        self.found_inf = None
         self.notes.clear()
         self.watched.clear()
 
@@ -691,7 +545,7 @@ class OptimizerSession:
 
     def end_left_open(self) -> None:
         """Let gradients be unscaled now, if a `GradScaler` would do so later."""
-        self.ending.unwind()
+        self.settle()
         if self.is_open and self.end_backward is not None:
             self.end_backward()
 
@@ -703,16 +557,13 @@ class OptimizerSession:
 
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
-        self.ending.unwind()
+        self.settle()
         if self.is_open and self.end_backward is not None:
             if self.holds_raw():
                 raise refusals.passes_by_scaler()
             self.end_backward()
         if self.is_open:
             raise refusals.inside_block("optimizer.step()")
-        self._forget_abandoned()
-        if self.stage is Stage.SCALED:
-            raise refusals.still_scaled()
 
     def prepare_step(self) -> None:
         """Bring masters up to date with what the user did to half weights and gradients."""
@@ -720,18 +571,11 @@ class OptimizerSession:
         self.read_back_shown()
         if self.masters is not None:
             self.masters.adopt()
-            # No block may have come yet; more may be written before it if there are no gradients.
-            compares = any(table.compares for table in self.tables)
-            self._compare_now()
-            if compares and not self.holds_any():
-                self.compare_weights()
+            if any([table.is_fresh for table in self.tables]) and self.holds_any():
+                self._start_weights()  # no block may have come yet
             for table in self.tables:
-                if table.packs and is_capturing(table.halves[0].device):
-                    raise refusals.captured_while_split()
-                table.absorb()
-                # Packed now, masters leave their memory to what the first step makes.
-                takes_stored = getattr(self.optimizer, "takes_stored", False)
-                (table.pack if takes_stored else table.make)()
+                if not table.updates_halves:  # else its kernels take half weights for the truth
+                    table.absorb()
                 table.is_stepping = True
 
     def write_halves(self) -> None:
@@ -754,9 +598,8 @@ class OptimizerSession:
         self.skips_in_row = self.skips_in_row + 1 if skipped else 0
 
     def reset(self) -> None:
-        """Back to READY: no overflow, nothing delayed."""
-        self.stage = Stage.READY
-        self.delayed = None
+        """No gradients wait for a step, and nothing was found in any."""
+        self.awaits_step = False
         self.known_norm.forget()
         self._reduced_at = self._reductions.unreduced
         self.found_inf = None
@@ -768,7 +611,6 @@ class OptimizerSession:
         self.drop_gradients()
         for param in self.direct_params():
             param.grad = None
-        self.heard = None
 
 
 def params_of_group(group: Any) -> list[torch.Tensor]:
@@ -805,7 +647,10 @@ def make_sessions(
     for optimizer in optimizers:
         masters = None
         if has_masters:
-            masters = Masters(optimizer, WeightTable(ops, rewriting, storage), name_of, every)
+            kind = SplitTable if storage.masters == "split" else WeightTable
+            updates_halves = isinstance(optimizer, FusedOptimizer)
+            table = kind(ops, rewriting, storage, updates_halves=updates_halves)
+            masters = Masters(optimizer, table, name_of, every)
             every.append(masters)
         sessions[id(optimizer)] = OptimizerSession(optimizer, ops, masters, reductions)
     return sessions

@@ -23,7 +23,7 @@ from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
 from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
-from preamp.optim.larc import released
+from preamp.optim.larc import masters_split, released
 from preamp.policy import Policy
 
 if TYPE_CHECKING:
@@ -42,13 +42,17 @@ def check_storage(
     """
     storage, optimizers = policy.storage, list(optimizers)
     for optimizer in optimizers:
-        if storage.moments != "float32" and not getattr(type(optimizer), "takes_stored", False):
+        if getattr(type(optimizer), "takes_stored", False):
+            continue
+        kind = with_article(type(optimizer).__name__)
+        if storage.moments != "float32":
             raise bad_type(
-                f"storage has moments={storage.moments!r}, and an optimizer is "
-                f"{with_article(type(optimizer).__name__)}",
+                f"storage has moments={storage.moments!r}, and an optimizer is {kind}",
                 f"Moments are kept in fewer bits by {', '.join(KEEP_FEWER_BITS)}",
-                'Choose one of these, or pass storage="split" or "full", where moments are float32',
+                'Choose one of these, or pass storage="full", where moments are float32',
             )
+        if storage.masters == "split":
+            raise masters_split(kind)
     if storage.masters == "split" and policy.cast_model_type is torch.float16:
         updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         norms = kept.norms if policy.keep_batchnorm_fp32 else ()
@@ -74,6 +78,8 @@ def check_updates(
     if policy.storage.place == "host":
         _check_host(every, optimizers, ops.name)
         _reserve_for_host(optimizers, has_masters=policy.master_weights)
+    if policy.storage.masters == "split" and any(isinstance(one, LARC) for one in every):
+        raise masters_split("LARC")
     if policy.storage.release_gradients:
         _check_release(every, optimizers, policy, splits, recording)
 
@@ -225,13 +231,7 @@ def describe_storage(engine: EngineCore) -> list[str]:
     found: list[str] = []
     if engine.policy.storage.masters == "split":
         twins = [twin for s in engine.sessions.values() for twin in s.masters or ()]
-        lows = [twin.table.lows[twin.row] for twin in twins]
-        wide = sum(twin.stays_wide for twin in twins)
-        split = sum(low is not None for low in lows)
-        found.append(
-            f"storage: {split} of {len(lows)} masters are split now"
-            + (f", {wide} stay float32 (they were written to, or are too large)" if wide else "")
-        )
+        found.append(f"storage: {len(twins)} masters are split")
     if engine.policy.storage.place == "host":
         found.append(f"storage: {describe_place(engine)}")
     if engine.policy.storage.applies_at_once:

@@ -2,15 +2,13 @@
 """Gradients that wait on the host: ``storage`` with ``release_gradients`` and ``place="host"``.
 
 A hook on each leaf runs when autograd has the whole gradient of it, and sends the values to the
-host, where masters and moments lie. What is left on the device has one element. It is the gradient
-still, for all that books are kept of: versions, what a script drops or zeroes, what is accumulated.
-Ops find the values (`core.away`), so looking for overflow, norms, sums and updates are the host's.
+host, where masters and moments lie. What stays is a gradient without values (`core.away`): books
+are kept of it, and scripts drop or zero it. Ops find the values, so looking for overflow, norms,
+sums and updates are the host's. What another backward of the block adds is sent again.
 
 Values go through two pinned buffers on a stream of their own, beside the backward. The host waits
 for a copy when its buffer is needed again: it is never further ahead than that. The host's memory
 of each gradient is kept from step to step, since taking it anew costs more than the copy.
-
-Another backward in the same block adds to a gradient in place, so its values come back for it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from typing import Any, Final, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from preamp.core.away import bring_back, is_away, leave, values_of
+from preamp.core.away import is_away, is_sent, on_device, send_away, values_of
 from preamp.core.pinned import laid_as, pinned
 from preamp.engine.engine import Engine
 from preamp.engine.events import Backward
@@ -41,7 +39,7 @@ class Waiting:
     def __init__(self, engine: Engine) -> None:
         """Hook nothing yet."""
         self._engine = engine
-        self._hooked: dict[int, tuple[torch.Tensor, list[RemovableHandle]]] = {}
+        self._hooked: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._roads: dict[torch.device, _Road] = {}  # while a block is open
         self._users: dict[int, weakref.ref[torch.Tensor]] = {}  # of memory kept, by id of the leaf
 
@@ -65,16 +63,13 @@ class Waiting:
             self._roads[device] = _Road(device, max(sizes))
         for leaf in leaves:
             if id(leaf) not in self._hooked:
-                hooked = cast("Any", leaf)
-                handles = [
-                    hooked.register_hook(partial(_make_room, weakref.ref(leaf))),
-                    hooked.register_post_accumulate_grad_hook(partial(_send, weakref.ref(self))),
-                ]
-                self._hooked[id(leaf)] = leaf, handles
+                call = partial(_send, weakref.ref(self))
+                handle = cast("Any", leaf).register_post_accumulate_grad_hook(call)
+                self._hooked[id(leaf)] = leaf, handle
 
-    def _send_rest(self, block: Backward, are_left_scaled: bool) -> None:
+    def _send_rest(self, block: Backward) -> None:
         """Wait for all; send what came back for a backward that added nothing."""
-        del block, are_left_scaled
+        del block
         for leaf, _ in self._hooked.values():
             self.send(leaf)
             values_of(leaf.grad)
@@ -88,15 +83,15 @@ class Waiting:
     def send(self, leaf: torch.Tensor) -> None:
         """Send the gradient to the host, if it is not there and takes room."""
         grad = leaf.grad
-        if grad is None or is_away(grad) or grad.requires_grad or grad.layout is not torch.strided:
+        if grad is None or is_sent(grad) or grad.requires_grad or grad.layout is not torch.strided:
             return
-        values = self._room_for(leaf, grad)
-        road = self._roads.get(grad.device)
-        if road is not None and 0 < grad.nbytes <= road.size:
-            road.send(grad, values)
-            leave(grad, values, road.arrive)
+        here, road = on_device(grad), self._roads.get(grad.device)
+        values = self._room_for(leaf, here)
+        if road is not None and 0 < here.nbytes <= road.size:
+            road.send(here, values)
+            leaf.grad = send_away(grad, values, road.arrive)
         else:
-            leave(grad, values.copy_(grad))
+            leaf.grad = send_away(grad, values.copy_(here), None)
 
     def _room_for(self, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """Memory for the values of ``grad``: that of the latest one, unless somebody holds it."""
@@ -111,21 +106,12 @@ class Waiting:
 
     def _remove(self) -> None:
         self._end_roads()
-        for leaf, handles in self._hooked.values():
-            for handle in handles:
-                handle.remove()
-            if leaf.grad is not None:
-                bring_back(leaf.grad)
+        for leaf, handle in self._hooked.values():
+            handle.remove()
+            if leaf.grad is not None and is_away(leaf.grad):
+                leaf.grad = on_device(leaf.grad)
         self._hooked.clear()
         self._engine.kept_on_host.clear()
-
-
-def _make_room(own: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
-    """Another gradient is going to be added to what is there."""
-    del grad
-    leaf = own()
-    if leaf is not None and leaf.grad is not None:
-        bring_back(leaf.grad)
 
 
 def _send(own: weakref.ref[Waiting], leaf: torch.Tensor) -> None:

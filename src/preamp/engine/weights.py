@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The weights of an engine as others see them: in checkpoints, copies, averages and forwards.
 
-Wherever somebody can see a half weight it is its rounded master, and whoever wants exact values
-gets the master's. Methods of `Engine`, and hooks that find the engine through a link.
+The half weight is the truth, and the master refines it: whoever wants exact values gets the
+master's where that rounds to the half weight. Methods of `Engine`, and hooks that find the engine
+through a link.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from preamp.casting.modules import Conversion
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import ATTRIBUTE, EngineHook, Link
-from preamp.core.tensors import stored_grad
-from preamp.core.torch_private.modules import add_hook, before_moves
+from preamp.core.torch_private.modules import add_hook
+from preamp.core.torch_private.operations import unheard
 from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
 from preamp.optim import Twin
-from preamp.scaling.scaler import Adjustments
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -62,9 +62,7 @@ def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
     twin = twin_of(half, self.sessions.values())
     if twin is None:
         return None
-    if half.dtype is not torch.float32:  # not inside `exact_weights`
-        twin.settle()
-    return twin.value()
+    return twin.master if twin.table.is_split and twin.table.gives_masters else twin.value()
 
 
 def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
@@ -76,10 +74,9 @@ def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> tor
     twin = twin_of(half, self.sessions.values())
     if twin is None or value.shape != half.shape or self.is_exact:
         return None
-    with torch.no_grad():
-        twin.master.copy_(value)
-    twin.table.expect_load(twin.row)
-    return twin.table.rounded(twin.row, twin.master.detach())
+    twin.table.set_value(twin.row, value)
+    twin.table.trusted.add(twin.row)
+    return half.detach().clone()
 
 
 def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
@@ -87,7 +84,7 @@ def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
     for param in params:
         twin = twin_of(param, self.sessions.values())
         if twin is not None:
-            twin.table.loaded.add(twin.row)
+            twin.table.trusted.add(twin.row)
 
 
 @contextmanager
@@ -115,21 +112,18 @@ def exact_weights(self: EngineCore) -> Generator[None]:
         return
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}
     tables = [table for session in self.sessions.values() for table in session.tables]
+    # Masters on the host come to the device for the block, split ones are joined.
+    values = [(t.half, t.value().to(t.half.device)) for t in twins.values()]
     for table in tables:
-        table.make()
-    for twin in twins.values():
-        twin.settle()
-    # Masters on the host come to the device for the block.
-    values = [(t.half, t.value().detach().to(t.half.device)) for t in twins.values()]
-    for table in tables:
-        if not table.gradients.is_open:  # scaled gradients are looked at when they are unscaled
-            table.gradients.reconcile()
+        table.gradients.take_in()
     models = [model for model in self.models if _leads_to(self, model)]
     rest = [tensor for tensor in _half_tensors(models) if id(tensor) not in twins]
     casts = [(hook, hook.dtype) for model in models for hook in _input_casts(model)]
     away = [(half, half.data, half.grad) for half in (*(half for half, _ in values), *rest)]
     try:
         self.is_exact = True
+        for table in tables:
+            table.is_exact = True
         for half, value in values:
             half.grad = None
             set_data(half, value)
@@ -142,29 +136,21 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     finally:
         for cast, dtype in casts:
             cast.dtype = dtype
-        _bring_back(twins.values())
+        written = [(half, half.data) for half, data, _ in away if half.dtype is not data.dtype]
         for half, data, grad in away:
-            if id(half) not in twins and half.dtype is not data.dtype:
-                data.copy_(half.data)
             set_data(half, data)
             half.grad = grad
-        for table in tables:  # quietly, as a backward may come whose forward saved the half weights
-            table.round(range(len(table)), quietly=True)
-        trust_masters(self, [twin.half for twin in twins.values()])
+        for table in tables:
+            table.is_exact = False
         self.is_exact = False
+        for half, value in written:
+            if load_exact(self, half, value) is None:
+                half.data.copy_(value)
 
 
 def _input_casts(model: nn.Module) -> list[CastInputs]:
     hooks = vars(model)["_forward_pre_hooks"].values()
     return [hook for hook in hooks if isinstance(hook, CastInputs)]
-
-
-def _bring_back(twins: Iterable[Twin]) -> None:
-    """Let masters on the host have what half parameters, float32 for a block, are now."""
-    for twin in twins:
-        master, half = twin.master, twin.half
-        if half.dtype is torch.float32 and master.device != half.device:
-            master.detach().copy_(half.detach())
 
 
 def _leads_to(engine: EngineCore, model: nn.Module) -> bool:
@@ -177,23 +163,6 @@ def _half_tensors(models: Iterable[nn.Module]) -> list[torch.Tensor]:
     """The half parameters and buffers, each once."""
     found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     return [*{id(tensor): tensor for tensor in found if is_half(tensor)}.values()]
-
-
-def take_half_weights(self: EngineCore) -> None:
-    """Let the half weights count as they are now: each master becomes its half weight.
-
-    For writes to half weights that torch does not count, which the next step would undo: through
-    ``.data``, by NumPy, or of a flat buffer that ranks have averaged. Writes under ``no_grad`` and
-    collectives on the weights themselves need no such call. What masters had beyond the digits of
-    half weights is gone, so ranks with equal half weights have equal masters. Where there are no
-    masters, and within `exact_weights`, nothing happens. Does not synchronise.
-
-    Mutates:
-        The masters.
-    """
-    for session in self.sessions.values():
-        for table in session.tables:
-            table.replace()
 
 
 class FollowMasters(EngineHook):
@@ -214,30 +183,15 @@ class FollowMasters(EngineHook):
         if torch.compiler.is_compiling():
             return
         engine = self.link.target
-        for session in () if engine is None else engine.sessions.values():
-            for table in session.tables:
-                table.follow_masters()
+        with unheard():  # a trace tells what the model does
+            for session in () if engine is None else engine.sessions.values():
+                for table in session.tables:
+                    table.follow()
 
 
 def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
     """Hook forwards of ``model``."""
     add_hook(model, "register_forward_pre_hook", FollowMasters(link), undo, prepend=True)
-
-
-def attach_move_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo: UndoStack) -> None:
-    """Let masters be float32 while modules of a model are moved, as by ``model.cpu()``.
-
-    What is only moved is not taken for written to then.
-    """
-
-    def prepare() -> None:
-        engine = link.target
-        for session in () if engine is None else engine.sessions.values():
-            for table in session.tables:
-                table.make()
-
-    for part in layers:
-        before_moves(part, prepare, undo)
 
 
 # -- the end: what training has made of models and optimizers -------------------------------------
@@ -246,24 +200,13 @@ def attach_move_doors(layers: Iterable[nn.Module], link: Link[EngineCore], undo:
 class WeightsAtEnd:
     """What training has made of models and optimizers, taken stock of before hooks are removed."""
 
-    def __init__(
-        self,
-        sessions: Collection[OptimizerSession],
-        conversion: Conversion,
-        adjustments: Adjustments,
-    ) -> None:
-        """Unscale gradients left scaled, and note gradients and the exact values of masters."""
+    def __init__(self, sessions: Collection[OptimizerSession], conversion: Conversion) -> None:
+        """Note gradients and the exact values of masters."""
         self._sessions = sessions
         self._conversion = conversion
-        claimed: set[int] = set()
-        for session in sessions:
-            session.settle_now(claimed, adjustments)
         twins = [twin for session in sessions for twin in session.masters or ()]
         self._grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
-        for twin in twins:
-            if twin.half.dtype is not torch.float32:  # not after model.float()
-                twin.settle()
-        self._exact = {id(t.half): t.master.detach().to(t.half.device) for t in twins}
+        self._exact = {id(t.half): t.value().to(t.half.device) for t in twins}
 
     def give_back(self) -> None:
         """Make half parameters float32 again, and move optimizer state back to them.
@@ -284,11 +227,6 @@ class WeightsAtEnd:
 def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
     """The master's gradient, or ``None`` also where it cannot be told any more."""
     try:
-        pending = twin.pending
-        if pending is None or stored_grad(twin.master) is not None:
-            return twin.gradient()
-        # Noted nowhere, so that it is found again if `Engine.close` is interrupted.
-        grad, factor = pending
-        return twin.table.ops.widen_add([grad], [factor], [None])[0]
+        return twin.gradient()
     except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
         return None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from preamp.core.errors import bad_state
-from preamp.engine import clip_grad_norm_
+from preamp.engine import clip_grad_norm_, clip_grad_value_
 from preamp.engine.lookup import find_engine, is_optimizer
 from preamp.integrations.shared import (
     EngineScaler,
@@ -130,6 +130,8 @@ class Accelerator(_accelerate.Accelerator):
     def clip_grad_value_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float
     ) -> None:
-        """Clip each value of unscaled gradients, in the dtype of the weights."""
-        self.unscale_gradients()
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        """Clip each value as ``preamp.clip_grad_value_``, which unscales by itself."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            super().clip_grad_value_(parameters, clip_value)
+        else:
+            clip_grad_value_(parameters, clip_value)

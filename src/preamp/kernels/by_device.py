@@ -102,6 +102,7 @@ class ByDevice(Ops):
 
     scale_add_ = _on_each("scale_add_")
     cast_copy_ = _on_each("cast_copy_", decides=1)
+    take_over_ = _on_each("take_over_")
     split_ = _on_each("split_", decides=1)
     join_ = _on_each("join_", decides=2)
     axpby_ = _on_each("axpby_")

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Mapping
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -18,16 +18,12 @@ from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
 from preamp.kernels.staged import Staged
 
-_CLASSES: Final[Mapping[str, str]] = {
-    "triton": "Triton",
-    "jit": "Jit",
-    "blocks": "Blocks",
-    "reference": "Reference",
-}
+_CLASSES: Final[Mapping[str, str]] = {"triton": "Triton", "jit": "Jit", "plain": "Plain"}
 """Back ends that exist: folders beside this file, and the class in each."""
 
-_ALIASES: Final[Mapping[str, str]] = {"cpu": "blocks", "foreach": "blocks"}
-"""What `blocks` were when they were two; ``"cpu"`` still takes tensors on the CPU only."""
+_ALIASES: Final = ("reference", "blocks", "cpu", "foreach")
+"""What ``plain`` was when it was several. ``"cpu"`` still takes tensors on the CPU only, and
+``"reference"`` none of torch's fused kernels."""
 
 BACKENDS = tuple(_CLASSES)
 
@@ -40,9 +36,10 @@ def backend(name: str = "auto", place: str = "device") -> Ops:
 
     With ``place="host"`` ops on tensors of the host and a device are computed on the host.
 
-    ``"auto"`` is the fastest one on the device of the tensors given to each op. ``"cpu"`` and
-    ``"foreach"`` are earlier names of ``"blocks"``. One that does not exist, or does not run here,
-    raises ``PreampUnavailableError``.
+    ``"auto"`` is the fastest one on the device of the tensors given to each op. ``"blocks"``,
+    ``"cpu"`` and ``"foreach"`` are earlier names of ``"plain"``, and ``"reference"`` is that one
+    without torch's fused kernels: the same bits on every device. One that does not exist, or does
+    not run here, raises ``PreampUnavailableError``.
     """
     kind = Staged if place == "host" else ByDevice
     if name == "auto":
@@ -92,19 +89,17 @@ def choose(device: torch.device) -> tuple[str, str]:
         why = lacks_numba()
         if why is None:
             return "jit", "one pass over all tensors of a dtype"
-        return "blocks", f"blocks that stay in the cache; for one pass: {why}"
+        return "plain", f"torch's operations on lists; for one pass: {why}"
     if device.type in _TRITON_DEVICES:
         if has_triton() and os.environ.get("TRITON_INTERPRET", "0") in {"", "0"}:
             return "triton", "one launch for all tensors of a dtype"
-        return "blocks", "triton is not installed or only interpreted"
-    if device.type == "meta":
-        return "reference", "meta tensors have no values"
-    return "blocks", f"torch's multi-tensor operations run on {device.type}"
+        return "plain", "triton is not installed or only interpreted"
+    return "plain", f"torch's operations on lists run on {device.type}"
 
 
 def _load_for(name: str, device: torch.device) -> Ops:
     _check_device(name, device)
-    return _load(_ALIASES.get(name, name))
+    return _load("plain" if name in _ALIASES and name != "reference" else name)
 
 
 def _check_device(name: str, device: torch.device) -> None:
@@ -119,14 +114,15 @@ def _check_device(name: str, device: torch.device) -> None:
         raise unavailable(
             f"backend='cpu' was given a tensor on {device}",
             "It computes on the CPU only",
-            "Leave the argument out to let preamp choose, or take 'blocks' or 'reference'",
+            "Leave the argument out to let preamp choose, or take 'plain'",
         )
 
 
 @functools.cache
 def _load(name: str) -> Ops:
-    module = importlib.import_module(f"preamp.kernels.{name}")
-    return cast("Ops", getattr(module, _CLASSES[name])())
+    kind = "plain" if name in _ALIASES else name
+    made: Any = getattr(importlib.import_module(f"preamp.kernels.{kind}"), _CLASSES[kind])
+    return cast("Ops", made(fuses=False) if name == "reference" else made())
 
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:
@@ -135,7 +131,7 @@ def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:
     if name != "auto":
         backend(name)
         _check_device(name, device)
-        now = _ALIASES.get(name, name)
+        now = "plain" if name in _ALIASES else name
         return f"kernels: {now} (asked for by name{'' if now == name else f', {name!r}'})"
     chosen, why = choose(device)
     return f"kernels: {chosen} ({why})"

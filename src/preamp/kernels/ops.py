@@ -15,6 +15,8 @@ update=...)``. What holds for all of them:
   shape. Layouts may differ. Gradients and state may have another dtype than the parameters; the
   parameter's decides between float32 and float64.
 * Parameters, state and ``update.halves`` are mutated. Gradients never are.
+* Half weights beside wider parameters are the truth, which these refine: an update starts from
+  `preamp.kernels.stored.taken_over` (unless ``update.halves_lead`` says otherwise).
 * `Update` says what ``inv_scale``, ``found_inf`` and ``halves`` do. A gradient that is not finite
   spoils its own tensors only; skipping is ``found_inf``'s business.
 
@@ -125,6 +127,15 @@ class Ops(ABC):
         """``target = source`` rounded to the target's dtype, for each pair; mutates targets."""
 
     @abstractmethod
+    def take_over_(self, masters: Tensors, halves: Tensors) -> None:
+        """Let masters say what their half weights do, for each pair; mutates masters.
+
+        Elements that round to the half weight bit for bit stay, see
+        `preamp.kernels.stored.taken_over`; the others get its value. Masters are float32 or
+        float64.
+        """
+
+    @abstractmethod
     def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
         """Split float32 values into half ones and the int16 beside these; mutates both.
 
@@ -192,7 +203,10 @@ class Ops(ABC):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        """The ``|p|`` and ``|u|`` that `update_` would take, ``(2, n)``; mutates nothing."""
+        """The ``|p|`` and ``|u|`` that `update_` would take, ``(2, n)``.
+
+        Mutates nothing, but that parameters may take over what their half weights say.
+        """
 
 
 OP_NAMES = tuple(sorted(Ops.__abstractmethods__))

@@ -30,7 +30,7 @@ _torch: Any = torch
 _is_contiguous = torch.Tensor.is_contiguous
 _address_of = torch.Tensor.data_ptr
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """What kernels load and store."""
 
 STORED_DTYPES = frozenset({torch.int8, torch.uint8, torch.int16})
@@ -61,8 +61,6 @@ class Geometry:
     """What is the same of lists whose tensors are all contiguous and of their places' shapes."""
 
     shapes: tuple[torch.Size, ...]  # of each place
-    dtypes: tuple[set[torch.dtype], ...]  # of each list
-    leaders: tuple[torch.dtype, ...]  # the dtype of each tensor of the first list, or one for all
     device: torch.device | None  # where all lie in memory of their own, or ``None``
     # All places, if there is such a device and kernels take the dtypes; else none
     alike: tuple[Alike, ...]
@@ -130,15 +128,8 @@ def geometry_of(*columns: Column, codes: Set[torch.dtype] = frozenset()) -> Geom
     if not all([are_contiguous(column, codes) for column in columns]):
         return None
     kinds = [tuple(map(dtype_of, column)) for column in columns]
-    dtypes = tuple(map(set, kinds))
     device = _device_of(columns)
-    geometry = Geometry(
-        shapes,
-        dtypes,
-        kinds[0][:1] if len(dtypes[0]) == 1 else kinds[0],
-        device,
-        () if device is None else _alike(kinds, shapes),
-    )
+    geometry = Geometry(shapes, device, () if device is None else _alike(kinds, shapes))
     for known in alike:
         if not known.is_guarded and known.geometry == geometry:
             known.guard(columns)
@@ -479,9 +470,9 @@ def _dense(steps: list[tuple[int, int]]) -> bool:
 
 
 class Combining(Ops):
-    """What is done to each element: groups in kernels, the rest in the reference."""
+    """What is done to each element: groups in kernels, the rest in the plain back end."""
 
-    reference: Ops
+    plain: Ops
 
     @abstractmethod
     def _groups(
@@ -502,6 +493,10 @@ class Combining(Ops):
         """
 
     @abstractmethod
+    def _take_over(self, group: Any) -> None:
+        """`take_over_` for the two lists of a group."""
+
+    @abstractmethod
     def _convert(self, group: Any, *, joins: bool) -> None:
         """Split the first list of a group into the others, or join these into it."""
 
@@ -512,7 +507,7 @@ class Combining(Ops):
         for group in groups:
             self._combine(group, a, b)
         if others:
-            self.reference.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
+            self.plain.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
 
     @torch.no_grad()
     def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
@@ -521,7 +516,7 @@ class Combining(Ops):
         for group in groups:
             self._combine(group, factor)
         if others:
-            self.reference.scale_add_(pick(grads, others), factor, pick(addends, others))
+            self.plain.scale_add_(pick(grads, others), factor, pick(addends, others))
 
     @torch.no_grad()
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
@@ -530,7 +525,16 @@ class Combining(Ops):
         for group in groups:
             self._combine(group, 1.0)
         if others:
-            self.reference.cast_copy_(pick(sources, others), pick(targets, others))
+            self.plain.cast_copy_(pick(sources, others), pick(targets, others))
+
+    @torch.no_grad()
+    def take_over_(self, masters: Tensors, halves: Tensors) -> None:
+        check_lengths(masters, halves)
+        groups, others = self._groups(masters, halves, [None] * len(masters))
+        for group in groups:
+            self._take_over(group)
+        if others:
+            self.plain.take_over_(pick(masters, others), pick(halves, others))
 
     @torch.no_grad()
     def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
@@ -538,7 +542,7 @@ class Combining(Ops):
         for group in groups:
             self._convert(group, joins=False)
         if others:
-            self.reference.split_(pick(wides, others), pick(halves, others), pick(lows, others))
+            self.plain.split_(pick(wides, others), pick(halves, others), pick(lows, others))
 
     @torch.no_grad()
     def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
@@ -546,7 +550,7 @@ class Combining(Ops):
         for group in groups:
             self._convert(group, joins=True)
         if others:
-            self.reference.join_(pick(halves, others), pick(lows, others), pick(wides, others))
+            self.plain.join_(pick(halves, others), pick(lows, others), pick(wides, others))
 
     @torch.no_grad()
     def widen_add(
@@ -562,6 +566,6 @@ class Combining(Ops):
             self._combine(group, 1.0, 1.0, factors)
         if others:
             rest = (pick(halves, others), pick(factors, others), pick(addends, others))
-            for position, result in zip(others, self.reference.widen_add(*rest), strict=True):
+            for position, result in zip(others, self.plain.widen_add(*rest), strict=True):
                 results[position] = result
         return results

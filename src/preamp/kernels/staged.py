@@ -81,6 +81,7 @@ class Staged(ByDevice):
 
     scale_add_ = _staged("scale_add_", _BOTH, _NUMBER, _READ)
     cast_copy_ = _staged("cast_copy_", _READ, _WRITTEN)
+    take_over_ = _staged("take_over_", _BOTH, _READ)
     split_ = _staged("split_", _READ, _WRITTEN, _WRITTEN)
     join_ = _staged("join_", _READ, _READ, _WRITTEN)
     axpby_ = _staged("axpby_", _WRITTEN, _NUMBER, _READ, _NUMBER, _READ)
@@ -159,7 +160,8 @@ def _stage_update(
 ) -> Sequence[int]:
     """Stage an update; ``compute`` is told places, lists, the rule and the update, all at hand."""
     beside = _beside(update)
-    access = [_BOTH, _READ, *[_BOTH] * (len(lists) - 2), _WRITTEN, *[_BOTH] * (len(beside) - 1)]
+    halves = _BOTH if update.halves_lead else _WRITTEN
+    access = [_BOTH, _READ, *[_BOTH] * (len(lists) - 2), halves, *[_BOTH] * (len(beside) - 1)]
 
     def compute_here(places: Sequence[int], columns: list[Any]) -> None:
         own, others = columns[: len(lists)], columns[len(lists) :]

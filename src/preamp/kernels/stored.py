@@ -36,6 +36,8 @@ from typing import Any
 
 import torch
 
+from preamp.core.dtypes import HALF_DTYPES
+
 BLOCK = 128
 """Elements of a block."""
 
@@ -89,6 +91,29 @@ class Stored:
             numbers=[self.numbers[place] for place in places] if self.numbers else (),
             starts=[self.starts[place] for place in places] if self.starts else (),
         )
+
+
+# -- half weights beside masters ------------------------------------------------------------------
+
+
+def lead(param: torch.dtype, half: torch.dtype) -> bool:
+    """Whether a tensor beside a parameter of this dtype is a half weight that it refines."""
+    return half in HALF_DTYPES and param not in HALF_DTYPES
+
+
+def taken_over(master: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """Return the values of a pair: the half weight is the truth, and the master refines it.
+
+    That is the master's value where it rounds to the half weight, to nearest even, bit for bit;
+    what the half weight says where it does not. A master beyond float16 rounds to infinity, and
+    stays where the half weight is that.
+    """
+    return torch.where(torch.eq(*bits_of(master, half)), master, half.to(master.dtype))
+
+
+def bits_of(master: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of what a master rounds to, and of its half weight."""
+    return master.to(half.dtype).view(torch.int16), half.view(torch.int16)
 
 
 # -- split masters --------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ class Update:
     # Always rounded from the parameter as stored, so that a half weight equals its rounded master
     # bitwise.
     halves: Sequence[torch.Tensor | None] | None = None
+    # Whether half tensors beside wider parameters are weights, which anyone may have written: the
+    # update starts from `preamp.kernels.stored.taken_over`. Else they are places for results.
+    halves_lead: bool = True
     # The norms that the rule needs, shape ``(k, n)``, in place of those of the tensors given:
     # these are parts of larger ones. ``|p|`` and ``|u|`` for LAMB, ``|p|`` and ``|g|`` for LARS,
     # that of the gradient for NovoGrad. Other rules ignore it.

@@ -245,8 +245,7 @@ def _count(
         masters=_master_bytes(slots, updated, policy, None if sharding == "none" else part),
         optimizer_state=state.bytes,
         scaler=_SCALER_BYTES,
-        master_gradients=sum(part(slot.shape) for slot in updated)
-        * (4 if storage.masters == "float32" else 8)
+        master_gradients=sum(4 * part(slot.shape) for slot in updated)
         * state.reads_master_gradients,
         staging=_staging_bytes(trained, policy, part) if storage.place == "host" else 0,
     )

@@ -261,12 +261,14 @@ def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
             f"Gradients are released by {', '.join(RELEASE)}",
             "Choose one of these, or a storage without it",
         )
-    if storage.moments != "float32" and not getattr(optimizer, "moments", {}):
+    if storage.masters == "split" or storage.moments != "float32":
+        if getattr(optimizer, "takes_stored", False):
+            return
+        what = f"moments={storage.moments!r}" if storage.moments != "float32" else "masters='split'"
         raise bad_value(
-            f"storage has moments={storage.moments!r}, and the optimizer is "
-            f"{type(optimizer).__name__}",
-            f"Moments are kept in fewer bits by {', '.join(KEEP_FEWER_BITS)}",
-            'Choose one of these, or storage="split" or "full", where moments are float32',
+            f"storage has {what}, and the optimizer is {type(optimizer).__name__}",
+            f"Masters and moments are kept in fewer bits by {', '.join(KEEP_FEWER_BITS)}",
+            'Choose one of these, or storage="full"',
         )
 
 

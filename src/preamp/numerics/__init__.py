@@ -11,10 +11,8 @@ from preamp.numerics.history import History as History
 from preamp.numerics.history import Listener as Listener
 from preamp.numerics.history import read_history as read_history
 from preamp.numerics.records import CastRecord as CastRecord
-from preamp.numerics.records import CastsRecord as CastsRecord
 from preamp.numerics.records import Float32Record as Float32Record
 from preamp.numerics.records import FrameRecord as FrameRecord
-from preamp.numerics.records import MemoryRecord as MemoryRecord
 from preamp.numerics.records import NumericsRecord as NumericsRecord
 from preamp.numerics.records import OverflowRecord as OverflowRecord
 from preamp.numerics.records import Record as Record

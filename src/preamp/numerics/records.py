@@ -261,9 +261,6 @@ class OverflowRecord:
     # Qualified names of parameters with non-finite gradients, in the order in which the backward
     # made them.
     parameters: list[str]
-    # For each of them the largest finite magnitude in its gradient, scale included; ``None`` where
-    # it is not known.
-    largest: list[float | None]
     loss_was_finite: bool  # whether the loss was finite before scaling
     old_scale: float  # loss scale of that backward
     new_scale: float  # loss scale afterwards
@@ -342,37 +339,7 @@ class CastRecord:
     note: str = ""  # of a constant that half cannot hold: what became of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CastsRecord:
-    """The cast audit of O1 and O4: what was cast in the measured steps so far."""
-
-    kind: ClassVar[str] = "casts"
-    step: int  # number of the latest call of ``optimizer.step``
-    casts: list[CastRecord]  # most bytes first
-    optimizer: int = 0  # index of the optimizer whose steps are counted; the casts are of all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryRecord:
-    """Bytes held, by category."""
-
-    kind: ClassVar[str] = "memory"
-    step: int  # number of the latest call of ``optimizer.step``
-    # ``"weights"``, ``"masters"``, ``"gradients"``, ``"optimizer state"``, ``"buffers"``, ``"loss
-    # scaler"``.
-    categories: dict[str, int]
-    optimizer: int = 0  # index of the optimizer whose steps are counted; the bytes are of all
-
-
-Record = (
-    RunRecord
-    | ResumeRecord
-    | StepRecord
-    | OverflowRecord
-    | NumericsRecord
-    | CastsRecord
-    | MemoryRecord
-)
+Record = RunRecord | ResumeRecord | StepRecord | OverflowRecord | NumericsRecord
 
 
 _KINDS: dict[str, type[Any]] = {kind.kind: kind for kind in get_args(Record)}
@@ -381,7 +348,6 @@ _INSIDE: Final[dict[str, type[Any]]] = {  # fields that have records inside
     "frames": FrameRecord,
     "float32": Float32Record,
     "tensors": TensorStatistics,
-    "casts": CastRecord,
 }
 
 

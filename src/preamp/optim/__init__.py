@@ -4,12 +4,10 @@
 from preamp.optim.direct import DirectGradients as DirectGradients
 from preamp.optim.direct import is_zeroed as is_zeroed
 from preamp.optim.gradients import HalfGradients as HalfGradients
-from preamp.optim.gradients import Record as Record
 from preamp.optim.gradients import Rewriting as Rewriting
 from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter
 from preamp.optim.master_parameter import is_master as is_master
-from preamp.optim.master_parameter import kept_of as kept_of
 from preamp.optim.master_parameter import leaf_of as leaf_of
 from preamp.optim.master_parameter import leaves_of as leaves_of
 from preamp.optim.master_parameter import without_masters as without_masters
@@ -17,6 +15,7 @@ from preamp.optim.masters import Masters as Masters
 from preamp.optim.masters import cast_state as cast_state
 from preamp.optim.masters import in_two_optimizers as in_two_optimizers
 from preamp.optim.pairs import WeightPairs as WeightPairs
+from preamp.optim.table import SplitTable as SplitTable
 from preamp.optim.table import Twin as Twin
 from preamp.optim.table import WeightTable as WeightTable
 from preamp.optim.table import pair_of as pair_of

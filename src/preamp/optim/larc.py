@@ -14,8 +14,10 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.core.torch_private.shards import place_gradients
 from preamp.optim.fused.base import rate_of
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS
 from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_
+from preamp.optim.table import pair_of
 from preamp.policy.storage import FULL, Storage
 
 
@@ -83,6 +85,8 @@ class LARC:
         storage: Storage = getattr(self.optim, "storage", FULL)
         if storage.release_gradients:
             raise released()
+        if storage.masters == "split":
+            raise masters_split("LARC")
         if storage.place == "host":
             raise bad_state(
                 'LARC was used with storage that has place="host"',
@@ -152,6 +156,15 @@ def released() -> PreampStateError:
     )
 
 
+def masters_split(kind: str) -> TypeError:
+    """The error for an optimizer that reads or writes masters where these are split."""
+    return bad_type(
+        f'storage has masters="split", and an optimizer is {kind}',
+        f"Split masters are updated as they are by {', '.join(KEEP_FEWER_BITS)}",
+        'Choose one of these, or pass storage="full"',
+    )
+
+
 class _Adaptation:
     """What LARC does to gradients and groups before one step of the wrapped optimizer."""
 
@@ -202,8 +215,9 @@ class _Adaptation:
 def _wide(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's part of a parameter and of its gradient, in the precision of the arithmetic."""
     dtype = math_dtype(param.dtype)
-    grad = cast("torch.Tensor", param.grad)
-    return local_of(param.detach()).to(dtype), local_of(grad.detach()).to(dtype)
+    grad, twin = cast("torch.Tensor", param.grad), pair_of(param)
+    value = param.detach() if twin is None else twin.value()
+    return local_of(value).to(dtype), local_of(grad.detach()).to(dtype)
 
 
 @torch.no_grad()

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.core.pytree import tensors_in
-from preamp.core.tensors import is_sharded, store_grad, stored_grad
-from preamp.core.torch_private.shards import before_local, instance_of, set_data
+from preamp.core.errors import PreampStateError, bad_state
+from preamp.core.tensors import is_sharded, local_of, store_grad, stored_grad
+from preamp.core.torch_private.shards import instance_of, set_data, sharded_as, without_local
+from preamp.optim.gradients import State
 
 _DATA: Any = cast("Any", torch.Tensor).data
 
@@ -28,14 +30,11 @@ class Pair(Protocol):
         """The unscaled float32 gradient."""
         ...
 
-    def forget_half_gradient(self) -> None:
-        """The master's gradient was assigned."""
-
-    def settle(self) -> None:
-        """Take over what was written to the half weight."""
+    def assign_gradient(self, grad: torch.Tensor | None) -> None:
+        """The script sets the master's gradient."""
 
     def value(self) -> torch.Tensor:
-        """All of the master."""
+        """The exact value, with what was written to either."""
         ...
 
     @property
@@ -64,12 +63,9 @@ class MasterParameter(torch.nn.Parameter):
         table, row, now = twin.table, twin.row, stored_grad(twin.half)
         known = table.gradients
         # Most reads find nothing new, and an optimizer reads this several times for each weight.
-        if now is known.seen[row] and type(self) in _LOCAL_KINDS:
-            if now is None:
-                return stored_grad(self) if known.may_have_bases else None
-            record = known.records[row]
-            is_same = now._version == known.versions[row]  # noqa: SLF001
-            if is_same and record is not None and record.factor is None:
+        if now is known.seen[row] and type(self) in _LOCAL_KINDS and known.state is not State.HALF:
+            version = -1 if now is None else now._version  # noqa: SLF001
+            if version == known.versions[row]:
                 return stored_grad(self)
         return twin.gradient()
 
@@ -77,10 +73,10 @@ class MasterParameter(torch.nn.Parameter):
     def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: torch.Tensor | None
     ) -> None:
-        if self.twin is not None:
-            self.twin.forget_half_gradient()
-            self.twin.table.gradients.may_have_bases |= value is not None
-        store_grad(self, value)
+        if self.twin is None:
+            store_grad(self, value)
+        else:
+            self.twin.assign_gradient(value)
 
     @property
     def data(self) -> torch.Tensor:
@@ -110,7 +106,7 @@ class MasterParameter(torch.nn.Parameter):
         half = None if self.twin is None else self.twin.half
         made = None if half is None else memo.get(id(half))
         if made is None or is_half(made):
-            value = self._settled().clone(memory_format=torch.preserve_format)
+            value = self._value().clone(memory_format=torch.preserve_format)
             if made is None:
                 made = torch.nn.Parameter(value, (self if half is None else half).requires_grad)
             else:  # in a list of parameters that was copied before
@@ -124,19 +120,15 @@ class MasterParameter(torch.nn.Parameter):
         """Pickle as a plain parameter, which a file can hold without naming preamp."""
         half = None if self.twin is None else self.twin.half
         requires_grad = (self if half is None else half).requires_grad
-        plain: Any = torch.nn.Parameter(self._settled(), requires_grad)
+        plain: Any = torch.nn.Parameter(self._value(), requires_grad)
         if half is not None:
             plain.__dict__.update(vars(half))
         return plain.__reduce_ex__(protocol)
 
-    def _settled(self) -> torch.Tensor:
-        """The value, with what was written to the half weight, and on its device."""
+    def _value(self) -> torch.Tensor:
+        """The exact value, on the half weight's device."""
         twin = self.twin
-        if twin is None:
-            return self.detach()
-        if twin.half.dtype is not torch.float32:  # not inside `exact_weights`
-            twin.settle()
-        return twin.value().detach().to(twin.half.device)
+        return self.detach() if twin is None else twin.value().to(twin.half.device)
 
 
 def _of_form() -> set[Callable[..., Any]]:
@@ -155,44 +147,51 @@ def _of_form() -> set[Callable[..., Any]]:
 _OF_FORM = _of_form()
 
 
-class PackedMaster(MasterParameter):
+class SplitMaster(MasterParameter):
     """A master that has no memory: it is its half weight and the 16 bits that a table has beside.
 
-    Whatever torch is asked of it but its form makes the masters of the whole table first, so that
-    whoever reads or writes one finds float32. `WeightTable` changes the class there and back. The
-    few functions of torch that ask no class (``torch.func``'s transforms, ``torch.tensor(master)``,
-    ``x.data = master``, ``as_subclass``) find nan: they need ``master.detach()``.
+    It has a form and a gradient, and fused optimizers ask no more. Whoever asks torch for its
+    values, or to write to it, gets an error. The few functions of torch that ask no class
+    (``torch.func``'s transforms, ``torch.tensor(master)``, ``x.data = master``, ``as_subclass``)
+    find nan.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, of masters that are there where it needs more than their form."""
+        """Call ``func`` if it needs no more than the form of masters."""
+        if func is torch.zeros_like:  # by which torch's checkpoints make an optimizer's state
+            master, *rest = args
+            made = func(form_of(master), *rest, **{"dtype": torch.float32, **(kwargs or {})})
+            return made if made.device == master.device else made.to(master.device)
         if func not in _OF_FORM:
-            make_masters(tensors_in((args, kwargs)))
+            raise _has_no_memory()
         parameter: Any = torch.nn.Parameter  # which calls what it is given
         return parameter.__torch_function__(func, types, args, kwargs or {})
 
-
-def make_masters(params: Iterable[torch.Tensor]) -> None:
-    """Make the masters among ``params`` float32 tensors where they are packed."""
-    for param in cast("Iterable[Any]", params):
-        if type(param) in PACKED_KINDS:
-            param.twin.table.make()
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"{type(self).__name__}(shape={tuple(self.shape)})"
 
 
-def kept_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What parameters take memory for, without making masters that are packed."""
-    return [
-        param.twin.kept if is_master(param) and param.twin is not None else param
-        for param in params
-    ]
+def _has_no_memory() -> PreampStateError:
+    return bad_state(
+        'A master was read or written to that is split (storage="split")',
+        "It is kept as its half weight and 16 bits beside each element, which fused optimizers "
+        "update as they are; shape, dtype and gradient may be asked for",
+        "Clip with preamp.clip_grad_norm_(optimizer, max_norm); read and write weights within "
+        'engine.exact_weights(), or pass storage="full"',
+    )
+
+
+def _refuse(master: object) -> None:
+    del master
+    raise _has_no_memory()
 
 
 def form_of(param: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and strides of ``param``: of a packed master its half weight."""
-    if type(param) not in PACKED_KINDS:
+    """A tensor of the shape and strides of ``param``: of a split master its half weight."""
+    if type(param) not in SPLIT_KINDS:
         return param
     twin: Pair = cast("Any", param).twin
     return twin.half.detach()
@@ -236,20 +235,41 @@ def sharded_kind(kind: type[torch.Tensor]) -> type[MasterParameter]:
     return cast("type[MasterParameter]", made)
 
 
+def split_master(half: torch.Tensor, device: torch.device) -> MasterParameter:
+    """Return the master of ``half`` where masters are split, on ``device``."""
+    master = master_parameter(_nothing(half, device), requires_grad=half.requires_grad)
+    master.__class__ = _split_kind(type(master))
+    return master
+
+
+def move_split_master(master: MasterParameter, half: torch.Tensor, device: torch.device) -> None:
+    """Let it be on ``device``, which tells where its gradient is and its optimizer's state."""
+    kind = type(master)
+    master.__class__ = SPLIT_KINDS[kind]
+    set_data(master, _nothing(half, device))
+    master.__class__ = kind
+
+
+def _nothing(half: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A float32 tensor of the shape of ``half`` that takes no memory."""
+    one = torch.full((), math.nan, dtype=torch.float32, device=device)
+    return sharded_as(one.expand(local_of(half).shape), half)
+
+
 @functools.cache
-def packed_kind(kind: type[MasterParameter]) -> type[MasterParameter]:
-    """The class of masters of ``kind`` while they are packed."""
+def _split_kind(kind: type[MasterParameter]) -> type[MasterParameter]:
+    """The class of masters of ``kind`` where these are split."""
     if kind is MasterParameter:
-        return PackedMaster
-    names = {"__slots__": (), **before_local(lambda param: make_masters((param,)))}
-    made = type("PackedShardedMaster", (PackedMaster, kind), names)
+        return SplitMaster
+    names = {"__slots__": (), **without_local(_refuse)}
+    made = type("SplitShardedMaster", (SplitMaster, kind), names)
     MASTER_KINDS.add(made)
-    PACKED_KINDS[made] = kind
+    SPLIT_KINDS[made] = kind
     return cast("type[MasterParameter]", made)
 
 
-_LOCAL_KINDS = MasterParameter, PackedMaster
-MASTER_KINDS: set[type] = {MasterParameter, PackedMaster}
+_LOCAL_KINDS = MasterParameter, SplitMaster
+MASTER_KINDS: set[type] = {MasterParameter, SplitMaster}
 """The classes of all masters."""
-PACKED_KINDS: dict[type, type[MasterParameter]] = {PackedMaster: MasterParameter}
-"""Those of packed masters, and what they are otherwise."""
+SPLIT_KINDS: dict[type, type[MasterParameter]] = {SplitMaster: MasterParameter}
+"""Those of split masters, and what they would be otherwise."""

@@ -91,13 +91,8 @@ class Masters:
                 raise in_two_optimizers(self._name_of(half), other.optimizer, self.optimizer)
         table = self._table
         data = half.detach() if original is None else original
-        if table.are_on_host:
-            data = data.cpu()
-        twin = self._by_half[id(half)] = Twin(half, data.float(), self._name_of(half))
-        table.add(twin)
-        # Else the half weight is that already, and a forward may have saved it.
-        if table.packs and original is not None:
-            table.round((twin.row,))
+        value = data.to(table.home_of(half), torch.float32)
+        twin = self._by_half[id(half)] = table.add(half, value, self._name_of(half))
         return twin
 
     def release(self) -> None:
@@ -105,8 +100,6 @@ class Masters:
 
         May be called again if it was interrupted.
         """
-        for table in self.tables:
-            table.make()  # a script may keep masters
         state: dict[Any, Any] = self.optimizer.state
         by_master = {id(twin.master): twin for twin in self}
         for twin in self:

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from preamp.numerics import (
-    CastsRecord,
     History,
-    MemoryRecord,
     NumericsRecord,
     OverflowRecord,
     Record,
@@ -40,8 +38,6 @@ class Run:
     overflows: list[OverflowRecord] = field(default_factory=list[OverflowRecord])
     # Statistics of gradients and weights, oldest first.
     numerics: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
-    casts: CastsRecord | None = None  # the latest cast audit
-    memory: MemoryRecord | None = None  # the latest count of bytes
     # Modules that keep_fp32 named.
     kept: frozenset[str] = frozenset()
 
@@ -172,15 +168,12 @@ def gather(records: History | Iterable[Record], name: str = "") -> Run:
     """Sort the records of a run as written, without those that a checkpoint took back."""
     history = records if isinstance(records, History) else _replay(records)
     starts = history.of(RunRecord)
-    casts, memory = history.of(CastsRecord), history.of(MemoryRecord)
     return Run(
         name=name,
         start=starts[-1] if starts else None,
         steps=history.of(StepRecord),
         overflows=history.of(OverflowRecord),
         numerics=history.of(NumericsRecord),
-        casts=casts[-1] if casts else None,
-        memory=memory[-1] if memory else None,
         kept=frozenset(n for s in starts for n in _NAMES.findall(s.policy.get("keep_fp32", ""))),
     )
 

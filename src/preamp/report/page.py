@@ -10,7 +10,7 @@ from typing import cast
 from preamp.core.errors import bad_value, unavailable
 from preamp.core.extras import how_to_install
 from preamp.core.files import replace_text
-from preamp.numerics import CastsRecord, History, Record
+from preamp.numerics import History, Record
 from preamp.report import words
 from preamp.report.advice import advise, judge
 from preamp.report.blocks import Chapter, Page, Section, Table
@@ -114,7 +114,7 @@ def _chapter(run: Run, name: str, findings: Sequence[Finding]) -> Chapter:
 
 
 def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> Section:
-    numbers, last = ("steps", "skipped", "last loss", "loss scale", "memory"), "verdict"
+    numbers, last = ("steps", "skipped", "last loss", "loss scale"), "verdict"
     table = Table(
         name="compare-table",
         caption="The main numbers",
@@ -138,7 +138,6 @@ def _compared(run: Run, place: str, verdict: str) -> list[str]:
         f"{len(run.skipped):,}",
         words.magnitude(losses[-1][1]) if losses else words.MISSING,
         words.scale(scales[-1][1]) if scales else words.MISSING,
-        words.size(sum(run.memory.categories.values())) if run.memory else words.MISSING,
         verdict,
     ]
 
@@ -157,19 +156,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("skipped", f"{len(run.skipped):,}"))
     if scales:
         facts.append(("loss scale at the end", words.scale(scales[-1][1])))
-    if run.memory:
-        facts.append(("memory", words.size(sum(run.memory.categories.values()))))
-    if run.casts and run.casts.casts:
-        facts.append(("casts", _casts(run.casts)))
     if start is not None:
         facts.append(("started", words.shown(start.started.replace("T", " "), 32)))
     return facts
-
-
-def _casts(record: CastsRecord) -> str:
-    most = max(record.casts, key=lambda cast: cast.bytes)
-    total = sum(cast.bytes for cast in record.casts)
-    return f"{words.size(total)}, most at {words.shown(most.where, 48)}"
 
 
 def _made(runs: Sequence[Run]) -> str:

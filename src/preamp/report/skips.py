@@ -399,8 +399,8 @@ def _tables(run: Run, prefix: str) -> list[Table]:
     table = Table(
         name=f"{prefix}-list",
         caption=caption,
-        columns=(*numbers, "cause", "first in", "largest finite", "trace"),
-        numbers=(*numbers, "largest finite"),
+        columns=(*numbers, "cause", "first in", "trace"),
+        numbers=numbers,
         wide=("first in", "trace"),
         rows=rows,
     )
@@ -414,16 +414,9 @@ def _what(run: Run) -> str:
 
 def _cause(overflow: OverflowRecord | None) -> list[str]:
     if overflow is None:
-        return [words.MISSING, "not recorded", words.MISSING, words.MISSING, words.MISSING]
+        return [words.MISSING, "not recorded", words.MISSING, words.MISSING]
     old, new = words.scale(overflow.old_scale), words.scale(overflow.new_scale)
-    largest = overflow.largest[0] if overflow.largest else None
-    return [
-        f"{old} → {new}",
-        _kind(overflow),
-        _first(overflow),
-        words.magnitude(largest),
-        _trace(overflow.trace),
-    ]
+    return [f"{old} → {new}", _kind(overflow), _first(overflow), _trace(overflow.trace)]
 
 
 def _kind(overflow: OverflowRecord) -> str:

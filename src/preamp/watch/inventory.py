@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine holds and has cast: bytes by category, casts by line of the program."""
+"""What an engine holds: bytes by category."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from preamp.casting import CastAudit
 from preamp.core.away import values_of
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
@@ -18,11 +16,7 @@ from preamp.core.torch_private.sparse import stored_parts
 from preamp.engine.core import EngineCore
 from preamp.engine.lookup import engine_of
 from preamp.engine.storage import uses_host
-from preamp.optim import is_master, kept_of
-from preamp.watch.casts import cast_records
-
-if TYPE_CHECKING:
-    from preamp.numerics import CastsRecord, MemoryRecord
+from preamp.optim import pair_of
 
 CATEGORIES = ("weights", "buffers", "masters", "gradients", "optimizer state", "loss scaler")
 """Where bytes go that stay from one step to the next."""
@@ -86,7 +80,8 @@ def count_memory(engine: EngineCore | torch.nn.Module | torch.optim.Optimizer) -
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-    masters = [param for param in updated if is_master(param) and param.twin is not None]
+    twins = [twin for twin in map(pair_of, updated) if twin is not None]
+    masters = [twin.master for twin in twins]
     # Between a forward and its backward ``fully_shard`` has gathered weights in place of these.
     known = {id(param) for param in (*weights, *masters)}
     weights += (param for param in updated if id(param) not in known)
@@ -95,7 +90,7 @@ def count_memory(engine: EngineCore | torch.nn.Module | torch.optim.Optimizer) -
     found: dict[str, list[torch.Tensor]] = {
         "weights": weights,
         "buffers": buffers,
-        "masters": kept_of(masters),
+        "masters": [twin.kept for twin in twins],
         "gradients": gradients,
         "optimizer state": [t for optimizer in engine.optimizers for t in _state(optimizer)],
         "loss scaler": [
@@ -116,39 +111,6 @@ def count_memory(engine: EngineCore | torch.nn.Module | torch.optim.Optimizer) -
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-class Inventory:
-    """Makes the records of an engine's memory and counted casts; does not keep the engine alive."""
-
-    def __init__(self, engine: EngineCore, audit: CastAudit | None) -> None:
-        """Look at ``engine``, and at what ``audit`` counts."""
-        self._engine = weakref.ref(engine)
-        self._audit = audit
-
-    def start(self) -> None:
-        """Count casts, if they are to be counted; not before the engine can be taken back."""
-        if self._audit is not None:
-            self._audit.start()
-
-    def memory(self, step: int) -> MemoryRecord:
-        """Count what is held now, at call ``step`` of ``optimizer.step``."""
-        from preamp.numerics import MemoryRecord
-
-        engine = self._engine()
-        return MemoryRecord(step=step, categories={} if engine is None else count_memory(engine))
-
-    def count_casts(self, *, on: bool) -> None:
-        """Count casts from now on, or do not."""
-        if self._audit is not None and self._engine() is not None:
-            (self._audit.resume if on else self._audit.pause)()
-
-    def casts(self, step: int) -> CastsRecord | None:
-        """Tell the casts counted up to ``step``; ``None`` if there are none."""
-        from preamp.numerics import CastsRecord
-
-        found = [] if self._audit is None else cast_records(self._audit)
-        return CastsRecord(step=step, casts=found) if found else None
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -18,7 +18,6 @@ from typing import cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from preamp.casting import CastAudit
 from preamp.core.dtypes import dtype_name
 from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
@@ -33,7 +32,6 @@ from preamp.engine.session import OptimizerSession
 from preamp.numerics import History, ResumeRecord, RunRecord
 from preamp.scaling import LossScaler
 from preamp.watch.host_copies import HostCopies
-from preamp.watch.inventory import Inventory
 from preamp.watch.meter import Meter
 from preamp.watch.steps import FinishedCall, PendingStep, Statistics, Steps
 
@@ -63,9 +61,6 @@ class Recorder:
         }
         self._waiting: deque[tuple[Steps, FinishedCall]] = deque()
         self._follows_a_run = False
-        # Tells what the engine holds and has cast, or ``None``
-        self.inventory: Inventory | None = None
-        self._has_memory = False
 
     @property
     def _takes_steps(self) -> bool:
@@ -81,8 +76,6 @@ class Recorder:
     def start(self, engine: EngineCore) -> None:
         """The run of ``engine`` begins, or goes on with the file of an earlier one."""
         self._follows_a_run = len(self.history) > 0
-        if self.inventory is not None:
-            self.inventory.start()
         self.history.add(run_record(engine))
 
     def resumed(self) -> None:
@@ -96,7 +89,6 @@ class Recorder:
                 for optimizer in self._optimizers.values():
                     optimizer.called.clear()
                     optimizer.pending = PendingStep()
-                    self._begin_step(optimizer)
                 self.history.add(self._position())
 
     def listen(self, events: Events, ledger: Ledger) -> None:
@@ -114,9 +106,8 @@ class Recorder:
     def _block_begins(self, backward: Backward) -> None:
         self.forget_dropped(backward.sessions)
 
-    def _gradients_made(self, backward: Backward, is_left_scaled: bool) -> None:
-        if not is_left_scaled:
-            self.measure(backward.sessions, backward.note)
+    def _gradients_made(self, backward: Backward) -> None:
+        self.measure(backward.sessions, backward.note)
         self.loss_seen(backward.sessions, backward.note.loss_id, backward.loss)
 
     def gradients_dropped(self, session: OptimizerSession) -> None:
@@ -170,14 +161,7 @@ class Recorder:
         self.forget_dropped((session,))
         optimizer = self._optimizers[id(session)]
         number = self._next_number(optimizer)
-        measures = self.recording.measures(number)
-        # Optimizers make their state in the first step that is taken, if they need one.
-        is_settled = session.optimizer.state or session.steps_applied > 0
-        if self.inventory is not None and optimizer.index == 0 and is_settled:
-            if measures or not self._has_memory:
-                self._has_memory = True
-                optimizer.pending.memory = self.inventory.memory(number)
-        if not measures:
+        if not self.recording.measures(number):
             return
         if not optimizer.pending.statistics:  # no scale_loss
             copies = HostCopies()
@@ -202,12 +186,6 @@ class Recorder:
         step = pending.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
-        # Nothing that may fail comes before: the books know of the step by now.
-        self._begin_step(optimizer)
-        if pending.memory is not None:
-            self.history.add(pending.memory)
-        if is_full and optimizer.index == 0:
-            self._note_casts(number)
         self.flush(late=(number - 1) % self.recording.every == 0)
 
     def overflow_told(self, session: OptimizerSession, cause: OverflowCause) -> None:
@@ -250,25 +228,11 @@ class Recorder:
 
     def close(self) -> None:
         """Make all records and close the history, whatever fails; then raise the first error."""
-        run_all((partial(self.flush, wait=True), self._note_last_casts, self.history.close))
-
-    def _note_last_casts(self) -> None:
-        number = next((o.next_number - 1 for o in self._optimizers.values()), 0)
-        self._note_casts(number)
+        run_all((partial(self.flush, wait=True), self.history.close))
 
     def _next_number(self, optimizer: Steps) -> int:
         with self._lock:  # another thread may be in the middle of counting
             return optimizer.next_number
-
-    def _begin_step(self, optimizer: Steps) -> None:
-        """What is seen now is on the way to the next step, if it is one of the first optimizer."""
-        if self.inventory is not None and optimizer.index == 0:
-            self.inventory.count_casts(on=self.recording.measures(optimizer.next_number))
-
-    def _note_casts(self, step: int) -> None:
-        casts = None if self.inventory is None else self.inventory.casts(step)
-        if casts is not None:
-            self.history.add(casts)
 
     def _place(self) -> None:
         """Void what the file has of later steps, where training begins before them again."""
@@ -297,12 +261,6 @@ def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
         engine.sessions.values(),
         engine.ledger.lock,
     )
-    audit = None
-    if recording.numerics == "full" and engine.casts_functions:
-        audit = CastAudit()
-        engine.process_undo.push(audit.stop)
-    if recording.numerics != "off":
-        recorder.inventory = Inventory(engine, audit)
     recorder.listen(engine.events, engine.ledger)
     if recording.takes_steps and not engine.policy.is_dynamic:
         recorder.history.listen(engine.ledger.read_record)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from preamp.engine.session import OptimizerSession
-from preamp.numerics import MemoryRecord, NumericsRecord, Record, StepRecord, TensorStatistics
+from preamp.numerics import NumericsRecord, Record, StepRecord, TensorStatistics
 from preamp.scaling import LossScaler
 from preamp.watch.host_copies import HostCopies
 from preamp.watch.meter import Reading
@@ -36,7 +36,6 @@ class PendingStep:
     norm: torch.Tensor | None = None
     # The half weights before the step; see `Meter.before`
     before: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    memory: MemoryRecord | None = None  # what was held before the step, or ``None``
     has_gradients: bool = False  # whether the latest backward left any
 
     def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> FinishedCall:

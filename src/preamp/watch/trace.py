@@ -454,13 +454,12 @@ class Tracer:
         seen.ended = self.values.tick()
         step.add(seen)
 
-    def _end_hearing(self, backward: Backward, will_delay: bool) -> None:
+    def _end_hearing(self, backward: Backward) -> None:
         del backward
-        if not will_delay:  # else nothing follows
-            self._pause()
+        self._pause()
 
     def _end_backward(self, backward: Backward) -> None:
-        """A backward has ended, and gradients left scaled with it."""
+        """A backward has ended."""
         del backward
         self._resume()
         self.values.collect()
@@ -512,12 +511,7 @@ class Tracer:
     def told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
         del session
-        if cause.was_watched:
-            self.told_loss()
-
-    def told_loss(self) -> None:
-        """It was told where a loss was made: that was it. A listener of the ledger."""
-        if not self._stays:
+        if cause.was_watched and not self._stays:
             self.disarm()
 
 
@@ -527,7 +521,6 @@ def make_tracer(engine: EngineCore) -> Tracer:
     looks = not engine.policy.is_dynamic
     tracer = Tracer(engine.models, engine.events, its_master_of, looks=looks)
     engine.ledger.on_overflow.append(tracer.told)
-    engine.ledger.on_loss_traced.append(tracer.told_loss)
     return tracer
 
 

@@ -161,6 +161,7 @@ def use_all_others(ops: Triton) -> None:
     low = [torch.ones(16, 256, dtype=torch.int16)]
     ops.split_(wide, half, low)
     ops.join_(half, low, wide)
+    ops.take_over_(wide, half)
     ops.update_(wide, half, wide, wide, rule=LAMB.rule, update=Update(step=1))
     ops.update_(wide, half, wide, [one], rule=NOVOGRAD.rule, update=Update(step=1))
 

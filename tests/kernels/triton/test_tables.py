@@ -60,13 +60,11 @@ def test_elements_beyond_31_bits(ops: Any, part: Any, device: torch.device) -> N
         part("device.elementwise").combine_kernel,
         (1,),
         table,
-        **launch.scalar("a", 2.0, table, F32),
-        **launch.scalar("b", 0.0, table, F32),
+        **launch.scalar("a", 2.0, table),
+        **launch.scalar("b", 0.0, table),
         T=kinds[F16],
         X=kinds[F32],
         Y=None,
-        X_MATH=kinds[F32],
-        Y_MATH=kinds[F32],
         A_EACH=0,
         CHUNK=CHUNK,
         WIDTH=launch.width_of(F16),
@@ -421,7 +419,7 @@ def test_launches_do_not_grow_with_the_tensors(
 STEPS = (1, 2, 5, 6, 52, 60, 509, 700, 10**4, 10**6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99, 0.999])
 def test_bias_corrections_of_a_step_on_the_device(
     ops: Any, device: torch.device, beta: float, dtype: torch.dtype

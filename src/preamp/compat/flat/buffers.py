@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from preamp.compat.multi_tensor.apex_C import flatten, unflatten
-from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.errors import bad_state, bad_type
 from preamp.kernels import Ops
-from preamp.optim.pairs import WeightPairs, take_over
+from preamp.optim.pairs import WeightPairs
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 
@@ -47,18 +47,26 @@ class FlatGroup(WeightPairs):
                     "Move and convert the model before making the optimizer",
                 )
 
-    def take_over(self, row: int) -> None:
-        """Let the master have what a parameter holds, which becomes a view of ``flat`` again."""
-        param, view = self.params[row], self._views[row]
-        if param.data_ptr() != view.data_ptr():
-            view.copy_(param.detach())
-        take_over(view, self.masters[row])
-        param.data = view
+    def come_along(self, row: int) -> None:
+        """Nothing moves: see `check_bound`."""
+
+    def take_over(self, rows: Sequence[int]) -> None:
+        """Let the master have what parameters hold, which become views of ``flat`` again."""
+        for row in rows:
+            param, view = self.params[row], self._views[row]
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param.detach())
+                param.data = view
+        if is_half(self.flat):
+            super().take_over(rows)
+        else:
+            self.master.detach().data.copy_(self.flat)
 
     def write_flat(self) -> None:
         """Round the master into the buffer, and so into the model."""
         with torch.no_grad():
             self.ops.cast_copy_([self.master.detach()], [self.flat])
+        self.note_written(range(len(self)))
 
     # -- gradients -----------------------------------------------------------------------------
 

@@ -49,7 +49,9 @@ class Skips:
         finite = torch.isfinite(loss.detach()).all()
         note = GradientNote(0, loss_finite=finite, scale=scaler.scale.clone())
         if self.note is not None:
-            note.go_on_from(self.note)
+            # It adds to gradients that were left scaled.
+            note.loss_finite = finite.logical_and(self.note.loss_finite.to(finite.device))
+            note.graphs = [*self.note.graphs]
         self.note = note
 
     def went(self, loss: torch.Tensor) -> None:

@@ -90,6 +90,7 @@ def multi_tensor_sgd(
         inv_scale=call.factor(scale),
         found_inf=call.found_inf(noop_flag),
         halves=copies[0] if copies else None,
+        halves_lead=False,
     )
     backend().update_(params, grads, buffers, rule=rule, update=update)
 
@@ -139,7 +140,7 @@ def _capturable_(
     grads, params, exp_avgs, exp_avg_sqs, *masters = call.lists
     update = Update(step=count, inv_scale=scale, found_inf=found_inf)
     if masters:
-        update, params = replace(update, halves=params), masters[0]
+        update, params = replace(update, halves=params, halves_lead=False), masters[0]
     ops = backend()
     ops.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
     ops.scale_add_(grads, torch.where(found_inf != 0, 1.0, scale), [None] * len(grads))

@@ -227,11 +227,6 @@ def _listed(kept: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", kept) if isinstance(kept, tuple) else (kept,)
 
 
-def has_functions_of_python(root: Node) -> bool:
-    """Whether there are any in the graph above ``root``; they keep attributes when it is freed."""
-    return any(isinstance(node, BackwardCFunction) for node in _nodes_above(root))
-
-
 def _nodes_above(root: Node) -> Iterator[Node]:
     """All nodes of a graph, the nearest first."""
     pending, seen = deque([root]), {root}

@@ -7,7 +7,7 @@ import importlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import Any, Final, cast
 
 import torch
@@ -137,34 +137,6 @@ def keep_in_replicas(module: nn.Module) -> None:
     """Take back `drop_in_replicas`, of a copy too."""
     if isinstance(vars(module).get(_REPLICATE), _Replicate):
         del vars(module)[_REPLICATE]
-
-
-def before_moves(module: nn.Module, prepare: Callable[[], None], undo: UndoStack) -> None:
-    """Call ``prepare`` before whatever ``module.to`` and its like do to its tensors.
-
-    Copies that are pickled are without it; see `forget_moves` for others.
-    """
-    weak = weakref.ref(module)
-
-    def _apply(owner: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        prepare()
-        return cast("Any", type(owner))._apply(owner, fn, *args, **kwargs)
-
-    _apply.__dict__["prepares"] = True
-    method = MethodType(_apply, module)
-
-    def remove() -> None:
-        if (alive := weak()) is not None and vars(alive).get("_apply") is method:
-            del vars(alive)["_apply"]  # not one of a later engine
-
-    undo.push(remove)
-    vars(module)["_apply"] = method
-
-
-def forget_moves(module: nn.Module) -> None:
-    """Take `before_moves` back in a copy."""
-    if hasattr(vars(module).get("_apply"), "prepares"):
-        del vars(module)["_apply"]
 
 
 def _hooks_meant(

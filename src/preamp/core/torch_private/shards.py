@@ -64,17 +64,12 @@ def instance_of(cls: type[T], data: torch.Tensor, *, requires_grad: bool) -> T:
     return param
 
 
-def before_local(prepare: Callable[[Any], object]) -> dict[str, Any]:
-    """Attributes of a class whose tensors ``prepare`` makes those of another before they are read.
+def without_local(refuse: Callable[[Any], object]) -> dict[str, Any]:
+    """Attributes of a class of sharded tensors that have no part on any rank: ``refuse`` raises.
 
     Methods of a ``DTensor`` take this rank's part as an attribute, past ``__torch_function__``.
     """
-
-    def local(tensor: Any) -> torch.Tensor:
-        prepare(tensor)
-        return local_of(tensor)
-
-    return {"_local_tensor": property(local)}
+    return {"_local_tensor": property(refuse)}
 
 
 def place_gradients(params: Sequence[torch.Tensor]) -> None:

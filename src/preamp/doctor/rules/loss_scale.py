@@ -155,8 +155,6 @@ class Clipping(Detector):
                     is_left_open = session.end_backward is not None
                     what = _BEFORE_UNSCALE if is_left_open else "inside a scale_loss block"
                     self._report(name, both, params, scale, what)
-                elif both and session.delayed is not None:
-                    self._report(name, both, params, scale, "left scaled by delay_unscale=True")
                 elif halves:
                     what = "that are the model's half ones, not those of the masters"
                     self._report(name, halves, params, scale, what)

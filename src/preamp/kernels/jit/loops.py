@@ -12,9 +12,8 @@ OpenMP when the program forks.
 
 In kernels ``chunks`` has three rows: of every chunk its tensor, its first element there, and how
 many it has. ``at`` has a row of addresses for every list, and ``kinds`` the code of its dtype:
-parameters, gradients, state, and halves if there are any. ``math`` is a zero of the dtype of the
-computation, which all numbers have too. ``room`` is the address of `_LISTS` blocks, and ``found``
-has room for as many addresses.
+parameters, gradients, state, and halves if there are any. ``room`` is the address of `_LISTS`
+blocks of float32, and ``found`` has room for as many addresses.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ from preamp.kernels.jit.words import (
     WIDTHS,
     ZEROS,
     add,
-    bin_of,
     finite_or_zero,
     higher,
     itemsize,
@@ -57,11 +55,12 @@ from preamp.kernels.jit.words import (
     peek,
     poke,
     put_back,
+    take_over,
+    taken_over,
     value_of,
     widen,
     widened,
 )
-from preamp.kernels.ops import BINS
 from preamp.kernels.stored import blocks_of
 
 CHUNK = 1 << 14
@@ -71,17 +70,14 @@ _SHARE = 1 << 16
 """Elements that are worth another thread."""
 
 BLOCK = 1024
-"""Elements that are at hand at once, in every list; also how many squares are added up in the dtype
-of the computation, before their sum joins others in float64."""
+"""Elements that are at hand at once, in every list; also how many squares are added up in
+float32, before their sum joins others in float64."""
 
 _F32 = ZEROS[torch.float32]
 _LISTS = 5
-"""Most lists of a kernel; in so many blocks of float64 it finds room for what it widens.
+"""Most lists of a kernel; in so many blocks it finds room for what it widens."""
 
-Or for what it counts, see `tally`.
-"""
-
-_IS_F64 = CODES[torch.float64]
+_IS_F32 = CODES[torch.float32]
 """The last of the codes of dtypes; those of formats are above."""
 
 _numel_of = torch.Tensor.numel
@@ -169,7 +165,10 @@ class _Room(threading.local):
     """Memory of a thread for what kernels widen, and for the addresses of what they have found."""
 
     def __init__(self) -> None:
-        self.blocks, self.found = np.empty((_LISTS + 1, BLOCK)), np.empty(_LISTS, np.int64)
+        self.blocks, self.found = (
+            np.empty((_LISTS + 1, BLOCK), np.float32),
+            np.empty(_LISTS, np.int64),
+        )
         self.address = self.blocks.ctypes.data
 
 
@@ -234,8 +233,8 @@ def last_at_hand(begin, last, tensor, layout):
 
 
 @function
-def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half, low, layout):
-    """Find elements of some lists in the dtype of the computation; put in ``found`` where.
+def find_lists(first, last, at, kinds, tensor, begin, n, room, found, half, low, layout):
+    """Find elements of some lists as float32; put in ``found`` where.
 
     With ``half`` they are where they are, in the list of halves too; with ``low`` that is true of
     parameters, lows, in place of halves, and gradients.
@@ -243,13 +242,13 @@ def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half
     for row in range(first, last if half is None else last + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
         if half is None or (low is not None and 1 < row < last):
-            values = room + row * BLOCK * itemsize(math)
-            if layout is not None and kinds[row] > _IS_F64:
+            values = room + row * BLOCK * 4
+            if layout is not None and kinds[row] > _IS_F32:
                 beside = at[_beside(row, last), tensor]
                 unpack(stored, kinds[row], beside, tensor, begin, n, values, layout)
                 stored = values
             else:
-                stored = widened(stored, kinds[row], n, values, math)
+                stored = widened(stored, kinds[row], n, values)
         found[row] = stored
     if low is not None:
         found[last] = at[last + 1, tensor] + begin * itemsize(low)
@@ -262,32 +261,32 @@ def _beside(row, lists):
 
 
 @function
-def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half, low, layout):
+def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, half, low, layout):
     """Round elements into all lists but the gradients, and stored parameters into halves.
 
     With ``half`` they are there already; with ``low`` that is true of parameters.
     """
     if half is not None and low is None:
         return
-    chance = room + 8 * _LISTS * BLOCK
+    chance = room + 4 * _LISTS * BLOCK
     if layout is not None and layout.by_chance:
         chance = chances(tensor, begin, n, chance, layout)
     for row in range(0 if low is None else 2, lists + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
         values = found[row]
-        if layout is not None and kinds[row] > _IS_F64:
+        if layout is not None and kinds[row] > _IS_F32:
             beside, by = at[_beside(row, lists), tensor], ODDS[max(row - 2, 0)]
             pack(values, stored, kinds[row], beside, tensor, begin, n, chance, by, layout)
             continue
         if row == lists and kinds[row]:
             values = at[0, tensor] + begin * WIDTHS[kinds[0]]
-            values = widened(values, kinds[0], n, room, math)
+            values = widened(values, kinds[0], n, room)
         if row != 1:
-            put_back(values, stored, kinds[row], n, math)
+            put_back(values, stored, kinds[row], n)
 
 
 @kernel
-def sum_squares(first, last, chunks, at, room, found, X, math, factor, sums):
+def sum_squares(first, last, chunks, at, room, found, X, factor, sums):
     """Per chunk the sum of squares of values × ``factor``.
 
     ``X`` is a zero of the type that values are stored in.
@@ -296,10 +295,10 @@ def sum_squares(first, last, chunks, at, room, found, X, math, factor, sums):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         total = 0.0
         for begin in range(0, count, BLOCK):
-            squares = math
+            squares = _F32
             x = at[0, tensor] + (start + begin) * itemsize(X)
             for i in range(min(count - begin, BLOCK)):
-                value = widen(peek(x, i, X), math) * factor
+                value = widen(peek(x, i, X)) * factor
                 squares = add(squares, value * value)
             total += squares
         sums[chunk] = total
@@ -329,61 +328,36 @@ def find_largest(first, last, chunks, at, room, found, X, wants_finite, largest,
 
 
 @kernel
-def tally(first, last, chunks, at, room, found, X, counts, largest, sums):
-    """Per chunk the counts of `Tally`, the largest finite magnitude, and the sum of squares.
-
-    ``X`` is a zero of the type that values are stored in, which is not float64.
-    """
-    # Behind the bins of a block, four tables: neighbours in one bin do not wait for each other.
-    tables = room + BLOCK * 4
-    for chunk in range(first, last):
-        tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
-        top = magnitude(X)
-        total = 0.0
-        for i in range(4 * BINS):
-            poke(tables, i, np.uint32(0))
-        for begin in range(0, count, BLOCK):
-            n = min(count - begin, BLOCK)
-            x = at[0, tensor] + (start + begin) * itemsize(X)
-            squares = 0.0
-            for i in range(n):
-                bits = magnitude(peek(x, i, X))
-                poke(room, i, bin_of(bits, X))
-                bits = finite_or_zero(bits, X)
-                top = higher(top, bits)
-                squares = add(squares, value_of(bits, X) * value_of(bits, X))
-            total += squares
-            for i in range(n):
-                place = peek(room, i, np.uint32(0)) * 4 + (i & 3)
-                poke(tables, place, np.uint32(peek(tables, place, np.uint32(0)) + 1))
-        for i in range(4 * BINS):
-            counts[chunk, i >> 2] += peek(tables, i, np.uint32(0))
-        largest[chunk] = value_of(top, X)
-        sums[chunk] = total
-
-
-@kernel
-def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy):
+def combine(first, last, chunks, at, room, found, kinds, each, b, is_copy):
     """``target = a * x + b * y``, with ``each`` tensor's a; of a copy ``x`` alone."""
-    result = room + 3 * BLOCK * itemsize(math)
+    result = room + 3 * BLOCK * 4
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         a = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            find_lists(1, 3, at, kinds, tensor, begin, n, room, found, math, None, None, None)
+            find_lists(1, 3, at, kinds, tensor, begin, n, room, found, None, None, None)
             x, y = found[1], found[2]
             target = at[0, tensor] + begin * WIDTHS[kinds[0]]
             if is_copy:
-                put_back(x, target, kinds[0], n, math)
+                put_back(x, target, kinds[0], n)
                 continue
             if kinds[2]:
                 for i in range(n):
-                    poke(result, i, peek(x, i, math) * a + peek(y, i, math) * b)
+                    poke(result, i, peek(x, i, _F32) * a + peek(y, i, _F32) * b)
             else:
                 for i in range(n):
-                    poke(result, i, peek(x, i, math) * a)
-            put_back(result, target, kinds[0], n, math)
+                    poke(result, i, peek(x, i, _F32) * a)
+            put_back(result, target, kinds[0], n)
+
+
+@kernel
+def take_over_lists(first, last, chunks, at, room, found, kinds):
+    """Let masters say what half weights do."""
+    for chunk in range(first, last):
+        tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
+        masters = at[0, tensor] + start * 4
+        take_over(masters, at[1, tensor] + start * WIDTHS[kinds[1]], kinds[1], count)
 
 
 @kernel
@@ -418,17 +392,18 @@ def join_lists(first, last, chunks, at, room, found, half, low):
 
 @kernel
 def update(
-    first, last, chunks, at, room, found, kinds, math, half, low, second, layout, inv_scale, each,
-    rule
+    first, last, chunks, at, room, found, kinds, half, low, second, layout, leads, inv_scale,
+    each, rule
 ):  # fmt: skip
     """An update by ``rule``, a record of `formulas`; ``each`` has a number for each tensor.
 
-    ``second`` is a zero of the computation's type where there are two lists of state, else
-    ``None``; state that is not there has no kind. ``half`` is a zero of the type of gradients and
-    halves where all else is of the computation's: these are converted on the way then. Else it is
-    ``None``. ``low`` is one of the type of lows where gradients and parameters are both of
-    ``half``, split ones; they stand in for halves. ``layout`` is that of lists that are kept in
-    fewer bits, or ``None``; chunks are whole blocks.
+    ``second`` is a float32 zero where there are two lists of state, else ``None``; state that
+    is not there has no kind. ``half`` is a zero of the type of gradients and halves where all
+    else is float32: these are converted on the way then. Else it is ``None``. ``low`` is one of
+    the type of lows where gradients and parameters are both of ``half``, split ones; they stand
+    in for halves. Where halves lead, parameters start from `taken_over`: on the way, or where
+    ``leads`` says so. ``layout`` is that of lists that are kept in fewer bits, or ``None``;
+    chunks are whole blocks.
     """
     lists = 3 if second is None else 4
     for chunk in range(first, last):
@@ -438,20 +413,25 @@ def update(
         while begin < until:
             end = last_at_hand(begin, until, tensor, layout)
             n = end - begin
-            find_lists(0, lists, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
+            find_lists(0, lists, at, kinds, tensor, begin, n, room, found, half, low, layout)
             ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[lists]
+            if leads:  # a float32 parameter is where it is
+                own = at[lists, tensor] + begin * WIDTHS[kinds[lists]]
+                take_over(ps, own, kinds[lists], n)
             for i in range(n):
-                if low is None:
-                    p = peek(ps, i, math)
-                else:
+                if low is not None:
                     p = join(peek(ps, i, half), peek(hs, i, low))
-                if half is None:
-                    g = peek(gs, i, math) * inv_scale
+                elif half is not None:
+                    p = taken_over(peek(ps, i, _F32), peek(hs, i, half))
                 else:
-                    g = widen(peek(gs, i, half), math) * inv_scale
-                m = v = peek(ms, i, math)
+                    p = peek(ps, i, _F32)
+                if half is None:
+                    g = peek(gs, i, _F32) * inv_scale
+                else:
+                    g = widen(peek(gs, i, half)) * inv_scale
+                m = v = peek(ms, i, _F32)
                 if second is not None:
-                    v = peek(vs, i, math)
+                    v = peek(vs, i, _F32)
                 p, m, v = stepped(p, g, m, v, number, rule)
                 poke(ms, i, m)
                 if second is not None:
@@ -463,13 +443,13 @@ def update(
                 else:
                     poke(ps, i, half_of(p, half))
                     poke(hs, i, low_of(p, half))
-            put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
+            put_lists_back(lists, at, kinds, tensor, begin, n, room, found, half, low, layout)
             begin = end
 
 
 @kernel
 def measure_directions(
-    first, last, chunks, at, room, found, kinds, math, layout, inv_scale, p_sums, u_sums, rule
+    first, last, chunks, at, room, found, kinds, layout, inv_scale, p_sums, u_sums, rule
 ):
     """Per chunk the sums of squares of the parameters and of the directions of `update`."""
     for chunk in range(first, last):
@@ -480,13 +460,13 @@ def measure_directions(
         while begin < until:
             end = last_at_hand(begin, until, tensor, layout)
             n = end - begin
-            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, None, None, layout)
+            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, None, None, layout)
             ps, gs, ms, vs = found[0], found[1], found[2], found[3]
-            p_squares = math
-            u_squares = math
+            p_squares = _F32
+            u_squares = _F32
             for i in range(n):
-                p, g = peek(ps, i, math), peek(gs, i, math) * inv_scale
-                u = direction(p, g, peek(ms, i, math), peek(vs, i, math), rule)[0]
+                p, g = peek(ps, i, _F32), peek(gs, i, _F32) * inv_scale
+                u = direction(p, g, peek(ms, i, _F32), peek(vs, i, _F32), rule)[0]
                 p_squares = add(p_squares, p * p)
                 u_squares = add(u_squares, u * u)
             p_total += p_squares

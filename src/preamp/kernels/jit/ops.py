@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
 from preamp.kernels.jit.loops import Chunks, blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
-from preamp.kernels.ops import BINS, NONFINITE, Census, Column, Tally, Tensors
+from preamp.kernels.ops import Census, Column, Tensors
 from preamp.kernels.places import (
     STORED_DTYPES,
     Combining,
@@ -32,15 +31,14 @@ from preamp.kernels.places import (
     shapes_of,
     sort,
 )
-from preamp.kernels.reference import Reference
-from preamp.kernels.reference.formulas import number_of
-from preamp.kernels.reference.tally import flat_of
+from preamp.kernels.plain import Plain
+from preamp.kernels.plain.formulas import number_of
 from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
-from preamp.kernels.stored import Format, Stored, join
+from preamp.kernels.stored import Format, Stored, join, lead
 from preamp.kernels.update import Scalar, Update, norms_at
 from preamp.kernels.vectors import norms_of
 
-_REFERENCE = Reference()
+_PLAIN = Plain(fuses=False)
 _CPU = torch.device("cpu")
 _torch: Any = torch
 _MOST = torch.finfo(torch.float32).max
@@ -55,12 +53,10 @@ class Part(NamedTuple):
     chunks: Chunks
     at: np.ndarray  # address of each tensor in each list
 
-    def walk(
-        self, kernel: Any, math: torch.dtype, *arguments: Any, kinds: Sequence[int] = ()
-    ) -> None:
+    def walk(self, kernel: Any, *arguments: Any, kinds: Sequence[int] = ()) -> None:
         """Call a kernel on all lists; ``kinds`` are their codes where not their dtypes'."""
         codes = _codes(*(kinds or map(CODES.__getitem__, self.dtypes)))
-        walk(kernel, self.chunks, self.rows, self.at, codes, ZEROS[math], *arguments)
+        walk(kernel, self.chunks, self.rows, self.at, codes, *arguments)
 
     def read(self, kernel: Any, row: int, *arguments: Any) -> None:
         """Call a kernel on one list."""
@@ -105,35 +101,33 @@ def _part(group: Group) -> Part | None:
     return Part(rows, [*group.dtypes], group.positions, chunks, at)
 
 
-def _number(value: Scalar, dtype: torch.dtype) -> Any:
-    """A number, or 0-dim tensor, as kernels take numbers of the computation."""
-    if isinstance(value, torch.Tensor):  # of the host, where reading it waits for nothing
-        if value.dtype is torch.float32 and value.is_cpu and not value.requires_grad:
-            value = float(value)
-        else:
-            value = float(value.detach().reshape(()).to(_CPU, torch.float64).numpy())
-    if dtype is torch.float64:
-        return np.float64(value)
+def _number(value: Scalar) -> np.float32:
+    """A number, or 0-dim tensor, as kernels take it."""
+    value = _plain(value)
     return np.float32(math.copysign(math.inf, value) if abs(value) > _MOST else value)
 
 
 def _plain(value: Scalar) -> float:
-    return float(_number(value, torch.float64))
+    if isinstance(value, torch.Tensor):  # of the host, where reading it waits for nothing
+        if value.dtype is torch.float32 and value.is_cpu and not value.requires_grad:
+            return float(value)
+        return float(value.detach().reshape(()).to(_CPU, torch.float64).numpy())
+    return float(value)
 
 
-def _vector(values: Scalar, dtype: torch.dtype, part: Part) -> np.ndarray:
-    """One number for each tensor, in the dtype of the computation."""
+def _vector(values: Scalar, part: Part) -> np.ndarray:
+    """One number for each tensor."""
     if not isinstance(values, torch.Tensor) or values.numel() == 1:
-        return np.full(part.chunks.count, _number(values, dtype))
+        return np.full(part.chunks.count, _number(values))
     check_lengths(part.rows[0], cast("Any", values))
-    return values.detach().to(_CPU, dtype).contiguous().numpy()
+    return values.detach().to(_CPU, torch.float32).contiguous().numpy()
 
 
 class Jit(Combining):
     """Every op in kernels that numba compiles."""
 
     name = "jit"
-    reference = _REFERENCE
+    plain = _PLAIN
 
     # -- what is read and not written ------------------------------------------------------------
 
@@ -154,8 +148,8 @@ class Jit(Combining):
         parts, others = parts_of(grads)
         if not parts:
             options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
-            return _REFERENCE.census(grads, device, **options)
-        rest = _REFERENCE.census(pick(grads, others), _CPU) if others else None
+            return _PLAIN.census(grads, device, **options)
+        rest = _PLAIN.census(pick(grads, others), _CPU) if others else None
         norm = largest = finite = None
         tops: list[tuple[np.ndarray, np.ndarray]] = []
         is_finite = with_norm
@@ -174,9 +168,6 @@ class Jit(Combining):
             largest, finite = np.zeros(len(grads)), np.zeros(len(grads))
             for part, found in zip(parts, tops, strict=True):
                 largest[part.places], finite[part.places] = (_highest(part, top) for top in found)
-            is_beyond = np.isfinite(largest) & (largest > _MOST)  # of float64
-            largest[is_beyond] = _MOST
-            finite = np.minimum(finite, _MOST)
             if rest is not None and rest.max_abs is not None:
                 largest[others], finite = rest.max_abs.numpy(), None
         found_inf = _scalar(float(not is_finite), device)
@@ -188,7 +179,7 @@ class Jit(Combining):
     ) -> torch.Tensor:
         parts, others = parts_of(tensors)
         if not parts:
-            return _REFERENCE.l2norms(tensors, factor, device)
+            return _PLAIN.l2norms(tensors, factor, device)
         norms = _norms_of(tensors, parts, others, factor)
         return cast("torch.Tensor", _float32(norms, device))
 
@@ -196,7 +187,7 @@ class Jit(Combining):
         check_lengths(tensors, factors)
         parts, others = parts_of(tensors)
         if not parts:
-            return _REFERENCE.l2norm(tensors, factors, device)
+            return _PLAIN.l2norm(tensors, factors, device)
         norms, numbers = _norms_of(tensors, parts, others), _numbers(factors)
         if len({*numbers.values()}) == 1:  # as a rule: one backward, one factor, or a scale of 1
             if (by := next(iter(numbers.values()))) != 1.0:
@@ -205,47 +196,29 @@ class Jit(Combining):
             norms = norms * np.array([numbers[id(factor)] for factor in factors])
         return _scalar(_norm(norms), device)
 
-    @torch.no_grad()
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        found: dict[int, Tally] = {}
-        flat = list(map(flat_of, tensors))
-        parts, others = parts_of(flat)
-        for part in parts:
-            if part.dtypes[0] is torch.float64:  # whose squares may not be float64
-                others = sorted([*others, *part.places])
-            else:
-                found.update(zip(part.places, _tallies(part), strict=True))
-        found.update(zip(others, _REFERENCE.tally(pick(flat, others)), strict=True))
-        return [found[place] for place in range(len(tensors))]
+    tally: Any = _PLAIN.tally
 
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
 
     def _groups(
         self, *columns: Column, codes: Set[torch.dtype] = frozenset()
     ) -> tuple[list[Part], list[int]]:
-        parts, others = parts_of(*columns, codes=codes)
-        usual: list[Part] = []
-        for part in parts:
-            _, x, y = part.dtypes
-            # The product of a tensor that is not float64 is rounded before one of float64 joins it.
-            if y is not None and (x is torch.float64) != (y is torch.float64):
-                others = sorted([*others, *part.places])
-            else:
-                usual.append(part)
-        return usual, others
+        return parts_of(*columns, codes=codes)
 
     def _combine(
         self, group: Part, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
-        x, y = group.dtypes[1:]
-        math = torch.float64 if torch.float64 in (x, y) else torch.float32
         if factors:
             numbers = _numbers(factors)
             each = np.array([numbers[id(factors[place])] for place in group.places], np.float32)
         else:
-            each = _vector(a, math, group)
-        is_copy = not factors and isinstance(a, float) and a == 1.0 and y is None
-        group.walk(loops.combine, math, each, _number(b, math), is_copy)
+            each = _vector(a, group)
+        is_copy = not factors and isinstance(a, float) and a == 1.0 and not group.rows[2]
+        group.walk(loops.combine, each, _number(b), is_copy)
+        torch.autograd.graph.increment_version(group.rows[0])
+
+    def _take_over(self, group: Part) -> None:
+        group.walk(loops.take_over_lists)
         torch.autograd.graph.increment_version(group.rows[0])
 
     def _convert(self, group: Part, *, joins: bool) -> None:
@@ -269,7 +242,7 @@ class Jit(Combining):
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
             taken = replace(update, found_inf=None)
-            _REFERENCE.update_(*lists, rule=rule, update=taken.at(others))
+            _PLAIN.update_(*lists, rule=rule, update=taken.at(others))
 
     @torch.no_grad()
     def lamb_norms(
@@ -277,26 +250,20 @@ class Jit(Combining):
     ) -> torch.Tensor:
         works, others = _works(params, grads, *state, rule=rule, update=update)
         if others or len(works) != 1:
-            return _REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
+            return _PLAIN.lamb_norms(params, grads, *state, rule=rule, update=update)
+        works[0].take_over()
         return _lamb_norms(works[0], rule)
 
 
 # -- measuring ------------------------------------------------------------------------------------
 
 
-def _norms_in(
-    part: Part, row: int, factor: torch.Tensor | None, math: torch.dtype | None = None
-) -> np.ndarray:
-    """The norm of each tensor × ``factor`` in one list, float64.
-
-    ``math`` is the dtype of the computation, by default that of the list.
-    """
-    dtype = cast("torch.dtype", part.dtypes[row])
-    wide = math or math_dtype(dtype)
-    by = _number(1.0 if factor is None else factor, wide)
+def _norms_in(part: Part, row: int, factor: torch.Tensor | None) -> np.ndarray:
+    """The norm of each tensor × ``factor`` in one list, float64."""
+    by = _number(1.0 if factor is None else factor)
     sums = np.empty(part.chunks.table.shape[1])
-    zeros = ZEROS[dtype], ZEROS[wide]
-    part.read(loops.sum_squares, row, *zeros, by, sums)
+    zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
+    part.read(loops.sum_squares, row, zero, by, sums)
     return np.sqrt(_by_tensor(part, sums))
 
 
@@ -306,22 +273,6 @@ def _largest(part: Part, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.
     zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
     part.read(loops.find_largest, row, zero, finite, tops[0], tops[1])
     return tops[0], tops[1]
-
-
-def _tallies(part: Part) -> list[Tally]:
-    """Of each tensor of a part, in order."""
-    chunks = part.chunks.table.shape[1]
-    counts, largest, sums = np.zeros((chunks, BINS), np.int32), np.zeros(chunks), np.zeros(chunks)
-    zero = ZEROS[cast("torch.dtype", part.dtypes[0])]
-    part.read(loops.tally, 0, zero, counts, largest, sums)
-    each = np.zeros((part.chunks.count, BINS), np.int64)
-    owners, first = np.unique(part.chunks.table[0], return_index=True)
-    each[owners] = np.add.reduceat(counts, first, dtype=np.int64)
-    finite = each.sum(1) - each[:, NONFINITE]
-    rms = np.sqrt(_by_tensor(part, sums) / np.maximum(finite, 1))
-    extremes = np.stack([_highest(part, largest), rms], 1).astype(np.float32)
-    pairs = zip(_torch.from_numpy(each), _torch.from_numpy(extremes), strict=True)
-    return [Tally(*pair) for pair in pairs]
 
 
 def _highest(part: Part, tops: np.ndarray) -> np.ndarray:
@@ -349,7 +300,7 @@ def _norms_of(
     for part in parts:
         norms[part.places] = _norms_in(part, 0, factor)
     if others:
-        norms[others] = _REFERENCE.l2norms(pick(tensors, others), factor, _CPU).numpy()
+        norms[others] = _PLAIN.l2norms(pick(tensors, others), factor, _CPU).numpy()
     return norms
 
 
@@ -364,7 +315,7 @@ def _numbers(factors: Column) -> dict[int, float]:
 
 
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    number = _number(value, torch.float32)
+    number = _number(value)
     if device.type == "cpu":  # elsewhere a copy would wait for the device
         return cast("torch.Tensor", _torch.from_numpy(np.array(number)))
     return torch.full((), float(number), dtype=torch.float32, device=device)
@@ -388,7 +339,6 @@ class _Work(NamedTuple):
     """
 
     part: Part
-    math: torch.dtype  # of the computation
     update: Update
     lists: int  # parameters, gradients and state
     numbers: list[torch.Tensor]  # state of one number for each parameter, if the rule has any
@@ -410,8 +360,14 @@ class _Work(NamedTuple):
         half = self.part.dtypes[self.lists]
         if self.update.stored is not None and self.update.stored.lows is not None:
             return (ZEROS[p], np.int16(0)) if p is not None and p == g else (None, None)
-        is_usual = {p, *state} == {self.math} and g == half and g in HALF_DTYPES
+        is_usual = {p, *state} == {torch.float32} and g == half and self.leads
         return (ZEROS[half] if is_usual and half is not None else None), None
+
+    @property
+    def leads(self) -> bool:
+        """Whether there are half weights, which parameters refine."""
+        p, half = self.part.dtypes[0], self.part.dtypes[self.lists]
+        return self.update.halves_lead and p is not None and half is not None and lead(p, half)
 
     @property
     def kinds(self) -> Sequence[int]:
@@ -439,52 +395,62 @@ class _Work(NamedTuple):
         return 1.0 / left if left else math.inf
 
     def numbers_as(self, **values: Scalar) -> dict[str, Any]:
-        """Numbers in the dtype of the computation, by name."""
-        math, kind = self.math, np.float64 if self.math is torch.float64 else np.float32
+        """Numbers as kernels take them, by name."""
         return {
-            name: kind(value)
+            name: np.float32(value)
             if value.__class__ is float and -_MOST <= value <= _MOST
-            else _number(value, math)
+            else _number(value)
             for name, value in values.items()
         }
 
     def start(self, rule: Any, each: Scalar) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
-        by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
-        second = ZEROS[self.math] if isinstance(rule, formulas.Moments) else None
-        given = *self.on_the_way, second, self.layout, by, numbers, rule
-        self.part.walk(loops.update, self.math, *given, kinds=self.kinds)
+        by, numbers = _number(self.inv_scale), _vector(each, self.part)
+        second = ZEROS[torch.float32] if isinstance(rule, formulas.Moments) else None
+        half, low = self.on_the_way
+        leads = self.leads and half is None
+        given = half, low, second, self.layout, leads, by, numbers, rule
+        self.part.walk(loops.update, *given, kinds=self.kinds)
         written = [row for place, row in enumerate(self.part.rows) if place != 1]
         torch.autograd.graph.increment_version([*chain.from_iterable(written)])
 
     def norms(self, rule: Rule) -> tuple[torch.Tensor, ...]:
-        """The norms that the rule needs, given or measured, in the dtype of the computation."""
+        """The norms that the rule needs, given or measured."""
         given = norms_at(self.update.norms, self.part.places)
         if given is not None:
-            return given.to(_CPU, self.math).unbind()
+            return given.to(_CPU, torch.float32).unbind()
+        self.take_over()
         if isinstance(rule, LambRule):
             return _lamb_norms(self, rule).unbind()
         factor = self.update.inv_scale
         if isinstance(rule, NovoGradRule) and rule.uses_max_norm:
             largest = _highest(self.part, _largest(self.part, 1, finite=False)[0])
-            wide = _torch.from_numpy(largest).to(self.math)
-            return (wide if factor is None else wide * factor.to(_CPU, self.math),)
-        norms = _torch.from_numpy(_norms_in(self.part, 1, factor, self.math)).to(self.math)
+            wide = _torch.from_numpy(largest).to(torch.float32)
+            return (wide if factor is None else wide * factor.to(_CPU, torch.float32),)
+        norms = _torch.from_numpy(_norms_in(self.part, 1, factor)).to(torch.float32)
         return (self._lengths(), norms) if isinstance(rule, LarsRule) else (norms,)
+
+    def take_over(self) -> None:
+        """Let parameters say what their half weights do, before norms are taken of them."""
+        if self.leads:
+            kinds = [CODES[self.part.dtypes[place]] for place in (0, self.lists)]
+            own = self.part._replace(at=self.part.at[[0, self.lists]])
+            own.walk(loops.take_over_lists, kinds=kinds)
+            torch.autograd.graph.increment_version(self.part.rows[0])
 
     def _lengths(self) -> torch.Tensor:
         """The norms of the parameters."""
         stored, part = self.update.stored, self.part
         if stored is None or stored.lows is None:
-            return _torch.from_numpy(_norms_in(part, 0, None, self.math)).to(self.math)
+            return _torch.from_numpy(_norms_in(part, 0, None)).to(torch.float32)
         pairs = zip(part.rows[0], pick(stored.lows, part.places), strict=True)
         return torch.stack(norms_of([join(half.detach(), low.detach()) for half, low in pairs]))
 
     @torch.no_grad()
     def numbers_of(self, rule: Rule) -> Scalar:
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
-        lr = rule.lr.to(_CPU, self.math) if isinstance(rule.lr, torch.Tensor) else rule.lr
-        kept = _torch.stack(self.numbers).to(self.math) if self.numbers else None
+        lr = rule.lr.to(_CPU, torch.float32) if isinstance(rule.lr, torch.Tensor) else rule.lr
+        kept = _torch.stack(self.numbers).to(torch.float32) if self.numbers else None
         found = number_of(rule, lr, self.norms(rule) if rule.takes_norms else (), kept)
         if self.numbers:
             _torch._foreach_copy_(self.numbers, cast("torch.Tensor", found).unbind())
@@ -514,7 +480,6 @@ def _works(
     return [
         _Work(
             part,
-            math_dtype(cast("torch.dtype", part.dtypes[0])),
             update,
             len(kept) + 2,
             [numbers[place] for place in part.places] if rule.has_numbers else [],
@@ -570,10 +535,10 @@ def _layout(part: Part, stored: Stored, step: int | torch.Tensor) -> Layout:
 
 
 def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
-    """``|p|`` and ``|u|`` of each tensor, in the dtype of the computation."""
-    part, by = work.part, _number(work.inv_scale, work.math)
+    """``|p|`` and ``|u|`` of each tensor."""
+    part, by = work.part, _number(work.inv_scale)
     sums = np.zeros((2, part.chunks.table.shape[1]))
     given = work.layout, by, sums[0], sums[1], formulas.record_of(work, rule)
-    part.walk(loops.measure_directions, work.math, *given, kinds=work.kinds)
+    part.walk(loops.measure_directions, *given, kinds=work.kinds)
     norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
-    return cast("torch.Tensor", _torch.from_numpy(norms).to(work.math))
+    return cast("torch.Tensor", _torch.from_numpy(norms).to(torch.float32))

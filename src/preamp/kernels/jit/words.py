@@ -4,8 +4,8 @@
 """What kernels do with one element: read it at an address, widen it, round it, store it.
 
 A dtype that compiled code is to know comes as a zero of the type that elements are stored in;
-bfloat16 is stored as int16 and float16 as uint16, which numba has. Kernels know the dtype of their
-computation in this way. Others come as `CODES`, and elements of them pass through a block of memory
+bfloat16 is stored as int16 and float16 as uint16, which numba has. All is computed in float32.
+Other dtypes come as `CODES`, and elements of them pass through a block of memory
 that stays in the cache: one machine code serves all dtypes, and takes a second to make.
 """
 
@@ -20,34 +20,30 @@ from numba import types
 from numba.extending import intrinsic
 
 from preamp.kernels.jit.compiler import FP16, function
-from preamp.kernels.ops import EXPONENTS, FIRST, NONFINITE, ZERO
 
 ZEROS: dict[torch.dtype, Any] = {
     torch.float16: np.uint16(0),
     torch.bfloat16: np.int16(0),
     torch.float32: np.float32(0),
-    torch.float64: np.float64(0),
 }
 """What stands for torch's dtypes where compiled code knows them."""
 
-_NONE, _IS_F16, _IS_BF16, _IS_F32, _IS_F64 = range(5)
+_NONE, _IS_F16, _IS_BF16, _IS_F32 = range(4)
 CODES: dict[torch.dtype | None, int] = {
     None: _NONE,
     torch.float16: _IS_F16,
     torch.bfloat16: _IS_BF16,
     torch.float32: _IS_F32,
-    torch.float64: _IS_F64,
 }
 """What stands for torch's dtypes where it does not; ``None`` for a list that is not there."""
 
-_ZERO_F16, _ZERO_BF16, _ZERO_F32, _ZERO_F64 = ZEROS.values()
+_ZERO_F16, _ZERO_BF16, _F32 = ZEROS.values()
 _F16, _BF16 = types.uint16, types.int16
-WIDTHS = np.array([0, 2, 2, 4, 8, 2, 1, 1, 2, 2])
+WIDTHS = np.array([0, 2, 2, 4, 2, 1, 1, 2, 2])
 """Bytes of an element, by code; those of dtypes, then those of `preamp.kernels.jit.formats`."""
 _LLVM: dict[Any, ir.Type] = {
     **{_F16: ir.IntType(16), _BF16: ir.IntType(16)},
-    **{types.float32: ir.FloatType(), types.float64: ir.DoubleType()},
-    **{types.int8: ir.IntType(8), types.uint8: ir.IntType(8), types.uint32: ir.IntType(32)},
+    **{types.float32: ir.FloatType(), types.int8: ir.IntType(8), types.uint8: ir.IntType(8)},
 }
 
 
@@ -172,39 +168,40 @@ def from_float(context: Any, builder: Any, value: Any, kind: Any) -> Any:
 
 
 @intrinsic
-def widen(typing: Any, raw: Any, math: Any) -> Any:
-    """What is stored as ``raw``, in the dtype of the computation."""
+def widen(typing: Any, raw: Any) -> Any:
+    """What is stored as ``raw``, in float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, kind = args[0], raw
-        if kind in (_F16, _BF16):
-            value, kind = to_float(context, builder, value, kind), types.float32
-        return context.cast(builder, value, kind, math)
+        is_half = raw in (_F16, _BF16)
+        return to_float(context, builder, args[0], raw) if is_half else args[0]
 
-    return math(raw, math), generate
+    return types.float32(raw), generate
 
 
 @intrinsic
 def narrow(typing: Any, value: Any, zero: Any) -> Any:
-    """``value`` rounded to nearest even, once, as an element is stored.
-
-    float64 goes to halves by way of float32, as in torch.
-    """
+    """A float32 value rounded to nearest even, once, as a half element is stored."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if zero not in (_F16, _BF16):
-            return context.cast(builder, args[0], value, zero)
-        wide = context.cast(builder, args[0], value, types.float32)
-        return from_float(context, builder, wide, zero)
+        return from_float(context, builder, args[0], zero)
 
     return zero(value, zero), generate
 
 
-_MAGNITUDES = {_F16: _F16, _BF16: _F16, types.float32: types.uint32, types.float64: types.uint64}
-_INFINITY = {
-    **{_F16: 0x7C00, _BF16: 0x7F80},
-    **{types.float32: 0x7F800000, types.float64: 0x7FF0000000000000},
-}
+@intrinsic
+def taken_over(typing: Any, value: Any, half: Any) -> Any:
+    """What a master and its half weight say: see `preamp.kernels.stored.taken_over`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rounded = from_float(context, builder, args[0], half)
+        other = to_float(context, builder, args[1], half)
+        return builder.select(builder.icmp_signed("==", rounded, args[1]), args[0], other)
+
+    return value(value, half), generate
+
+
+_MAGNITUDES = {_F16: _F16, _BF16: _F16, types.float32: types.uint32}
+_INFINITY = {_F16: 0x7C00, _BF16: 0x7F80, types.float32: 0x7F800000}
 
 
 @intrinsic
@@ -258,32 +255,6 @@ def value_of(typing: Any, bits: Any, raw: Any) -> Any:
     return types.float64(bits, raw), generate
 
 
-@intrinsic
-def bin_of(typing: Any, bits: Any, raw: Any) -> Any:
-    """Which of the counts of a `Tally` is that of the magnitude that has these bits.
-
-    In integers, since programs may tell the processor to take subnormal values for zero. Not for
-    float64.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = args[0]
-        if raw in (_F16, _BF16):
-            word = builder.bitcast(to_float(context, builder, word, raw), _I32)
-        field = builder.lshr(word, _I32(23))
-        found = builder.add(field, _I32(FIRST - EXPONENTS.start - 127))
-        # A subnormal value is so many times 2**-149, and that number has an exponent as a float.
-        times = builder.lshr(builder.bitcast(builder.sitofp(word, _FLOAT), _I32), _I32(23))
-        is_tiny = builder.icmp_unsigned("==", field, _I32(0))
-        found = builder.select(is_tiny, builder.add(times, _I32(FIRST - 127)), found)
-        is_zero = builder.icmp_unsigned("==", word, _I32(0))
-        is_finite = builder.icmp_unsigned("<", field, _I32(0xFF))
-        found = builder.select(is_finite, found, _I32(NONFINITE))
-        return builder.select(is_zero, _I32(ZERO), found)
-
-    return types.uint32(bits, raw), generate
-
-
 # -- dtypes ---------------------------------------------------------------------------------------
 
 
@@ -298,42 +269,44 @@ def itemsize(typing: Any, zero: Any) -> Any:
 
 
 @function
-def widened(at, kind, count, room, math):
-    """Where ``count`` elements are in the dtype of the computation: at hand, or put in ``room``."""
+def widened(at, kind, count, room):
+    """Where ``count`` elements are as float32: at hand, or put in ``room``."""
     if kind == _IS_BF16:
         for i in range(count):
-            poke(room, i, widen(peek(at, i, _ZERO_BF16), math))
+            poke(room, i, widen(peek(at, i, _ZERO_BF16)))
     elif kind == _IS_F16:
         for i in range(count):
-            poke(room, i, widen(peek(at, i, _ZERO_F16), math))
-    elif kind == _IS_F32 and itemsize(math) == 8:
-        for i in range(count):
-            poke(room, i, widen(peek(at, i, _ZERO_F32), math))
-    elif kind == _IS_F64 and itemsize(math) == 4:
-        for i in range(count):
-            poke(room, i, widen(peek(at, i, _ZERO_F64), math))
-    elif kind != _NONE:
+            poke(room, i, widen(peek(at, i, _ZERO_F16)))
+    elif kind == _IS_F32:
         return at
     return room
 
 
 @function
-def put_back(values, at, kind, count, math):
+def put_back(values, at, kind, count):
     """Round elements that `widened` has put elsewhere into where they belong."""
     if values == at:
         return
     if kind == _IS_BF16:
         for i in range(count):
-            poke(at, i, narrow(peek(values, i, math), _ZERO_BF16))
+            poke(at, i, narrow(peek(values, i, _F32), _ZERO_BF16))
     elif kind == _IS_F16:
         for i in range(count):
-            poke(at, i, narrow(peek(values, i, math), _ZERO_F16))
+            poke(at, i, narrow(peek(values, i, _F32), _ZERO_F16))
     elif kind == _IS_F32:
         for i in range(count):
-            poke(at, i, narrow(peek(values, i, math), _ZERO_F32))
-    elif kind == _IS_F64:
+            poke(at, i, peek(values, i, _F32))
+
+
+@function
+def take_over(masters, halves, kind, count):
+    """Let masters say what half weights of a dtype do, in place."""
+    if kind == _IS_BF16:
         for i in range(count):
-            poke(at, i, narrow(peek(values, i, math), _ZERO_F64))
+            poke(masters, i, taken_over(peek(masters, i, _F32), peek(halves, i, _ZERO_BF16)))
+    elif kind == _IS_F16:
+        for i in range(count):
+            poke(masters, i, taken_over(peek(masters, i, _F32), peek(halves, i, _ZERO_F16)))
 
 
 @intrinsic

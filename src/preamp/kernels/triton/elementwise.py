@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from itertools import chain
-from typing import cast
 
 import torch
 
-from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Column
 from preamp.kernels.places import Combining, Group, sort
-from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
+from preamp.kernels.triton.device.elementwise import (
+    combine_kernel,
+    convert_kernel,
+    take_over_kernel,
+)
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar, width_of
+from preamp.kernels.triton.launch import PLAIN, check_devices, launch, moved, scalar, width_of
 from preamp.kernels.triton.tables import CHUNK, sizes_of, table
 from preamp.kernels.update import Scalar
 
@@ -22,7 +24,7 @@ from preamp.kernels.update import Scalar
 class Elementwise(Combining):
     """Scaling, adding, casting, splitting and joining."""
 
-    reference = REFERENCE
+    plain = PLAIN
 
     def _groups(
         self, *columns: Column, codes: Set[torch.dtype] = frozenset()
@@ -37,23 +39,32 @@ class Elementwise(Combining):
         if factors:
             rows.append([moved(factors[i].float(), group.device) for i in group.positions])
         target, x, y = group.dtypes
-        x_math = math_dtype(cast("torch.dtype", x))
-        y_math = math_dtype(y or torch.float32)
         entries = table(rows, group.positions, sizes=sizes_of(group))
         launch(
             combine_kernel,
             (entries.chunks,),
             entries,
-            **scalar("a", a, entries, x_math),
-            **scalar("b", b, entries, y_math),
+            **scalar("a", a, entries),
+            **scalar("b", b, entries),
             T=KINDS[target],
             X=KINDS[x],
             Y=KINDS[y],
-            X_MATH=KINDS[x_math],
-            Y_MATH=KINDS[y_math],
             A_EACH=len(rows) - 1 if factors else 0,
             CHUNK=CHUNK,
             WIDTH=width_of(target),
+        )
+        torch.autograd.graph.increment_version(group.rows[0])
+
+    def _take_over(self, group: Group) -> None:
+        entries = table(group.rows[:2], group.positions, sizes=sizes_of(group))
+        launch(
+            take_over_kernel,
+            (entries.chunks,),
+            entries,
+            P=KINDS[group.dtypes[0]],
+            H=KINDS[group.dtypes[1]],
+            CHUNK=CHUNK,
+            WIDTH=width_of(group.dtypes[0]),
         )
         torch.autograd.graph.increment_version(group.rows[0])
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from preamp.core.errors import unavailable
-from preamp.kernels.reference import Reference
+from preamp.kernels.plain import Plain
 from preamp.kernels.triton.device.jit import INTERPRETED
 from preamp.kernels.triton.tables import Table
 from preamp.kernels.update import Scalar
 
-REFERENCE = Reference()
+PLAIN = Plain(fuses=False)
 """Computes what no kernel can."""
 
 COMPILED_FOR = ("cuda", "xpu")
@@ -31,7 +31,7 @@ def check_devices(tensors: Iterable[torch.Tensor | None]) -> None:
             raise unavailable(
                 f"The triton back end got a tensor on {tensor.device}",
                 f"Its kernels run on {' and '.join(runs_on)} here",
-                "Choose the back end 'auto', or 'reference', which runs on every device",
+                "Choose the back end 'auto', or 'plain', which runs on every device",
             )
 
 
@@ -62,19 +62,17 @@ def width_of(*written: torch.dtype | None) -> int:
     return min([8, *(16 // dtype.itemsize for dtype in written if dtype is not None)])
 
 
-def number(value: float, math: torch.dtype) -> int:
-    """The bits of ``value`` in the dtype of the computation."""
-    if math is torch.float64:
-        return ctypes.c_int64.from_buffer(ctypes.c_double(value)).value
+def number(value: float) -> int:
+    """The bits of ``value`` as float32, since Triton would specialise on floats."""
     return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
 
 
-def scalar(name: str, value: Scalar | None, table: Table, math: torch.dtype) -> dict[str, Any]:
+def scalar(name: str, value: Scalar | None, table: Table) -> dict[str, Any]:
     """Keyword arguments ``name``, ``name_at`` and ``NAME_AT`` of a number or 0-dim tensor."""
     at, flag = f"{name}_at", f"{name.upper()}_AT"
     if isinstance(value, torch.Tensor):
         return {name: 0, at: moved(value, table.layout.device), flag: True}
-    bits = 0 if value is None else number(value, math)
+    bits = 0 if value is None else number(value)
     return {name: bits, at: table.layout, flag: False}
 
 

@@ -9,7 +9,7 @@ from preamp.kernels.ops import Tensors
 from preamp.kernels.places import check_shapes, check_stored, pick
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.triton.elementwise import Elementwise
-from preamp.kernels.triton.launch import REFERENCE
+from preamp.kernels.triton.launch import PLAIN
 from preamp.kernels.triton.places import places
 from preamp.kernels.triton.reductions import Reductions
 from preamp.kernels.triton.updates import lamb_norms, start
@@ -37,7 +37,7 @@ class Triton(Elementwise, Reductions):
             start(part, rule)
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
-            REFERENCE.update_(*lists, rule=rule, update=update.at(others))
+            PLAIN.update_(*lists, rule=rule, update=update.at(others))
 
     @torch.no_grad()
     def lamb_norms(
@@ -45,5 +45,5 @@ class Triton(Elementwise, Reductions):
     ) -> torch.Tensor:
         taken, others = places(params, grads, *state, update=update)
         if others or len(taken) != 1:
-            return REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
+            return PLAIN.lamb_norms(params, grads, *state, rule=rule, update=update)
         return lamb_norms(taken[0], rule)

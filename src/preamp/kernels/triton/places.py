@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
 from preamp.kernels.places import STORED_DTYPES, Group, pick, sort
 from preamp.kernels.stored import BLOCK as SLOTS
-from preamp.kernels.stored import Format, Stored, scales_shape
+from preamp.kernels.stored import Format, Stored, lead, scales_shape
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import (
     check_devices,
@@ -38,7 +37,6 @@ class Places:
     # by the names that kernels know: ``P`` and ``G``, ``M`` and ``V`` for the state, ``H`` for
     # the halves or ``None``, ``N`` for 0-dim state
     dtypes: dict[str, torch.dtype | None]
-    math: torch.dtype  # that of the computation
     update: Update  # as given
     written: list[torch.Tensor]  # the tensors that change
     kept: dict[str, Any]  # what kernels are told of lists that are kept in fewer bits
@@ -47,16 +45,16 @@ class Places:
 
     def numbers(self, **values: float) -> dict[str, int]:
         """Keyword arguments: the bits of each value."""
-        return {name: number(value, self.math) for name, value in values.items()}
+        return {name: number(value) for name, value in values.items()}
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for intermediate results."""
-        return torch.empty(shape, dtype=self.math, device=self.entries.layout.device)
+        return torch.empty(shape, dtype=torch.float32, device=self.entries.layout.device)
 
     def corrections(self, wanted: bool, **betas: float) -> dict[str, Any]:
         """Keyword arguments for the kernel's ``correction``, and ``STEP_AT``."""
         step = self.update.step
-        arguments = scalar("step", step, self.entries, self.math)
+        arguments = scalar("step", step, self.entries)
         on_device = arguments["STEP_AT"]
         for name, beta in betas.items():
             if not wanted:
@@ -65,24 +63,34 @@ class Places:
                 value = math.log(beta) if beta > 0 else -math.inf
             else:
                 value = 1.0 - beta ** cast("int", step)
-            arguments[name] = number(value, self.math)
+            arguments[name] = number(value)
         return arguments
+
+    @property
+    def leads(self) -> bool:
+        """Whether there are half weights, which parameters refine."""
+        half = self.dtypes["H"]
+        return (
+            half is not None
+            and self.update.halves_lead
+            and lead(cast("torch.dtype", self.dtypes["P"]), half)
+        )
 
     def given_norms(self) -> torch.Tensor | None:
         """``update.norms``, if the rule has been told them."""
         norms = self.update.norms
-        return None if norms is None else norms.to(self.math).contiguous()
+        return None if norms is None else norms.float().contiguous()
 
     def norms(
         self, name: str, factor: torch.Tensor | None = None, *, largest: bool = False
     ) -> torch.Tensor:
         """Norm or largest magnitude of each parameter (``P``) or gradient (``G``) × ``factor``."""
-        dtypes = (cast("torch.dtype", self.dtypes[name]), self.math)
-        is_split = name == "P" and self.dtypes["H"] is torch.int16
+        is_told = name == "P" and (self.leads or self.dtypes["H"] is torch.int16)
         partials = measure(
             self.plain,
-            (0, 3 + ("V" in self.dtypes)) if is_split else "PG".index(name),
-            dtypes,
+            "PG".index(name),
+            self.dtypes[name],
+            beside=(3 + ("V" in self.dtypes), self.dtypes["H"]) if is_told else (0, None),
             largest=largest,
             squares=not largest,
             factor=factor,
@@ -98,7 +106,7 @@ class Places:
             **given("inv_scale", self.update.inv_scale, self.entries),
             **given("found_inf", self.update.found_inf, self.entries),
             **{name: KINDS[dtype] for name, dtype in self.dtypes.items() if name != "N"},
-            MATH=KINDS[self.math],
+            LEADS=self.leads,
             CHUNK=CHUNK,
             WIDTH=width_of(*[self.dtypes.get(name) for name in "PMV"]),
             **(self.kept | arguments),
@@ -113,7 +121,7 @@ def places(
     update: Update,
     numbers: Sequence[Tensors] = (),
 ) -> tuple[list[Places], list[int]]:
-    """Sort lists, ``numbers`` last, into launches, and name what only the reference can take."""
+    """Sort lists, ``numbers`` last, into launches, and name what no kernel can take."""
     check_devices(params)
     stored = update.stored or Stored()
     nothing: list[None] = [None] * len(params)
@@ -150,7 +158,6 @@ def _places_of(group: Group, names: Sequence[str], update: Update) -> Places:
         entries=entries,
         plain=plain,
         dtypes=dtypes,
-        math=math_dtype(cast("torch.dtype", group.dtypes[0])),
         update=update if update.norms is None else update.at(group.positions),
         written=[t for i, row in enumerate(group.rows) if i != 1 for t in row],
         kept=kept | turn,

@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Census, Column, Ops, Tensors
-from preamp.kernels.places import Group, pick, sort
+from preamp.kernels.places import pick, sort
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
-from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, moved, width_of
+from preamp.kernels.triton.launch import PLAIN, check_devices, given, launch, moved, width_of
 from preamp.kernels.triton.tables import CHUNK, Table, sizes_of, table
 from preamp.kernels.vectors import stack
 
@@ -43,7 +42,6 @@ def gather(
         found_inf=results if found_inf is None else found_inf,
         finite_partials=partials if finite is None else finite[0],
         finite_results=results if finite is None else finite[1],
-        MATH=KINDS[partials.dtype],
         MAX=largest,
         FOUND_INF=found_inf is not None,
         FINITE=finite is not None,
@@ -51,7 +49,7 @@ def gather(
 
 
 def gathered(entries: Table, partials: torch.Tensor, *, largest: bool) -> torch.Tensor:
-    """Return what `gather` writes, in the dtype of the computation."""
+    """Return what `gather` writes, as float32."""
     results = partials.new_empty(entries.count)
     gather(entries, partials, results, largest=largest)
     return results
@@ -59,9 +57,10 @@ def gathered(entries: Table, partials: torch.Tensor, *, largest: bool) -> torch.
 
 def measure(
     entries: Table,
-    row: int | tuple[int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    row: int,
+    dtype: torch.dtype | None,
     *,
+    beside: tuple[int, torch.dtype | None] = (0, None),
     largest: bool,
     squares: bool,
     finite: bool = False,
@@ -69,22 +68,22 @@ def measure(
 ) -> torch.Tensor:
     """Return per chunk of list ``row`` what is asked for, a row of each in this order.
 
-    ``dtypes`` are that of the list and that of the computation; ``factor`` multiplies every value
-    before anything else. Split values are in two rows, the second one that of their low bits.
+    ``dtype`` is that of the list; ``factor`` multiplies every value before anything else.
+    ``beside`` are row and dtype of what else says the values: half weights, or the low bits of
+    split ones.
     """
-    first, lows = row if isinstance(row, tuple) else (row, None)
     shape = (largest + squares + finite, entries.chunks)
-    partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
+    partials = torch.empty(shape, dtype=torch.float32, device=entries.layout.device)
     launch(
         measure_chunks,
         (entries.chunks,),
         entries,
         partials=partials,
         **given("factor", factor, entries),
-        X=KINDS[dtypes[0]],
-        MATH=KINDS[dtypes[1]],
-        ROW=first,
-        LOWS=lows,
+        X=KINDS[dtype],
+        ROW=row,
+        H=KINDS[beside[1]],
+        H_ROW=beside[0],
         MAX=largest,
         SUM=squares,
         FINITE=finite,
@@ -92,11 +91,6 @@ def measure(
         WIDTH=width_of(),
     )
     return partials
-
-
-def _dtypes(group: Group) -> tuple[torch.dtype, torch.dtype]:
-    dtype = cast("torch.dtype", group.dtypes[0])
-    return dtype, math_dtype(dtype)
 
 
 def _merge(
@@ -142,7 +136,7 @@ class Reductions(Ops):
             results = found[group.device]
             entries = table(group.rows, group.positions, sizes=sizes_of(group))
             partials = measure(
-                entries, 0, _dtypes(group), largest=True, squares=with_norm, finite=True
+                entries, 0, group.dtypes[0], largest=True, squares=with_norm, finite=True
             )
             finite = (partials[-1], results[1 + count :])
             gather(
@@ -153,13 +147,13 @@ class Reductions(Ops):
         total = _merge(found, 1 + 3 * count, device)
         if others:
             own = pick(grads, others)
-            part = REFERENCE.census(own, device)
+            part = PLAIN.census(own, device)
             total[0] = torch.maximum(total[0], part.found_inf)
             _put(total[1:], others, part.max_abs)
             unknown = torch.full((len(others),), torch.nan, dtype=torch.float32, device=device)
             _put(total[1 + count :], others, unknown)
             if with_norm:
-                _put(total[1 + 2 * count :], others, REFERENCE.l2norms(own, None, device))
+                _put(total[1 + 2 * count :], others, PLAIN.l2norms(own, None, device))
         norm = _vector_norm(total[1 + 2 * count :], 2) if with_norm else None
         largest = total[1 : 1 + 2 * count]
         return Census(
@@ -180,15 +174,15 @@ class Reductions(Ops):
                 )
             entries = table(group.rows, group.positions, sizes=sizes_of(group))
             partials = measure(
-                entries, 0, _dtypes(group), largest=False, squares=True, factor=factor
+                entries, 0, group.dtypes[0], largest=False, squares=True, factor=factor
             )
             gather(entries, partials, found[group.device], largest=False)
         total = _merge(found, len(tensors), device)
         if others:
-            _put(total, others, REFERENCE.l2norms(pick(tensors, others), factor, device))
+            _put(total, others, PLAIN.l2norms(pick(tensors, others), factor, device))
         return total
 
-    tally: Any = REFERENCE.tally
+    tally: Any = PLAIN.tally
 
     @torch.no_grad()
     def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:

@@ -107,7 +107,7 @@ def update_kernel(
     correction1: tl.int64, correction2: tl.int64, beta1: tl.int64, share: tl.int64, beta2: tl.int64,
     rest: tl.int64, momentum: tl.int64, eps: tl.int64, decay: tl.int64,
     coefficient: tl.int64, inv_scale_at, found_inf_at, seed: tl.int64, turn: tl.int64, turn_at,
-    P, G, M, V, H, H_ROW, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
+    P, G, M, V, H, H_ROW, LEADS, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
     TRUST_RATIO, CORRECTS, STEP_SIZE, COUPLED, DECOUPLED, CORRECTED, EPS_INSIDE, HAS_MOMENTUM,
     NESTEROV, BEFORE, AFTER, INSIDE, BOUNDED, CHUNK, WIDTH, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
@@ -124,30 +124,30 @@ def update_kernel(
     ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
     h_at = address_if(pointers, n, H_ROW, tensor, H)
-    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
-    size = scalar(lr, lr_at, LR_AT, MATH)
-    decay, eps = number(decay, MATH), number(eps, MATH)
-    beta1, share = number(beta1, MATH), number(share, MATH)
-    beta2, rest = number(beta2, MATH), number(rest, MATH)
-    momentum = number(momentum, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT)
+    size = scalar(lr, lr_at, LR_AT)
+    decay, eps = number(decay), number(eps)
+    beta1, share = number(beta1), number(share)
+    beta2, rest = number(beta2), number(rest)
+    momentum = number(momentum)
     is_first, bound = size, size
     if RULE == SGD or RULE == ADOPT:
-        is_first = scalar(step, step_at, STEP_AT, MATH) == 1
+        is_first = scalar(step, step_at, STEP_AT) == 1
     if RULE == ADOPT:
-        bound = root(root(scalar(step, step_at, STEP_AT, MATH) - 1))
+        bound = root(root(scalar(step, step_at, STEP_AT) - 1))
     c1, c2 = size, size
     if CORRECTS:
-        c1 = correction(correction1, step_at, STEP_AT, MATH)
-        c2 = correction(correction2, step_at, STEP_AT, MATH)
+        c1 = correction(correction1, step_at, STEP_AT)
+        c2 = correction(correction2, step_at, STEP_AT)
     if STEP_SIZE:
         size = divide(size * root(c2), c1)
     if TRUST_RATIO and not MEASURE:
-        size = trusted(size, norms + tensor, n, decay, eps, number(coefficient, MATH), RULE)
+        size = trusted(size, norms + tensor, n, decay, eps, number(coefficient), RULE)
     denominator = size
     if RULE == NOVOGRAD:
         denominator = divide(tl.load(norms + tensor), root(c2)) + eps
-    p_squares = tl.zeros([BLOCK], MATH)
-    u_squares = tl.zeros([BLOCK], MATH)
+    p_squares = tl.zeros([BLOCK], tl.float32)
+    u_squares = tl.zeros([BLOCK], tl.float32)
     length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
     key, origin, turn = source_of(pointers, n, KEPT, tensor, seed, turn, turn_at, TURN_AT, CHANCE)
     aligned = p_at | g_at | m_at | v_at | h_at
@@ -157,17 +157,13 @@ def update_kernel(
         while first < end:
             begin, where, mask = lanes(start, first, count, length, AT_ONCE, IN_BLOCKS)
             chance = draw(key, origin + begin, where, turn, AT_ONCE, CHANCE)
-            p = load_param(p_at, h_at, begin, where, mask, AT_ONCE, P, H, MATH)
-            g = load(g_at, begin, where, mask, AT_ONCE, G, MATH) * inv_scale
+            p = load_param(p_at, h_at, begin, where, mask, AT_ONCE, P, H, LEADS)
+            g = load(g_at, begin, where, mask, AT_ONCE, G) * inv_scale
             m = p
             if HAS_MOMENTUM:
-                m = load_moment(
-                    m_at, ms_at, start, first, count, begin, where, mask, AT_ONCE, M, MATH
-                )
+                m = load_moment(m_at, ms_at, start, first, count, begin, where, mask, AT_ONCE, M)
             if V is not None:
-                v = load_moment(
-                    v_at, vs_at, start, first, count, begin, where, mask, AT_ONCE, V, MATH
-                )
+                v = load_moment(v_at, vs_at, start, first, count, begin, where, mask, AT_ONCE, V)
                 if RULE == ADOPT:
                     m, v = _adopt_moments(p, g, m, v, is_first, bound, beta1, share, beta2, rest,
                                           eps, decay, COUPLED, BOUNDED)  # fmt: skip
@@ -213,17 +209,17 @@ def update_kernel(
 def average_norms(
     pointers, layout, n: tl.int64, norms, averages, beta2: tl.int64, beta2_left: tl.int64,
     found_inf_at,
-    N, ROW, MATH, FOUND_INF_AT, USES_MAX,
+    N, ROW, FOUND_INF_AT, USES_MAX,
 ):  # fmt: skip
     """Blend the norm of one gradient into its average, unrounded for the update that follows."""
     tensor = tl.program_id(0).to(tl.int64)
     at = address(pointers, n, ROW, tensor)
     norm = tl.load(norms + tensor)
-    v = load_one(at, N, MATH)
+    v = load_one(at, N)
     if USES_MAX:
-        blend = number(beta2, MATH) * v + number(beta2_left, MATH) * norm
+        blend = number(beta2) * v + number(beta2_left) * norm
     else:
-        blend = number(beta2, MATH) * v * v + number(beta2_left, MATH) * norm * norm
+        blend = number(beta2) * v * v + number(beta2_left) * norm * norm
         blend = root(blend)
     blend = tl.where(v < 0, norm, blend)
     tl.store(averages + tensor, blend)
@@ -273,7 +269,7 @@ def _arguments(part: Places, rule: Rule) -> dict[str, Any]:
     return {
         **_UNUSED,
         "CORRECTS": corrects,
-        **launching.scalar("lr", rule.lr, part.entries, part.math),
+        **launching.scalar("lr", rule.lr, part.entries),
         **part.corrections(corrects, **betas),
         **part.numbers(**numbers),
         **options,
@@ -320,7 +316,6 @@ def _blended(part: Places, rule: NovoGradRule, measured: torch.Tensor | None) ->
         **launching.given("found_inf", part.update.found_inf, part.entries),
         N=KINDS[part.dtypes["N"]],
         ROW=3 if part.dtypes["H"] is None else 4,
-        MATH=KINDS[part.math],
         USES_MAX=rule.uses_max_norm,
     )
     return averages

@@ -24,7 +24,6 @@ from preamp.optim.fused.base import (
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.entries import batches
 from preamp.optim.fused.moments import TWO_MOMENTS
-from preamp.optim.master_parameter import make_masters
 
 
 class FusedAdam(FusedOptimizer):
@@ -196,8 +195,6 @@ class FusedAdam(FusedOptimizer):
 
     def _step_early(self, early: EarlyArguments) -> None:
         self.check_storage()
-        for group in self.param_groups:
-            make_masters(group["params"])
         work = early.entries(self.param_groups)
         for entries in work:
             self._check(entries)

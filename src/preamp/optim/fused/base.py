@@ -30,11 +30,11 @@ from preamp.core.torch_private.shards import place_gradients
 from preamp.kernels import Ops, Rule, Update, at_hand, backend, check_not_captured, holding
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
-from preamp.optim.fused.full_precision import FullPrecision
+from preamp.optim.fused.full_precision import copy_of
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.moments import Entry
 from preamp.optim.fused.norms import Call, norms_of_wholes
-from preamp.optim.master_parameter import form_of, make_masters, without_masters
+from preamp.optim.master_parameter import form_of, without_masters
 from preamp.policy.storage import FULL
 
 Group = dict[str, Any]
@@ -244,8 +244,8 @@ class FusedOptimizer(KeepsMoments):
         params = batch.params
         state, targets = self._state(params, group), batch.targets
         if self._has_copy(params[0]):
-            targets = self._copies.of_all(params, self.state)
-            update = replace(update, halves=params)
+            targets = [copy_of(param, self.state[param]) for param in params]
+            update = replace(update, halves=params, halves_lead=True)
         lists = [targets, batch.grads, *state]
         update = self._told(params, update)
         return Call(batch, lists, rule, update)
@@ -266,8 +266,6 @@ class FusedOptimizer(KeepsMoments):
                 except BaseException:  # as Ctrl-C, which may come at any line
                     call.batch.note_interrupted()
                     raise
-                if self._has_copy(call.batch.params[0]):
-                    self._copies.note_written(call.batch.params)
 
     @property
     def _ops(self) -> Ops:
@@ -278,17 +276,17 @@ class FusedOptimizer(KeepsMoments):
         """Whether the optimizer itself keeps a float32 copy of ``param``; a question of dtype."""
         return False
 
-    @functools.cached_property
-    def _copies(self) -> FullPrecision:
-        return FullPrecision(self._has_copy)
-
     def _groups_of_copies(self) -> list[Group]:
         """What is updated, in the form of ``param_groups``; makes copies that are missing."""
-        with torch.no_grad():
-            return [
-                {"params": [self._copies.of(param, self.state[param]) for param in group["params"]]}
-                for group in self.param_groups
-            ]
+
+        def updated(param: torch.Tensor) -> torch.Tensor:
+            if not self._has_copy(param):
+                return param
+            made = copy_of(param, self.state[param])
+            self._ops.take_over_([made], [param.detach()])
+            return made
+
+        return [{"params": [*map(updated, group["params"])]} for group in self.param_groups]
 
     def _have_started(self, params: Sequence[torch.Tensor]) -> list[bool]:
         """Which of ``params`` have state."""
@@ -375,7 +373,6 @@ class FusedOptimizer(KeepsMoments):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        vars(self).pop("_copies", None)  # loaded ones are compared with the weights first
         for group in self.param_groups:  # from a file that did not know an option yet
             for name, default in self.defaults.items():
                 if default is not REQUIRED and name != "differentiable":  # which torch puts there
@@ -387,8 +384,6 @@ class FusedOptimizer(KeepsMoments):
         self.check_storage()
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
-            if not self.takes_stored:
-                make_masters(group["params"])
             if has_sharded(group["params"]):
                 place_gradients(without_masters(group["params"]))
             entries = entries_of(group["params"])

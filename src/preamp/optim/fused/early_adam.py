@@ -21,6 +21,7 @@ from preamp.optim.fused.base import Group, scalar_on
 from preamp.optim.fused.checks import refusal
 from preamp.optim.fused.entries import Entries, Row
 from preamp.optim.fused.norms import global_norm
+from preamp.optim.table import pair_of
 
 CLIP_EPS = 1e-6
 """Added to a norm before it is divided by the largest one allowed."""
@@ -99,7 +100,12 @@ class EarlyArguments:
             for param, grad, out in zip(group["params"], group_grads, group_outputs, strict=True):
                 grad = param.grad if grad is None else grad
                 _check_shapes(param, grads=grad, output_params=out)
-                if grad is not None:
+                twin = None if out is not None else pair_of(param)
+                if grad is not None and twin is not None:
+                    twin.table.follow()
+                    low = twin.table.lows[twin.row]
+                    rows.append((param, grad, twin.half, None, twin, low))
+                elif grad is not None:
                     rows.append((param, grad, out, None, None, None))
             found.append(Entries.of_rows(rows))
         return found

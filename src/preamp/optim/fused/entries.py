@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ Row = tuple[
     torch.Tensor | None,  # what gets the new value rounded as well
     torch.Tensor | None,  # a float32 scalar that unscales the gradient
     Twin | None,  # of a master
-    torch.Tensor | None,  # of a packed master what is beside its half weight
+    torch.Tensor | None,  # of a split master what is beside its half weight
 ]
 Apart = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """Says of parameters in which of several calls each is to be updated."""
@@ -73,7 +74,7 @@ class Entries:
 
     @property
     def targets(self) -> list[torch.Tensor]:
-        """What ops update: parameters; in place of packed masters their half weights."""
+        """What ops update: parameters; in place of split masters their half weights."""
         if self.lows is None:
             return self.params
         return [
@@ -99,14 +100,15 @@ class Entries:
         both = inv_scale if factor is None else factor
         if inv_scale is not None and factor is not None:
             both = factor * inv_scale.to(factor.device)
-        is_packed = self.lows is not None
+        is_split = self.lows is not None
         return Update(
             step=step,
             inv_scale=both,
             found_inf=found_inf,
-            halves=None if is_packed else self.halves,
+            halves=None if is_split else self.halves,
+            halves_lead=self.twins is not None,  # else a script's places for results
             norms=norms,
-            stored=Stored(lows=cast("Any", self.lows)) if is_packed else None,
+            stored=Stored(lows=cast("Any", self.lows)) if is_split else None,
         )
 
     def note_written(self) -> None:
@@ -124,13 +126,10 @@ class Entries:
             twin.table.note_rounded(twin.row, twin.row + 1)
 
     def note_interrupted(self) -> None:
-        """The op has updated some of them: packed masters and their half weights go together.
-
-        Others are rounded again by whoever ends the step.
-        """
+        """The op may have updated some of them: whoever ends the step rounds them again."""
         for twin in cast("list[Twin] | None", self.twins) or ():
-            if twin.packed() is not None:
-                twin.table.note_written((twin.row,))
+            if not twin.table.is_split:
+                twin.table.note_interrupted(twin.row)
 
 
 def _is_there(value: object) -> bool:
@@ -165,25 +164,23 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     masters = table.masters[start:stop]
     if len(masters) != len(params) or not all(map(is_, params, masters)):
         return None
+    table.follow()  # a script's hook may have written to masters within the step
     gradients = table.gradients
-    gradients.make_accumulated()
-    records, n = gradients.records[start:stop], stop - start
-    record = records[0]
-    if record is None or record.factor is None or gradients.is_open or records.count(record) != n:
+    gradients.take_in()
+    found = gradients.seen[start:stop]
+    if not (gradients.is_half and table.are_alike) or any(map(is_, found, repeat(None))):
         return None
-    # None is missing, since every row has a record
-    grads = cast("list[torch.Tensor]", gradients.grads[start:stop])
+    grads = cast("list[torch.Tensor]", found)
     lows = table.lows[start:stop]
-    factors: list[torch.Tensor | None] = [record.factor] * n
-    are_packed = {low is not None for low in lows}
-    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1 and len(are_packed) == 1
+    factors: list[torch.Tensor | None] = [gradients.factor_on(grads[0].device)] * len(grads)
+    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1
     return Entries(
         [*masters],
         grads,
         [*table.halves[start:stop]],
         factors,
         [*table.twins[start:stop]],
-        lows if True in are_packed else None,
+        lows if table.is_split else None,
         are_alike,
     )
 
@@ -199,13 +196,14 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
             continue
         table, gradients = twin.table, twin.table.gradients
         if table is not latest:
-            gradients.make_accumulated()
+            table.follow()
+            gradients.take_in()
             latest = table
-        half, record, made = twin.half, gradients.records[twin.row], stored_grad(param)
-        factor = None if record is None or made is not None or gradients.is_open else record.factor
-        grad = made if factor is None else gradients.grads[twin.row]
+        is_half = gradients.is_half
+        grad = gradients.seen[twin.row] if is_half else stored_grad(param)
         if grad is not None:
-            yield param, grad, half, factor, twin, table.lows[twin.row]
+            factor = gradients.factor_on(grad.device) if is_half else None
+            yield param, grad, twin.half, factor, twin, table.lows[twin.row]
 
 
 def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:

@@ -79,10 +79,9 @@ class KeepsMoments(torch.optim.Optimizer):
     """The rule's state behind `moments`."""
 
     takes_stored: ClassVar[bool] = False
-    """Whether packed masters, and moments in fewer bits, are updated as they are.
+    """Whether split masters, and moments in fewer bits, are updated as they are.
 
-    True of a class that has `moments`, unless it says otherwise itself. Otherwise masters are made
-    for each step, and state is float32.
+    True of a class that has `moments`, unless it says otherwise itself.
     """
 
     _wide_state: ClassVar[frozenset[str]] = frozenset()

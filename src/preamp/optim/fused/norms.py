@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -94,6 +95,8 @@ def _measured(call: Call, ops: Ops) -> torch.Tensor:
         return ops.lamb_norms(*call.lists, rule=call.rule, update=call.update)
     norms = norms_of_parts(grads, by, params, ops, largest=_is_max(call.rule))
     if isinstance(call.rule, LarsRule):
+        if call.update.halves is not None and call.update.halves_lead:
+            ops.take_over_(params, cast("Any", call.update.halves))
         return torch.stack([norms_of_parts(params, None, params, ops), norms])
     return norms[None]
 

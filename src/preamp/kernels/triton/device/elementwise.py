@@ -26,7 +26,7 @@ from preamp.kernels.triton.device.walk import (
 @kernel
 def combine_kernel(
     pointers, layout, n: tl.int64, a: tl.int64, a_at, b: tl.int64, b_at,
-    T, X, Y, X_MATH, Y_MATH, A_AT, B_AT, A_EACH, CHUNK, WIDTH,
+    T, X, Y, A_AT, B_AT, A_EACH, CHUNK, WIDTH,
 ):  # fmt: skip
     """``target = a * x + b * y``; rows: targets, xs, ys if any, factors if ``A_EACH``."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -36,19 +36,19 @@ def combine_kernel(
     if Y is not None:
         y_at = address(pointers, n, 2, tensor)
     if A_EACH:
-        factor = load_one(address(pointers, n, A_EACH, tensor), tl.float32, X_MATH)
+        factor = load_one(address(pointers, n, A_EACH, tensor), tl.float32)
     else:
-        factor = scalar(a, a_at, A_AT, X_MATH)
+        factor = scalar(a, a_at, A_AT)
     whole = whole_blocks(target_at | x_at | y_at, count)
     for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
         first, end = bounds(whole, count, AT_ONCE)
         while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
-            result = load(x_at, start, where, mask, AT_ONCE, X, X_MATH) * factor
+            result = load(x_at, start, where, mask, AT_ONCE, X) * factor
             if Y is not None:
-                y = load(y_at, start, where, mask, AT_ONCE, Y, Y_MATH)
-                result = result + y * scalar(b, b_at, B_AT, Y_MATH)
+                y = load(y_at, start, where, mask, AT_ONCE, Y)
+                result = result + y * scalar(b, b_at, B_AT)
             store(target_at, start, where, mask, AT_ONCE, T, narrow(result, T))
             first += BLOCK
 
@@ -67,9 +67,25 @@ def convert_kernel(pointers, layout, n: tl.int64, P, H, JOINS, CHUNK, WIDTH):
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             if JOINS:
-                x = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, tl.float32)
+                x = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, False)
                 store(x_at, start, where, mask, AT_ONCE, tl.float32, x)
             else:
-                x = load(x_at, start, where, mask, AT_ONCE, tl.float32, tl.float32)
+                x = load(x_at, start, where, mask, AT_ONCE, tl.float32)
                 store_split(p_at, h_at, start, where, mask, AT_ONCE, P, H, x)
+            first += BLOCK
+
+
+@kernel
+def take_over_kernel(pointers, layout, n: tl.int64, P, H, CHUNK, WIDTH):
+    """Let parameters say what half weights do; rows: these, half weights."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    p_at, h_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
+    whole = whole_blocks(p_at | h_at, count)
+    for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
+        first, end = bounds(whole, count, AT_ONCE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, True)
+            store(p_at, start, where, mask, AT_ONCE, P, p)
             first += BLOCK

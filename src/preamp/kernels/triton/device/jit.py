@@ -17,7 +17,6 @@ KINDS: dict[torch.dtype | None, Any] = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
-    torch.float64: tl.float64,
     torch.int8: tl.int8,
     torch.uint8: tl.uint8,
     torch.int16: tl.int16,

@@ -105,17 +105,17 @@ def _power(field):
 @helper
 def load_moment(
     at, scales_at, start, first, count, begin, where, mask,
-    AT_ONCE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr,
+    AT_ONCE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Load elements of a list of state, widened to ``MATH``."""
+    """Load elements of a list of state, widened."""
     if KIND == tl.int8 or KIND == tl.uint8:
         places, has_scale = _scale_places(scales_at, start, first, count)
         scales = tl.load(places, mask=has_scale, other=1.0)
         return _decode(read(at, begin, where, mask, AT_ONCE, KIND), scales, KIND)
     elif KIND == tl.int16:
-        return load(at, begin, where, mask, AT_ONCE, tl.bfloat16, MATH)
+        return load(at, begin, where, mask, AT_ONCE, tl.bfloat16)
     else:
-        return load(at, begin, where, mask, AT_ONCE, KIND, MATH)
+        return load(at, begin, where, mask, AT_ONCE, KIND)
 
 
 @helper
@@ -248,12 +248,17 @@ def _words(key, counter, step):
 @helper
 def load_param(
     p_at, h_at, start, where, mask,
-    AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, MATH: tl.constexpr,
+    AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """Load parameters, joined with their low bits if they have some."""
-    p = load(p_at, start, where, mask, AT_ONCE, P, MATH)
+    """Load parameters: joined with their low bits if they have some, else what half weights say."""
+    p = load(p_at, start, where, mask, AT_ONCE, P)
     if H == tl.int16:
         p = _join(p, read(h_at, start, where, mask, AT_ONCE, H).to(tl.int32), P)
+    elif LEADS:
+        half = load(h_at, start, where, mask, AT_ONCE, H)
+        # Widening is exact, so halves have the same bits where their float32 values do.
+        rounded = widen(narrow(p, H), H).to(tl.int32, bitcast=True)
+        p = tl.where(rounded == half.to(tl.int32, bitcast=True), p, half)
     return p
 
 
@@ -268,7 +273,7 @@ def store_param(
         raw = narrow(p, P)
         store(p_at, start, where, mask, AT_ONCE, P, raw)
         if H is not None:
-            store(h_at, start, where, mask, AT_ONCE, H, narrow(widen(raw, P, p.dtype), H))
+            store(h_at, start, where, mask, AT_ONCE, H, narrow(widen(raw, P), H))
 
 
 @helper

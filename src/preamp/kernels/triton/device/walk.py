@@ -65,13 +65,13 @@ def bounds(whole, count, AT_ONCE: tl.constexpr):
 
 
 @helper
-def load(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr):
-    """Load elements of dtype ``KIND`` widened to ``MATH``."""
+def load(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr):
+    """Load elements of dtype ``KIND`` widened to float32."""
     if KIND == tl.bfloat16:
         raw = read(at, start, where, mask, AT_ONCE, tl.int16)
     else:
         raw = read(at, start, where, mask, AT_ONCE, KIND)
-    return widen(raw, KIND, MATH)
+    return widen(raw, KIND)
 
 
 @helper
@@ -101,37 +101,36 @@ def store(at, start, where, mask, AT_ONCE: tl.constexpr, KIND: tl.constexpr, raw
 def narrow(x, KIND: tl.constexpr):
     """Round to nearest even, once; bfloat16 as the int16 that holds its bits.
 
-    bfloat16 in integer arithmetic, because Triton's interpreter rounds it differently. float64
-    goes to halves by way of float32, as in torch.
+    bfloat16 in integer arithmetic, because Triton's interpreter rounds it differently.
     """
     if KIND == tl.bfloat16:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         return tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
     elif KIND == tl.float16:
-        return x.to(tl.float32).to(tl.float16)
+        return x.to(tl.float16)
     else:
         return x.to(KIND)
 
 
 @helper
-def widen(raw, KIND: tl.constexpr, MATH: tl.constexpr):
+def widen(raw, KIND: tl.constexpr):
     """Undo `narrow`."""
     if KIND == tl.bfloat16:
-        return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(MATH)
+        return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        return raw.to(MATH)
+        return raw.to(tl.float32)
 
 
 @helper
-def load_one(at, KIND: tl.constexpr, MATH: tl.constexpr):
+def load_one(at, KIND: tl.constexpr):
     """Load the 0-dim tensor at an address."""
     if KIND == tl.bfloat16:
         raw = tl.load(at.to(tl.pointer_type(tl.int16)))
     else:
         raw = tl.load(at.to(tl.pointer_type(KIND)))
-    return widen(raw, KIND, MATH)
+    return widen(raw, KIND)
 
 
 @helper
@@ -144,21 +143,18 @@ def store_one(at, KIND: tl.constexpr, x):
 
 
 @helper
-def number(bits, MATH: tl.constexpr):
-    """A Python float. It comes as its bits, since Triton would make any float a float32."""
-    if MATH == tl.float64:
-        return bits.to(tl.int64).to(tl.float64, bitcast=True)
-    else:
-        return bits.to(tl.int32).to(tl.float32, bitcast=True)
+def number(bits):
+    """A Python float, which comes as its bits."""
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @helper
-def scalar(bits, at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
+def scalar(bits, at, ON_DEVICE: tl.constexpr):
     """A hyper-parameter: the 0-dim tensor if there is one, else the number."""
     if ON_DEVICE:
-        return tl.load(at).to(MATH)
+        return tl.load(at).to(tl.float32)
     else:
-        return number(bits, MATH)
+        return number(bits)
 
 
 @helper
@@ -171,53 +167,43 @@ def spared(count, found_inf_at, FOUND_INF_AT: tl.constexpr):
 
 
 @helper
-def factor_or_one(at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
+def factor_or_one(at, ON_DEVICE: tl.constexpr):
     """A factor that may be missing."""
     if ON_DEVICE:
-        return tl.load(at).to(MATH)
+        return tl.load(at).to(tl.float32)
     else:
-        return tl.full((), 1, MATH)
+        return tl.full((), 1, tl.float32)
 
 
 @helper
 def divide(a, b):
-    """IEEE division; Triton's ``/`` is faster than that for float32."""
-    if a.dtype == tl.float32:
-        return tl.div_rn(a, b)
-    else:
-        return a / b
+    """IEEE division; Triton's ``/`` is faster than that."""
+    return tl.div_rn(a, b)
 
 
 @helper
 def root(x):
-    """IEEE square root; Triton's ``sqrt`` is faster than that for float32."""
-    if x.dtype == tl.float32:
-        return tl.sqrt_rn(x)
-    else:
-        return tl.sqrt(x)
+    """IEEE square root; Triton's ``sqrt`` is faster than that."""
+    return tl.sqrt_rn(x)
 
 
 @helper
-def correction(bits, step_at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
+def correction(bits, step_at, ON_DEVICE: tl.constexpr):
     """``1 - beta ** step``; for a step on the device from its number, ``log(beta)``.
 
     As ``-expm1``: the plain difference would lose half the digits of ``1 - 0.999``.
     """
     if ON_DEVICE:
-        y = tl.load(step_at).to(MATH) * number(bits, MATH)
-        if MATH == tl.float32:
-            return _less_than_one(y)
-        else:
-            return tl.where(y > -0.5, -_expm1(y, MATH, 17), 1 - tl.exp(y))
+        return _less_than_one(tl.load(step_at).to(tl.float32) * number(bits))
     else:
-        return number(bits, MATH)
+        return number(bits)
 
 
 @helper
-def _expm1(y, MATH: tl.constexpr, TERMS: tl.constexpr):
-    """``exp(y) - 1`` near zero: for ``|y| < 1/2`` the term behind the 17th is below 2**-66."""
+def _expm1(y):
+    """``exp(y) - 1`` near zero."""
     series = y * 0
-    for k in tl.static_range(TERMS, 1, -1):
+    for k in tl.static_range(12, 1, -1):
         series = (series + 1) * divide(y, k)
     return (series + 1) * y
 
@@ -234,28 +220,16 @@ def _less_than_one(y):
     power = ((n + 127) << 23).to(tl.float32, bitcast=True)
     whole = n.to(tl.float32)
     r = (y - whole * 0.693359375) - whole * -2.12194440e-4
-    return (1 - power) - power * _expm1(r, tl.float32, 12)
+    return (1 - power) - power * _expm1(r)
 
 
 @helper
-def magnitude_bits(x, MATH: tl.constexpr):
+def magnitude_bits(x):
     """The bits of ``abs(x)``, which are ordered as the magnitudes are, nan last."""
-    if MATH == tl.float64:
-        return x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-    else:
-        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @helper
-def infinity_bits(MATH: tl.constexpr):
-    """What `magnitude_bits` are below for finite values."""
-    if MATH == tl.float64:
-        return 0x7FF0000000000000
-    else:
-        return 0x7F800000
-
-
-@helper
-def value_of_bits(bits, MATH: tl.constexpr):
+def value_of_bits(bits):
     """The magnitude that `magnitude_bits` took apart."""
-    return bits.to(MATH, bitcast=True)
+    return bits.to(tl.float32, bitcast=True)

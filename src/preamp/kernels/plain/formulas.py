@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The formulas of the update rules, on one slot: a whole tensor, or a block of several.
+"""The formulas of the update rules, on a slot: some tensors, or pieces of large ones.
 
 A rule takes three steps. `measured` names the values whose norms it needs, of each tensor.
-`number_of` makes of the norms the one number that it needs of each tensor. `apply` computes the
-new values with it. Most rules need no norms, and have a case in `apply` alone.
+`number_of` makes of the norms the one number that it needs of each tensor. `computed` returns the
+new values with it. Most rules need no norms, and have a case in `computed` alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from preamp.kernels.reference.update import Slot, both_nonzero
+from preamp.kernels.plain.lists import Lists, choose
+from preamp.kernels.plain.slots import Slot
 from preamp.kernels.rules import (
     AdamRule,
     AdoptRule,
@@ -34,7 +35,7 @@ from preamp.kernels.update import Scalar
 Step = int | torch.Tensor
 
 
-def measured(slot: Slot, rule: Rule, step: Step) -> tuple[torch.Tensor, ...]:
+def measured(slot: Slot, rule: Rule, step: Step) -> tuple[Lists, ...]:
     """The values whose norms ``rule`` needs."""
     match rule:
         case LambRule(uses_trust_ratio=True):
@@ -64,12 +65,12 @@ def number_of(
         case LambRule(uses_trust_ratio=True):
             p_norm, u_norm = norms
             ratio = p_norm / u_norm
-            return lr * torch.where(both_nonzero(p_norm, u_norm), ratio, torch.ones_like(ratio))
+            return lr * torch.where((p_norm > 0) & (u_norm > 0), ratio, torch.ones_like(ratio))
         case LarsRule(uses_trust_ratio=True):
             p_norm, g_norm = norms
             ratio = p_norm / (g_norm + rule.weight_decay * p_norm + rule.eps)
             ratio = rule.trust_coefficient * ratio
-            return lr * torch.where(both_nonzero(p_norm, g_norm), ratio, torch.ones_like(ratio))
+            return lr * torch.where((p_norm > 0) & (g_norm > 0), ratio, torch.ones_like(ratio))
         case NovoGradRule() if kept is not None:
             (n,), v = norms, kept
             if rule.uses_max_norm:
@@ -81,24 +82,21 @@ def number_of(
             return lr
 
 
-def _choose(condition: Any, a: Any, b: Any) -> Any:
-    if not isinstance(condition, torch.Tensor):
-        return a if condition else b
-    tensor = a if isinstance(a, torch.Tensor) else b
-    return torch.where(condition.to(tensor.device), a, b)
-
-
 def _itself(formula: Formula) -> Formula:
     return formula
 
 
+def _divide(a: Any, b: Any) -> Any:
+    return a / b
+
+
 _FORMULAS = bound_formulas(
-    _itself, root=torch.sqrt, divide=torch.true_divide, corrected=torch.true_divide, choose=_choose
+    _itself, root=Lists.sqrt, divide=_divide, corrected=_divide, choose=choose
 )
 
 
-def apply(slot: Slot, rule: Rule, step: Step, number: Scalar) -> None:
-    """Store the new parameter and state of ``slot``; ``number`` is that of its tensor."""
+def computed(slot: Slot, rule: Rule, step: Step, number: Scalar) -> Sequence[Lists]:
+    """The new parameters and state of ``slot``; ``number`` is that of each tensor, or of all."""
     check_known(rule)
     size: Any = slot.scalar(rule.lr)
     if isinstance(rule, (LambRule, LarsRule)):
@@ -106,17 +104,16 @@ def apply(slot: Slot, rule: Rule, step: Step, number: Scalar) -> None:
     elif isinstance(rule, AdamRule) and rule.bias_correction is BiasCorrection.STEP_SIZE:
         c1, c2 = _corrections(slot, rule, step)
         size = size * c2**0.5 / c1
-    size = slot.number(size)
+    size = slot.of_each(size)
     formula, *others = rule.formulas
     if others:
         u, *state = direction_of(slot, rule, step)
-        slot.store(slot.p - size * u, *state)
-        return
+        return slot.p - size * u, *state
     p, m = _call(formula, _told(slot, rule, step, number) | {"size": size})
-    slot.store(p, *([] if rule.leaves_state else [m]))
+    return p, m
 
 
-def direction_of(slot: Slot, rule: Rule, step: Step) -> tuple[torch.Tensor, ...]:
+def direction_of(slot: Slot, rule: Rule, step: Step) -> tuple[Lists, ...]:
     """The step of a rule with two moments before its size, and the new moments."""
     moments, direction = rule.formulas
     told = _told(slot, rule, step)
@@ -137,12 +134,13 @@ def _told(slot: Slot, rule: Rule, step: Step, number: Scalar = 0.0) -> dict[str,
     """What formulas ask for, but ``size``."""
     numbers, options = rule.terms
     told: dict[str, Any] = {"p": slot.p, "g": slot.g, **dict(zip("mv", slot.state, strict=False))}
-    told |= {**numbers, **options, "is_first": step == 1}
+    told.setdefault("m", None)  # which a rule that leaves its state does not ask for
+    told |= {**numbers, **options, "is_first": slot.scalar(step) == 1}
     if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
         c1, c2 = _corrections(slot, rule, step) if rule.corrects else (1.0, 1.0)
         told |= {"c1": c1, "c2": c2}
         if isinstance(rule, NovoGradRule):
-            told["denominator"] = number / c2**0.5 + rule.eps
+            told["denominator"] = slot.of_each(number / c2**0.5 + rule.eps)
     if isinstance(rule, AdoptRule):
         told["bound"] = (slot.number(step) - 1).sqrt().sqrt()
     return told
@@ -150,5 +148,13 @@ def _told(slot: Slot, rule: Rule, step: Step, number: Scalar = 0.0) -> dict[str,
 
 def _corrections(
     slot: Slot, rule: AdamRule | LambRule | NovoGradRule, step: Step
-) -> tuple[Scalar, Scalar]:
-    return slot.bias_correction(rule.beta1, step), slot.bias_correction(rule.beta2, step)
+) -> tuple[Scalar, ...]:
+    """``1 - beta ** step`` of both.
+
+    On the device as ``-expm1(step * log(beta))``: the plain form would lose half the digits
+    of ``1 - 0.999`` in float32.
+    """
+    if not isinstance(step, torch.Tensor):
+        return tuple(1.0 - beta**step for beta in (rule.beta1, rule.beta2))
+    logs = (math.log(beta) if beta > 0 else -math.inf for beta in (rule.beta1, rule.beta2))
+    return tuple(-torch.expm1(slot.scalar(step) * log) for log in logs)
