@@ -65,7 +65,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("y if is_one else y * by_y", "y"),
     ),
     "src/preamp/kernels/plain/slots.py": (
-        ("torch.where(flag, target, value.to(target.dtype))", "value"),
+        ("torch.where(flag, target, value", "torch.where(flag, value, value"),
         ("start=stored.starts[place]", "start=0"),
         (
             "wanted = [pair for pair in zip(halves, params,",

@@ -100,7 +100,6 @@ HALF = {
         ),
         _ours(level, ", torch AdamW", torch_adamw),
         _ours(level, ", FusedAdam", fused_adam),
-        _ours(level, " split, torch AdamW", torch_adamw, "split", _split),
         _ours(level, " split, FusedAdam", fused_adam, "split", _split),
         _ours(level, " compact, FusedAdam", fused_adam, "compact", _compact),
         Contender(name="preamp ops", build=preamp_steps.through_ops, bytes=_half),

@@ -75,9 +75,11 @@ class SavedRun(Run):
             [p for group in o.param_groups for p in group["params"]] for o in optimizers
         ]
         stored = [[stored_grad(param) for param in params] for params in owners]
+        # Split ones have no values of their own; the models' states have them.
+        masters = [] if self.options.get("storage") == "split" else owners
         return super().numbers() | {
             "gradients": [[None if g is None else g.clone() for g in each] for each in stored],
-            "masters": [[p.detach().clone() for p in params] for params in owners],
+            "masters": [[p.detach().clone() for p in params] for params in masters],
             "schedulers": [copy.deepcopy(s.state_dict()) for s in self.schedulers],
             "flags": [float(scaler.found_inf) for scaler in self.engine.scalers],
             "random": (torch.get_rng_state(), random.getstate()),

@@ -40,7 +40,7 @@ from preamp.policy.storage import (
 
 _OF_A_COLUMN = {
     "more in step": "More in step: while the optimizer steps, gradients of masters are made in "
-    "float32, and split masters are put together.",
+    "float32.",
     "staging": "Staging is memory of the host for what is on its way.",
 }
 _CAPTION = "What is 0 at every level is left out. Activations are not counted."
