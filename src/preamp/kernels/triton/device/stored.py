@@ -251,15 +251,30 @@ def load_param(
     AT_ONCE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """Load parameters: joined with their low bits if they have some, else what half weights say."""
+    if H != tl.int16 and LEADS:
+        half = load(h_at, start, where, mask, AT_ONCE, H)  # first, which spares registers
     p = load(p_at, start, where, mask, AT_ONCE, P)
     if H == tl.int16:
         p = _join(p, read(h_at, start, where, mask, AT_ONCE, H).to(tl.int32), P)
     elif LEADS:
-        half = load(h_at, start, where, mask, AT_ONCE, H)
-        # Widening is exact, so halves have the same bits where their float32 values do.
-        rounded = widen(narrow(p, H), H).to(tl.int32, bitcast=True)
-        p = tl.where(rounded == half.to(tl.int32, bitcast=True), p, half)
+        p = tl.where(_rounds_to(p, half, H), p, half)
     return p
+
+
+@helper
+def _rounds_to(p, half, H: tl.constexpr):
+    """Whether float32 values round to half ones, which are widened, bit for bit.
+
+    bfloat16 has the upper bits of float32, so its words tell by how far they are apart; rounding
+    as `narrow` does would take more registers than there are, and spill. nan is led by the half.
+    """
+    bits = half.to(tl.int32, bitcast=True)
+    if H == tl.bfloat16:
+        far = tl.abs(p.to(tl.int32, bitcast=True) - bits)
+        is_odd = (bits >> 16) & 1
+        return (far >= 0) & (far + is_odd <= 0x8000) & (p == p)  # -2**31 has no magnitude
+    else:
+        return widen(narrow(p, H), H).to(tl.int32, bitcast=True) == bits
 
 
 @helper
