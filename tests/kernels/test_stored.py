@@ -366,6 +366,8 @@ def test_updates_are_the_reference(ops: Any, row: RuleRow, half: Any, kind: str)
     assert_updated_alike(ours, wanted)
     if ops is PLAIN and kind == "float32":
         return  # torch's fused kernels; see the next test
+    if ops is CUT and row.rule.takes_norms:
+        return  # norms of pieces, whose squares are added up in another order
     if ops is not JIT:
         assert_bits(ours.kept, wanted.kept)
     # Moments of most rules take the same operations everywhere.

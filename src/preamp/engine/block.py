@@ -131,8 +131,11 @@ class Block:
         """Whether gradients are unscaled as they come, and nothing is to be done but to add."""
         return self.scaler.is_identity and not self._engine.policy.master_weights
 
-    def begin(self) -> None:
-        """Set earlier gradients aside; takes itself back if it fails."""
+    def begin(self, *, is_held_open: bool = False) -> None:
+        """Set earlier gradients aside; takes itself back if it fails.
+
+        It ``is_held_open`` by a `GradScaler`, within which scripts drop and zero gradients.
+        """
         self._engine.has_scaled = True
         for session in self.sessions:
             session.end_left_open()
@@ -145,7 +148,8 @@ class Block:
             self._engine.unreduced.begin(self.scaler)
         for tell in self._engine.events.block_begins:
             tell(self)
-        plan = Plan(self.scaler, may_reduce=True in self._answers, exit=self.exit)
+        may_reduce = True in self._answers
+        plan = Plan(self.scaler, may_reduce, is_held_open, exit=self.exit)
         for session in self.sessions:  # before any sets gradients aside that another one shares
             session.adopt()
         claimed: set[int] = set()

@@ -252,10 +252,14 @@ class GradScaler(torch.amp.GradScaler):
     def _backward_over(self, notes: Sequence[GradientNote], root: Node | None) -> None:
         for note in notes:
             note.graphs = released((*note.graphs, root))
+        sessions = [session for session in self._sessions if id(session) in self._blocks]
+        for session in sessions:
+            for halves in session.half_gradients:
+                halves.note_reached()
         if has_process_group():
             return  # ranks may exchange gradients after this
-        for session in self._sessions:
-            if id(session) in self._blocks and session.holds_earlier():
+        for session in sessions:
+            if any([halves.has_earlier for halves in session.half_gradients]):
                 grads = [p.grad for p in session.model_params() if p.grad is not None]
                 self._parts[id(session)] = list(zip(grads, versions_of(grads), strict=True))
 
@@ -291,7 +295,7 @@ class GradScaler(torch.amp.GradScaler):
         for session in sessions:
             session.end_left_open()
             session.end_backward = partial(self._end, session)  # also after an interrupt from here
-        block.begin()
+        block.begin(is_held_open=True)
         for session in sessions:
             self._blocks[id(session)] = block.part(session)
         return block.note.scale

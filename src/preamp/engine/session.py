@@ -68,6 +68,7 @@ class Plan:
 
     scaler: LossScaler
     may_reduce: bool = False  # a hook may reduce them over ranks
+    is_held_open: bool = False  # by a `GradScaler`: scripts drop and zero gradients in it
     exit: Exit = field(default_factory=Exit)
 
 
@@ -305,14 +306,14 @@ class OptimizerSession:
             self._forget_overflow()
         self.known_norm.forget()
         own = self.direct.params = self._unclaimed(claimed)
-        carry: torch.Tensor | float | None = None
-        if plan.may_reduce and self.may_be_local:
-            carry = 1.0 if plan.scaler.is_identity else plan.scaler.scale
+        scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
+        carry = scale if plan.may_reduce and self.may_be_local else None
         for halves in self.half_gradients:
             halves.take_in()  # may refuse before anything is moved
         self.exit = plan.exit
         self.is_open = True  # for `undo`, which takes back as much as was done
-        self.direct.begin(own, carry, may_be_overwritten=plan.may_reduce)
+        held = scale if plan.is_held_open else carry  # as torch sums them, scaled and in place
+        self.direct.begin(own, held, may_be_overwritten=plan.may_reduce)
         self._start_weights()
         for halves in self.half_gradients:
             halves.begin(carry)

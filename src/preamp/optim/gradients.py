@@ -111,6 +111,7 @@ class HalfGradients:
         self.is_shown = False  # whether the script sees them unscaled; see `show`
         self._zeroed = set[int]()  # rows whose gradient the script has zeroed
         self._carried = set[int]()  # rows whose half gradient holds the earlier one too
+        self._reached = set[int]()  # rows that a backward of a block held open has reached
         self.may_have_bases = False  # whether any master may have a float32 gradient
         self.wait_on_host = False  # whether values lie there from a backward to its step
         self.changes = 0  # differs once gradients may be others than before
@@ -530,6 +531,17 @@ class HalfGradients:
         self.seen = [None] * len(self._weights)
         self.versions = [-1] * len(self._weights)
 
+    def note_reached(self) -> None:
+        """A backward of an open block is over: what is dropped from now on was dropped whole."""
+        if self.is_open and self.may_have_bases:
+            self._show_missing()
+            grads = enumerate(map(grad_of, self._weights.halves))
+            self._reached.update(row for row, grad in grads if grad is not None)
+
+    def _dropped(self) -> list[int]:
+        """Rows that a backward of the block has reached, and the script has dropped since."""
+        return [row for row in self._reached if grad_of(self._weights.halves[row]) is None]
+
     def arrive(self) -> None:
         """Read the half gradients that a backward has left, for `commit`; refuse a sparse one."""
         self._arrived = grads = list(map(grad_of, self._weights.halves))
@@ -548,6 +560,7 @@ class HalfGradients:
         """The backward failed: drop what it left; the masters' gradients have the earlier value."""
         if self.state is not State.OPEN:
             return
+        self._reached.clear()
         for row, half in enumerate(self._weights.halves):
             is_zero = row in self._zeroed and self.base(row) is None
             half.grad = torch.zeros_like(half) if is_zero else None
@@ -577,8 +590,9 @@ class HalfGradients:
         if not self.may_have_bases:
             return
         self._arrived = None
-        for half, base in zip(self._weights.halves, self.bases(), strict=True):
-            if base is not None and stored_grad(half) is None:
+        dropped = self._dropped()
+        for row, (half, base) in enumerate(zip(self._weights.halves, self.bases(), strict=True)):
+            if base is not None and stored_grad(half) is None and row not in dropped:
                 half.grad = negative_zeros(half, waits=self.wait_on_host)
 
     def commit(self, factor: torch.Tensor | None) -> None:
@@ -596,8 +610,9 @@ class HalfGradients:
 
     def _collect(self, factor: torch.Tensor | None) -> None:
         """Note what the backward has left; add nothing yet. Cannot fail."""
-        for row in self._carried:  # the half gradient holds the earlier one too
+        for row in (*self._carried, *self._dropped()):  # the half gradient has the earlier one too
             self._keep(row, None)
+        self._reached.clear()
         # Sharded ones may have been placed anew since they arrived.
         arrived = None if self._weights.has_sharded else self._arrived
         grads = list(map(grad_of, self._weights.halves)) if arrived is None else arrived

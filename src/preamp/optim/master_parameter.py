@@ -134,9 +134,9 @@ class MasterParameter(torch.nn.Parameter):
 def _of_form() -> set[Callable[..., Any]]:
     """What torch asks a parameter of itself without looking at any value."""
     properties = ("shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim")
-    properties += ("grad_fn", "is_cpu", "is_cuda", "is_sparse", "is_meta")
+    properties += ("grad_fn", "is_cpu", "is_cuda", "is_sparse")
     methods = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device")
-    methods += ("element_size", "requires_grad_", "__len__")
+    methods += ("stride", "element_size", "requires_grad_", "__len__")
     kind: Any = torch.Tensor
     found = {getattr(kind, name).__get__ for name in properties}
     found |= {getattr(kind, name) for name in methods}
@@ -145,6 +145,7 @@ def _of_form() -> set[Callable[..., Any]]:
 
 
 _OF_FORM = _of_form()
+_IS_META = cast("Any", torch.Tensor).is_meta.__get__
 
 
 class SplitMaster(MasterParameter):
@@ -165,6 +166,8 @@ class SplitMaster(MasterParameter):
             master, *rest = args
             made = func(form_of(master), *rest, **{"dtype": torch.float32, **(kwargs or {})})
             return made if made.device == master.device else made.to(master.device)
+        if func == _IS_META:  # by which torch's checkpoints make new tensors to write to
+            return True
         if func not in _OF_FORM:
             raise _has_no_memory()
         parameter: Any = torch.nn.Parameter  # which calls what it is given

@@ -88,8 +88,7 @@ class Places:
         is_told = name == "P" and (self.leads or self.dtypes["H"] is torch.int16)
         partials = measure(
             self.plain,
-            "PG".index(name),
-            self.dtypes[name],
+            ("PG".index(name), self.dtypes[name]),
             beside=(3 + ("V" in self.dtypes), self.dtypes["H"]) if is_told else (0, None),
             largest=largest,
             squares=not largest,

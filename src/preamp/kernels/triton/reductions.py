@@ -57,8 +57,7 @@ def gathered(entries: Table, partials: torch.Tensor, *, largest: bool) -> torch.
 
 def measure(
     entries: Table,
-    row: int,
-    dtype: torch.dtype | None,
+    column: tuple[int, torch.dtype | None],
     *,
     beside: tuple[int, torch.dtype | None] = (0, None),
     largest: bool,
@@ -66,9 +65,9 @@ def measure(
     finite: bool = False,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return per chunk of list ``row`` what is asked for, a row of each in this order.
+    """Return per chunk of one list what is asked for, a row of each in this order.
 
-    ``dtype`` is that of the list; ``factor`` multiplies every value before anything else.
+    ``column`` are the list's row and dtype; ``factor`` multiplies every value before anything else.
     ``beside`` are row and dtype of what else says the values: half weights, or the low bits of
     split ones.
     """
@@ -80,8 +79,8 @@ def measure(
         entries,
         partials=partials,
         **given("factor", factor, entries),
-        X=KINDS[dtype],
-        ROW=row,
+        X=KINDS[column[1]],
+        ROW=column[0],
         H=KINDS[beside[1]],
         H_ROW=beside[0],
         MAX=largest,
@@ -136,7 +135,7 @@ class Reductions(Ops):
             results = found[group.device]
             entries = table(group.rows, group.positions, sizes=sizes_of(group))
             partials = measure(
-                entries, 0, group.dtypes[0], largest=True, squares=with_norm, finite=True
+                entries, (0, group.dtypes[0]), largest=True, squares=with_norm, finite=True
             )
             finite = (partials[-1], results[1 + count :])
             gather(
@@ -174,7 +173,7 @@ class Reductions(Ops):
                 )
             entries = table(group.rows, group.positions, sizes=sizes_of(group))
             partials = measure(
-                entries, 0, group.dtypes[0], largest=False, squares=True, factor=factor
+                entries, (0, group.dtypes[0]), largest=False, squares=True, factor=factor
             )
             gather(entries, partials, found[group.device], largest=False)
         total = _merge(found, len(tensors), device)
