@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -347,8 +347,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._unscale(session, state)
-        for halves in session.half_gradients:
-            halves.show()
+        session.halves.show()
         state["stage"] = OptState.UNSCALED
 
     def _unscale(self, session: OptimizerSession, state: dict[str, Any]) -> None:
@@ -437,8 +436,12 @@ class GradScaler(torch.amp.GradScaler):
             states = self._per_optimizer_states.values()
             if not any(state["found_inf_per_device"] for state in states):
                 raise AssertionError("No inf checks were recorded prior to update.")
-            react = self._engine.adjustments.reaction(self._loss_scaler)
+            react = partial(self._react, self._loss_scaler.reaction())
         run_to_end(react, self._forget_steps)
+
+    def _react(self, reaction: Callable[[], None]) -> None:
+        self._engine.late_scalers.pop(self._loss_scaler, None)
+        reaction()
 
     def _set_scale(self, value: float) -> None:
         self._loss_scaler.found_inf.zero_()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import isfunction
 from types import MethodType
@@ -28,8 +28,8 @@ from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_s
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
 from preamp.engine.core import EngineCore
-from preamp.engine.session import OptimizerSession, params_of_group
-from preamp.optim import in_two_optimizers
+from preamp.engine.session import OptimizerSession
+from preamp.optim import in_two_optimizers, leaves_of
 
 Refuse = Callable[[Sequence[torch.Tensor]], None]
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
@@ -98,7 +98,7 @@ class OptimizerHooks:
             except BaseException:
                 self._give_back_gradients()
                 if self._stepping:
-                    self._session.write_halves()  # some masters may have been updated
+                    self._session.table.write_halves()  # some masters may have been updated
                 raise
             finally:
                 self._is_called, self._unread = False, None
@@ -145,7 +145,7 @@ class OptimizerHooks:
     ) -> None:
         del optimizer, args, kwargs
         withheld = self._give_back_gradients()
-        self._session.write_halves()
+        self._session.table.write_halves()
         if self._stepping:
             self._stepping = False
             if withheld:
@@ -165,8 +165,7 @@ class OptimizerHooks:
             if param.grad is not None:
                 self._held.append((param, param.grad))
                 param.grad = None
-        for table in self._session.tables:
-            table.gradients.drop()
+        self._session.halves.drop()
         self._withheld = True
 
     def _give_back_gradients(self) -> bool:
@@ -183,8 +182,8 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, name)
 
         def move(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            for table in () if self._engine.closed else self._session.tables:
-                table.hand_out_all()
+            if not self._engine.closed:
+                self._session.table.hand_out_all()
             return inner(optimizer, *args, **kwargs)
 
         copy_identity(inner, move)
@@ -222,7 +221,7 @@ class OptimizerHooks:
 
         def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             # A graph would drop the half gradients and leave what is known of the masters'.
-            is_traced = self._session.masters is not None and torch.compiler.is_compiling()
+            is_traced = self._session.table.has_masters and torch.compiler.is_compiling()
             return (drop_untraced if is_traced else drop)(optimizer, *args, **kwargs)
 
         copy_identity(inner, zero_grad)
@@ -247,9 +246,8 @@ class OptimizerHooks:
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._engine.closed:
                 return inner(optimizer, *args, **kwargs)
-            params = params_of_group(args[0] if args else kwargs.get("param_group"))
-            if self._session.masters is not None:
-                refusals.check_group(params, self._session.masters, self._engine.names.of)
+            params = _params_of_group(args[0] if args else kwargs.get("param_group"))
+            refusals.check_group(params, self._session.table, self._engine.names.of)
             self._refuse_new(params)
             known, before = self._engine.updated_params(), len(optimizer.param_groups)
             added = set(map(id, params))
@@ -257,7 +255,7 @@ class OptimizerHooks:
             others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
             self._refuse_half_twice(params, others)
             for session in (self._session, *others) if others else ():
-                session.check_can_share()
+                session.check_outside_block("add_param_group")
             result = inner(optimizer, *args, **kwargs)
             joined = [p for group in optimizer.param_groups[before:] for p in group["params"]]
             if self._engine.scales_losses:  # nobody unscaled what they have
@@ -266,11 +264,29 @@ class OptimizerHooks:
                         param.grad = None
             for session in others:
                 self._session.take_findings(session)
-            self._session.adopt()
+            self._session.table.adopt()
             return result
 
         copy_identity(inner, add_param_group)
         return add_param_group
+
+
+def _params_of_group(group: Any) -> list[torch.Tensor]:
+    """The parameters of a new group, in which the model's half ones take their masters' places.
+
+    Mutates the group, which torch does too. None where it is no group, which torch refuses.
+    """
+    given: Any = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if not isinstance(given, Iterable) or isinstance(given, set):
+        return []
+    items = list(cast("Iterable[Any]", given))
+    pairs: list[tuple[Any, Any]] = [i if isinstance(i, tuple) else (None, i) for i in items]
+    params = leaves_of([param for _, param in pairs])
+    named = zip(pairs, params, strict=True)
+    group["params"] = [param if name is None else (name, param) for (name, _), param in named]
+    return params
 
 
 def _further_methods(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -332,7 +348,7 @@ class _Evaluation:
         self._session = session
 
     def __call__(self) -> Any:
-        self._session.write_halves()  # the optimizer may have moved the masters since last time
+        self._session.table.write_halves()  # the optimizer may have moved masters since last time
         with thread_casts_restored() if self._engine.casts_functions else nullcontext():
             loss = self._closure()
         self._session.check_unscaled()
@@ -357,7 +373,13 @@ def _skip_step(engine: EngineCore, session: OptimizerSession) -> None:
 
 
 def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
-    engine.adjustments.catch_up(session)
+    late = engine.late_scalers
+    while late:  # nobody has reduced what they have not heard of
+        scaler, is_due = late.popitem()
+        if session.found_inf is not None:
+            scaler.record(session.found_inf)
+        if is_due:
+            scaler.react()
     for tell in engine.events.step_over:
         tell(session)
 

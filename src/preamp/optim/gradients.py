@@ -48,8 +48,8 @@ from preamp.core.tensors import (
     versions_of,
 )
 from preamp.core.undo import run_to_end
+from preamp.kernels import Ops
 from preamp.optim.direct import is_zeroed, negative_zeros
-from preamp.optim.pairs import WeightPairs
 from preamp.optim.rewritten import factors_of
 
 _STEPS_WATCHED = 10  # a script that writes to gradients does so from its first steps on
@@ -88,10 +88,14 @@ class HalfGradients:
     anything between backwards calls `take_in` first.
     """
 
-    def __init__(self, weights: WeightPairs, rewriting: Rewriting) -> None:
-        """Start without rows; ``weights`` are those whose gradients these are."""
-        self._weights = weights
-        self._ops = weights.ops
+    def __init__(
+        self, ops: Ops, halves: list[Any], masters: list[Any], rewriting: Rewriting
+    ) -> None:
+        """Start without rows; ``halves`` and ``masters`` are columns of the table's."""
+        self._ops = ops
+        self._halves = halves
+        self._masters = masters
+        self._has_sharded = False
         self._names: list[str] = []  # by row, as messages call the weights
         self._rewriting = rewriting
         self._steps = 0  # with them watched
@@ -118,15 +122,15 @@ class HalfGradients:
         self._ones: dict[torch.device, torch.Tensor] = {}
         self._base_versions: list[int] = []  # of masters' gradients, when they were shown
 
-    def add_row(self, name: str) -> None:
+    def add_row(self, name: str, *, is_sharded: bool) -> None:
         """Add a row without a gradient."""
+        self._has_sharded |= is_sharded
         self._names.append(name)
         self.seen.append(None)
         self.versions.append(-1)
 
     def clear(self) -> None:
-        """Hold nothing any more, the weights' table neither."""
-        self._weights = WeightPairs(self._ops)
+        """Hold nothing any more."""
         self._names.clear()
         self.seen.clear()
         self.versions.clear()
@@ -170,13 +174,13 @@ class HalfGradients:
 
     def base(self, row: int) -> torch.Tensor | None:
         """The float32 gradient of one master, as far as it is made."""
-        return stored_grad(self._weights.masters[row])
+        return stored_grad(self._masters[row])
 
     def bases(self) -> list[torch.Tensor | None]:
         """All of these."""
         if not self.may_have_bases:
-            return [None] * len(self._weights)
-        return list(map(stored_grad, self._weights.masters))
+            return [None] * len(self._halves)
+        return list(map(stored_grad, self._masters))
 
     @property
     def has_earlier(self) -> bool:
@@ -196,7 +200,7 @@ class HalfGradients:
         """The half weights whose gradients are half, these, and what unscales and clips them."""
         if self.state is not State.HALF:
             return [], [], []
-        pairs = zip(self._weights.halves, self.seen, strict=True)
+        pairs = zip(self._halves, self.seen, strict=True)
         some = [(half, grad) for half, grad in pairs if grad is not None]
         grads: list[Any] = [grad for _, grad in some]
         return [half for half, _ in some], grads, self._factors_for(grads)
@@ -221,7 +225,7 @@ class HalfGradients:
         """
         if self.state is State.OPEN:
             return
-        now = list(map(grad_of, self._weights.halves))
+        now = list(map(grad_of, self._halves))
         is_same = are_same(now, self.seen)
         looks = looks and self.is_shown
         if not (is_same and all(map(is_, now, repeat(None)))):
@@ -326,7 +330,7 @@ class HalfGradients:
 
     def _note_all(self) -> None:
         self.changes += 1
-        self.seen = list(map(grad_of, self._weights.halves))
+        self.seen = list(map(grad_of, self._halves))
         self.versions = self._versions_of(self.seen)
 
     def _is_moved(self, row: int, now: torch.Tensor) -> bool:
@@ -344,7 +348,7 @@ class HalfGradients:
         return torch.equal(local_of(now).view(torch.int16), local_of(seen).view(torch.int16))
 
     def _versions_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        return versions_of(grads) if self._weights.has_sharded else plain_versions(grads)
+        return versions_of(grads) if self._has_sharded else plain_versions(grads)
 
     def _warn_without_effect(self, grad: torch.Tensor, name: str) -> None:
         if not self._rewriting.was_seen:
@@ -398,11 +402,11 @@ class HalfGradients:
         for row in theirs.intersection(written):
             raise _changed_in_place(now[row], self._names[row], is_plain=True)
         rows = [row for row in now if row not in theirs and not is_away(now[row])]
-        asked = rows if splits is None else range(len(self._weights))
+        asked = rows if splits is None else range(len(self._halves))
         found, common = factors_of(
             {row: self.base(row) for row in rows},
             {row: now[row] for row in rows},
-            {row: self._weights.halves[row] for row in asked},
+            {row: self._halves[row] for row in asked},
             splits,
         )
         for row in rows:
@@ -435,7 +439,7 @@ class HalfGradients:
     def _keep(self, row: int, grad: torch.Tensor | None) -> None:
         """Let ``grad`` be the float32 gradient of a master."""
         self.may_have_bases |= grad is not None
-        store_grad(self._weights.masters[row], grad)
+        store_grad(self._masters[row], grad)
 
     def _wide(self, grad: Any) -> torch.Tensor:
         """A half gradient without a loss scale as a master has it."""
@@ -443,7 +447,7 @@ class HalfGradients:
 
     def gradient(self, row: int) -> torch.Tensor | None:
         """The unscaled float32 gradient of a master; makes those of all."""
-        is_sharded = self._weights.has_sharded
+        is_sharded = self._has_sharded
         self.take_in(looks=is_sharded)
         self.make_all()
         if is_sharded:  # a write to the masters' may leave no trace
@@ -457,7 +461,7 @@ class HalfGradients:
             self.make_all()
             if self.state is State.NONE:
                 self.state = State.MADE
-        self._weights.halves[row].grad = None
+        self._halves[row].grad = None
         self._zeroed.discard(row)
         self._note(row, None)
         self._keep(row, grad)
@@ -491,7 +495,7 @@ class HalfGradients:
             self.may_have_bases = True
             for row, wide in zip(rows, wides, strict=True):
                 if bases[row] is None:
-                    store_grad(self._weights.masters[row], wide)
+                    store_grad(self._masters[row], wide)
             self._is_whole = not any([base is not None for base in bases])
             self.state = State.MADE
 
@@ -521,18 +525,18 @@ class HalfGradients:
         for row, base in enumerate(self.bases()):
             if base is not None:
                 self._carried.add(row)
-                half = self._weights.halves[row]
+                half = self._halves[row]
                 half.grad = (base.to(half.device) * carry).to(half.dtype)
 
     def _clear_halves(self) -> None:
-        for half in self._weights.halves:
+        for half in self._halves:
             half.grad = None
-        self.seen = [None] * len(self._weights)
-        self.versions = [-1] * len(self._weights)
+        self.seen = [None] * len(self._halves)
+        self.versions = [-1] * len(self._halves)
 
     def arrive(self) -> None:
         """Read the half gradients that a backward has left, for `commit`; refuse a sparse one."""
-        self._arrived = grads = list(map(grad_of, self._weights.halves))
+        self._arrived = grads = list(map(grad_of, self._halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
             return
         for name, grad in zip(self._names, grads, strict=True):
@@ -541,17 +545,17 @@ class HalfGradients:
 
     def arrived_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
         """What `arrive` has read, if ``leaves`` are the half weights; not to be changed."""
-        is_all = self._arrived is not None and are_same(leaves, self._weights.halves)
-        return self._arrived if is_all and not self._weights.has_sharded else None
+        is_all = self._arrived is not None and are_same(leaves, self._halves)
+        return self._arrived if is_all and not self._has_sharded else None
 
     def put_back(self) -> None:
         """The backward failed: drop what it left; the masters' gradients have the earlier value."""
         if self.state is not State.OPEN:
             return
-        for row, half in enumerate(self._weights.halves):
+        for row, half in enumerate(self._halves):
             is_zero = row in self._zeroed and self.base(row) is None
             half.grad = torch.zeros_like(half) if is_zero else None
-        self._show_missing()
+        self.show_missing()
         self._note_all()
         self._carried.clear()
         self._arrived = None
@@ -562,12 +566,7 @@ class HalfGradients:
             self._be_plain()
             self.state = State.HALF if self._zeroed else State.NONE
 
-    def merge(self, factor: torch.Tensor | None) -> None:
-        """Keep new gradients apart from earlier ones, which the masters have: add nothing yet."""
-        del factor
-        self._show_missing()
-
-    def _show_missing(self) -> None:
+    def show_missing(self) -> None:
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
@@ -577,7 +576,7 @@ class HalfGradients:
         if not self.may_have_bases:
             return
         self._arrived = None
-        for half, base in zip(self._weights.halves, self.bases(), strict=True):
+        for half, base in zip(self._halves, self.bases(), strict=True):
             if base is not None and stored_grad(half) is None:
                 half.grad = negative_zeros(half, waits=self.wait_on_host)
 
@@ -599,8 +598,8 @@ class HalfGradients:
         for row in self._carried:  # the half gradient holds the earlier one too
             self._keep(row, None)
         # Sharded ones may have been placed anew since they arrived.
-        arrived = None if self._weights.has_sharded else self._arrived
-        grads = list(map(grad_of, self._weights.halves)) if arrived is None else arrived
+        arrived = None if self._has_sharded else self._arrived
+        grads = list(map(grad_of, self._halves)) if arrived is None else arrived
         versions = self._versions_of(grads)
         if self._zeroed:  # those that nothing was added to
             same = zip(grads, self.seen, versions, self.versions, strict=True)
@@ -627,7 +626,7 @@ class HalfGradients:
 
     def _drop_bases(self) -> None:
         if self.may_have_bases:
-            for master in self._weights.masters:
+            for master in self._masters:
                 store_grad(master, None)
             self.may_have_bases = False
 
@@ -645,7 +644,7 @@ class HalfGradients:
 
     def zero(self) -> None:
         """Zero the half gradients, and drop the masters', but in a backward; see `be_zeros`."""
-        now = list(map(grad_of, self._weights.halves))
+        now = list(map(grad_of, self._halves))
         for grad in now:
             if grad is not None:
                 if grad.grad_fn is not None:  # of create_graph; a view in DDP's buckets has none
@@ -672,7 +671,7 @@ class HalfGradients:
         if self.state is State.MADE:  # of masters that were given one, and zeroed by now
             for row in self._zeroed:
                 self._keep(row, self._wide(self.seen[row]))
-            self._zeroed.update(range(len(self._weights)))
+            self._zeroed.update(range(len(self._halves)))
 
 
 def _sparse(name: str) -> PreampStateError:
