@@ -28,7 +28,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
     ),
     "src/preamp/engine/optimizer_hooks.py": (
-        ("self._stepping = self._withheld = False", "self._stepping = False"),
+        ("self._stepping, self._unread = False, None  # whatever", "pass  # whatever"),
     ),
     "src/preamp/engine/session.py": (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),

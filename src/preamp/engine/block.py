@@ -206,17 +206,12 @@ class Block:
         steps: list[Step] = [self._remove_hooks]
         steps += [one.undo for one in self.begun]
         if self.begun:
-            steps += [self._end_ranks, self._follow_unreduced]
+            steps += [self._end_ranks, partial(self._engine.unreduced.end, self.scaler)]
         self._conclude(steps)
 
     def _end_ranks(self) -> None:
         if self._has_ranks:
             self._engine.reductions.end_block()
-
-    def _follow_unreduced(self) -> bool:
-        """Whether the gradients were left unreduced; see `Unreduced.end`."""
-        unreduced = self._engine.unreduced
-        return bool(unreduced.models) and unreduced.end(self.scaler)
 
     def finish(self, *, adjust: bool, record: Callable[[torch.Tensor], None] | None = None) -> None:
         """Unscale what came and add earlier gradients.
@@ -255,8 +250,8 @@ class Block:
         has reduced show stays out of it: the reduction shows it to all ranks, in whichever loss's
         backward that comes. If none comes, the step tells.
         """
-        late = self._engine.late_scalers
-        if self._follow_unreduced() or is_local:
+        late, unreduced = self._engine.late_scalers, self._engine.unreduced
+        if (unreduced.models and unreduced.end(self.scaler)) or is_local:
             late[self.scaler] = adjust or late.get(self.scaler, False)
             return
         if found_inf is not None:

@@ -126,7 +126,7 @@ def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], froz
     Takes in what the script did to unscaled gradients.
     """
     engine, sessions, only = _found(given, who)
-    if engine.policy.storage.applies_at_once:
+    if engine.applies_at_once:
         raise refusals.needs_gradients(who)
     for session in sessions:
         session.check_outside_block(who)

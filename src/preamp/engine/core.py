@@ -54,6 +54,8 @@ class EngineCore:
         self.names = ParameterNames(self.models, self.optimizers)
         # Whether functions are cast one by one (O1, O4)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
+        # Whether each gradient is applied as soon as it is made, and dropped
+        self.applies_at_once = policy.storage.applies_at_once
         self.closed = False  # whether `Engine.close` was called
         self.undo = UndoStack()  # takes back what was done to models and optimizers
         self.process_undo = UndoStack()  # takes back what was done to torch
@@ -124,7 +126,7 @@ class EngineCore:
         Gradients that were dropped or zeroed since count no more.
         """
         self.check_outside_blocks(what)
-        is_applied = self.policy.storage.applies_at_once  # weights are new before the step counts
+        is_applied = self.applies_at_once  # weights are new before the step counts
         for session in self.sessions.values():
             if session.is_within_step() or (is_applied and session.awaits_step):
                 raise refusals.within_step(what)

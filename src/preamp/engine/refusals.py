@@ -150,6 +150,16 @@ def closure_may_overflow() -> PreampStateError:
     )
 
 
+def step_from_before() -> PreampStateError:
+    """A step that cannot be left out, as it does not come through the optimizer's own method."""
+    return bad_state(
+        "optimizer.step was called by a method that was looked up before preamp.initialize",
+        "With a dynamic loss scale a step may have to be left out, which only the method can do "
+        "that the optimizer has since then",
+        "Write optimizer.step() where the step is taken, or look the method up after initialize",
+    )
+
+
 def no_such_loss(loss_id: object, count: int) -> IndexError:
     """Return the error for a loss that has no scaler."""
     return IndexError(

@@ -31,7 +31,6 @@ from preamp.core.tensors import (
 from preamp.core.torch_private.shards import place_gradients
 from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
-from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.kernels import Census, Ops
@@ -47,6 +46,7 @@ from preamp.optim import (
 )
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
+from preamp.optim.rank_norms import of_all_ranks
 from preamp.policy.storage import Storage
 from preamp.scaling import LossScaler
 from preamp.scaling.scaler import larger
@@ -126,15 +126,15 @@ class OptimizerSession:
 
     def model_params(self) -> list[torch.Tensor]:
         """The model's parameters that the optimizer updates, half ones in their masters' places."""
-        params = self.params()
-        if not are_same(params, self._params):
-            self._params, self._leaves = params.copy(), leaves_of(params)
-            self._direct_params = without_masters(params)
+        self.direct_params()
         return self._leaves
 
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
-        self.model_params()
+        params = self.params()
+        if not are_same(params, self._params):
+            self._params, self._leaves = params.copy(), leaves_of(params)
+            self._direct_params = without_masters(params)
         return self._direct_params
 
     def take_findings(self, other: OptimizerSession) -> None:
@@ -206,12 +206,12 @@ class OptimizerSession:
         self.exit = block_exit or Exit()
         self.is_open = True  # for `undo`, which takes back as much as was done
         self.direct.begin(own, carry, may_be_overwritten=may_reduce)
-        self._start_weights()
+        if self.table.is_fresh:
+            self._start_weights()
         self.halves.begin(carry)
 
     def _start_weights(self) -> None:
-        if self.table.is_fresh:  # mostly not, and who reduces is a walk over all modules
-            self.table.start(from_halves=self._reductions.are_by_hand)
+        self.table.start(from_halves=self._reductions.are_by_hand)
 
     # -- a backward ends ---------------------------------------------------------------------
 

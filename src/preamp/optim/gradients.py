@@ -138,11 +138,6 @@ class HalfGradients:
     # -- what there is -----------------------------------------------------------------------------
 
     @property
-    def is_open(self) -> bool:
-        """Whether a backward is under way. Its half gradients are scaled and incomplete."""
-        return self.state is State.OPEN
-
-    @property
     def is_half(self) -> bool:
         """Whether masters have yet to be given what the half gradients hold."""
         return self.state is State.HALF
@@ -185,15 +180,15 @@ class HalfGradients:
     @property
     def has_earlier(self) -> bool:
         """Whether any master has a float32 gradient already."""
-        return any([base is not None for base in self.bases()])
+        return self.may_have_bases and not all(map(is_, self.bases(), repeat(None)))
 
     @property
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
         self.take_in()
-        held = self.bases() if self.state in (State.OPEN, State.MADE) else self.seen
         if self.state is State.NONE:
             return False
+        held = self.seen if self.state is State.HALF else self.bases()
         return any([g is not None and row not in self._zeroed for row, g in enumerate(held)])
 
     def pending(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -234,8 +229,8 @@ class HalfGradients:
                 seen = zip(now, self.seen, versions, self.versions, strict=True)
                 rows = [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]
                 self._take_in(rows, now, splits, looks=looks)
-        if self.state is State.HALF and self.may_have_bases:
-            self.make()  # not by the block, whose end cannot fail, nor add anything twice
+        if self.may_have_bases:
+            self.make_all()  # not by the block, whose end cannot fail, nor add anything twice
 
     def _take_in(
         self, rows: list[int], now: list[Any], splits: Splits | None, *, looks: bool
@@ -307,8 +302,8 @@ class HalfGradients:
 
     def _add_plain(self, row: int, grad: torch.Tensor) -> None:
         """A gradient without any loss scale has come to a row that had none."""
-        if self.state is State.HALF and not (self._is_plain and not self._is_clipped):
-            self.make()
+        if self._is_clipped or not self._is_plain:
+            self.make_all()
         if self.state is State.MADE:
             earlier, wide = self.base(row), self._wide(grad)
             self._keep(row, wide if earlier is None else earlier + wide)
@@ -474,12 +469,9 @@ class HalfGradients:
             self.state = State.MADE
 
     def make_all(self) -> None:
-        """Make the gradients of masters, if they are half; after `take_in`."""
-        if self.state is State.HALF:
-            self.make()
-
-    def make(self) -> None:
-        """HALF becomes MADE: ``base = float32(half) * factor + base``, in one op."""
+        """HALF becomes MADE by one op, after `take_in`: ``float32(half) * factor + earlier``."""
+        if self.state is not State.HALF:
+            return
         rows = [row for row, grad in enumerate(self.seen) if grad is not None]
         bases = self.bases()
         grads: list[Any] = [self.seen[row] for row in rows]
@@ -510,17 +502,18 @@ class HalfGradients:
         Where earlier gradients must be in the half ones too, ``carry`` is the scale of the coming
         backward; see `DirectGradients`.
         """
-        held = [row for row, grad in enumerate(self.seen) if grad is not None]
-        are_zeros = self.state is State.HALF and self._zeroed.issuperset(held)
+        are_zeros = self.state is State.HALF and self._zeroed.issuperset(
+            [row for row, grad in enumerate(self.seen) if grad is not None]
+        )
         if not are_zeros:
             self.make_all()
-        self.changes += 1
-        self.state = State.OPEN
+        self.state = State.OPEN  # before any is cleared, or an interrupt would drop them
         self.is_shown = False
         self._arrived = None
+        self.changes += 1
         if not are_zeros:
             self._clear_halves()
-        if carry is None or not self.may_have_bases:
+        if carry is None:
             return
         for row, base in enumerate(self.bases()):
             if base is not None:
@@ -581,35 +574,31 @@ class HalfGradients:
                 half.grad = negative_zeros(half, waits=self.wait_on_host)
 
     def commit(self, factor: torch.Tensor | None) -> None:
-        """The backward has ended: note the half gradients, and make those that must be made now.
+        """The backward has ended: note the half gradients, and add nothing yet.
 
         ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled. It
         is called again if it was interrupted.
         """
         if self.state is State.OPEN:
-            self._collect(factor)
+            for row in self._carried:  # the half gradient holds the earlier one too
+                self._keep(row, None)
+            # Sharded ones may have been placed anew since they arrived.
+            grads = None if self._has_sharded else self._arrived
+            grads = list(map(grad_of, self._halves)) if grads is None else grads
+            versions = self._versions_of(grads)
+            if self._zeroed:  # those that nothing was added to
+                same = zip(grads, self.seen, versions, self.versions, strict=True)
+                kept = {row for row, (a, b, v, w) in enumerate(same) if a is b and v == w}
+                self._zeroed &= {row for row in kept if grads[row] is not None}
+            self.seen, self.versions, self._arrived = grads, versions, None
+            self._be_plain()
+            self.unscales, self._is_plain = factor, factor is None
+            self._carried.clear()
+            self.state = State.HALF
         watch = self._rewriting  # the script may write over what masters' gradients are made of
         watches = watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED)
         if watches and not self._is_plain:
             self.make_all()
-
-    def _collect(self, factor: torch.Tensor | None) -> None:
-        """Note what the backward has left; add nothing yet. Cannot fail."""
-        for row in self._carried:  # the half gradient holds the earlier one too
-            self._keep(row, None)
-        # Sharded ones may have been placed anew since they arrived.
-        arrived = None if self._has_sharded else self._arrived
-        grads = list(map(grad_of, self._halves)) if arrived is None else arrived
-        versions = self._versions_of(grads)
-        if self._zeroed:  # those that nothing was added to
-            same = zip(grads, self.seen, versions, self.versions, strict=True)
-            kept = {row for row, (a, b, v, w) in enumerate(same) if a is b and v == w}
-            self._zeroed &= {row for row in kept if grads[row] is not None}
-        self.seen, self.versions, self._arrived = grads, versions, None
-        self._be_plain()
-        self.unscales, self._is_plain = factor, factor is None
-        self._carried.clear()
-        self.state = State.HALF
 
     # -- after a step, and zeroing -----------------------------------------------------------------
 
@@ -618,29 +607,24 @@ class HalfGradients:
         self._steps = min(self._steps + 1, _STEPS_WATCHED)
         self.ignore_writes()
         self._drop_bases()
-        self._be_spent()
 
-    def _be_spent(self) -> None:
-        self.state, self.is_shown = State.NONE, False
-        self._zeroed.clear()
+    def drop(self) -> None:
+        """Clear the gradients on both sides. A backward that is under way stays so."""
+        self.changes += 1
+        self._arrived = None
+        self._clear_halves()
+        self._carried.clear()
+        self._drop_bases()
 
     def _drop_bases(self) -> None:
         if self.may_have_bases:
             for master in self._masters:
                 store_grad(master, None)
             self.may_have_bases = False
-
-    def drop(self) -> None:
-        """Clear the gradients on both sides. A backward that is under way stays so."""
-        is_open = self.is_open
-        self.changes += 1
-        self._arrived = None
-        self._clear_halves()
-        self._drop_bases()
-        self._carried.clear()
-        self._be_spent()
-        if is_open:
-            self.state = State.OPEN
+        self._zeroed.clear()
+        self.is_shown = False
+        if self.state is not State.OPEN:
+            self.state = State.NONE
 
     def zero(self) -> None:
         """Zero the half gradients, and drop the masters', but in a backward; see `be_zeros`."""
@@ -650,20 +634,20 @@ class HalfGradients:
                 if grad.grad_fn is not None:  # of create_graph; a view in DDP's buckets has none
                     grad.detach_()
                 grad.requires_grad_(False).zero_()
-        if self.is_open:
+        if self.state is State.OPEN:
             return
-        bases = self.bases()
-        if any([base is not None for base in bases]):
+        if self.has_earlier:
             # What was dropped on the model's side goes; what was assigned here is zeroed.
             for row, grad in enumerate(now):
                 if grad is not None or self.seen[row] is not None:
                     self._keep(row, None)
         self._note_all()
-        self._be_spent()
+        self.state, self.is_shown = State.NONE, False
+        self._zeroed.clear()
 
     def be_zeros(self) -> None:
         """The zeros that `zero` has left are the gradients now."""
-        if self.is_open:
+        if self.state is State.OPEN:
             return
         self._be_plain()
         self._zeroed = {row for row, grad in enumerate(self.seen) if grad is not None}
