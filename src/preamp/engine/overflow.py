@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from preamp.core.tensors import all_finite, host_reaches, local_of
-from preamp.engine.order import Graph, followed, released, sort
+from preamp.engine.order import Graph, followed, released, sort_by_time
 from preamp.kernels import Census
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def find_cause(
             break
     else:  # so many backwards ago that its note is gone
         note, found = notes[0], []
-    found, candidates = sort(note.graphs, found, lambda item: item.param)
+    found, candidates = sort_by_time(note.graphs, found, lambda item: item.param)
     loss_was_finite = bool(note.loss_finite.item())
     finding = None if note.watched is None else note.watched(loss_was_finite)
     return OverflowCause(

@@ -178,6 +178,33 @@ class OptimizerSession:
             raise refusals.nested(self.optimizer)
         self.accept_backwards()
 
+    def end_left_open(self) -> None:
+        """Let gradients be unscaled now, if a `GradScaler` would do so later."""
+        self.finish_interrupted()
+        if self.is_open and self.end_backward is not None:
+            self.end_backward()
+
+    def finish_interrupted(self) -> None:
+        """Do what an interrupt has left of a block's end; take back a block that was left open."""
+        self.ending.unwind()
+        if self.is_open and self.exit.is_over:
+            self.undo()
+
+    def accept_backwards(self) -> None:
+        """Let them come again: whoever begins one sets earlier gradients aside."""
+        for hook in self.refusing:
+            hook.remove()
+        self.refusing.clear()
+
+    def check_outside_block(self, what: str) -> None:
+        """Raise `PreampStateError` where a block is under way: ``what`` needs whole gradients.
+
+        One that a `GradScaler` has left open ends.
+        """
+        self.end_left_open()
+        if self.is_open:
+            raise refusals.inside_block(what)
+
     def begin(
         self,
         scaler: LossScaler,
@@ -226,12 +253,6 @@ class OptimizerSession:
             raise
         self.is_open = False
 
-    def settle(self) -> None:
-        """Do what an interrupt has left of a block's end; take back a block that was left open."""
-        self.ending.unwind()
-        if self.is_open and self.exit.is_over:
-            self.undo()
-
     def census(
         self, scaler: LossScaler, note: GradientNote, *, is_reduced: bool
     ) -> torch.Tensor | None:
@@ -243,7 +264,7 @@ class OptimizerSession:
 
         Raises `PreampStateError` for sparse gradients of half weights.
         """
-        self.halves.arrive()
+        self.halves.read_new()
         leaves = self._leaves
         if self._has_claimed:
             own = {*map(id, self.direct.params), *map(id, self.table.halves)}
@@ -276,7 +297,7 @@ class OptimizerSession:
         Unless it ``is_joint`` what this rank has found, who may be the only one to look.
         """
         params = leaves
-        grads: Any = self.halves.arrived_of(leaves)
+        grads: Any = self.halves.new_of(leaves)
         if grads is None or any(map(is_, grads, repeat(None))):
             params, grads = with_gradients(leaves)
         census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
@@ -358,7 +379,7 @@ class OptimizerSession:
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
-        self.settle()
+        self.finish_interrupted()
         self.reset()
         self.direct.forget()
         self.halves.zero()  # and are nobody's, since the optimizer would widen them
@@ -369,7 +390,7 @@ class OptimizerSession:
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones, and what was set aside."""
-        self.settle()
+        self.finish_interrupted()
         self.direct.forget()
         self.halves.drop()
         self.reset()
@@ -417,30 +438,9 @@ class OptimizerSession:
 
     # -- one step ----------------------------------------------------------------------------
 
-    def end_left_open(self) -> None:
-        """Let gradients be unscaled now, if a `GradScaler` would do so later."""
-        self.settle()
-        if self.is_open and self.end_backward is not None:
-            self.end_backward()
-
-    def accept_backwards(self) -> None:
-        """Let them come again: whoever begins one sets earlier gradients aside."""
-        for hook in self.refusing:
-            hook.remove()
-        self.refusing.clear()
-
-    def check_outside_block(self, what: str) -> None:
-        """Raise `PreampStateError` where a block is under way: ``what`` needs whole gradients.
-
-        One that a `GradScaler` has left open ends.
-        """
-        self.end_left_open()
-        if self.is_open:
-            raise refusals.inside_block(what)
-
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
-        self.settle()
+        self.finish_interrupted()
         if self.is_open and self.end_backward is not None:
             if self.holds_raw():
                 raise refusals.passes_by_scaler()

@@ -118,7 +118,7 @@ class HalfGradients:
         self.may_have_bases = False  # whether any master may have a float32 gradient
         self.wait_on_host = False  # whether values lie there from a backward to its step
         self.changes = 0  # differs once gradients may be others than before
-        self._arrived: list[torch.Tensor | None] | None = None
+        self._new: list[torch.Tensor | None] | None = None
         self._ones: dict[torch.device, torch.Tensor] = {}
         self._base_versions: list[int] = []  # of masters' gradients, when they were shown
 
@@ -509,7 +509,7 @@ class HalfGradients:
             self.make_all()
         self.state = State.OPEN  # before any is cleared, or an interrupt would drop them
         self.is_shown = False
-        self._arrived = None
+        self._new = None
         self.changes += 1
         if not are_zeros:
             self._clear_halves()
@@ -527,19 +527,19 @@ class HalfGradients:
         self.seen = [None] * len(self._halves)
         self.versions = [-1] * len(self._halves)
 
-    def arrive(self) -> None:
+    def read_new(self) -> None:
         """Read the half gradients that a backward has left, for `commit`; refuse a sparse one."""
-        self._arrived = grads = list(map(grad_of, self._halves))
+        self._new = grads = list(map(grad_of, self._halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
             return
         for name, grad in zip(self._names, grads, strict=True):
             if grad is not None and grad.is_sparse:
                 raise _sparse(name)
 
-    def arrived_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
-        """What `arrive` has read, if ``leaves`` are the half weights; not to be changed."""
-        is_all = self._arrived is not None and are_same(leaves, self._halves)
-        return self._arrived if is_all and not self._has_sharded else None
+    def new_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+        """What `read_new` has read, if ``leaves`` are the half weights; not to be changed."""
+        is_all = self._new is not None and are_same(leaves, self._halves)
+        return self._new if is_all and not self._has_sharded else None
 
     def put_back(self) -> None:
         """The backward failed: drop what it left; the masters' gradients have the earlier value."""
@@ -551,7 +551,7 @@ class HalfGradients:
         self.show_missing()
         self._note_all()
         self._carried.clear()
-        self._arrived = None
+        self._new = None
         if self.has_earlier:
             self._is_whole = False
             self.state = State.MADE
@@ -568,7 +568,7 @@ class HalfGradients:
         """
         if not self.may_have_bases:
             return
-        self._arrived = None
+        self._new = None
         for half, base in zip(self._halves, self.bases(), strict=True):
             if base is not None and stored_grad(half) is None:
                 half.grad = negative_zeros(half, waits=self.wait_on_host)
@@ -582,15 +582,15 @@ class HalfGradients:
         if self.state is State.OPEN:
             for row in self._carried:  # the half gradient holds the earlier one too
                 self._keep(row, None)
-            # Sharded ones may have been placed anew since they arrived.
-            grads = None if self._has_sharded else self._arrived
+            # Sharded ones may have been placed anew since they were read.
+            grads = None if self._has_sharded else self._new
             grads = list(map(grad_of, self._halves)) if grads is None else grads
             versions = self._versions_of(grads)
             if self._zeroed:  # those that nothing was added to
                 same = zip(grads, self.seen, versions, self.versions, strict=True)
                 kept = {row for row, (a, b, v, w) in enumerate(same) if a is b and v == w}
                 self._zeroed &= {row for row in kept if grads[row] is not None}
-            self.seen, self.versions, self._arrived = grads, versions, None
+            self.seen, self.versions, self._new = grads, versions, None
             self._be_plain()
             self.unscales, self._is_plain = factor, factor is None
             self._carried.clear()
@@ -611,7 +611,7 @@ class HalfGradients:
     def drop(self) -> None:
         """Clear the gradients on both sides. A backward that is under way stays so."""
         self.changes += 1
-        self._arrived = None
+        self._new = None
         self._clear_halves()
         self._carried.clear()
         self._drop_bases()

@@ -353,7 +353,7 @@ class WeightTable(WeightPairs):
             return half.detach()
         if is_half(half):  # not after model.float()
             self._take_in_data()
-            self._settle(row)
+            self._agree(row)
         return self.masters[row].detach()
 
     @torch.no_grad()
@@ -382,7 +382,7 @@ class WeightTable(WeightPairs):
 
     # -- what scripts and steps do to weights -----------------------------------------------------
 
-    def _settle(self, row: int) -> None:
+    def _agree(self, row: int) -> None:
         self.come_along(row)
         if self._master_marks.is_changed(row, self.masters[row]):
             self.round((row,))
@@ -429,7 +429,7 @@ class WeightTable(WeightPairs):
         if self.is_stepping:
             self._master_marks.expect_change(row)
         elif row not in self._handed_out and is_half(half):
-            self._settle(row)
+            self._agree(row)
             self._handed_out[row] = local_of(half.detach()).clone()
 
     def hand_out_all(self) -> None:
