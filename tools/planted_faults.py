@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("if misfits or not math.isfinite(factor)", "if not math.isfinite(factor)"),
     ),
     "src/preamp/optim/table.py": (
-        ("return all([len(kinds) == 1 for kinds in self._forms])", "return True"),
+        ("return len(dtypes) == len(devices) == 1", "return True"),
         ("torch.where(is_same, half, now)", "now"),
         ("and value.shape == param.shape\n", ""),
     ),
@@ -147,7 +147,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
             "torch.maximum(own, found_inf.to(own.device, own.dtype), out=own)",
             "own.copy_(found_inf)",
         ),
-        ("done = self.rule, self.generation + 1,", "done = self.rule, self.generation,"),
+        ("done = self._rule, self.generation + 1,", "done = self._rule, self.generation,"),
         ("clamp_(self.scale, rule.floor, rule.max_scale)", "pass"),
         ("self._rule.growth_interval) - 1, 0)", "self._rule.growth_interval), 0)"),
         ("c_float(rule.backoff_factor).value", "rule.backoff_factor"),

@@ -130,7 +130,8 @@ def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], froz
         raise refusals.needs_gradients(who)
     for session in sessions:
         session.check_outside_block(who)
-        session.read_back_shown()
+        if session.halves.is_shown:
+            session.read_back_shown()
     return engine, sessions, only
 
 

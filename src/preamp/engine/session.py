@@ -176,7 +176,8 @@ class OptimizerSession:
         self.end_left_open()
         if self.is_open:
             raise refusals.nested(self.optimizer)
-        self.accept_backwards()
+        if self.refusing:
+            self.accept_backwards()
 
     def end_left_open(self) -> None:
         """Let gradients be unscaled now, if a `GradScaler` would do so later."""
@@ -314,7 +315,8 @@ class OptimizerSession:
         Those of half weights stay apart as they are until somebody asks for the sum.
         """
         self.direct.merge(factor)
-        self.halves.show_missing()
+        if self.halves.may_have_bases:
+            self.halves.show_missing()
 
     def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
         """The block ends; ``is_reduced`` as for `census`."""
@@ -370,10 +372,10 @@ class OptimizerSession:
         self._marks = 0, [], []
 
     def read_back_shown(self) -> None:
-        """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
-        if self.halves.is_shown and self.overflowed():
+        """Take in what a script did to gradients that are shown unscaled; all ranks call it."""
+        if self.overflowed():
             self.halves.ignore_writes()  # no step will use them
-        elif self.halves.is_shown:
+        else:
             splits = self.splits if self.splits.concern(self.table.halves) else None
             self.halves.take_in(splits, looks=True)
 
@@ -451,7 +453,8 @@ class OptimizerSession:
     def prepare_step(self) -> None:
         """Bring masters up to date with what the user did to half weights and gradients."""
         self.check_unscaled()
-        self.read_back_shown()
+        if self.halves.is_shown:
+            self.read_back_shown()
         table = self.table
         table.adopt()
         if table.is_fresh and self.holds_any():

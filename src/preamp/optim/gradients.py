@@ -426,8 +426,7 @@ class HalfGradients:
 
     def ignore_writes(self) -> None:
         """Take for nothing what the script did to shown gradients that no step will use."""
-        if self.is_shown:
-            self._note_all()
+        self._note_all()
 
     # -- the masters' side -------------------------------------------------------------------------
 
@@ -548,7 +547,8 @@ class HalfGradients:
         for row, half in enumerate(self._halves):
             is_zero = row in self._zeroed and self.base(row) is None
             half.grad = torch.zeros_like(half) if is_zero else None
-        self.show_missing()
+        if self.may_have_bases:
+            self.show_missing()
         self._note_all()
         self._carried.clear()
         self._new = None
@@ -566,8 +566,6 @@ class HalfGradients:
         drops the model's gradients could not reach it. The zeros are negative: zeroed by a script
         they are not, while a clip that saw no more of the gradient leaves them so, and is refused.
         """
-        if not self.may_have_bases:
-            return
         self._new = None
         for half, base in zip(self._halves, self.bases(), strict=True):
             if base is not None and stored_grad(half) is None:
@@ -605,7 +603,8 @@ class HalfGradients:
     def spend(self) -> None:
         """After a step: masters' gradients go, half gradients stay but are used up."""
         self._steps = min(self._steps + 1, _STEPS_WATCHED)
-        self.ignore_writes()
+        if self.is_shown:
+            self._note_all()
         self._drop_bases()
 
     def drop(self) -> None:

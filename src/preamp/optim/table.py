@@ -107,7 +107,9 @@ class WeightPairs:
 
     def follow(self) -> None:
         """Round masters that somebody wrote to into their half weights."""
-        self.round(self._master_marks.changed(self._marked))
+        written = self._master_marks.changed(self._marked)
+        if written:
+            self.round(written)
 
     def absorb(self) -> None:
         """Let all masters agree with their half weights before they are used."""
@@ -339,7 +341,8 @@ class WeightTable(WeightPairs):
     @property
     def are_alike(self) -> bool:
         """Whether all rows have the same dtypes and lie on one device, as `follow` has seen."""
-        return all([len(kinds) == 1 for kinds in self._forms])
+        dtypes, devices = self._forms
+        return len(dtypes) == len(devices) == 1
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -398,7 +401,8 @@ class WeightTable(WeightPairs):
             for row in range(len(self)):
                 self.come_along(row)
             self._forms = forms
-        self._take_in_data()
+        if self._handed_out:
+            self._take_in_data()
         super().follow()
 
     def absorb(self) -> None:
@@ -408,7 +412,8 @@ class WeightTable(WeightPairs):
 
     def write_halves(self) -> None:
         """Round new masters into half weights, after a step that has not done so itself."""
-        self._take_in_data()
+        if self._handed_out:
+            self._take_in_data()
         if self.updates_halves:
             super().follow()
         else:

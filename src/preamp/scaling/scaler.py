@@ -173,7 +173,7 @@ class LossScaler:
 
     def reaction(self) -> Callable[[], None]:
         """What adjusts to what was recorded, once, however often it is called."""
-        rule, generation, done = self.rule, self.generation + 1, list[object]()
+        rule, generation, done = self._rule, self.generation + 1, list[object]()
         act: Callable[..., object]
         if not isinstance(rule, DynamicScale):
             act, given = self.growth_tracker.add_, (1,)
