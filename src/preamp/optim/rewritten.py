@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -53,7 +53,7 @@ def factors_of(
             splits.max_(list(misfits.values()), over)
     told = [torch.cat([sums[key], misfits[key], torch.stack(tried[key])]).cpu() for key in now]
     rows = cast("list[list[float]]", cast("Any", torch.stack(told)).tolist()) if told else []
-    found = {key: _factor(*row) for key, row in zip(now, rows, strict=True)}
+    found = dict(zip(now, map(_factor, rows), strict=True))
     told_by = zip(found.values(), rows, strict=True)
     telling = [one for one, (squares, *_) in told_by if squares and one != 0.0]
     factors = [one for one in telling if one is not None]
@@ -68,17 +68,8 @@ def factors_of(
     return found, common
 
 
-def _factor(
-    squares: float,
-    products: float,
-    differs: float,
-    left: float,
-    half_misfits: float,
-    misfits: float,
-    half: float,
-    factor: float,
-) -> float | None:
-    del products
+def _factor(row: Sequence[float]) -> float | None:
+    squares, _, differs, left, half_misfits, misfits, half, factor = row
     if not differs:
         return 1.0
     if squares > 0 and not left:
