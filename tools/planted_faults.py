@@ -17,14 +17,18 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/core/pytree.py": (("kind(items, value.maxlen)", "kind(items)"),),
     "src/preamp/engine/block.py": (
-        ("self._reaction = self._reaction or adjust", "self._reaction = adjust"),
+        (
+            "self._reaction = self._reaction or self.scaler.reaction()",
+            "self._reaction = self.scaler.reaction()",
+        ),
+        ("adjust or late.get(self.scaler, False)", "adjust"),
     ),
     "src/preamp/engine/clipping.py": (
         ("norm + _EPS", "norm"),
         ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
     ),
     "src/preamp/engine/optimizer_hooks.py": (
-        ("self._stepping = self._withheld = False", "self._stepping = False"),
+        ("self._stepping, self._unread = False, None  # whatever", "pass  # whatever"),
     ),
     "src/preamp/engine/session.py": (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
@@ -127,30 +131,25 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("(norm != 0) & (grad_norm != 0)", "grad_norm != 0"),
         ("ratio = (ratio / rate_of(group)).clamp(max=1.0)", "ratio = ratio.clamp(max=1.0)"),
     ),
-    "src/preamp/optim/masters.py": (("and value.shape == param.shape\n", ""),),
     "src/preamp/optim/rewritten.py": (
         ("torch.isfinite(old) != torch.isfinite(new)", "torch.isfinite(old) & False"),
         ("if misfits or not math.isfinite(factor)", "if not math.isfinite(factor)"),
     ),
     "src/preamp/optim/table.py": (
-        ("return all([len(kinds) == 1 for kinds in self._forms])", "return True"),
+        ("return len(dtypes) == len(devices) == 1", "return True"),
         ("torch.where(is_same, half, now)", "now"),
+        ("and value.shape == param.shape\n", ""),
     ),
     "src/preamp/scaling/scaler.py": (
-        (
-            "(state.scale * self.backoff_factor).clamp(min=self.floor)",
-            "state.scale * self.backoff_factor",
-        ),
+        ("scale.clamp(self.floor, self.max_scale)", "scale.clamp(max=self.max_scale)"),
         ("torch.where(grows, 0, tracker)", "tracker"),
-        ("late.is_due |= is_due", "late.is_due = is_due"),
         (
             "torch.maximum(own, found_inf.to(own.device, own.dtype), out=own)",
             "own.copy_(found_inf)",
         ),
-        ("generation = self.rule, self.generation + 1", "generation = self.rule, self.generation"),
-        ("isinstance(rule, DynamicScale) and not rule.bounds(value)", "False"),
-        ("isinstance(rule, DynamicScale) and number >= rule.growth_interval", "False"),
-        ("self._has_odd_scale |= rule.floor > old.floor or", "self._has_odd_scale |="),
-        ("c_float(number).value for number", "number for number"),
+        ("done = self._rule, self.generation + 1,", "done = self._rule, self.generation,"),
+        ("clamp_(self.scale, rule.floor, rule.max_scale)", "pass"),
+        ("self._rule.growth_interval) - 1, 0)", "self._rule.growth_interval), 0)"),
+        ("c_float(rule.backoff_factor).value", "rule.backoff_factor"),
     ),
 }

@@ -106,7 +106,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 def assert_rounded(run: Run) -> None:
     """Each half weight is its rounded master, in every bit of this rank's part."""
-    twins = [twin for session in run.engine.sessions.values() for twin in session.masters or ()]
+    twins = [twin for session in run.engine.sessions.values() for twin in session.table.twins]
     assert len(twins) == 2
     for twin in twins:
         assert isinstance(twin.master, DTensor)

@@ -58,7 +58,7 @@ class Run:
     def bring_to_split(self) -> None:
         """Let full storage have what a split one can hold; torch counts no write."""
         for session in preamp.engine_of(self.optimizer).sessions.values():
-            for twin in session.masters or ():
+            for twin in session.table.twins:
                 own, master = local_of(twin.half.detach()), local_of(twin.master.detach())
                 half, low = split(master, twin.half.dtype)
                 own.data.copy_(half)

@@ -146,7 +146,7 @@ def both(*given: str, **options: Any) -> list[Training]:
 
 def assert_whole(run: Run) -> None:
     """Every half weight is its rounded master."""
-    for table in run.engine.sessions[id(run.optimizer)].tables:
+    for table in [run.engine.sessions[id(run.optimizer)].table]:
         for twin in table.twins:
             if table.is_split:
                 rounded = split(twin.value(), twin.dtype)[0]

@@ -251,7 +251,7 @@ def test_no_step_makes_float32_masters(
     level: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(level, "split", name).play("train 0")
-    (table,) = run.engine.sessions[id(run.optimizer)].tables
+    table = run.engine.sessions[id(run.optimizer)].table
     with monkeypatch.context() as patch:
         for op in ("join_", "split_", "cast_copy_", "take_over_"):
             patch.setattr(table.ops, op, lambda *lists: pytest.fail("masters were touched"))

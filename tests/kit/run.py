@@ -296,7 +296,7 @@ class Run:
     def twins(self) -> list[Any]:
         """Half weights with their masters."""
         sessions = self.engine.sessions.values()
-        return [twin for session in sessions for twin in session.masters or ()]
+        return [twin for session in sessions for twin in session.table.twins]
 
     def states(self) -> tuple[Any, Any, Any]:
         engine = preamp.state_dict(self.optimizer) if self.row else {}

@@ -230,7 +230,7 @@ def restore(content: Mapping[str, Any], subjects: Subjects, states: Any) -> None
         engine.check_outside_blocks("load_checkpoint")
         engine.ledger.settle(wait=True, gives_up=False)
         for session in engine.sessions.values():
-            session.adopt()
+            session.table.adopt()
     finals: list[Apply] = []
     undo = UndoStack()
     try:

@@ -106,7 +106,7 @@ def twins_of(model: nn.Module) -> list[Twin]:
     """The half weights with masters of a model's engine, whichever models they are of."""
     engine = find_engine(model)
     sessions = () if engine is None else engine.sessions.values()
-    return [twin for session in sessions for twin in session.masters or ()]
+    return [twin for session in sessions for twin in session.table.twins]
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from preamp.core.undo import Step, all_or_nothing, set_attribute
 from preamp.engine import Engine
 from preamp.engine.block import unscale
 from preamp.engine.overflow import GradientNote
-from preamp.engine.session import OptimizerSession, Plan
+from preamp.engine.session import OptimizerSession
 from preamp.optim import is_master
 
 Params = list[torch.Tensor]
@@ -94,9 +94,9 @@ def _attributes(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
     backward = _Backward(engine, session)
     return {
         "_amp_stash": AmpStash(session),
-        "_lazy_init_maybe_master_weights": session.adopt,
-        "_amp_lazy_init": session.adopt,
-        "_master_params_to_model_params": session.write_halves,
+        "_lazy_init_maybe_master_weights": session.table.adopt,
+        "_amp_lazy_init": session.table.adopt,
+        "_master_params_to_model_params": session.table.write_halves,
         "_prepare_amp_backward": backward.prepare,
         "_post_amp_backward": backward.post,
     }
@@ -111,10 +111,10 @@ class _Backward:
 
     def prepare(self) -> None:
         """Set earlier gradients aside before a backward. Mutates the parameters' ``grad``."""
-        self._session.refuse_nested()
-        self._session.adopt()
+        self._session.enter()
+        self._session.table.adopt()
         try:
-            self._session.begin_backward(Plan(self._engine.scaler(0)), set())
+            self._session.begin(self._engine.scaler(0), set())
         except BaseException:
             self._session.undo()
             raise

@@ -370,9 +370,9 @@ class Seen:
     def params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The model's parameters that ``optimizer`` updates: halves in place of their masters."""
         session = _session_of(optimizer)
-        if session is not None and session.masters is not None:
+        if session is not None and session.table.has_masters:
             yield from session.direct_params()
-            yield from (twin.half for twin in session.masters)
+            yield from session.table.halves
             return
         for group in getattr(optimizer, "param_groups", ()):  # none if its constructor failed
             yield from group["params"]

@@ -25,7 +25,7 @@ from preamp.engine.lookup import as_optimizers, common_engine
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import NO_ANSWER, REDUCED
-from preamp.engine.session import Exit, OptimizerSession, Plan
+from preamp.engine.session import Exit, OptimizerSession
 from preamp.scaling import LossScaler
 
 
@@ -79,7 +79,9 @@ def scale_loss(
         return
     check_loss(loss)
     block = Block(engine, members, loss, loss_id)
-    is_late = delay_unscale or delay_overflow_check or block.is_plain
+    # At a static scale of 1 float32 gradients are nothing but added.
+    is_plain = block.scaler.is_identity and not engine.policy.master_weights
+    is_late = delay_unscale or delay_overflow_check or is_plain
     try:
         block.begin()
         yield block.scale(loss)
@@ -126,11 +128,6 @@ class Block:
         self._has_ranks = has_process_group()
         self._answers = engine.reductions.begin_block() if self._has_ranks else NO_ANSWER
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether gradients are unscaled as they come, and nothing is to be done but to add."""
-        return self.scaler.is_identity and not self._engine.policy.master_weights
-
     def begin(self, *, is_held_open: bool = False) -> None:
         """Set earlier gradients aside; takes itself back if it fails.
 
@@ -138,9 +135,7 @@ class Block:
         """
         self._engine.has_scaled = True
         for session in self.sessions:
-            session.end_left_open()
-            session.refuse_nested()
-            session.accept_backwards()
+            session.enter()
         if self._engine.reductions.unasked:
             for session in self.sessions:
                 self._engine.reductions.compare_late(session.model_params)
@@ -148,17 +143,14 @@ class Block:
             self._engine.unreduced.begin(self.scaler)
         for tell in self._engine.events.block_begins:
             tell(self)
-        may_reduce = True in self._answers
-        plan = Plan(self.scaler, may_reduce, is_held_open, exit=self.exit)
         for session in self.sessions:  # before any sets gradients aside that another one shares
-            session.adopt()
-        claimed: set[int] = set()
+            session.table.adopt()
+        room: Any = {"may_reduce": True in self._answers, "is_held_open": is_held_open}
+        claimed = set[int]()
         try:
             for session in self.sessions:
                 self.begun.append(session)
-                session.begin_backward(plan, claimed)
-                if session.found_inf is None:
-                    self._engine.adjustments.dropped([session])
+                session.begin(self.scaler, claimed, **room, block_exit=self.exit)
         except BaseException:
             self.abort()
             raise
@@ -218,17 +210,12 @@ class Block:
         steps: list[Step] = [self._remove_hooks]
         steps += [one.undo for one in self.begun]
         if self.begun:
-            steps += [self._end_ranks, self._follow_unreduced]
+            steps += [self._end_ranks, partial(self._engine.unreduced.end, self.scaler)]
         self._conclude(steps)
 
     def _end_ranks(self) -> None:
         if self._has_ranks:
             self._engine.reductions.end_block()
-
-    def _follow_unreduced(self) -> bool:
-        """Whether the gradients were left unreduced; see `Unreduced.end`."""
-        unreduced = self._engine.unreduced
-        return bool(unreduced.models) and unreduced.end(self.scaler)
 
     def finish(self, *, adjust: bool, record: Callable[[torch.Tensor], None] | None = None) -> None:
         """Unscale what came and add earlier gradients.
@@ -243,22 +230,15 @@ class Block:
             answers = self._answers
             if answers == REDUCED:  # forwards inside the block were not known when it began
                 answers = self._engine.reductions.begin_block()
-            if not self._engine.policy.storage.applies_at_once:  # else they are gone
-                self.note.is_suspect = self._engine.ledger.asks_about(self.note.loss_finite)
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
             )
             tells = [_once(partial(tell, self)) for tell in self._engine.events.block_over]
             hear = partial(self._hear, found_inf, record or self.scaler.record, False in answers)
-            self._conclude(
-                [*steps, self._end_ranks, *tells, self._look, partial(hear, adjust=adjust)]
-            )
+            self._conclude([*steps, self._end_ranks, *tells, partial(hear, adjust=adjust)])
         except BaseException:
             self.abort()
             raise
-
-    def _look(self) -> None:
-        self._engine.ledger.look_at_loss(self.note, is_dynamic=self.scaler.is_dynamic)
 
     def _hear(
         self,
@@ -268,17 +248,21 @@ class Block:
         *,
         adjust: bool,
     ) -> None:
-        """Let the loss scale hear of an overflow, and react; or later, if this is ``is_local``."""
-        adjustments = self._engine.adjustments
-        if self._follow_unreduced() or is_local:
-            # Other ranks may not know of an overflow here yet.
-            adjustments.later(self.scaler, self.sessions, found_inf, is_due=adjust)
+        """Let the loss scale hear of an overflow, and react; or later, if this is ``is_local``.
+
+        Ranks keep one scale because each reacts to what all have seen. What gradients that nobody
+        has reduced show stays out of it: the reduction shows it to all ranks, in whichever loss's
+        backward that comes. If none comes, the step tells.
+        """
+        late, unreduced = self._engine.late_scalers, self._engine.unreduced
+        if (unreduced.models and unreduced.end(self.scaler)) or is_local:
+            late[self.scaler] = adjust or late.get(self.scaler, False)
             return
         if found_inf is not None:
             record(found_inf)
-        adjustments.reduced(self.sessions, found_inf)
         if adjust:
-            self._reaction = self._reaction or adjustments.reaction(self.scaler)
+            late.pop(self.scaler, None)
+            self._reaction = self._reaction or self.scaler.reaction()
             self._reaction()
 
 
@@ -306,24 +290,26 @@ def unscale(
     """
     # An overflow skips the steps of all. Where steps are taken each optimizer has a note of its own
     # of what was found, if anybody looks.
-    is_shared = scaler.is_dynamic or note.watched is None
-    notes = [note if is_shared else replace(note, found_inf=[], found=[]) for _ in sessions]
-    for session in sessions:
-        session.arrive()
-    found = [s.census(scaler, own) for s, own in zip(sessions, notes, strict=True)]
+    have_own = note.watched is not None and not scaler.is_dynamic
+    notes = [replace(note, found_inf=[], found=[]) if have_own else note for _ in sessions]
+    found = [
+        session.census(scaler, own, is_reduced=is_reduced)
+        for session, own in zip(sessions, notes, strict=True)
+    ]
     factor = None if scaler.is_identity else note.scale.reciprocal()
     for session in sessions:
         session.merge(factor)
     steps: list[Step] = [partial(s.commit, factor, is_reduced=is_reduced) for s in sessions]
-    for session, own in zip(sessions, notes, strict=True):
-        if own.watched is not None and not scaler.is_dynamic:
+    if have_own:
+        note.found_inf = [flag for own in notes for flag in own.found_inf]
+        for session, own in zip(sessions, notes, strict=True):
             own.graphs = released(own.graphs)
             steps.append(partial(session.remember_watched, own))
-            note.found_inf = [flag for each in notes for flag in each.found_inf]
-    pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
-    for _, found_inf in pairs:
-        steps += [partial(session.remember, found_inf, note) for session in sessions]
-    return steps, functools.reduce(torch.maximum, [f for _, f in pairs]) if pairs else None
+    flags = [flag for flag in found if flag is not None]
+    if not flags:
+        return steps, None
+    found_inf = functools.reduce(torch.maximum, flags)
+    return [*steps, *(partial(s.remember, found_inf, note) for s in sessions)], found_inf
 
 
 def check_loss(loss: Any, who: str = "scale_loss") -> None:

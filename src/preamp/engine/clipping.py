@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
-from preamp.core.tensors import all_finite, dtype_of, has_sharded, host_reaches, kinds_of
+from preamp.core.tensors import dtype_of, has_sharded, host_reaches, kinds_of, with_gradients
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, engine_of, find_engine, is_optimizer
 from preamp.engine.session import OptimizerSession
 from preamp.kernels import Ops
-from preamp.optim import HalfGradients, WeightTable, leaves_of
+from preamp.optim import HalfGradients, leaves_of
 from preamp.optim.rank_norms import norm_of_order, total_norm
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -71,11 +70,9 @@ def clip_grad_norm_(
     found = _gradients_of(sessions, only, all_made=not is_euclidean)
     norm = None
     if is_euclidean and only is None:
-        norm = sessions[0].known_norm.take(sessions[0].marks)
+        norm = sessions[0].take_norm()
     if norm is None:
         norm = found.norm(engine, norm_type)
-    if not any([scaler.is_dynamic for scaler in engine.scalers]):
-        engine.ledger.look("the norm of the gradients", norm, partial(all_finite, norm))
     if is_euclidean and only is None:
         for tell in engine.events.norm_taken:
             tell(sessions[0], norm)
@@ -116,18 +113,11 @@ def clip_grad_value_(
     _, sessions, only = _to_clip(parameters, "clip_grad_value_")
     found = _gradients_of(sessions, only, all_made=True)
     for session in sessions:
-        session.known_norm.forget()
+        session.forget_norm()
     for grad in found.made:
         grad.clamp_(-clip_value, clip_value)
     for gradients in found.shown:
         gradients.show()
-
-
-def _check_can_clip(session: OptimizerSession, who: str) -> None:
-    session.end_left_open()
-    session.read_back_shown()
-    if session.is_open:
-        raise refusals.inside_block(who)
 
 
 def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
@@ -136,10 +126,12 @@ def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], froz
     Takes in what the script did to unscaled gradients.
     """
     engine, sessions, only = _found(given, who)
-    if engine.policy.storage.applies_at_once:
+    if engine.applies_at_once:
         raise refusals.needs_gradients(who)
     for session in sessions:
-        _check_can_clip(session, who)
+        session.check_outside_block(who)
+        if session.halves.is_shown:
+            session.read_back_shown()
     return engine, sessions, only
 
 
@@ -211,7 +203,7 @@ class _Gradients:
     """What is clipped together."""
 
     made: list[Any]  # gradients that lie in memory as they are
-    lazy: list[WeightTable]  # whose gradients are half, yet to be unscaled
+    lazy: list[HalfGradients]  # of which some are half, yet to be unscaled
     halves: list[Any]  # these
     factors: list[Any]  # what unscales them
     owners: list[torch.Tensor]  # the model's parameters, of the made ones and then of the others
@@ -232,8 +224,8 @@ class _Gradients:
     def multiply_(self, ops: Ops, factor: torch.Tensor) -> None:
         if self.made:
             ops.scale_add_(self.made, factor, [None] * len(self.made))
-        for table in self.lazy:
-            table.gradients.clip(factor)
+        for gradients in self.lazy:
+            gradients.clip(factor)
         for gradients in self.shown:
             gradients.show()
 
@@ -242,13 +234,20 @@ def _gradients_of(
     sessions: Sequence[OptimizerSession], only: frozenset[int] | None, *, all_made: bool
 ) -> _Gradients:
     """The gradients of all that ``sessions`` update, or of parameters whose ``id`` is in it."""
-    shown = [halves for s in sessions for halves in s.half_gradients if halves.is_shown]
+    shown = [session.halves for session in sessions if session.halves.is_shown]
     found = _Gradients([], [], [], [], [], sessions[0].splits, shown)
     for session in sessions:  # before any is asked for what is not made yet
+        gradients = session.halves
+        gradients.take_in()
         # One factor unscales all half gradients of an optimizer.
-        is_whole = only is None or only.issuperset(map(id, session.model_params()))
-        all_of_them = all_made or not is_whole
-        made, owners = session.made_gradients(all_of_them=all_of_them)
+        if all_made or not (only is None or only.issuperset(map(id, session.model_params()))):
+            gradients.make_all()
+        owners, made = with_gradients(session.direct_params())
+        if gradients.may_have_bases:
+            pairs = zip(session.table.halves, gradients.bases(), strict=True)
+            bases = [(half, base) for half, base in pairs if base is not None]
+            owners += [half for half, _ in bases]
+            made += [base for _, base in bases]
         if only is not None:  # of a weight in two optimizers both tell the same
             own = {*map(id, found.owners)}
             pairs = zip(made, owners, strict=True)
@@ -256,10 +255,11 @@ def _gradients_of(
             made, owners = [grad for grad, _ in pairs], [param for _, param in pairs]
         found.made.extend(made)
         found.owners.extend(owners)
-    for table in [table for session in sessions for table in session.tables]:
-        halves, grads, factors = table.gradients.pending()
-        found.lazy.extend([table] if halves else [])
-        found.halves.extend(grads)
-        found.factors.extend(factors)
-        found.owners.extend(halves)
+    for gradients in [session.halves for session in sessions]:
+        halves, grads, factors = gradients.pending()
+        if halves:
+            found.lazy.append(gradients)
+            found.halves.extend(grads)
+            found.factors.extend(factors)
+            found.owners.extend(halves)
     return found

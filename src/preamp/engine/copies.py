@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _COPY: Final = "__deepcopy__"
 _PICKLE: Final = "__reduce_ex__"
-_MAKERS: Final = ("preamp.engine.", "preamp.compat.", "preamp.distributed.", "preamp.checkpoint.")
+_ROOMS = ("engine.", "compat.", "distributed.", "checkpoint.", "optim.table")
+_MAKERS: Final = tuple(f"preamp.{room}" for room in _ROOMS)
 """The modules whose methods and hooks an engine puts on optimizers."""
 _STASH: Final = "_amp_stash"  # Apex's attribute, which knows the session
 

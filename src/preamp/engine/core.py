@@ -25,7 +25,6 @@ from preamp.engine.sharding import Unreduced
 from preamp.kernels import Ops
 from preamp.policy import Policy
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
-from preamp.scaling.scaler import Adjustments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +54,8 @@ class EngineCore:
         self.names = ParameterNames(self.models, self.optimizers)
         # Whether functions are cast one by one (O1, O4)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
+        # Whether each gradient is applied as soon as it is made, and dropped
+        self.applies_at_once = policy.storage.applies_at_once
         self.closed = False  # whether `Engine.close` was called
         self.undo = UndoStack()  # takes back what was done to models and optimizers
         self.process_undo = UndoStack()  # takes back what was done to torch
@@ -81,7 +82,9 @@ class EngineCore:
             ignores_rewriting=entrance.ignores_rewriting,
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
-        self.adjustments = Adjustments()  # when loss scales react
+        # Scalers that have not heard of gradients that ranks have yet to reduce, and whether they
+        # have to react at the next step at the latest
+        self.late_scalers: dict[LossScaler, bool] = {}
         self.has_scaled = False  # whether there was a ``scale_loss`` block
         # Memory for gradients that wait there, which stays from step to step, by ``id`` of the leaf
         self.kept_on_host: dict[int, torch.Tensor] = {}
@@ -107,7 +110,7 @@ class EngineCore:
     @property
     def has_masters(self) -> bool:
         """Whether any parameter has a float32 master."""
-        return any(session.masters for session in self.sessions.values())
+        return any(session.table.twins for session in self.sessions.values())
 
     def check_outside_blocks(self, what: str) -> None:
         """Raise `PreampStateError` inside of a ``scale_loss`` block: gradients are incomplete.
@@ -115,9 +118,7 @@ class EngineCore:
         A backward that a `GradScaler` has left open ends.
         """
         for session in self.sessions.values():
-            session.end_left_open()
-            if session.is_open:
-                raise refusals.inside_block(what)
+            session.check_outside_block(what)
 
     def check_between_steps(self, what: str) -> None:
         """Raise `PreampStateError` inside of a block, and until a step has used its gradients.
@@ -125,7 +126,7 @@ class EngineCore:
         Gradients that were dropped or zeroed since count no more.
         """
         self.check_outside_blocks(what)
-        is_applied = self.policy.storage.applies_at_once  # weights are new before the step counts
+        is_applied = self.applies_at_once  # weights are new before the step counts
         for session in self.sessions.values():
             if session.is_within_step() or (is_applied and session.awaits_step):
                 raise refusals.within_step(what)

@@ -35,7 +35,7 @@ def explain_engine(engine: EngineCore) -> str:
         lines.append(f"model {index} ({type(model).__name__}): parameters {found}")
     for index, session in enumerate(engine.sessions.values()):
         direct = session.direct_params()
-        masters = len(session.masters) if session.masters is not None else 0
+        masters = len(session.table)
         waits = "no synchronisation"
         if uses_host(engine) and policy.storage.release_gradients:
             waits = "one host synchronisation per step, and for gradients behind the last two"
@@ -60,7 +60,7 @@ def summary_of(engine: EngineCore) -> str:
     """The decisions in one line, as ``preamp.initialize`` prints them. Does not synchronise."""
     policy = engine.policy
     half = dtype_name(policy.half_dtype or torch.float32)
-    masters = sum(len(session.masters or ()) for session in engine.sessions.values())
+    masters = sum(len(session.table) for session in engine.sessions.values())
     return (
         f"preamp: {policy.opt_level} in {half}, {masters or 'no'} float32 masters, "
         f"loss scale {policy.loss_scale}, back end {engine.ops.name}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -254,12 +254,11 @@ class GradScaler(torch.amp.GradScaler):
             note.graphs = released((*note.graphs, root))
         sessions = [session for session in self._sessions if id(session) in self._blocks]
         for session in sessions:
-            for halves in session.half_gradients:
-                halves.note_reached()
+            session.halves.note_reached()
         if has_process_group():
             return  # ranks may exchange gradients after this
         for session in sessions:
-            if any([halves.has_earlier for halves in session.half_gradients]):
+            if session.halves.has_earlier:
                 grads = [p.grad for p in session.model_params() if p.grad is not None]
                 self._parts[id(session)] = list(zip(grads, versions_of(grads), strict=True))
 
@@ -351,8 +350,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._unscale(session, state)
-        for halves in session.half_gradients:
-            halves.show()
+        session.halves.show()
         state["stage"] = OptState.UNSCALED
 
     def _unscale(self, session: OptimizerSession, state: dict[str, Any]) -> None:
@@ -441,8 +439,12 @@ class GradScaler(torch.amp.GradScaler):
             states = self._per_optimizer_states.values()
             if not any(state["found_inf_per_device"] for state in states):
                 raise AssertionError("No inf checks were recorded prior to update.")
-            react = self._engine.adjustments.reaction(self._loss_scaler)
+            react = partial(self._react, self._loss_scaler.reaction())
         run_to_end(react, self._forget_steps)
+
+    def _react(self, reaction: Callable[[], None]) -> None:
+        self._engine.late_scalers.pop(self._loss_scaler, None)
+        reaction()
 
     def _set_scale(self, value: float) -> None:
         self._loss_scaler.found_inf.zero_()

@@ -2,17 +2,17 @@
 """How an engine takes part in the calls a script makes on its optimizer.
 
 ``step`` is hooked twice. torch's own step hooks do the work (masters up to date before, half
-weights rounded after), so that a bound ``optimizer.step`` looked up before ``initialize`` works
-too. A bound method on the instance adds what hooks cannot do: not calling the step at all, and
-running it with function casts off. It is a method, not a function, because learning-rate
-schedulers take ``optimizer.step.__func__``.
+weights rounded after). A bound method on the instance adds what hooks cannot do: not calling the
+step at all, and running it with function casts off. So with a dynamic loss scale a bound
+``optimizer.step`` from before ``initialize`` is refused. It is a method, not a function, because
+learning-rate schedulers take ``optimizer.step.__func__``.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import isfunction
 from types import MethodType
@@ -28,8 +28,8 @@ from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_s
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
 from preamp.engine.core import EngineCore
-from preamp.engine.session import OptimizerSession, params_of_group
-from preamp.optim import in_two_optimizers
+from preamp.engine.session import OptimizerSession
+from preamp.optim import in_two_optimizers, leaves_of
 
 Refuse = Callable[[Sequence[torch.Tensor]], None]
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
@@ -45,11 +45,9 @@ class OptimizerHooks:
         self._session = session
         self._optimizer = session.optimizer
         self._is_called = False  # whether our own `step` is under way
-        # Of the step under way, or of one that has raised; see `_begin`
+        # Of the step under way, or of one that has raised: whether it may have written to weights
         self._stepping = False
         self._unread: torch.Tensor | None = None  # overflow flag of a step the device decides on
-        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._withheld = False
 
     def attach(self, undo: UndoStack) -> None:
         """Hook the optimizer; ``undo`` gets the steps that take it back."""
@@ -74,9 +72,9 @@ class OptimizerHooks:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._engine.closed:  # a scheduler may still hold this method
                 return previous(optimizer, *args, **kwargs)
-            self._refuse_closure(find_closure(args, kwargs))
+            self._closure_in(args, kwargs)
             settle_thread()
-            self._begin()
+            self._stepping, self._unread = False, None  # whatever one that raised has left
             try:
                 self._engine.ledger.settle(wait=False)
                 self._session.check_unscaled()
@@ -96,9 +94,8 @@ class OptimizerHooks:
                 ):
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
-                self._give_back_gradients()
                 if self._stepping:
-                    self._session.write_halves()  # some masters may have been updated
+                    self._session.table.write_halves()  # some masters may have been updated
                 raise
             finally:
                 self._is_called, self._unread = False, None
@@ -106,75 +103,57 @@ class OptimizerHooks:
         copy_identity(previous, step)
         return step
 
-    def _begin(self) -> None:
-        """A step begins: forget what one that raised has left."""
-        self._held.clear()
-        self._stepping = self._withheld = False
-        self._unread = None
-
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
-        closure = find_closure(args, kwargs)
-        self._refuse_closure(closure)
-        is_inside = self._is_called or isinstance(closure, _Evaluation)
-        if not is_inside and not (self._withheld and self._session.overflowed()):
-            self._begin()  # reached through a method bound before initialize
+        closure = self._closure_in(args, kwargs)
+        if not (self._is_called or isinstance(closure, _Evaluation)):
+            if self._engine.policy.is_dynamic:
+                raise refusals.step_from_before()
+            self._stepping = False
         if self._engine.reductions.unasked:
             self._engine.reductions.compare_late(self._session.model_params)
         self._session.prepare_step()
         for tell in self._engine.events.update_begins:
             tell(self._session, closure is not None)
-        # Reached through a method bound before initialize?
-        if self._unread is None and self._session.overflowed():
-            self._withhold_gradients()
         self._stepping = True
         if closure is None or isinstance(closure, _Evaluation):
             return None
         return _replace_closure(args, kwargs, _Evaluation(closure, self._engine, self._session))
 
-    def _refuse_closure(self, closure: Callable[[], Any] | None) -> None:
-        """Raise `PreampStateError` where gradients that a closure makes could overflow."""
-        if closure is not None and self._engine.policy.is_dynamic:
+    def _closure_in(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        """The closure among the arguments of ``step``; hooks see the optimizer itself first.
+
+        Raises `PreampStateError` where gradients that a closure makes could overflow.
+        """
+        given = args[1:] if args and isinstance(args[0], torch.optim.Optimizer) else args
+        closure = kwargs.get("closure", given[0] if given else None)
+        if not callable(closure):
+            return None
+        if self._engine.policy.is_dynamic:
             raise refusals.closure_may_overflow()
+        return closure
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         del optimizer, args, kwargs
-        withheld = self._give_back_gradients()
-        self._session.write_halves()
-        if self._stepping:
-            self._stepping = False
-            if withheld:
-                _skip_step(self._engine, self._session)
-            elif self._unread is not None:
-                _end_step(self._engine, self._session)
-                self._engine.ledger.decided_on_device(self._session, self._unread)
-            else:
-                _warn_if_never_scaled(self._engine, self._session)
-                _end_step(self._engine, self._session)
-                self._engine.ledger.applied(self._session)
-            self._unread = None
-
-    def _withhold_gradients(self) -> None:
-        """Hide all gradients from an optimizer that cannot be kept from stepping any more."""
-        for param in self._session.direct_params():
-            if param.grad is not None:
-                self._held.append((param, param.grad))
-                param.grad = None
-        for table in self._session.tables:
-            table.gradients.drop()
-        self._withheld = True
-
-    def _give_back_gradients(self) -> bool:
-        withheld, self._withheld = self._withheld, False
-        for param, grad in self._held:
-            param.grad = grad
-        self._held.clear()
-        return withheld
+        self._session.table.write_halves()
+        if not self._stepping:  # called twice, as by ``super().step``
+            return
+        engine, unread = self._engine, self._unread
+        self._stepping, self._unread = False, None
+        if unread is None and not engine.has_scaled:
+            _warn_if_never_scaled(engine, self._session)
+        _end_step(engine, self._session)
+        if unread is None:
+            engine.ledger.applied(self._session)
+        else:
+            engine.ledger.decided_on_device(self._session, unread)
 
     # -- what a class of optimizers has besides ----------------------------------------------
 
@@ -183,8 +162,8 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, name)
 
         def move(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            for table in () if self._engine.closed else self._session.tables:
-                table.hand_out_all()
+            if not self._engine.closed:
+                self._session.table.hand_out_all()
             return inner(optimizer, *args, **kwargs)
 
         copy_identity(inner, move)
@@ -202,7 +181,6 @@ class OptimizerHooks:
 
             if self._engine.closed:
                 return original()
-            self._held.clear()
             for tell in self._engine.events.gradients_dropped:
                 tell(self._session)
             to_none = args[0] if args else kwargs.get("set_to_none")
@@ -222,7 +200,7 @@ class OptimizerHooks:
 
         def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             # A graph would drop the half gradients and leave what is known of the masters'.
-            is_traced = self._session.masters is not None and torch.compiler.is_compiling()
+            is_traced = self._session.table.has_masters and torch.compiler.is_compiling()
             return (drop_untraced if is_traced else drop)(optimizer, *args, **kwargs)
 
         copy_identity(inner, zero_grad)
@@ -247,9 +225,8 @@ class OptimizerHooks:
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._engine.closed:
                 return inner(optimizer, *args, **kwargs)
-            params = params_of_group(args[0] if args else kwargs.get("param_group"))
-            if self._session.masters is not None:
-                refusals.check_group(params, self._session.masters, self._engine.names.of)
+            params = _params_of_group(args[0] if args else kwargs.get("param_group"))
+            refusals.check_group(params, self._session.table, self._engine.names.of)
             self._refuse_new(params)
             known, before = self._engine.updated_params(), len(optimizer.param_groups)
             added = set(map(id, params))
@@ -257,7 +234,7 @@ class OptimizerHooks:
             others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
             self._refuse_half_twice(params, others)
             for session in (self._session, *others) if others else ():
-                session.check_can_share()
+                session.check_outside_block("add_param_group")
             result = inner(optimizer, *args, **kwargs)
             joined = [p for group in optimizer.param_groups[before:] for p in group["params"]]
             if self._engine.scales_losses:  # nobody unscaled what they have
@@ -266,11 +243,29 @@ class OptimizerHooks:
                         param.grad = None
             for session in others:
                 self._session.take_findings(session)
-            self._session.adopt()
+            self._session.table.adopt()
             return result
 
         copy_identity(inner, add_param_group)
         return add_param_group
+
+
+def _params_of_group(group: Any) -> list[torch.Tensor]:
+    """The parameters of a new group, in which the model's half ones take their masters' places.
+
+    Mutates the group, which torch does too. None where it is no group, which torch refuses.
+    """
+    given: Any = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if not isinstance(given, Iterable) or isinstance(given, set):
+        return []
+    items = list(cast("Iterable[Any]", given))
+    pairs: list[tuple[Any, Any]] = [i if isinstance(i, tuple) else (None, i) for i in items]
+    params = leaves_of([param for _, param in pairs])
+    named = zip(pairs, params, strict=True)
+    group["params"] = [param if name is None else (name, param) for (name, _), param in named]
+    return params
 
 
 def _further_methods(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -332,7 +327,7 @@ class _Evaluation:
         self._session = session
 
     def __call__(self) -> Any:
-        self._session.write_halves()  # the optimizer may have moved the masters since last time
+        self._session.table.write_halves()  # the optimizer may have moved masters since last time
         with thread_casts_restored() if self._engine.casts_functions else nullcontext():
             loss = self._closure()
         self._session.check_unscaled()
@@ -347,24 +342,25 @@ def skips_step(engine: EngineCore, session: OptimizerSession, step: Any) -> bool
     if session.unread_overflow() is not None or not session.overflowed():
         return False
     excuse_scheduler(session.optimizer, step)
-    _skip_step(engine, session)
+    _end_step(engine, session)
+    engine.ledger.skipped(session)
     return True
 
 
-def _skip_step(engine: EngineCore, session: OptimizerSession) -> None:
-    _end_step(engine, session)
-    engine.ledger.skipped(session)
-
-
 def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
-    engine.adjustments.catch_up(session)
+    late = engine.late_scalers
+    while late:  # nobody has reduced what they have not heard of
+        scaler, is_due = late.popitem()
+        if session.found_inf is not None:
+            scaler.record(session.found_inf)
+        if is_due:
+            scaler.react()
     for tell in engine.events.step_over:
         tell(session)
 
 
 def _warn_if_never_scaled(engine: EngineCore, session: OptimizerSession) -> None:
-    is_dynamic = any([scaler.is_dynamic for scaler in engine.scalers])
-    if is_dynamic and not engine.has_scaled and session.holds_raw():
+    if any(scaler.is_dynamic for scaler in engine.scalers) and session.holds_raw():
         engine.has_scaled = True  # or has been told once
         warnings.warn(refusals.never_scaled(), stacklevel=2)
 
@@ -404,13 +400,6 @@ def copy_identity(source: Any, target: Callable[..., Any]) -> None:
         pass
     if getattr(source, SCHEDULER_MARK, False):
         setattr(target, SCHEDULER_MARK, True)
-
-
-def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of ``step``; hooks see the optimizer itself first."""
-    positional = [arg for arg in args if not isinstance(arg, torch.optim.Optimizer)]
-    closure = kwargs.get("closure", positional[0] if positional else None)
-    return closure if callable(closure) else None
 
 
 def _replace_closure(

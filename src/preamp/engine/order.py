@@ -35,7 +35,7 @@ def released(graphs: Sequence[Graph]) -> list[Graph]:
     return [*kept, None] if len(graphs) > _KEPT else kept
 
 
-def sort(
+def sort_by_time(
     graphs: Sequence[Graph], items: Sequence[T], param_of: Callable[[T], torch.Tensor]
 ) -> tuple[list[T], int]:
     """Sort ``items`` by when one of the backwards has made the gradients of their parameters.

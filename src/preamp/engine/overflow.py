@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from preamp.core.tensors import all_finite, host_reaches, local_of
-from preamp.engine.order import Graph, followed, released, sort
+from preamp.engine.order import Graph, followed, released, sort_by_time
 from preamp.kernels import Census
 
 if TYPE_CHECKING:
@@ -122,8 +122,6 @@ class GradientNote:
     scale: torch.Tensor  # float32 scalar tensor, the scale it was multiplied by
     # Of the backwards that made the gradients; they tell which was made first
     graphs: list[Graph] = field(default_factory=list[Graph])
-    # Whether the loss is known not to be finite, so that its gradients are worth a look
-    is_suspect: bool = False
     # Told whether the loss was finite. ``None`` if nobody watched
     watched: Callable[[bool], Finding] | None = None
     # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank
@@ -190,7 +188,7 @@ def find_cause(
             break
     else:  # so many backwards ago that its note is gone
         note, found = notes[0], []
-    found, candidates = sort(note.graphs, found, lambda item: item.param)
+    found, candidates = sort_by_time(note.graphs, found, lambda item: item.param)
     loss_was_finite = bool(note.loss_finite.item())
     finding = None if note.watched is None else note.watched(loss_was_finite)
     return OverflowCause(

@@ -42,11 +42,11 @@ def first_device(
 
 def master_types(sessions: Iterable[OptimizerSession]) -> set[type[torch.Tensor]]:
     """The classes of all masters, and the one of masters that come later."""
-    twins = [twin for session in sessions for twin in session.masters or ()]
+    twins = [twin for session in sessions for twin in session.table.twins]
     return {MasterParameter, *(type(twin.master) for twin in twins)}
 
 
 def twin_of(half: torch.Tensor, sessions: Iterable[OptimizerSession]) -> Twin | None:
     """Return the pair of a model parameter and its master, or ``None``."""
-    found = (s.masters.of_half(half) for s in sessions if s.masters is not None)
+    found = (session.table.of_half(half) for session in sessions)
     return next((twin for twin in found if twin is not None), None)

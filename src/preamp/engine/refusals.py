@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable
 import torch
 
 from preamp.core.errors import PreampStateError, bad_state, bad_value, message, with_article
-from preamp.optim import Masters
+from preamp.optim import WeightTable
 from preamp.policy.storage import Storage
 
 
 def check_group(
-    params: Iterable[torch.Tensor], masters: Masters, name_of: Callable[[torch.Tensor], str]
+    params: Iterable[torch.Tensor], table: WeightTable, name_of: Callable[[torch.Tensor], str]
 ) -> None:
     """Refuse a group with a parameter that has a master, which torch's check cannot see."""
     for param in params:
-        if masters.of_half(param) is not None:
+        if table.of_half(param) is not None:
             raise bad_value(
                 f"Parameter {name_of(param)!r} is in this optimizer already",
                 "A parameter may appear in one parameter group only",
@@ -147,6 +147,16 @@ def closure_may_overflow() -> PreampStateError:
         "A step whose gradients overflow is skipped, which cannot be done from within it; closures "
         "work where the loss scale is static, as it is by default at O0, O3, O4 and O5",
         "Pass loss_scale=128.0, or another number, to preamp.initialize, or choose O4 or O5",
+    )
+
+
+def step_from_before() -> PreampStateError:
+    """A step that cannot be left out, as it does not come through the optimizer's own method."""
+    return bad_state(
+        "optimizer.step was called by a method that was looked up before preamp.initialize",
+        "With a dynamic loss scale a step may have to be left out, which only the method can do "
+        "that the optimizer has since then",
+        "Write optimizer.step() where the step is taken, or look the method up after initialize",
     )
 
 

@@ -137,9 +137,7 @@ class Release:
             if session.holds_any():
                 raise refusals.other_gradient()
         for session in block.sessions:
-            session.drop_gradients()  # zeros, which new ones would be added to
-            for param in session.direct_params():
-                param.grad = None
+            session.begin_anew()  # without zeros, which new ones would be added to
         self._entered.block = block
 
     def _make_ready(self, scaled: torch.Tensor) -> None:
@@ -153,8 +151,7 @@ class Release:
         for session in block.sessions:
             cast("FusedOptimizer", session.optimizer).check_storage()  # as it stays till the step
             updates = self._updates[id(session)] = _Updates(session, block.reached, inverse)
-            for table in session.tables:
-                table.follow()
+            session.table.follow()
             self._hook(session)
             for group in session.optimizer.param_groups:
                 for param, leaf in zip(group["params"], leaves_of(group["params"]), strict=True):
@@ -177,8 +174,7 @@ class Release:
             return
         # One that was unfrozen within the block has no hook, and is updated by the step.
         hooked = [leaf for leaf in session.model_params() if id(leaf) in self._hooked]
-        halves = session.half_gradients
-        if any([leaf.grad is not None for leaf in hooked]) or any([h.has_earlier for h in halves]):
+        if session.halves.has_earlier or any([leaf.grad is not None for leaf in hooked]):
             raise refusals.other_gradient()
 
     def _step_over(self, session: OptimizerSession) -> None:

@@ -25,7 +25,7 @@ def engine_state(engine: Engine) -> dict[str, Any]:
         **read_numbers({"scalers": late_scalers(engine), "found_inf": flags}),
         "last_skipped": engine.ledger.last_skipped,
         # A census takes the norm along where the step before was clipped
-        "clips": [session.known_norm.is_wanted for session in engine.sessions.values()],
+        "clips": [session.clips or session.has_clipped for session in engine.sessions.values()],
     }
 
 
@@ -51,7 +51,8 @@ def prepare_engine(engine: Engine, state: Mapping[str, Any]) -> Callable[[], Non
             scaler.record(flag, forgets=True)
         engine.ledger.last_skipped = last_skipped
         for session, has_clipped in zip(engine.sessions.values(), clips, strict=True):
-            session.known_norm.resume(clips=has_clipped)
+            session.forget_norm()
+            session.clips, session.has_clipped = False, has_clipped
 
     return apply
 
@@ -68,4 +69,4 @@ def drop_gradients(engine: Engine) -> None:
     """Be between two steps, without gradients and without anything known of earlier ones."""
     for session in engine.sessions.values():
         session.begin_anew()
-    engine.adjustments.forget()
+    engine.late_scalers.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One optimizer in an engine: its gradients, its masters, what was found, and its counters.
+"""One optimizer in an engine: its weights, its gradients, what was found in them, and counters.
 
 Blocks and hooks talk to it. It follows the gradients through a backward: set aside, scaled, merged
 and unscaled.
@@ -7,12 +7,13 @@ and unscaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,16 +31,14 @@ from preamp.core.tensors import (
 from preamp.core.torch_private.shards import place_gradients
 from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
-from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.kernels import Census, Ops
 from preamp.optim import (
     DirectGradients,
-    HalfGradients,
-    Masters,
     Rewriting,
     SplitTable,
+    State,
     WeightTable,
     cast_state,
     leaves_of,
@@ -47,6 +46,7 @@ from preamp.optim import (
 )
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
+from preamp.optim.rank_norms import of_all_ranks
 from preamp.policy.storage import Storage
 from preamp.scaling import LossScaler
 from preamp.scaling.scaler import larger
@@ -62,127 +62,40 @@ class Exit:
     is_over: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a ``scale_loss`` block is going to do with the gradients of its backward."""
-
-    scaler: LossScaler
-    may_reduce: bool = False  # a hook may reduce them over ranks
-    is_held_open: bool = False  # by a `GradScaler`: scripts drop and zero gradients in it
-    exit: Exit = field(default_factory=Exit)
-
-
-Marks = tuple[list[int], list[Any], list[int]]
+Marks = tuple[int, list[Any], list[int]]
 """By what to tell gradients: changes of the table, gradients without masters, their versions."""
 
 
-class KnownNorm:
-    """The norm that a census took along, for as long as the gradients stay what they were.
-
-    Spares clipping a pass over them. It is of the scaled gradients, before they are unscaled. A
-    factor that is a power of two, as loss scales are, makes no difference to when it is applied.
-    """
-
-    def __init__(self) -> None:
-        """Know nothing."""
-        self._norm: torch.Tensor | None = None
-        self._grads: Sequence[torch.Tensor] = ()
-        self._marks: Marks | None = None
-        self._clips = False
-        self._clipped = False
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the script has clipped in this step or in the latest one."""
-        return self._clips or self._clipped
-
-    @property
-    def is_of_sharded(self) -> bool:
-        """Whether it is of sharded gradients, which were reduced when they were sharded."""
-        return bool(self._grads) and all(map(is_sharded, self._grads))
-
-    def note(self, norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
-        """Note the norm of all of ``grads``, still scaled; of no use before `commit`."""
-        self._norm, self._grads = norm, grads
-
-    def commit(
-        self, factor: torch.Tensor | None, marks: Callable[[], Marks], *, is_reduced: bool
-    ) -> None:
-        """The gradients have been unscaled by ``factor``, or will be where they are used.
-
-        ``marks()`` tells later whether they are still the same.
-        """
-        if self._norm is None or self._marks is not None:  # it may be called again
-            return
-        if not _is_sound(self._norm, self._grads) or (has_process_group() and not is_reduced):
-            # The script may reduce them from now on, and torch.distributed leaves versions alone.
-            self.forget()
-            return
-        norm = self._norm if factor is None else self._norm * factor.to(self._norm.device)
-        self._norm, self._grads, self._marks = norm, (), marks()
-
-    def forget(self) -> None:
-        """The gradients are going, or will be others; hold none of them any longer."""
-        self._norm = self._marks = None
-        self._grads = ()
-
-    def end_step(self) -> None:
-        """A step has used the gradients up."""
-        self.forget()
-        self._clipped, self._clips = self._clips, False
-
-    def take(self, marks: Callable[[], Marks]) -> torch.Tensor | None:
-        """The norm of the gradients as they are, if it is known; they will be clipped by it."""
-        self._clips = True
-        norm, known = self._norm, self._marks
-        self.forget()  # clipped gradients have another
-        if norm is None or known is None:
-            return None
-        now = marks()
-        is_same = known[0] == now[0] and known[2] == now[2] and are_same(known[1], now[1])
-        return norm if is_same else None
-
-    def resume(self, *, clips: bool) -> None:
-        """Go on where another process has stopped that clipped in its last step, or did not."""
-        self.forget()
-        self._clips, self._clipped = False, clips
-
-
-def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
-    """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
-    if host_reaches(norm):
-        return bool(torch.isfinite(norm))
-    return all(grad.dtype is torch.float16 for grad in grads)
-
-
 class OptimizerSession:
-    """One optimizer of an engine: its gradients, its masters, and what was found in them.
+    """One optimizer of an engine: its weights, its gradients, and what was found in them.
 
-    A block is `begin_backward`, then `undo`, or `census`, `merge` and `commit`. Nothing is lost
+    A block is `enter`, `begin`, then `undo`, or `census`, `merge` and `commit`. Nothing is lost
     before `commit`: each of the others may fail and be followed by `undo`. What ends a block
     (`undo`, `commit`) may be called again, where it was interrupted and where it was not.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        ops: Ops,
-        masters: Masters | None,
-        reductions: Reductions,
+        self, optimizer: torch.optim.Optimizer, ops: Ops, table: WeightTable, reductions: Reductions
     ) -> None:
         """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
         self.optimizer = optimizer
-        self.masters = masters  # its float32 masters, or ``None`` at levels without
+        self.table = table  # its half weights with masters; without any rows at other levels
+        self.halves = table.gradients  # of these
+        self.direct = DirectGradients(ops)  # gradients of parameters without a master
         self.is_open = False  # whether a ``scale_loss`` block is under way
         self.awaits_step = False  # whether one has ended, and no step or zeroing has come since
-        self.direct = DirectGradients(ops)  # gradients of parameters without a master
-        self.known_norm = KnownNorm()  # what a census found, if clipping wants it
         # Not zero if the next step must be skipped; ``None`` if nobody looked
         self.found_inf: torch.Tensor | None = None
         # What the backwards since the last step found, for overflow messages
-        self.notes: list[GradientNote] = []
+        self.notes: deque[GradientNote] = deque(maxlen=_NOTES_KEPT)
         # The same where nobody acts on it, but the modules are watched
-        self.watched: list[GradientNote] = []
+        self.watched: deque[GradientNote] = deque(maxlen=_NOTES_KEPT)
+        # Whether the script has clipped in this step, and in the one before it: then a census takes
+        # the norm along, which spares clipping a pass over gradients
+        self.clips = self.has_clipped = False
+        self._scaled_norm: torch.Tensor | None = None  # of all gradients of the block, if it counts
+        self._norm: torch.Tensor | None = None  # unscaled, for as long as these stay as they were
+        self._marks: Marks = 0, [], []  # by which that is known
         self.backwards = 0
         self.steps_applied = 0  # steps that updated the weights
         self.steps_skipped = 0  # steps not taken because of overflow
@@ -213,49 +126,26 @@ class OptimizerSession:
 
     def model_params(self) -> list[torch.Tensor]:
         """The model's parameters that the optimizer updates, half ones in their masters' places."""
-        params = self.params()
-        if not are_same(params, self._params):
-            self._params, self._leaves = params.copy(), leaves_of(params)
-            self._direct_params = without_masters(params)
+        self.direct_params()
         return self._leaves
 
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
-        self.model_params()
+        params = self.params()
+        if not are_same(params, self._params):
+            self._params, self._leaves = params.copy(), leaves_of(params)
+            self._direct_params = without_masters(params)
         return self._direct_params
-
-    @property
-    def tables(self) -> list[WeightTable]:
-        """Of the half parameters that have masters."""
-        return [] if self.masters is None else self.masters.tables
-
-    @property
-    def half_gradients(self) -> list[HalfGradients]:
-        """The gradients of their rows."""
-        return [table.gradients for table in self.tables]
-
-    @property
-    def gradients(self) -> list[DirectGradients | HalfGradients]:
-        """All, each kind with the same acts in a backward."""
-        return [self.direct, *self.half_gradients]
-
-    def check_can_share(self) -> None:
-        """Raise `PreampStateError` where a weight cannot go into another optimizer as well."""
-        self.end_left_open()
-        if self.is_open:
-            raise refusals.inside_block("add_param_group")
 
     def take_findings(self, other: OptimizerSession) -> None:
         """Take over what was found in gradients that this optimizer now shares with another."""
         if other.found_inf is not None:
             self.found_inf = larger(other.found_inf, self.found_inf)
-            own = set(map(id, self.notes))
-            self.notes += [note for note in other.notes if id(note) not in own]
+            self.notes += [note for note in other.notes if note not in self.notes]
 
     def release_masters(self) -> None:
         """Give the optimizer its half parameters back, and hold no parameters any more."""
-        if self.masters is not None:
-            self.masters.release()
+        self.table.release()
         self._params, self._leaves, self._direct_params, self.direct.params = [], [], [], []
 
     def recast_state(self, undo: UndoStack | None = None) -> None:
@@ -275,102 +165,127 @@ class OptimizerSession:
         if isinstance(self.optimizer, KeepsMoments):
             self.optimizer.place_state()
 
-    def _start_weights(self) -> None:
-        for table in self.tables:
-            if table.is_fresh:  # mostly not, and who reduces is a walk over all modules
-                table.start(from_halves=self._reductions.are_by_hand)
-
-    def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Make masters for half parameters that lack one; see `Masters.adopt`."""
-        if self.masters is not None:
-            self.masters.adopt(originals)
-
     # -- a backward begins -------------------------------------------------------------------
 
-    def refuse_nested(self) -> None:
-        """Raise `PreampStateError` if this optimizer is in a ``scale_loss`` block already.
+    def enter(self) -> None:
+        """A block is about to begin; one that a `GradScaler` has left open ends before.
 
-        Both blocks would unscale the same gradients.
+        Raises `PreampStateError` if this optimizer is in a block already, since both would unscale
+        the same gradients.
         """
-        self.settle()
+        self.end_left_open()
         if self.is_open:
             raise refusals.nested(self.optimizer)
+        if self.refusing:
+            self.accept_backwards()
 
-    def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
-        """Make room for a backward. Mutates the parameters' ``grad``.
+    def end_left_open(self) -> None:
+        """Let gradients be unscaled now, if a `GradScaler` would do so later."""
+        self.finish_interrupted()
+        if self.is_open and self.end_backward is not None:
+            self.end_backward()
 
-        ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
-        """
-        has_found = self.found_inf is not None or self.watched
-        if has_found and not self.holds_any():
-            self._forget_overflow()
-        self.known_norm.forget()
-        own = self.direct.params = self._unclaimed(claimed)
-        scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
-        carry = scale if plan.may_reduce and self.may_be_local else None
-        for halves in self.half_gradients:
-            halves.take_in()  # may refuse before anything is moved
-        self.exit = plan.exit
-        self.is_open = True  # for `undo`, which takes back as much as was done
-        held = scale if plan.is_held_open else carry  # as torch sums them, scaled and in place
-        self.direct.begin(own, held, may_be_overwritten=plan.may_reduce)
-        self._start_weights()
-        for halves in self.half_gradients:
-            halves.begin(carry)
-
-    def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
-        own = self.direct_params()
-        self._has_claimed = not claimed.isdisjoint(map(id, own))
-        if self._has_claimed:
-            own = [param for param in own if id(param) not in claimed]
-        claimed.update(map(id, own))
-        return own
-
-    # -- a backward ends ---------------------------------------------------------------------
-
-    def undo(self) -> None:
-        """The block failed: drop its gradients, restore those from before."""
-        self.known_norm.forget()
-        try:
-            if self.is_open:
-                run_all([some.put_back for some in self.gradients])
-        except Exception:  # whatever could not be restored: the next block begins clean
-            self.is_open = False
-            raise
-        self.is_open = False
-
-    def settle(self) -> None:
+    def finish_interrupted(self) -> None:
         """Do what an interrupt has left of a block's end; take back a block that was left open."""
         self.ending.unwind()
         if self.is_open and self.exit.is_over:
             self.undo()
 
-    def arrive(self) -> None:
-        """The backward is over: tables read their half gradients, and refuse sparse ones."""
-        for halves in self.half_gradients:
-            halves.arrive()
+    def accept_backwards(self) -> None:
+        """Let them come again: whoever begins one sets earlier gradients aside."""
+        for hook in self.refusing:
+            hook.remove()
+        self.refusing.clear()
 
-    def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
-        """Look for overflow; note what is found.
+    def check_outside_block(self, what: str) -> None:
+        """Raise `PreampStateError` where a block is under way: ``what`` needs whole gradients.
 
-        Returns a float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
-        for static scales: these look only where modules are watched or the loss is not finite.
+        One that a `GradScaler` has left open ends.
         """
+        self.end_left_open()
+        if self.is_open:
+            raise refusals.inside_block(what)
+
+    def begin(
+        self,
+        scaler: LossScaler,
+        claimed: set[int],
+        *,
+        may_reduce: bool = False,
+        is_held_open: bool = False,
+        block_exit: Exit | None = None,
+    ) -> None:
+        """Make room for a backward, in which a hook ``may_reduce`` over ranks.
+
+        Where the block ``is_held_open``, float32 gradients are summed in place and scaled, as by
+        torch: what a script drops or zeroes counts for all that was accumulated.
+        ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
+        Mutates the parameters' ``grad``.
+        """
+        if (self.found_inf is not None or self.watched) and not self.holds_any():
+            self.reset()  # the gradients that overflowed were dropped or zeroed: a fresh start
+        self.forget_norm()
+        own = self.direct_params()
+        self._has_claimed = not claimed.isdisjoint(map(id, own))
+        if self._has_claimed:
+            own = [param for param in own if id(param) not in claimed]
+        claimed.update(map(id, own))
+        scale = 1.0 if scaler.is_identity else scaler.scale
+        is_local = self._reduced_at != self._reductions.unreduced  # some are this rank's alone
+        carry = scale if may_reduce and is_local else None
+        self.halves.take_in()  # may refuse before anything is moved
+        self.exit = block_exit or Exit()
+        self.is_open = True  # for `undo`, which takes back as much as was done
+        held = scale if is_held_open else carry
+        self.direct.begin(own, held, may_be_overwritten=may_reduce)
+        if self.table.is_fresh:
+            self._start_weights()
+        self.halves.begin(carry)
+
+    def _start_weights(self) -> None:
+        self.table.start(from_halves=self._reductions.are_by_hand)
+
+    # -- a backward ends ---------------------------------------------------------------------
+
+    def undo(self) -> None:
+        """The block failed: drop its gradients, restore those from before."""
+        self.forget_norm()
+        try:
+            if self.is_open:
+                run_all((self.direct.put_back, self.halves.put_back))
+        except Exception:  # whatever could not be restored: the next block begins clean
+            self.is_open = False
+            raise
+        self.is_open = False
+
+    def census(
+        self, scaler: LossScaler, note: GradientNote, *, is_reduced: bool
+    ) -> torch.Tensor | None:
+        """The backward is over: look for overflow, and note what is found.
+
+        ``is_reduced`` is for gradients certainly reduced over ranks. Returns a float32 scalar on
+        the device, 1.0 if any new gradient is infinite or nan; ``None`` for static scales: these
+        look only where modules are watched.
+
+        Raises `PreampStateError` for sparse gradients of half weights.
+        """
+        self.halves.read_new()
         leaves = self._leaves
         if self._has_claimed:
-            halves = [half for table in self.tables for half in table.halves]
-            own = {*map(id, self.direct.params), *map(id, halves)}
+            own = {*map(id, self.direct.params), *map(id, self.table.halves)}
             leaves = [leaf for leaf in leaves if id(leaf) in own]
         if has_sharded(leaves):
             place_gradients(leaves)
         if not scaler.is_dynamic:
-            if note.watched is not None or note.is_suspect:
+            if note.watched is not None:
                 self.look(leaves, scaler.device, note, is_joint=False)
             return None
-        wants_norm = self.known_norm.is_wanted
+        wants_norm = self.clips or self.has_clipped
         grads, census = self.look(leaves, scaler.device, note, with_norm=wants_norm)
-        if census.norm is not None and not self.holds_earlier():
-            self.known_norm.note(census.norm, grads)
+        if census.norm is not None and not self.holds_earlier() and _is_sound(census.norm, grads):
+            # What ranks have yet to reduce a script may reduce, and torch counts no such write.
+            are_whole = is_reduced or not has_process_group() or all(map(is_sharded, grads))
+            self._scaled_norm = census.norm if are_whole else None
         return census.found_inf
 
     def look(
@@ -386,9 +301,8 @@ class OptimizerSession:
 
         Unless it ``is_joint`` what this rank has found, who may be the only one to look.
         """
-        halves = self.half_gradients
         params = leaves
-        grads: Any = halves[0].arrived_of(leaves) if halves else None
+        grads: Any = self.halves.new_of(leaves)
         if grads is None or any(map(is_, grads, repeat(None))):
             params, grads = with_gradients(leaves)
         census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
@@ -400,32 +314,34 @@ class OptimizerSession:
         return grads, census
 
     def merge(self, factor: torch.Tensor | None) -> None:
-        """Unscale the new gradients by ``factor``, if any, and add the earlier ones."""
-        for some in self.gradients:
-            some.merge(factor)
+        """Unscale new gradients by ``factor``, if any, and add the earlier ones.
+
+        Those of half weights stay apart as they are until somebody asks for the sum.
+        """
+        self.direct.merge(factor)
+        if self.halves.may_have_bases:
+            self.halves.show_missing()
 
     def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
-        """The block ends; ``is_reduced`` is for gradients certainly reduced over ranks."""
+        """The block ends; ``is_reduced`` as for `census`."""
         if is_reduced:
             self._reduced_at = self._reductions.unreduced
-        for some in self.gradients:
-            some.commit(factor)
-        is_reduced = is_reduced or self.known_norm.is_of_sharded
-        self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)
+        self.direct.commit()
+        self.halves.commit(factor)
+        norm = self._scaled_norm
+        if norm is not None and self.halves.state is not State.MADE:
+            # As a power of two the factor makes no difference to when it is applied.
+            self._norm = norm if factor is None else norm * factor.to(norm.device)
+            self._marks = self._marks_now()
         self.is_open = False
         self.awaits_step = True
         self.backwards += 1
 
     # -- gradients between backwards ---------------------------------------------------------
 
-    @property
-    def may_be_local(self) -> bool:
-        """Whether there may be gradients of this rank alone, not reduced yet."""
-        return self._reduced_at != self._reductions.unreduced
-
     def holds_earlier(self) -> bool:
         """Whether earlier gradients join those of the backward."""
-        return any([some.has_earlier for some in self.gradients])
+        return self.direct.has_earlier or self.halves.has_earlier
 
     def holds_raw(self) -> bool:
         """Whether any gradient lies on the model's side."""
@@ -433,66 +349,56 @@ class OptimizerSession:
 
     def holds_any(self) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""
-        return self.direct.holds_gradient(self.direct_params()) or any(
-            [halves.holds_gradient for halves in self.half_gradients]
-        )
+        return self.direct.holds_gradient(self.direct_params()) or self.halves.holds_gradient
 
     def is_within_step(self) -> bool:
         """Whether gradients of a block wait for their step, neither dropped nor zeroed."""
         return self.awaits_step and self.holds_any()
 
-    def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
-        """Gradients that are made (now, if ``all_of_them``), and the model's parameters."""
-        direct, grads = with_gradients(self.direct_params())
-        for table in self.tables:
-            halves = table.gradients
-            halves.take_in()
-            if all_of_them:
-                halves.make_all()
-            if halves.may_have_bases:
-                pairs = zip(table.halves, halves.bases(), strict=True)
-                made = [(half, base) for half, base in pairs if base is not None]
-                direct += [half for half, _ in made]
-                grads += [base for _, base in made]
-        return grads, direct
-
-    def marks(self) -> Marks:
-        """What differs once gradients are no longer those that the latest backward has left."""
+    def _marks_now(self) -> Marks:
         grads = list(map(grad_of, self._direct_params))
-        for halves in self.half_gradients:
-            if halves.may_have_bases:
-                grads += halves.bases()
-        return [halves.changes for halves in self.half_gradients], grads, versions_of(grads)
+        return self.halves.changes, grads, versions_of(grads)
+
+    def take_norm(self) -> torch.Tensor | None:
+        """The norm of the gradients as they are, if a census tells; they will be clipped by it."""
+        self.clips = True
+        norm, (changes, grads, versions) = self._norm, self._marks
+        self.forget_norm()  # clipped gradients have another
+        if norm is None:
+            return None
+        now = self._marks_now()
+        is_same = now[0] == changes and now[2] == versions and are_same(now[1], grads)
+        return norm if is_same else None
+
+    def forget_norm(self) -> None:
+        """The gradients are going, or will be others."""
+        self._scaled_norm = self._norm = None
+        self._marks = 0, [], []
 
     def read_back_shown(self) -> None:
-        """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
-        for table in self.tables:
-            halves = table.gradients
-            if halves.is_shown and self.overflowed():
-                halves.ignore_writes()  # no step will use them
-            elif halves.is_shown:
-                splits = self.splits if self.splits.concern(table.halves) else None
-                halves.take_in(splits, looks=True)
+        """Take in what a script did to gradients that are shown unscaled; all ranks call it."""
+        if self.overflowed():
+            self.halves.ignore_writes()  # no step will use them
+        else:
+            splits = self.splits if self.splits.concern(self.table.halves) else None
+            self.halves.take_in(splits, looks=True)
 
     def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
         """Fill every gradient of this optimizer with zeros, the model's half ones included."""
-        self.settle()
+        self.finish_interrupted()
         self.reset()
         self.direct.forget()
-        for halves in self.half_gradients:
-            halves.zero()  # and are nobody's, since the optimizer would widen them
+        self.halves.zero()  # and are nobody's, since the optimizer would widen them
         try:
             return original()
         finally:
-            for halves in self.half_gradients:
-                halves.be_zeros()
+            self.halves.be_zeros()
 
     def drop_gradients(self) -> None:
         """Drop all that masters have, and the model's half ones, and what was set aside."""
-        self.settle()
+        self.finish_interrupted()
         self.direct.forget()
-        for halves in self.half_gradients:
-            halves.drop()
+        self.halves.drop()
         self.reset()
 
     # -- an overflow -------------------------------------------------------------------------
@@ -504,18 +410,12 @@ class OptimizerSession:
         if host_reaches(found_inf) and (self.notes or not bool(found_inf != 0)):
             return
         if not self.notes or self.notes[-1] is not note:
-            self.notes = [*self.notes[-_NOTES_KEPT + 1 :], note]
+            self.notes.append(note)
 
     def remember_watched(self, note: GradientNote) -> None:
         """Keep what a backward has found, of which nothing follows, until the next step."""
         if not self.watched or self.watched[-1] is not note:
-            self.watched = [*self.watched[-_NOTES_KEPT + 1 :], note]
-
-    def _forget_overflow(self) -> None:
-        """The gradients that overflowed were dropped or zeroed: a fresh start."""
-        self.found_inf = None
-        self.notes.clear()
-        self.watched.clear()
+            self.watched.append(note)
 
     def overflowed(self) -> bool:
         """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
@@ -544,21 +444,9 @@ class OptimizerSession:
 
     # -- one step ----------------------------------------------------------------------------
 
-    def end_left_open(self) -> None:
-        """Let gradients be unscaled now, if a `GradScaler` would do so later."""
-        self.settle()
-        if self.is_open and self.end_backward is not None:
-            self.end_backward()
-
-    def accept_backwards(self) -> None:
-        """Let them come again: whoever begins one sets earlier gradients aside."""
-        for hook in self.refusing:
-            hook.remove()
-        self.refusing.clear()
-
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
-        self.settle()
+        self.finish_interrupted()
         if self.is_open and self.end_backward is not None:
             if self.holds_raw():
                 raise refusals.passes_by_scaler()
@@ -569,27 +457,21 @@ class OptimizerSession:
     def prepare_step(self) -> None:
         """Bring masters up to date with what the user did to half weights and gradients."""
         self.check_unscaled()
-        self.read_back_shown()
-        if self.masters is not None:
-            self.masters.adopt()
-            if any([table.is_fresh for table in self.tables]) and self.holds_any():
-                self._start_weights()  # no block may have come yet
-            for table in self.tables:
-                if not table.updates_halves:  # else its kernels take half weights for the truth
-                    table.absorb()
-                table.is_stepping = True
-
-    def write_halves(self) -> None:
-        """Round the masters into the half weights."""
-        for table in self.tables:
-            table.write_halves()
+        if self.halves.is_shown:
+            self.read_back_shown()
+        table = self.table
+        table.adopt()
+        if table.is_fresh and self.holds_any():
+            self._start_weights()  # no block may have come yet
+        if not table.updates_halves:  # else its kernels take half weights for the truth
+            table.absorb()
+        table.is_stepping = True
 
     def finish_step(self) -> None:
         """Use the gradients up, taken or not."""
-        self.known_norm.end_step()
-        for table in self.tables:
-            table.gradients.spend()
-            table.is_stepping = False
+        self.clips, self.has_clipped = False, self.clips
+        self.halves.spend()
+        self.table.is_stepping = False
         self.reset()
 
     def count(self, *, skipped: bool) -> None:
@@ -601,7 +483,7 @@ class OptimizerSession:
     def reset(self) -> None:
         """No gradients wait for a step, and nothing was found in any."""
         self.awaits_step = False
-        self.known_norm.forget()
+        self.forget_norm()
         self._reduced_at = self._reductions.unreduced
         self.found_inf = None
         self.notes.clear()
@@ -614,22 +496,11 @@ class OptimizerSession:
             param.grad = None
 
 
-def params_of_group(group: Any) -> list[torch.Tensor]:
-    """The parameters of a new group, in which the model's half ones take their masters' places.
-
-    Mutates the group, which torch does too. None where it is no group, which torch refuses.
-    """
-    given: Any = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
-    if isinstance(given, torch.Tensor):
-        given = [given]
-    if not isinstance(given, Iterable) or isinstance(given, set):
-        return []
-    items = list(cast("Iterable[Any]", given))
-    pairs: list[tuple[Any, Any]] = [i if isinstance(i, tuple) else (None, i) for i in items]
-    params = leaves_of([param for _, param in pairs])
-    named = zip(pairs, params, strict=True)
-    group["params"] = [param if name is None else (name, param) for (name, _), param in named]
-    return params
+def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
+    """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
+    if host_reaches(norm):
+        return bool(torch.isfinite(norm))
+    return all(grad.dtype is torch.float16 for grad in grads)
 
 
 def make_sessions(
@@ -643,15 +514,20 @@ def make_sessions(
     storage: Storage,
 ) -> dict[int, OptimizerSession]:
     """One session for each optimizer, by its ``id``."""
-    rewriting, every = Rewriting(is_ignored=ignores_rewriting), list[Masters]()
+    rewriting, tables = Rewriting(is_ignored=ignores_rewriting), list[WeightTable]()
     sessions: dict[int, OptimizerSession] = {}
+    kind = SplitTable if storage.masters == "split" else WeightTable
     for optimizer in optimizers:
-        masters = None
-        if has_masters:
-            kind = SplitTable if storage.masters == "split" else WeightTable
-            updates_halves = isinstance(optimizer, FusedOptimizer)
-            table = kind(ops, rewriting, storage, updates_halves=updates_halves)
-            masters = Masters(optimizer, table, name_of, every)
-            every.append(masters)
-        sessions[id(optimizer)] = OptimizerSession(optimizer, ops, masters, reductions)
+        table = kind(
+            optimizer,
+            ops,
+            storage,
+            name_of=name_of,
+            others=tables,
+            rewriting=rewriting,
+            has_masters=has_masters,
+            updates_halves=isinstance(optimizer, FusedOptimizer),
+        )
+        tables.append(table)
+        sessions[id(optimizer)] = OptimizerSession(optimizer, ops, table, reductions)
     return sessions

@@ -230,7 +230,7 @@ def describe_storage(engine: EngineCore) -> list[str]:
     """How masters and moments of an engine are kept at the moment, where not all are float32."""
     found: list[str] = []
     if engine.policy.storage.masters == "split":
-        twins = [twin for s in engine.sessions.values() for twin in s.masters or ()]
+        twins = [twin for s in engine.sessions.values() for twin in s.table.twins]
         found.append(f"storage: {len(twins)} masters are split")
     if engine.policy.storage.place == "host":
         found.append(f"storage: {describe_place(engine)}")

@@ -110,8 +110,8 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     if self.is_exact or not self.policy.master_weights:
         yield
         return
-    twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}
-    tables = [table for session in self.sessions.values() for table in session.tables]
+    twins = {id(t.half): t for s in self.sessions.values() for t in s.table.twins}
+    tables = [session.table for session in self.sessions.values()]
     # Masters on the host come to the device for the block, split ones are joined.
     values = [(t.half, t.value().to(t.half.device)) for t in twins.values()]
     for table in tables:
@@ -185,8 +185,7 @@ class FollowMasters(EngineHook):
         engine = self.link.target
         with unheard():  # a trace tells what the model does
             for session in () if engine is None else engine.sessions.values():
-                for table in session.tables:
-                    table.follow()
+                session.table.follow()
 
 
 def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
@@ -204,7 +203,7 @@ class WeightsAtEnd:
         """Note gradients and the exact values of masters."""
         self._sessions = sessions
         self._conversion = conversion
-        twins = [twin for session in sessions for twin in session.masters or ()]
+        twins = [twin for session in sessions for twin in session.table.twins]
         self._grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
         self._exact = {id(t.half): t.value().to(t.half.device) for t in twins}
 

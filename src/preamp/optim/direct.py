@@ -162,12 +162,8 @@ class DirectGradients:
         with torch.no_grad():
             self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
 
-    def commit(self, factor: Factor | None = None) -> None:
-        """End the backward; what got nothing new comes back. Cannot fail.
-
-        The gradients are unscaled by ``factor`` already.
-        """
-        del factor
+    def commit(self) -> None:
+        """End the backward; what got nothing new comes back. Cannot fail."""
         for earlier in (self._aside or {}).values():
             if not earlier.is_carried and earlier.param.grad is None:
                 earlier.param.grad = earlier.grad

@@ -48,8 +48,8 @@ from preamp.core.tensors import (
     versions_of,
 )
 from preamp.core.undo import run_to_end
+from preamp.kernels import Ops
 from preamp.optim.direct import is_zeroed, negative_zeros
-from preamp.optim.pairs import WeightPairs
 from preamp.optim.rewritten import factors_of
 
 _STEPS_WATCHED = 10  # a script that writes to gradients does so from its first steps on
@@ -88,10 +88,14 @@ class HalfGradients:
     anything between backwards calls `take_in` first.
     """
 
-    def __init__(self, weights: WeightPairs, rewriting: Rewriting) -> None:
-        """Start without rows; ``weights`` are those whose gradients these are."""
-        self._weights = weights
-        self._ops = weights.ops
+    def __init__(
+        self, ops: Ops, halves: list[Any], masters: list[Any], rewriting: Rewriting
+    ) -> None:
+        """Start without rows; ``halves`` and ``masters`` are columns of the table's."""
+        self._ops = ops
+        self._halves = halves
+        self._masters = masters
+        self._has_sharded = False
         self._names: list[str] = []  # by row, as messages call the weights
         self._rewriting = rewriting
         self._steps = 0  # with them watched
@@ -115,29 +119,24 @@ class HalfGradients:
         self.may_have_bases = False  # whether any master may have a float32 gradient
         self.wait_on_host = False  # whether values lie there from a backward to its step
         self.changes = 0  # differs once gradients may be others than before
-        self._arrived: list[torch.Tensor | None] | None = None
+        self._new: list[torch.Tensor | None] | None = None
         self._ones: dict[torch.device, torch.Tensor] = {}
         self._base_versions: list[int] = []  # of masters' gradients, when they were shown
 
-    def add_row(self, name: str) -> None:
+    def add_row(self, name: str, *, is_sharded: bool) -> None:
         """Add a row without a gradient."""
+        self._has_sharded |= is_sharded
         self._names.append(name)
         self.seen.append(None)
         self.versions.append(-1)
 
     def clear(self) -> None:
-        """Hold nothing any more, the weights' table neither."""
-        self._weights = WeightPairs(self._ops)
+        """Hold nothing any more."""
         self._names.clear()
         self.seen.clear()
         self.versions.clear()
 
     # -- what there is -----------------------------------------------------------------------------
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a backward is under way. Its half gradients are scaled and incomplete."""
-        return self.state is State.OPEN
 
     @property
     def is_half(self) -> bool:
@@ -171,33 +170,33 @@ class HalfGradients:
 
     def base(self, row: int) -> torch.Tensor | None:
         """The float32 gradient of one master, as far as it is made."""
-        return stored_grad(self._weights.masters[row])
+        return stored_grad(self._masters[row])
 
     def bases(self) -> list[torch.Tensor | None]:
         """All of these."""
         if not self.may_have_bases:
-            return [None] * len(self._weights)
-        return list(map(stored_grad, self._weights.masters))
+            return [None] * len(self._halves)
+        return list(map(stored_grad, self._masters))
 
     @property
     def has_earlier(self) -> bool:
         """Whether any master has a float32 gradient already."""
-        return any([base is not None for base in self.bases()])
+        return self.may_have_bases and not all(map(is_, self.bases(), repeat(None)))
 
     @property
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
         self.take_in()
-        held = self.bases() if self.state in (State.OPEN, State.MADE) else self.seen
         if self.state is State.NONE:
             return False
+        held = self.seen if self.state is State.HALF else self.bases()
         return any([g is not None and row not in self._zeroed for row, g in enumerate(held)])
 
     def pending(self) -> tuple[list[Any], list[Any], list[Any]]:
         """The half weights whose gradients are half, these, and what unscales and clips them."""
         if self.state is not State.HALF:
             return [], [], []
-        pairs = zip(self._weights.halves, self.seen, strict=True)
+        pairs = zip(self._halves, self.seen, strict=True)
         some = [(half, grad) for half, grad in pairs if grad is not None]
         grads: list[Any] = [grad for _, grad in some]
         return [half for half, _ in some], grads, self._factors_for(grads)
@@ -222,7 +221,7 @@ class HalfGradients:
         """
         if self.state is State.OPEN:
             return
-        now = list(map(grad_of, self._weights.halves))
+        now = list(map(grad_of, self._halves))
         is_same = are_same(now, self.seen)
         looks = looks and self.is_shown
         if not (is_same and all(map(is_, now, repeat(None)))):
@@ -231,8 +230,8 @@ class HalfGradients:
                 seen = zip(now, self.seen, versions, self.versions, strict=True)
                 rows = [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]
                 self._take_in(rows, now, splits, looks=looks)
-        if self.state is State.HALF and self.may_have_bases:
-            self.make()  # not by the block, whose end cannot fail, nor add anything twice
+        if self.may_have_bases:
+            self.make_all()  # not by the block, whose end cannot fail, nor add anything twice
 
     def _take_in(
         self, rows: list[int], now: list[Any], splits: Splits | None, *, looks: bool
@@ -304,8 +303,8 @@ class HalfGradients:
 
     def _add_plain(self, row: int, grad: torch.Tensor) -> None:
         """A gradient without any loss scale has come to a row that had none."""
-        if self.state is State.HALF and not (self._is_plain and not self._is_clipped):
-            self.make()
+        if self._is_clipped or not self._is_plain:
+            self.make_all()
         if self.state is State.MADE:
             earlier, wide = self.base(row), self._wide(grad)
             self._keep(row, wide if earlier is None else earlier + wide)
@@ -327,7 +326,7 @@ class HalfGradients:
 
     def _note_all(self) -> None:
         self.changes += 1
-        self.seen = list(map(grad_of, self._weights.halves))
+        self.seen = list(map(grad_of, self._halves))
         self.versions = self._versions_of(self.seen)
 
     def _is_moved(self, row: int, now: torch.Tensor) -> bool:
@@ -345,7 +344,7 @@ class HalfGradients:
         return torch.equal(local_of(now).view(torch.int16), local_of(seen).view(torch.int16))
 
     def _versions_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        return versions_of(grads) if self._weights.has_sharded else plain_versions(grads)
+        return versions_of(grads) if self._has_sharded else plain_versions(grads)
 
     def _warn_without_effect(self, grad: torch.Tensor, name: str) -> None:
         if not self._rewriting.was_seen:
@@ -399,11 +398,11 @@ class HalfGradients:
         for row in theirs.intersection(written):
             raise _changed_in_place(now[row], self._names[row], is_plain=True)
         rows = [row for row in now if row not in theirs and not is_away(now[row])]
-        asked = rows if splits is None else range(len(self._weights))
+        asked = rows if splits is None else range(len(self._halves))
         found, common = factors_of(
             {row: self.base(row) for row in rows},
             {row: now[row] for row in rows},
-            {row: self._weights.halves[row] for row in asked},
+            {row: self._halves[row] for row in asked},
             splits,
         )
         for row in rows:
@@ -428,15 +427,14 @@ class HalfGradients:
 
     def ignore_writes(self) -> None:
         """Take for nothing what the script did to shown gradients that no step will use."""
-        if self.is_shown:
-            self._note_all()
+        self._note_all()
 
     # -- the masters' side -------------------------------------------------------------------------
 
     def _keep(self, row: int, grad: torch.Tensor | None) -> None:
         """Let ``grad`` be the float32 gradient of a master."""
         self.may_have_bases |= grad is not None
-        store_grad(self._weights.masters[row], grad)
+        store_grad(self._masters[row], grad)
 
     def _wide(self, grad: Any) -> torch.Tensor:
         """A half gradient without a loss scale as a master has it."""
@@ -444,7 +442,7 @@ class HalfGradients:
 
     def gradient(self, row: int) -> torch.Tensor | None:
         """The unscaled float32 gradient of a master; makes those of all."""
-        is_sharded = self._weights.has_sharded
+        is_sharded = self._has_sharded
         self.take_in(looks=is_sharded)
         self.make_all()
         if is_sharded:  # a write to the masters' may leave no trace
@@ -458,7 +456,7 @@ class HalfGradients:
             self.make_all()
             if self.state is State.NONE:
                 self.state = State.MADE
-        self._weights.halves[row].grad = None
+        self._halves[row].grad = None
         self._zeroed.discard(row)
         self._note(row, None)
         self._keep(row, grad)
@@ -471,12 +469,9 @@ class HalfGradients:
             self.state = State.MADE
 
     def make_all(self) -> None:
-        """Make the gradients of masters, if they are half; after `take_in`."""
-        if self.state is State.HALF:
-            self.make()
-
-    def make(self) -> None:
-        """HALF becomes MADE: ``base = float32(half) * factor + base``, in one op."""
+        """HALF becomes MADE by one op, after `take_in`: ``float32(half) * factor + earlier``."""
+        if self.state is not State.HALF:
+            return
         rows = [row for row, grad in enumerate(self.seen) if grad is not None]
         bases = self.bases()
         grads: list[Any] = [self.seen[row] for row in rows]
@@ -492,7 +487,7 @@ class HalfGradients:
             self.may_have_bases = True
             for row, wide in zip(rows, wides, strict=True):
                 if bases[row] is None:
-                    store_grad(self._weights.masters[row], wide)
+                    store_grad(self._masters[row], wide)
             self._is_whole = not any([base is not None for base in bases])
             self.state = State.MADE
 
@@ -507,67 +502,69 @@ class HalfGradients:
         Where earlier gradients must be in the half ones too, ``carry`` is the scale of the coming
         backward; see `DirectGradients`.
         """
-        held = [row for row, grad in enumerate(self.seen) if grad is not None]
-        are_zeros = self.state is State.HALF and self._zeroed.issuperset(held)
+        are_zeros = self.state is State.HALF and self._zeroed.issuperset(
+            [row for row, grad in enumerate(self.seen) if grad is not None]
+        )
         if not are_zeros:
             self.make_all()
-        self.changes += 1
-        self.state = State.OPEN
+        self.state = State.OPEN  # before any is cleared, or an interrupt would drop them
         self.is_shown = False
-        self._arrived = None
+        self._new = None
+        self.changes += 1
         if not are_zeros:
             self._clear_halves()
-        if carry is None or not self.may_have_bases:
+        if carry is None:
             return
         for row, base in enumerate(self.bases()):
             if base is not None:
                 self._carried.add(row)
-                half = self._weights.halves[row]
+                half = self._halves[row]
                 half.grad = (base.to(half.device) * carry).to(half.dtype)
 
     def _clear_halves(self) -> None:
-        for half in self._weights.halves:
+        for half in self._halves:
             half.grad = None
-        self.seen = [None] * len(self._weights)
-        self.versions = [-1] * len(self._weights)
+        self.seen = [None] * len(self._halves)
+        self.versions = [-1] * len(self._halves)
 
     def note_reached(self) -> None:
         """A backward of an open block is over: what is dropped from now on was dropped whole."""
         if self.is_open and self.may_have_bases:
-            self._show_missing()
-            grads = enumerate(map(grad_of, self._weights.halves))
+            self.show_missing()
+            grads = enumerate(map(grad_of, self._halves))
             self._reached.update(row for row, grad in grads if grad is not None)
 
     def _dropped(self) -> list[int]:
         """Rows that a backward of the block has reached, and the script has dropped since."""
-        return [row for row in self._reached if grad_of(self._weights.halves[row]) is None]
+        return [row for row in self._reached if grad_of(self._halves[row]) is None]
 
-    def arrive(self) -> None:
+    def read_new(self) -> None:
         """Read the half gradients that a backward has left, for `commit`; refuse a sparse one."""
-        self._arrived = grads = list(map(grad_of, self._weights.halves))
+        self._new = grads = list(map(grad_of, self._halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
             return
         for name, grad in zip(self._names, grads, strict=True):
             if grad is not None and grad.is_sparse:
                 raise _sparse(name)
 
-    def arrived_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
-        """What `arrive` has read, if ``leaves`` are the half weights; not to be changed."""
-        is_all = self._arrived is not None and are_same(leaves, self._weights.halves)
-        return self._arrived if is_all and not self._weights.has_sharded else None
+    def new_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+        """What `read_new` has read, if ``leaves`` are the half weights; not to be changed."""
+        is_all = self._new is not None and are_same(leaves, self._halves)
+        return self._new if is_all and not self._has_sharded else None
 
     def put_back(self) -> None:
         """The backward failed: drop what it left; the masters' gradients have the earlier value."""
         if self.state is not State.OPEN:
             return
         self._reached.clear()
-        for row, half in enumerate(self._weights.halves):
+        for row, half in enumerate(self._halves):
             is_zero = row in self._zeroed and self.base(row) is None
             half.grad = torch.zeros_like(half) if is_zero else None
-        self._show_missing()
+        if self.may_have_bases:
+            self.show_missing()
         self._note_all()
         self._carried.clear()
-        self._arrived = None
+        self._new = None
         if self.has_earlier:
             self._is_whole = False
             self.state = State.MADE
@@ -575,111 +572,96 @@ class HalfGradients:
             self._be_plain()
             self.state = State.HALF if self._zeroed else State.NONE
 
-    def merge(self, factor: torch.Tensor | None) -> None:
-        """Keep new gradients apart from earlier ones, which the masters have: add nothing yet."""
-        del factor
-        self._show_missing()
-
-    def _show_missing(self) -> None:
+    def show_missing(self) -> None:
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
         drops the model's gradients could not reach it. The zeros are negative: zeroed by a script
         they are not, while a clip that saw no more of the gradient leaves them so, and is refused.
         """
-        if not self.may_have_bases:
-            return
-        self._arrived = None
+        self._new = None
         dropped = self._dropped()
-        for row, (half, base) in enumerate(zip(self._weights.halves, self.bases(), strict=True)):
+        for row, (half, base) in enumerate(zip(self._halves, self.bases(), strict=True)):
             if base is not None and stored_grad(half) is None and row not in dropped:
                 half.grad = negative_zeros(half, waits=self.wait_on_host)
 
     def commit(self, factor: torch.Tensor | None) -> None:
-        """The backward has ended: note the half gradients, and make those that must be made now.
+        """The backward has ended: note the half gradients, and add nothing yet.
 
         ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled. It
         is called again if it was interrupted.
         """
         if self.state is State.OPEN:
-            self._collect(factor)
+            for row in (*self._carried, *self._dropped()):  # the half gradient has the earlier one
+                self._keep(row, None)
+            self._reached.clear()
+            # Sharded ones may have been placed anew since they were read.
+            grads = None if self._has_sharded else self._new
+            grads = list(map(grad_of, self._halves)) if grads is None else grads
+            versions = self._versions_of(grads)
+            if self._zeroed:  # those that nothing was added to
+                same = zip(grads, self.seen, versions, self.versions, strict=True)
+                kept = {row for row, (a, b, v, w) in enumerate(same) if a is b and v == w}
+                self._zeroed &= {row for row in kept if grads[row] is not None}
+            self.seen, self.versions, self._new = grads, versions, None
+            self._be_plain()
+            self.unscales, self._is_plain = factor, factor is None
+            self._carried.clear()
+            self.state = State.HALF
         watch = self._rewriting  # the script may write over what masters' gradients are made of
         watches = watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED)
         if watches and not self._is_plain:
             self.make_all()
-
-    def _collect(self, factor: torch.Tensor | None) -> None:
-        """Note what the backward has left; add nothing yet. Cannot fail."""
-        for row in (*self._carried, *self._dropped()):  # the half gradient has the earlier one too
-            self._keep(row, None)
-        self._reached.clear()
-        # Sharded ones may have been placed anew since they arrived.
-        arrived = None if self._weights.has_sharded else self._arrived
-        grads = list(map(grad_of, self._weights.halves)) if arrived is None else arrived
-        versions = self._versions_of(grads)
-        if self._zeroed:  # those that nothing was added to
-            same = zip(grads, self.seen, versions, self.versions, strict=True)
-            kept = {row for row, (a, b, v, w) in enumerate(same) if a is b and v == w}
-            self._zeroed &= {row for row in kept if grads[row] is not None}
-        self.seen, self.versions, self._arrived = grads, versions, None
-        self._be_plain()
-        self.unscales, self._is_plain = factor, factor is None
-        self._carried.clear()
-        self.state = State.HALF
 
     # -- after a step, and zeroing -----------------------------------------------------------------
 
     def spend(self) -> None:
         """After a step: masters' gradients go, half gradients stay but are used up."""
         self._steps = min(self._steps + 1, _STEPS_WATCHED)
-        self.ignore_writes()
+        if self.is_shown:
+            self._note_all()
         self._drop_bases()
-        self._be_spent()
-
-    def _be_spent(self) -> None:
-        self.state, self.is_shown = State.NONE, False
-        self._zeroed.clear()
-
-    def _drop_bases(self) -> None:
-        if self.may_have_bases:
-            for master in self._weights.masters:
-                store_grad(master, None)
-            self.may_have_bases = False
 
     def drop(self) -> None:
         """Clear the gradients on both sides. A backward that is under way stays so."""
-        is_open = self.is_open
         self.changes += 1
-        self._arrived = None
+        self._new = None
         self._clear_halves()
-        self._drop_bases()
         self._carried.clear()
-        self._be_spent()
-        if is_open:
-            self.state = State.OPEN
+        self._drop_bases()
+
+    def _drop_bases(self) -> None:
+        if self.may_have_bases:
+            for master in self._masters:
+                store_grad(master, None)
+            self.may_have_bases = False
+        self._zeroed.clear()
+        self.is_shown = False
+        if self.state is not State.OPEN:
+            self.state = State.NONE
 
     def zero(self) -> None:
         """Zero the half gradients, and drop the masters', but in a backward; see `be_zeros`."""
-        now = list(map(grad_of, self._weights.halves))
+        now = list(map(grad_of, self._halves))
         for grad in now:
             if grad is not None:
                 if grad.grad_fn is not None:  # of create_graph; a view in DDP's buckets has none
                     grad.detach_()
                 grad.requires_grad_(False).zero_()
-        if self.is_open:
+        if self.state is State.OPEN:
             return
-        bases = self.bases()
-        if any([base is not None for base in bases]):
+        if self.has_earlier:
             # What was dropped on the model's side goes; what was assigned here is zeroed.
             for row, grad in enumerate(now):
                 if grad is not None or self.seen[row] is not None:
                     self._keep(row, None)
         self._note_all()
-        self._be_spent()
+        self.state, self.is_shown = State.NONE, False
+        self._zeroed.clear()
 
     def be_zeros(self) -> None:
         """The zeros that `zero` has left are the gradients now."""
-        if self.is_open:
+        if self.state is State.OPEN:
             return
         self._be_plain()
         self._zeroed = {row for row, grad in enumerate(self.seen) if grad is not None}
@@ -687,7 +669,7 @@ class HalfGradients:
         if self.state is State.MADE:  # of masters that were given one, and zeroed by now
             for row in self._zeroed:
                 self._keep(row, self._wide(self.seen[row]))
-            self._zeroed.update(range(len(self._weights)))
+            self._zeroed.update(range(len(self._halves)))
 
 
 def _sparse(name: str) -> PreampStateError:

@@ -53,7 +53,7 @@ def factors_of(
             splits.max_(list(misfits.values()), over)
     told = [torch.cat([sums[key], misfits[key], torch.stack(tried[key])]).cpu() for key in now]
     rows = cast("list[list[float]]", cast("Any", torch.stack(told)).tolist()) if told else []
-    found = {key: _factor(row) for key, row in zip(now, rows, strict=True)}
+    found = dict(zip(now, map(_factor, rows), strict=True))
     told_by = zip(found.values(), rows, strict=True)
     telling = [one for one, (squares, *_) in told_by if squares and one != 0.0]
     factors = [one for one in telling if one is not None]
@@ -69,7 +69,6 @@ def factors_of(
 
 
 def _factor(row: Sequence[float]) -> float | None:
-    """The factor that explains what `_sums` and `_misfits` have told, the half one first."""
     squares, _, differs, left, half_misfits, misfits, half, factor = row
     if not differs:
         return 1.0

@@ -1,36 +1,144 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The weight table: half parameters, their float32 masters, and what is known of both, as columns.
+"""Half weights and their float32 masters as columns, and what an optimizer has of them.
 
-A row is one weight in two precisions. The columns of weights are `WeightPairs`, those of gradients
-`HalfGradients`. A `SplitTable` keeps in a master's place what its half weight lacks, 16 bits for
-each element. What every row does is here, whichever way its master is kept.
+**The half weight is the truth; the master refines it.** Wherever a master's value is used, an
+element is the master's where that rounds to the half weight bit for bit, and the half weight's
+where it does not. So every write to a half weight counts, however it was made, and nobody has to
+hear of it. What is written to a master is rounded into its half weight before either is used.
+
+`WeightPairs` keeps that rule. A `WeightTable` has the rows of one optimizer, whose ``param_groups``
+have masters in the places of half weights, and their gradients (`HalfGradients`). Masters that are
+split are in `preamp.optim.split`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from preamp.core.dtypes import dtype_name, is_half
-from preamp.core.errors import PreampStateError, bad_state
-from preamp.core.tensors import devices_of, dtype_of, kinds_of, local_of
-from preamp.core.torch_private.shards import sharded_as
-from preamp.kernels import Ops
-from preamp.kernels.stored import are_beyond_float16
-from preamp.optim.gradients import HalfGradients, Rewriting
-from preamp.optim.master_parameter import (
-    MasterParameter,
-    is_master,
-    master_parameter,
-    move_split_master,
-    split_master,
+from preamp.core.errors import PreampStateError, bad_state, with_article
+from preamp.core.tensors import (
+    WeightMarks,
+    devices_of,
+    dtype_of,
+    is_sharded,
+    kinds_of,
+    local_of,
+    locals_of,
 )
-from preamp.optim.pairs import WeightPairs
+from preamp.core.torch_private.shards import set_data
+from preamp.kernels import Ops
+from preamp.optim.gradients import HalfGradients, Rewriting
+from preamp.optim.master_parameter import MasterParameter, is_master, master_parameter
 from preamp.policy.storage import Storage
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
+
+NameOf = Callable[[torch.Tensor], str]
+_HOST = torch.device("cpu")
+
+
+class WeightPairs:
+    """Half weights and their float32 masters as columns, and which masters were written to."""
+
+    def __init__(self, ops: Ops) -> None:
+        """Start without rows."""
+        self.ops = ops
+        self.are_on_host = False  # whether masters lie on the host, wherever their weights do
+        self.has_sharded = False  # whether any weight is a ``DTensor``
+        self.halves: list[Any] = []
+        self.masters: list[Any] = []
+        self._marked = self.masters  # those that somebody may write to
+        self._master_marks = WeightMarks()
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.halves)
+
+    def add_row(self, half: torch.Tensor, master: torch.Tensor) -> None:
+        """Add a half weight and its master."""
+        self.has_sharded |= is_sharded(half)
+        self.halves.append(half)
+        self.masters.append(master)
+        if self._marked is self.masters:
+            self._master_marks.add(master)
+
+    def home_of(self, half: torch.Tensor) -> torch.device:
+        """Where the master of a half weight lies."""
+        return _HOST if self.are_on_host else half.device
+
+    def take_over(self, rows: Sequence[int]) -> None:
+        """Let the masters of ``rows`` have what was written to their half weights.
+
+        Through ``.data``: a penalty on a master may wait for its backward.
+        """
+        if not rows:
+            return
+        masters = locals_of([self.masters[row].detach() for row in rows])
+        halves = locals_of([self.halves[row].detach() for row in rows])
+        self.ops.take_over_([master.data for master in masters], halves)
+
+    def come_along(self, row: int) -> None:
+        """Let the master lie where the half weight has moved, or on the host.
+
+        Raises `PreampStateError` for a half weight that was made wide.
+        """
+        half, master = self.halves[row], self.masters[row]
+        if not is_half(half):
+            raise self.became_wide(row)
+        if master.device != self.home_of(half):
+            set_data(master, master.detach().to(self.home_of(half)))
+            self.note_written((row,))
+
+    def became_wide(self, row: int) -> PreampStateError:
+        """The error for a half weight that was given another dtype."""
+        half = self.halves[row]
+        return bad_state(
+            f"A half parameter of shape {tuple(half.shape)} became {half.dtype} after "
+            "FP16_Optimizer was made",
+            "Parameters with a master keep their dtype",
+            "Convert a copy of the model, or make the optimizer after converting it",
+        )
+
+    def follow(self) -> None:
+        """Round masters that somebody wrote to into their half weights."""
+        written = self._master_marks.changed(self._marked)
+        if written:
+            self.round(written)
+
+    def absorb(self) -> None:
+        """Let all masters agree with their half weights before they are used."""
+        for row in range(len(self)):
+            self.come_along(row)
+        self.follow()
+        self.take_over(range(len(self)))
+
+    def write_halves(self) -> None:
+        """Round every master into its half weight, after a step."""
+        self.round(range(len(self)))
+
+    def round(self, rows: Sequence[int], *, quietly: bool = False) -> None:
+        """Round the masters of ``rows`` into their half weights.
+
+        ``quietly`` is as through ``.data``: nothing that a forward saved counts as written to.
+        """
+        if not rows:
+            return
+        halves = [self.halves[row].detach() for row in rows]
+        if quietly:
+            halves = [half.data for half in halves]
+        with torch.no_grad():
+            self.ops.cast_copy_([self.masters[row].detach() for row in rows], halves)
+        self.note_written(rows)
+
+    def note_written(self, rows: Iterable[int]) -> None:
+        """Remember that the half weights of ``rows`` follow from their masters as of now."""
+        self._master_marks.renew(self._marked, [*rows])
 
 
 class Twin:
@@ -69,18 +177,9 @@ class Twin:
         return self.master if low is None else low
 
     @property
-    def is_shown(self) -> bool:
-        """Whether the half gradient is shown unscaled; see `HalfGradients.show`."""
-        return self.table.gradients.is_shown
-
-    @property
     def unscales(self) -> torch.Tensor | None:
         """What takes the loss scale from the half gradient, without what clips it."""
         return self.table.gradients.unscales
-
-    def assign_gradient(self, grad: torch.Tensor | None) -> None:
-        """The script sets the master's gradient; see `HalfGradients.assign`."""
-        self.table.gradients.assign(self.row, grad)
 
 
 def _note_accumulated(master: Any) -> None:
@@ -95,36 +194,102 @@ def pair_of(param: torch.Tensor) -> Twin | None:
 
 
 class WeightTable(WeightPairs):
-    """The rows that an optimizer updates, and the books on their weights and gradients."""
+    """The half weights that one optimizer updates, with masters and gradients; perhaps no rows.
+
+    The optimizer's group dicts, their ``params`` lists and its ``state`` keep their identity:
+    schedulers and optimizers hold references to them. Only list entries are exchanged.
+    """
 
     is_split = False
 
     def __init__(
-        self, ops: Ops, rewriting: Rewriting, storage: Storage, *, updates_halves: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        ops: Ops,
+        storage: Storage,
+        *,
+        name_of: NameOf = repr,
+        others: list[WeightTable] | None = None,
+        rewriting: Rewriting | None = None,
+        has_masters: bool = False,
+        updates_halves: bool = False,
     ) -> None:
-        """Start without rows.
+        """Start without rows; `adopt` makes them, if half weights are to have masters.
 
-        ``updates_halves`` says whether the optimizer's kernels take half weights for the truth and
-        round new masters into them.
+        ``others`` are the tables of the engine: no weight may be in two. ``updates_halves`` says
+        whether the optimizer's kernels take half weights for the truth and round new masters into
+        them.
         """
         super().__init__(ops)
+        self.optimizer = optimizer
+        self.has_masters = has_masters
         self.are_on_host = storage.place == "host"
         self.updates_halves = updates_halves
         self.twins: list[Twin] = []  # the rows as objects
         # Of each row what is beside its half weight, int16, where masters are split. Of a sharded
         # tensor this rank's part.
         self.lows: list[torch.Tensor | None] = []
-        self.gradients = HalfGradients(self, rewriting)
+        self.gradients = HalfGradients(ops, self.halves, self.masters, rewriting or Rewriting())
         self.gradients.wait_on_host = storage.waits_on_host
         self.is_fresh = True  # whether no backward has begun yet
         self.trusted: set[int] = set()  # rows whose masters were set since `initialize`
         self.is_stepping = False  # whether an optimizer may be writing to masters
         self.is_exact = False  # whether half weights are float32, and the masters, for a block
         self.gives_masters = False  # whether a state dict may have split masters themselves
+        self._name_of = name_of
+        self._others = [] if others is None else others
+        self._by_half: dict[int, Twin] = {}
+        self._known: list[list[Any]] = []  # the parameters of each group, as last adopted
         # By row, what half weights were when somebody was given their master's memory
         self._handed_out: dict[int, torch.Tensor] = {}
         # Dtypes and devices of the half weights, as last seen
         self._forms: tuple[set[torch.dtype], set[torch.device]] = set(), set()
+
+    # -- rows, and the optimizer's groups ---------------------------------------------------------
+
+    def of_half(self, half: torch.Tensor) -> Twin | None:
+        """Return the row of a model parameter, or ``None``."""
+        return self._by_half.get(id(half))
+
+    def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Give every trainable half parameter in the optimizer a master, if it has none.
+
+        Called again before each backward and step: a parameter that was frozen at first gets its
+        master when it is unfrozen. ``originals`` are float32 values from before the cast, by
+        ``id(parameter)``, whose storage becomes the master's; without, the half value is widened.
+        """
+        if not self.has_masters:
+            return
+        for place, group in enumerate(self.optimizer.param_groups):
+            params: list[Any] = group["params"]
+            if place == len(self._known):
+                self._known.append([])
+            known = self._known[place]
+            if known and len(params) == len(known) and all(map(is_, params, known)):
+                continue
+            for index, param in enumerate(params):
+                if not is_master(param) and is_half(param) and param.requires_grad:
+                    params[index] = self._adopt_one(param, (originals or {}).get(id(param)))
+            # A frozen half parameter may be unfrozen, so its group is looked through each time.
+            self._known[place] = [] if any(map(is_half, params)) else params.copy()
+
+    def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:
+        twin = self._by_half.get(id(half)) or self._add_half(half, original)
+        state: dict[Any, Any] = self.optimizer.state
+        _move_state(state, half, twin.master)
+        if twin.master in state:
+            cast_state(state[twin.master], twin.master)
+        return twin.master
+
+    def _add_half(self, half: Any, original: torch.Tensor | None) -> Twin:
+        name = self._name_of(half)
+        for other in self._others:
+            if other.of_half(half) is not None:
+                raise in_two_optimizers(name, other.optimizer, self.optimizer)
+        data = half.detach() if original is None else original
+        twin = self.add(half, data.to(self.home_of(half), torch.float32), name)
+        self._by_half[id(half)] = twin
+        return twin
 
     def add(self, half: Parameter, value: torch.Tensor, name: str) -> Twin:
         """Add a row with the float32 ``value``, which may become the master's memory."""
@@ -139,13 +304,29 @@ class WeightTable(WeightPairs):
         self.twins.append(twin)
         self.lows.append(low)
         self.add_row(half, master)
-        self.gradients.add_row(name)
+        self.gradients.add_row(name, is_sharded=is_sharded(half))
         return twin
 
-    def clear(self) -> None:
-        """Hold nothing any more, rows and table not each other."""
-        for column in (self.twins, self.halves, self.masters, self.lows):
+    def release(self) -> None:
+        """Put the model parameters back into the groups, and the state under them.
+
+        May be called again if it was interrupted. Rows and table hold each other no longer.
+        """
+        state: dict[Any, Any] = self.optimizer.state
+        by_master = {id(twin.master): twin for twin in self.twins}
+        for twin in self.twins:
+            _move_state(state, twin.master, twin.half)
+        for group in self.optimizer.param_groups:
+            params: list[Any] = group["params"]
+            for index, param in enumerate(params):
+                twin = by_master.get(id(param))
+                if twin is not None:
+                    params[index] = twin.half
+        for twin in self.twins:
+            twin.master.twin = None
+        for column in (self.twins, self.halves, self.masters, self.lows, self._known, self._others):
             column.clear()
+        self._by_half.clear()
         self.gradients.clear()
 
     def became_wide(self, row: int) -> PreampStateError:
@@ -160,7 +341,8 @@ class WeightTable(WeightPairs):
     @property
     def are_alike(self) -> bool:
         """Whether all rows have the same dtypes and lie on one device, as `follow` has seen."""
-        return all([len(kinds) == 1 for kinds in self._forms])
+        dtypes, devices = self._forms
+        return len(dtypes) == len(devices) == 1
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -174,7 +356,7 @@ class WeightTable(WeightPairs):
             return half.detach()
         if is_half(half):  # not after model.float()
             self._take_in_data()
-            self._settle(row)
+            self._agree(row)
         return self.masters[row].detach()
 
     @torch.no_grad()
@@ -203,7 +385,7 @@ class WeightTable(WeightPairs):
 
     # -- what scripts and steps do to weights -----------------------------------------------------
 
-    def _settle(self, row: int) -> None:
+    def _agree(self, row: int) -> None:
         self.come_along(row)
         if self._master_marks.is_changed(row, self.masters[row]):
             self.round((row,))
@@ -219,7 +401,8 @@ class WeightTable(WeightPairs):
             for row in range(len(self)):
                 self.come_along(row)
             self._forms = forms
-        self._take_in_data()
+        if self._handed_out:
+            self._take_in_data()
         super().follow()
 
     def absorb(self) -> None:
@@ -229,7 +412,8 @@ class WeightTable(WeightPairs):
 
     def write_halves(self) -> None:
         """Round new masters into half weights, after a step that has not done so itself."""
-        self._take_in_data()
+        if self._handed_out:
+            self._take_in_data()
         if self.updates_halves:
             super().follow()
         else:
@@ -250,7 +434,7 @@ class WeightTable(WeightPairs):
         if self.is_stepping:
             self._master_marks.expect_change(row)
         elif row not in self._handed_out and is_half(half):
-            self._settle(row)
+            self._agree(row)
             self._handed_out[row] = local_of(half.detach()).clone()
 
     def hand_out_all(self) -> None:
@@ -281,79 +465,32 @@ class WeightTable(WeightPairs):
         del row
 
 
-class SplitTable(WeightTable):
-    """Rows whose masters are their half weights and 16 bits beside each element of these.
-
-    So an element is its half weight, and no further than half a unit in the last place away from
-    it. Only updates that take half weights and the rest as they are work on such rows.
-    """
-
-    is_split = True
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        """Start without rows; arguments as those of `WeightTable`."""
-        super().__init__(*given, **named)
-        self._marked = []  # nobody writes to masters that have no memory
-
-    def add(self, half: Parameter, value: torch.Tensor, name: str) -> Twin:
-        """Add a row with the float32 ``value``, of which nothing is kept."""
-        home = self.home_of(half)
-        low = torch.empty_like(local_of(half.detach()), dtype=torch.int16, device=home)
-        twin = self._add(half, split_master(half, home), low, name)
-        self.set_value(twin.row, value)
-        return twin
-
-    def come_along(self, row: int) -> None:
-        """Let what is beside the half weight lie where that has moved, or on the host."""
-        if self.halves[row].dtype is not self.twins[row].dtype:
-            raise self.became_wide(row)
-        self._move(row)
-
-    def _move(self, row: int) -> None:
-        half, low = self.halves[row], cast("torch.Tensor", self.lows[row])
-        if low.device != self.home_of(half):
-            self.lows[row] = low.to(self.home_of(half))
-            move_split_master(self.masters[row], half, self.home_of(half))
-
-    def parts(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the half weight and what is beside it."""
-        self._move(row)
-        # After model.float() the values are those of half weights still.
-        half = local_of(self.halves[row].detach()).to(self.twins[row].dtype)
-        return half, cast("torch.Tensor", self.lows[row])
-
-    def value(self, row: int) -> torch.Tensor:
-        """The exact float32 value of a row, in memory of its own."""
-        if self.is_exact:
-            return self.halves[row].detach()
-        half, low = self.parts(row)
-        wide = torch.empty_like(half, dtype=torch.float32, device=low.device)
-        self.ops.join_([half], [low], [wide])
-        return sharded_as(wide, self.halves[row])
-
-    @torch.no_grad()
-    def set_value(self, row: int, value: torch.Tensor) -> None:
-        """Let a row have another exact value, rounded with ties away from zero.
-
-        Raises `PreampStateError` for one that float16 weights and 16 bits cannot hold;
-        synchronises for that at float16.
-        """
-        self.come_along(row)
-        half, low = local_of(self.halves[row].detach()).data, cast("Any", self.lows[row])
-        wide = local_of(value.detach()).to(low.device, torch.float32)
-        if half.dtype is torch.float16 and True in are_beyond_float16([wide]):
-            raise _beyond_float16(self.twins[row].name)
-        self.ops.split_([wide], [half], [low])
-
-    def absorb(self) -> None:
-        """A split master is what its half weight is."""
-        self.follow()
-
-
-def _beyond_float16(name: str) -> PreampStateError:
-    """The error for a value that is too large to be split."""
+def in_two_optimizers(name: str, first: object, second: object) -> PreampStateError:
+    """Return the error for a half weight that a second optimizer is to update as well."""
+    kinds = [with_article(type(optimizer).__name__) for optimizer in (first, second)]
     return bad_state(
-        f"The float16 weight {name!r} was given values beyond 65504, where it is infinite",
-        'Masters that large cannot be told from infinite ones where they are split ("split")',
-        f"Use opt_level='O5' (bfloat16), storage='full', or keep_fp32=[{name!r}]",
+        f"The half weight {name!r} is in two optimizers, {kinds[0]} and {kinds[1]}",
+        "Where weights are half, each is updated by one optimizer",
+        "Give it to one of the two, or choose O1 (O4 for bfloat16), where weights stay float32 and "
+        "may be in both",
     )
+
+
+def _move_state(state: dict[Any, Any], source: Any, target: Any) -> None:
+    if source in state:
+        state[target] = state[source]  # there for a moment twice, so that no interrupt loses it
+        del state[source]
+
+
+def cast_state(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Cast floating state of a parameter's shape to its dtype; step counters and others stay."""
+    for key, value in state.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.shape == param.shape
+            and key != "step"
+            and value.dtype != param.dtype
+        ):
+            state[key] = value.to(param.dtype)
+    return state

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss scaling: the rules, the scaler of one loss, and scalers that have yet to react.
+"""Loss scaling: the rules, and the scaler of one loss.
 
 The dynamic rule is the one of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2,
 in the form Apex gave it: halve on overflow, double after ``growth_interval`` clean updates in a
@@ -9,9 +9,9 @@ row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from ctypes import c_float
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 
 from preamp.core.errors import message
 from preamp.core.late_numbers import LateNumber, read_numbers
-from preamp.core.tensors import host_reaches, is_capturing
+from preamp.core.tensors import host_reaches
 from preamp.core.torch_private.loss_scale import UPDATES_SCALE_ON, clamp_, update_scale_
 
 SMALLEST_SCALE = 2.0**-24
@@ -78,26 +78,18 @@ class DynamicScale:
         grown = self.max_scale * self.growth_factor
         return 0 < self.growth_interval <= _LARGEST_COUNT and grown <= _LARGEST_SCALE
 
-    def bounds(self, scale: float) -> bool:
-        """Whether ``scale`` is between floor and ceiling."""
-        return self.floor <= scale <= self.max_scale
-
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> ScaleState:
-        """Return the state after an update, clean where the float32 scalar ``found_inf`` is 0."""
+        """Return the state after an update, clean where the float32 scalar ``found_inf`` is 0.
+
+        The scale is between floor and ceiling then, wherever a script has set it.
+        """
         overflow = found_inf != 0
-        # A scale set by hand below the floor is not raised by an overflow.
-        lower = torch.minimum(
-            state.scale, (state.scale * self.backoff_factor).clamp(min=self.floor)
-        )
         tracker = torch.where(overflow, 0, state.growth_tracker + 1)
-        # Not equality, as torch and Apex have it: an interval that was lowered below the count
-        # would hold the scale until the next overflow.
         grows = tracker >= self.growth_interval
-        higher = torch.where(
-            grows, (state.scale * self.growth_factor).clamp(max=self.max_scale), state.scale
-        )
+        grown = torch.where(grows, state.scale * self.growth_factor, state.scale)
+        scale = torch.where(overflow, state.scale * self.backoff_factor, grown)
         return ScaleState(
-            scale=torch.where(overflow, lower, higher),
+            scale=scale.clamp(self.floor, self.max_scale),
             growth_tracker=torch.where(grows, 0, tracker).to(state.growth_tracker.dtype),
         )
 
@@ -110,11 +102,10 @@ class LossScaler:
     """Scale of one loss, with all state in device tensors."""
 
     def __init__(self, rule: ScaleRule, device: torch.device | str = "cpu") -> None:
-        """Start at the rule's initial scale."""
-        self._rule: ScaleRule = rule
+        """Start at the rule's initial scale, or the bound next to it."""
         start = rule.init_scale
         if isinstance(rule, DynamicScale):
-            start = max(min(start, rule.max_scale), rule.min_scale or 0.0)
+            start = max(min(start, rule.max_scale), rule.floor)
         # float32 scalar tensor; scripts set it by `set_scale`
         self.scale = torch.tensor(start, dtype=torch.float32, device=device)
         # int32 scalar tensor, clean updates since the last overflow or growth; scripts set it by
@@ -123,11 +114,10 @@ class LossScaler:
         # float32 scalar tensor; set by `record`, consumed by `update`. It stays set until an
         # update looks at it, so a delayed check loses nothing.
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self.device = self.scale.device  # where all of these live
         self._has_recorded = False  # anything since the latest update
         self.generation = 0  # counts changes of the scale as far as the host knows of them
-        # Whether scale and counter may be where a script has set them, and the rule never does
-        self._has_odd_scale = isinstance(rule, DynamicScale) and not rule.bounds(start)
-        self._has_odd_count = False
+        self.rule = rule
 
     @property
     def rule(self) -> ScaleRule:
@@ -136,27 +126,19 @@ class LossScaler:
 
     @rule.setter
     def rule(self, rule: ScaleRule) -> None:
-        old, self._rule = self._rule, rule
-        if not isinstance(old, DynamicScale):
-            self._has_odd_scale = self._has_odd_count = True
-        elif isinstance(rule, DynamicScale):
-            self._has_odd_scale |= rule.floor > old.floor or rule.max_scale < old.max_scale
-            self._has_odd_count |= rule.growth_interval < old.growth_interval
+        self._rule = rule
+        self.is_dynamic = rule.is_dynamic  # whether overflows are looked for and acted on
+        # Whether it is the static scale 1, which needs no arithmetic
+        self.is_identity = isinstance(rule, StaticScale) and rule.init_scale == 1.0
+        self._stay_below_interval()
 
-    @property
-    def device(self) -> torch.device:
-        """Where scale and flags live."""
-        return self.scale.device
+    def _stay_below_interval(self) -> None:
+        """Let the next clean update grow the scale where as many have been counted already.
 
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether overflows are looked for and acted on."""
-        return self.rule.is_dynamic
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether this is the static scale 1, which needs no arithmetic. Never synchronises."""
-        return isinstance(self.rule, StaticScale) and self.rule.init_scale == 1.0
+        torch's operation grows where the count is equal, and would not any more before an overflow.
+        """
+        if isinstance(self._rule, DynamicScale):
+            self.growth_tracker.clamp_(max=max(math.ceil(self._rule.growth_interval) - 1, 0))
 
     def scale_loss(self, loss: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``loss`` in float32 (float64 stays) times the scale; differentiable.
@@ -167,10 +149,6 @@ class LossScaler:
         if self.is_identity:
             return wide
         return wide * (self.scale.clone() if scale is None else scale).to(loss.device)
-
-    def inverse(self) -> torch.Tensor:
-        """Return ``1 / scale``, a new float32 scalar that later updates do not touch."""
-        return self.scale.reciprocal()
 
     def record(self, found_inf: torch.Tensor, *, forgets: bool = False) -> None:
         """Remember an overflow until the next `update`. Mutates ``found_inf`` of the scaler.
@@ -195,46 +173,33 @@ class LossScaler:
 
     def reaction(self) -> Callable[[], None]:
         """What adjusts to what was recorded, once, however often it is called."""
-        rule, generation = self.rule, self.generation + 1
-        is_captured = is_capturing(self.device)  # and replayed after whatever a script will set
-        is_odd = self._has_odd_scale or self._has_odd_count
-        takes_operation = not (is_captured or is_odd) and self.device.type in UPDATES_SCALE_ON
-        if takes_operation and isinstance(rule, DynamicScale) and rule.is_usual:
-            return partial(self._adjust_in_place, rule, generation, [])
-        state = rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
+        rule, generation, done = self._rule, self.generation + 1, list[object]()
+        act: Callable[..., object]
+        if not isinstance(rule, DynamicScale):
+            act, given = self.growth_tracker.add_, (1,)
+        elif rule.is_usual and self.device.type in UPDATES_SCALE_ON:
+            growth, backoff = c_float(rule.growth_factor).value, c_float(rule.backoff_factor).value
+            interval, act = math.ceil(rule.growth_interval), update_scale_
+            given = self.scale, self.growth_tracker, self.found_inf, growth, backoff, interval
+        else:
+            act = self._take
+            given = rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
 
         def adjust() -> None:
-            if state.scale is not self.scale:
-                self.scale.copy_(state.scale)
-            if host_reaches(state.growth_tracker):
-                self.growth_tracker = state.growth_tracker
-            else:  # a CUDA graph knows where it lies
-                self.growth_tracker.copy_(state.growth_tracker)
-            self._end_reaction(generation)
-            self._has_odd_count &= is_captured  # else the formula has brought it below the interval
+            if not done:  # by `map`, so that no signal comes between the act and the note of it
+                done.extend(map(act, *zip(given, strict=True)))
+            if isinstance(rule, DynamicScale):
+                clamp_(self.scale, rule.floor, rule.max_scale)
+            if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
+                self.found_inf.zero_()
+            self._has_recorded = False
+            self.generation = generation
 
         return adjust
 
-    def _adjust_in_place(
-        self, rule: DynamicScale, generation: int, done: list[torch.Tensor]
-    ) -> None:
-        """Adjust by torch's own operation; ``done`` is empty until that has run."""
-        if not done:
-            numbers = (rule.growth_factor, rule.backoff_factor)
-            growth, backoff = (c_float(number).value for number in numbers)
-            given = (self.scale, self.growth_tracker, self.found_inf, growth, backoff)
-            # By `map`, so that no signal comes between the operation and the note of it.
-            done.extend(
-                map(update_scale_, *zip((*given, math.ceil(rule.growth_interval)), strict=True))
-            )
-        clamp_(self.scale, rule.floor, rule.max_scale)
-        self._end_reaction(generation)
-
-    def _end_reaction(self, generation: int) -> None:
-        if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
-            self.found_inf.zero_()
-        self._has_recorded = False
-        self.generation = generation
+    def _take(self, scale: torch.Tensor, growth_tracker: torch.Tensor) -> None:
+        self.scale.copy_(scale)
+        self.growth_tracker.copy_(growth_tracker)
 
     def coming_scale(self) -> Callable[[], float]:
         """What tells the scale once what is recorded now is acted on; only that synchronises."""
@@ -255,19 +220,19 @@ class LossScaler:
         return float(self.scale.item())
 
     def set_scale(self, value: float) -> None:
-        """Set the scale by hand; a static scaler keeps it, a dynamic one goes on from it."""
-        rule = self.rule
-        self._has_odd_scale = isinstance(rule, DynamicScale) and not rule.bounds(value)
+        """Set the scale by hand; a static scaler keeps it, a dynamic one goes on from it.
+
+        Outside of the bounds it stays until the next reaction.
+        """
         self.scale.fill_(value)
         self.generation += 1
-        if isinstance(rule, StaticScale):
+        if isinstance(self.rule, StaticScale):
             self.rule = StaticScale(init_scale=value)
 
     def set_clean_steps(self, number: int) -> None:
         """Set by hand how many updates since the last overflow or growth were clean."""
-        rule = self.rule
-        self._has_odd_count = isinstance(rule, DynamicScale) and number >= rule.growth_interval
         self.growth_tracker.fill_(number)
+        self._stay_below_interval()
 
     def state_dict(self) -> dict[str, float | int]:
         """Return scale and counter as plain numbers. Synchronises."""
@@ -307,86 +272,3 @@ class LossScaler:
             self.set_scale(scale)
         self.set_clean_steps(unskipped)
         self.found_inf.zero_()
-
-
-@dataclass(slots=True, eq=False)
-class _Late:
-    """What this rank alone has found, while the gradients wait to be reduced."""
-
-    scaler: LossScaler  # by whose scale they were multiplied
-    # ``id`` of the sessions whose gradients have not been reduced since
-    waits_for: set[int] = field(default_factory=set[int])
-    # found in these; ``None`` once the reduction has shown it to all ranks
-    found_inf: torch.Tensor | None = None
-    is_due: bool = False  # whether the scale has to react, and not only to remember
-
-    def settle(self, sessions: Iterable[object]) -> None:
-        """The gradients of ``sessions`` are no longer those of this rank alone."""
-        self.waits_for.difference_update(map(id, sessions))
-        if not self.waits_for:
-            self.found_inf = None
-
-
-class Adjustments:
-    """Loss scales that have yet to react, since other ranks do not know of an overflow yet.
-
-    Ranks keep one scale because each reacts to what all have seen. What one has found in
-    gradients that nobody has reduced stays out of its scaler: the reduction shows it to all, in
-    whichever loss's backward that comes, or the script drops it with the gradients.
-    """
-
-    def __init__(self) -> None:
-        """Start with nothing to do."""
-        self._late: dict[int, _Late] = {}
-
-    def reaction(self, scaler: LossScaler) -> Callable[[], None]:
-        """What lets ``scaler`` react to what was found since it last did, once."""
-        late = self._late.get(id(scaler))
-        if late is not None and not late.waits_for:
-            del self._late[id(scaler)]
-        return scaler.reaction()
-
-    def later(
-        self,
-        scaler: LossScaler,
-        sessions: Sequence[object],
-        found_inf: torch.Tensor | None,
-        *,
-        is_due: bool = True,
-    ) -> None:
-        """Let ``scaler`` react with a later block, at the latest with the next step."""
-        late = self._late.setdefault(id(scaler), _Late(scaler))
-        late.waits_for.update(map(id, sessions))
-        late.is_due |= is_due
-        if late.found_inf is None:
-            late.found_inf = found_inf
-        else:
-            late.found_inf = larger(late.found_inf, found_inf)
-
-    def reduced(self, sessions: Sequence[object], found_inf: torch.Tensor | None) -> None:
-        """All that ranks held of ``sessions`` has been reduced; all have found ``found_inf``."""
-        own = set(map(id, sessions))
-        for late in self._late.values():
-            if own & late.waits_for:
-                if found_inf is not None:
-                    late.scaler.record(found_inf)
-                late.settle(sessions)
-
-    def dropped(self, sessions: Sequence[object]) -> None:
-        """The script has dropped the gradients of ``sessions``; other ranks never know of them."""
-        for late in self._late.values():
-            late.settle(sessions)
-
-    def catch_up(self, session: object) -> None:
-        """``session`` takes a step: let all react that wait for it, or for nobody any more."""
-        for late in tuple(self._late.values()):
-            if not late.waits_for or id(session) in late.waits_for:
-                del self._late[id(late.scaler)]
-                if late.found_inf is not None:
-                    late.scaler.record(late.found_inf)
-                if late.is_due:
-                    late.scaler.react()
-
-    def forget(self) -> None:
-        """Nothing waits any more: all gradients are gone."""
-        self._late.clear()

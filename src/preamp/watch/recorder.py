@@ -262,8 +262,6 @@ def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
         engine.ledger.lock,
     )
     recorder.listen(engine.events, engine.ledger)
-    if recording.takes_steps and not engine.policy.is_dynamic:
-        recorder.history.listen(engine.ledger.read_record)
     return recorder
 
 

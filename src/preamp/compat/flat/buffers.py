@@ -11,7 +11,7 @@ from preamp.compat.multi_tensor.apex_C import flatten, unflatten
 from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.errors import bad_state, bad_type
 from preamp.kernels import Ops
-from preamp.optim.pairs import WeightPairs
+from preamp.optim.table import WeightPairs
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 

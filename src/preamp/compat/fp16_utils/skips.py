@@ -18,7 +18,9 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession
 from preamp.kernels import backend
+from preamp.optim import WeightTable
 from preamp.policy import OPT_LEVELS
+from preamp.policy.storage import FULL
 from preamp.scaling import LossScaler
 
 MAX_SKIPS = OPT_LEVELS["O2"].max_consecutive_skips or 50
@@ -31,7 +33,8 @@ class Skips:
     def __init__(self, optimizer: Any, params: HalfParams) -> None:
         self._params = params
         # Of an optimizer without an engine: no masters, no ranks
-        self._session = OptimizerSession(optimizer, backend(), None, Reductions((), Splits()))
+        table = WeightTable(optimizer, backend(), FULL)
+        self._session = OptimizerSession(optimizer, backend(), table, Reductions((), Splits()))
         self.note: GradientNote | None = None  # what the latest backward found
 
     def _name_of(self, param: torch.Tensor) -> str:
@@ -66,7 +69,8 @@ class Skips:
 
     def skipped(self, scaler: LossScaler) -> None:
         """Tell of a skipped step; ``LossScaleError`` where scaling cannot go on. Synchronises."""
-        self._session.notes = [] if self.note is None else [self.note]
+        if self.note is not None:
+            self._session.notes.append(self.note)
         self.note = None
         told = amp_state.verbosity
         ledger = Ledger([scaler], self._name_of, limit=MAX_SKIPS, verbosity=told)

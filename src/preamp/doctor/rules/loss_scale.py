@@ -145,11 +145,10 @@ class Clipping(Detector):
             if not engine.scales_losses:
                 continue
             for session in engine.sessions.values():
-                masters = session.masters
                 own = {id(param) for param in session.params()}
                 direct = [param for param in present if id(param) in own]
-                twins = [masters.of_half(param) for param in present] if masters else []
-                halves = [twin.half for twin in twins if twin is not None and not twin.is_shown]
+                twins = map(session.table.of_half, () if session.halves.is_shown else present)
+                halves = [twin.half for twin in twins if twin is not None]
                 both, scale = [*direct, *halves], engine.loss_scale()
                 if both and session.is_open:
                     is_left_open = session.end_backward is not None

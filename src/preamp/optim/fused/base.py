@@ -34,7 +34,8 @@ from preamp.optim.fused.full_precision import copy_of
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.moments import Entry
 from preamp.optim.fused.norms import Call, norms_of_wholes
-from preamp.optim.master_parameter import form_of, without_masters
+from preamp.optim.master_parameter import without_masters
+from preamp.optim.split import form_of
 from preamp.policy.storage import FULL
 
 Group = dict[str, Any]
