@@ -529,7 +529,7 @@ class HalfGradients:
 
     def note_reached(self) -> None:
         """A backward of an open block is over: what is dropped from now on was dropped whole."""
-        if self.is_open and self.may_have_bases:
+        if self.state is State.OPEN and self.may_have_bases:
             self.show_missing()
             grads = enumerate(map(grad_of, self._halves))
             self._reached.update(row for row, grad in grads if grad is not None)
@@ -580,7 +580,7 @@ class HalfGradients:
         they are not, while a clip that saw no more of the gradient leaves them so, and is refused.
         """
         self._new = None
-        dropped = self._dropped()
+        dropped = self._dropped() if self._reached else ()
         for row, (half, base) in enumerate(zip(self._halves, self.bases(), strict=True)):
             if base is not None and stored_grad(half) is None and row not in dropped:
                 half.grad = negative_zeros(half, waits=self.wait_on_host)
@@ -592,9 +592,12 @@ class HalfGradients:
         is called again if it was interrupted.
         """
         if self.state is State.OPEN:
-            for row in (*self._carried, *self._dropped()):  # the half gradient has the earlier one
+            for row in self._carried:  # the half gradient holds the earlier one too
                 self._keep(row, None)
-            self._reached.clear()
+            if self._reached:
+                for row in self._dropped():
+                    self._keep(row, None)
+                self._reached.clear()
             # Sharded ones may have been placed anew since they were read.
             grads = None if self._has_sharded else self._new
             grads = list(map(grad_of, self._halves)) if grads is None else grads
