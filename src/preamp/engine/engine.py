@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -15,13 +15,15 @@ from torch import nn
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.core.errors import bad_state
 from preamp.core.link import ATTRIBUTE, Link
+from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import refusals, watchers
 from preamp.engine.copies import Copies
-from preamp.engine.core import EngineCore, Setup
+from preamp.engine.core import EngineCore, Entrance
 from preamp.engine.explain import explain_engine
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import twin_of
+from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.weights import (
     WeightsAtEnd,
@@ -30,6 +32,8 @@ from preamp.engine.weights import (
     load_exact,
     trust_masters,
 )
+from preamp.kernels import Ops
+from preamp.policy import Policy
 
 if TYPE_CHECKING:
     from preamp.numerics import History
@@ -59,9 +63,18 @@ class Engine(EngineCore):
         recorder: Makes the records of `history`.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kernels: tuple[Ops, Splits],
+        num_losses: int,
+        recording: Recording,
+        entrance: Entrance,
+    ) -> None:
         """See `EngineCore`."""
-        super().__init__(setup)
+        super().__init__(policy, models, optimizers, kernels, num_losses, recording, entrance)
         self._model_undo = {id(model): UndoStack() for model in self.models}
         # Taken away last, so that an engine whose end was interrupted can still be found
         self._links = {id(thing): UndoStack() for thing in (*self.models, *self.optimizers)}
@@ -75,7 +88,7 @@ class Engine(EngineCore):
         self.link: Link[Engine] = Link(self)
         self.copies = Copies(self)
         self._on_close: list[Callable[[], None]] = []
-        self.tracer, self.recorder = watchers.make_watchers(self, setup.recording)
+        self.tracer, self.recorder = watchers.make_watchers(self, recording)
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -202,6 +215,14 @@ class Engine(EngineCore):
         from preamp.report import write
 
         write(Path(path), self.history, title=title)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled, as with an optimizer whose class copies all it has."""
+        raise bad_state(
+            "An engine was to be copied or pickled, alone or with what leads to it",
+            "It belongs to the models and optimizers it was made for, of which torch copies values",
+            "Copy the model, build an optimizer for the copy and load optimizer.state_dict()",
+        )
 
     def undo_of(self, model: nn.Module) -> UndoStack:
         """The steps that take back what was done to ``model`` alone."""

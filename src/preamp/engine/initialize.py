@@ -18,7 +18,9 @@ from preamp.casting import (
     Conversion,
     attach_cast_region,
     attach_io_casts,
+    attach_layer_casts,
     attach_plain_region,
+    attach_state_hooks,
     install_function_casts,
     install_mixed_calls,
     install_wide_where_slow,
@@ -37,15 +39,11 @@ from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
 from preamp.engine.asked import asked
-from preamp.engine.copies import attach_copies, attach_optimizer_copies
-from preamp.engine.core import Setup
+from preamp.engine.core import OWN, Enter, Entrance
 from preamp.engine.engine import Engine
-from preamp.engine.entrance import OWN, Enter, Entrance
 from preamp.engine.explain import summary_of
-from preamp.engine.layers import hook_layers, refuse_new_layers
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
-from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
@@ -55,6 +53,7 @@ from preamp.engine.waiting import Waiting
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import Ops
 from preamp.kernels import backend as ops_named
+from preamp.optim import MasterParameter
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import OnOverflow, Policy, Scope, Storage, resolve
 
@@ -216,24 +215,18 @@ def create_engine(
     """Check, convert and hook; what `initialize` does once the policy is known."""
     _end_dropped_casts()
     ops, splits = kernels or (ops_named(), Splits())
-    model_list = checks.as_models(models)
-    optimizer_list = checks.as_optimizer_list(optimizers)
+    model_list = checks.as_list(models, nn.Module, "model")
+    optimizer_list: list[torch.optim.Optimizer] = []
+    if optimizers is not None:
+        optimizer_list = checks.as_list(optimizers, torch.optim.Optimizer, "optimizer")
     num_losses = checks.check_num_losses(num_losses)
     conversion = _checked(model_list, optimizer_list, policy, splits, entrance)
     check_updates(optimizers, optimizer_list, policy, (ops, splits), recording)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
-    setup = Setup(
-        policy=policy,
-        models=model_list,
-        optimizers=optimizer_list,
-        ops=ops,
-        splits=splits,
-        num_losses=num_losses,
-        recording=recording,
-        entrance=entrance,
+    engine = Engine(
+        policy, model_list, optimizer_list, (ops, splits), num_losses, recording, entrance
     )
-    engine = Engine(setup)
     engine.conversion = conversion
     exact_state = UndoStack()
     is_attached = False
@@ -278,7 +271,6 @@ def _checked(
     checks.check_models(models, policy, allow_half_model=entrance.allow_half_model)
     check_fits(models, policy, splits)
     conversion = checks.planned_conversion(models, policy)
-    checks.check_half_once(models, optimizers, policy, conversion.kept)
     check_storage(models, optimizers, policy, conversion.kept)
     return conversion
 
@@ -319,10 +311,12 @@ def _attach(engine: Engine) -> None:
     if policy.cast_model_type in HALF_DTYPES:
         engine.undo.push(engine.reductions.retire_wrappers)
     check_groups(engine.models)
+    checks.check_half_once(engine.sessions.values(), engine.names.of)
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)
     if policy.master_weights:
-        for kind in map(ForeachType, master_types(engine.sessions.values())):
+        twins = [twin for session in engine.sessions.values() for twin in session.masters or ()]
+        for kind in map(ForeachType, {MasterParameter, *(type(twin.master) for twin in twins)}):
             engine.process_undo.hold(kind)
             kind.hold()
     is_sharded = any(map(has_sharded_parts, engine.models))
@@ -339,9 +333,8 @@ def _attach(engine: Engine) -> None:
     engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
-        refuse_new = functools.partial(refuse_new_layers, engine)
+        refuse_new = functools.partial(checks.check_not_new, engine)
         OptimizerHooks(engine, session, refuse_new).attach(engine.undo)
-        attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.waits_on_host:
@@ -376,12 +369,14 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     # fully_shard casts what it gathers for
     attach_io_casts(model, inputs, outputs, undo, casts_forward=casts_forward)
     attach_reductions(model, engine.reductions, undo)
+    layers = [*model.modules()]
     if target in HALF_DTYPES:
-        hook_layers(engine, target, [*model.modules()], undo)
+        attach_layer_casts(layers, target, engine.conversion.kept, undo)
+        attach_state_hooks(layers, engine.link, undo)
+    if policy.master_weights or target not in HALF_DTYPES:
+        engine.copies.attach(layers, undo)
     if policy.master_weights:
         attach_weight_doors(model, engine.link, undo)
-    if target not in HALF_DTYPES:
-        attach_copies(model.modules(), engine.copies, undo)
 
 
 def _install_function_casts(engine: Engine) -> None:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an optimizer updates, and where it lies."""
+"""What an optimizer updates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
 
 from preamp.engine.session import OptimizerSession
-from preamp.optim import MasterParameter, Twin
+from preamp.optim import Twin
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
@@ -24,26 +23,6 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Paramet
     """
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def first_device(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> torch.device:
-    """The device of the first parameter; where loss scales and flags are kept."""
-    for model in models:
-        for param in model.parameters():
-            return param.device
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                return param.device
-    return torch.device("cpu")
-
-
-def master_types(sessions: Iterable[OptimizerSession]) -> set[type[torch.Tensor]]:
-    """The classes of all masters, and the one of masters that come later."""
-    twins = [twin for session in sessions for twin in session.masters or ()]
-    return {MasterParameter, *(type(twin.master) for twin in twins)}
 
 
 def twin_of(half: torch.Tensor, sessions: Iterable[OptimizerSession]) -> Twin | None:
