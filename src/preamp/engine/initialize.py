@@ -24,6 +24,7 @@ from preamp.casting import (
     install_function_casts,
     install_mixed_calls,
     install_wide_where_slow,
+    print_casts,
     push_thread_casts,
     settle_thread,
     thread_has_casts,
@@ -112,8 +113,8 @@ def initialize(
             ``scope="thread"`` at O1 and O4, where outputs are as the model makes them.
         num_losses: How many losses have a loss scale of their own.
         verbosity: 0 prints nothing but what ``overflow="trace"`` and `Engine.trace_overflow` find,
-            1 also the decisions, in one line, each skipped step and,
-            once, a loss that is not finite, 2 also each cast of a function's argument (O1, O4).
+            1 also the decisions, in one line, each skipped step and, once, a loss that is not
+            finite, 2 also each cast of a function's argument (O1, O4), and constants beyond half.
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.
         max_loss_scale: Ceiling of a dynamic scale.
@@ -383,8 +384,10 @@ def _install_function_casts(engine: Engine) -> None:
     policy = engine.policy
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types = device_types(engine)
+    if engine.verbosity >= 2:
+        print_casts(undo)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        install_function_casts(undo, verbose=engine.verbosity >= 2)
+        install_function_casts(undo)
         if policy.scope == "thread":
             push_thread_casts(types, policy.patch_torch_functions_type, undo)
     half = policy.half_dtype
