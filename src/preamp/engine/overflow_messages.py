@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 
 
 _CALLS = 16  # of the program, that are told of an operation
-_BLIND = (
-    "The modules were watched, but no forward of one was seen: code that torch.compile or "
-    "torch.jit.script has made is not looked into. To find the module, run the model without."
-)
 _UNWATCHED = (
     "To learn in which module and line it begins, pass overflow='trace' to preamp.initialize. "
 )
@@ -53,8 +49,6 @@ def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
         )
         if cause.loss_was_finite and cause.old_scale > 1:
             text += ". A smaller loss_scale can help; 'dynamic' finds one, and skips such steps"
-    if cause.is_blind and cause.trace is None:
-        return f"{text}. {_BLIND}"
     if not cause.was_watched:
         return text
     stack = _stack(cause.trace) if cause.trace is not None and with_stack else ""
