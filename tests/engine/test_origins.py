@@ -515,7 +515,7 @@ def test_a_forward_in_between(way: str) -> None:
     if way == "backward":
         head.linear.weight.register_hook(lambda grad: grad * math.inf)
     runs.step(other.sum() * (1.0 if way == "backward" else math.nan), 1)
-    (cause,) = runs.engine.overflow_causes
+    assert len(runs.engine.overflow_causes) == 1
     assert runs.told == (None if way == "backward" else ("", "forward", "mul"))
 
 

@@ -15,9 +15,7 @@ from preamp.engine.lookup import as_optimizers as as_optimizers
 from preamp.engine.lookup import common_engine as common_engine
 from preamp.engine.lookup import engine_of as engine_of
 from preamp.engine.lookup import find_engine as find_engine
-from preamp.engine.lookup import load_state_dict as load_state_dict
-from preamp.engine.lookup import state_dict as state_dict
+from preamp.engine.lookup import master_params as master_params
 from preamp.engine.overflow import OverflowCause as OverflowCause
-from preamp.engine.params import master_params as master_params
 from preamp.engine.recording import Recording as Recording
 from preamp.engine.schedulers import step_scheduler as step_scheduler

@@ -29,7 +29,6 @@ from preamp.core.tensors import version_of
 from preamp.core.torch_private.modules import remove_hooks
 from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack
-from preamp.engine.params import twin_of
 from preamp.optim import is_master
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class Copies:
         engine = self._engine()
         if engine is None or not is_half(tensor):
             return tensor
-        twin = twin_of(tensor, engine.sessions.values())
+        twin = engine.twin_of(tensor)
         if twin is not None:
             return twin.master
         dtype = engine.conversion.dtypes.get(id(tensor), tensor.dtype)

@@ -22,6 +22,7 @@ from preamp.engine.reductions import Reductions
 from preamp.engine.session import make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.kernels import Ops
+from preamp.optim import Twin
 from preamp.policy import Policy
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 from preamp.scaling.scaler import Adjustments
@@ -109,6 +110,11 @@ class EngineCore:
         if 0 <= loss_id < len(self.scalers):
             return self.scalers[loss_id]
         raise refusals.no_such_loss(loss_id, len(self.scalers))
+
+    def twin_of(self, half: torch.Tensor) -> Twin | None:
+        """Return the pair of a model parameter and its master, or ``None``."""
+        found = (s.masters.of_half(half) for s in self.sessions.values() if s.masters is not None)
+        return next((twin for twin in found if twin is not None), None)
 
     @property
     def scales_losses(self) -> bool:

@@ -22,7 +22,6 @@ from preamp.engine.copies import Copies
 from preamp.engine.core import EngineCore, Entrance
 from preamp.engine.explain import explain_engine
 from preamp.engine.overflow import OverflowCause
-from preamp.engine.params import twin_of
 from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.weights import (
@@ -172,7 +171,7 @@ class Engine(EngineCore):
 
     def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 master of the model parameter ``half``, or ``None``."""
-        twin = twin_of(half, self.sessions.values())
+        twin = self.twin_of(half)
         return None if twin is None else twin.master
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
@@ -181,7 +180,11 @@ class Engine(EngineCore):
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scales and counters as plain data; weights are in the models' own."""
+        """Return loss scales and counters as plain data; weights are in the models' own.
+
+        Together with the models' and optimizers' own ``state_dict`` this resumes training bitwise.
+        It loads with ``torch.load(weights_only=True)``.
+        """
         self.ledger.settle(wait=True)
         return scalers_state(self)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which engine a model or an optimizer has, and the state of that engine."""
+"""What a script passes, and where it leads: wrapped optimizers, engines, parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -121,39 +121,15 @@ def common_engine(
     return cast("Engine", first)  # there is an optimizer, and the loop has raised for others
 
 
-# -- what resumes a run, addressed by what belongs to the engine ----------------------------------
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    """Yield every parameter that ``optimizer`` updates: masters, and float32 parameters.
 
-
-def _owner_of(thing: Any) -> Engine:
-    return thing if isinstance(thing, Engine) else engine_of(thing)
-
-
-def state_dict(of: Engine | torch.optim.Optimizer | torch.nn.Module) -> dict[str, Any]:
-    """Return loss scales and step counters of an engine as plain data.
-
-    Together with the models' and optimizers' own ``state_dict`` this resumes training bitwise;
-    masters are in the models' (float32, exact). Loads with ``torch.load(weights_only=True)``.
+    After ``scale_loss`` their ``grad`` is unscaled, so this is what to clip by hand:
+    ``torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)``. Reading the
+    ``grad`` of a master makes it; `preamp.clip_grad_norm_` clips without.
 
     Args:
-        of: The engine, or an optimizer or model given to ``preamp.initialize``.
-
-    Raises:
-        PreampStateError: ``of`` has no engine.
+        optimizer: Any optimizer, initialized or not.
     """
-    return _owner_of(of).state_dict()
-
-
-def load_state_dict(
-    of: Engine | torch.optim.Optimizer | torch.nn.Module, state: Mapping[str, Any]
-) -> None:
-    """Take over what `state_dict` returned, or what Apex's ``amp.state_dict()`` did.
-
-    Args:
-        of: The engine, or an optimizer or model given to ``preamp.initialize``.
-        state: Plain data.
-
-    Raises:
-        PreampStateError: ``of`` has no engine.
-        ValueError: Scalers are missing, left over or unreadable; nothing was applied.
-    """
-    _owner_of(of).load_state_dict(state)
+    for group in optimizer.param_groups:
+        yield from group["params"]

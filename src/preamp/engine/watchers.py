@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 class Tracer(Protocol):
     """Watches the modules of an engine's models while it is armed."""
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether anything is watched."""
-        ...
-
     def arm(self, *, stays: bool = False, is_first: bool = False) -> None:
         """Watch until an overflow, or for good; ``is_first`` if there was no backward yet."""
         ...
