@@ -547,45 +547,6 @@ def test_with_a_static_scale_each_optimizer_is_told_its_own() -> None:
     assert heard == [(engine.sessions[id(optimizers[1])], ("1.bias",))]
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-@pytest.mark.parametrize("what", ["loss", "earlier loss", "norm", "history"])
-def test_static_scales_say_once_that_something_is_not_finite(
-    level: str, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    numerics = "light" if what == "history" else "off"
-    run = Run(level, loss_scale=1.0, verbosity=1, numerics=numerics, numerics_every=1)
-    run.step()
-    capsys.readouterr()
-    for _ in range(3):
-        loss = run.model(torch.ones(3, 4)).float().sum()
-        if what == "loss":
-            with preamp.scale_loss(loss * math.nan, run.optimizer) as scaled:
-                scaled.backward()
-        elif what == "earlier loss":
-            with preamp.scale_loss(loss * math.inf, run.optimizer, delay_unscale=True) as scaled:
-                scaled.backward(retain_graph=True)
-            with preamp.scale_loss(loss, run.optimizer) as scaled:
-                scaled.backward()
-        else:
-            loss.backward()
-            run.model.last.bias.grad.fill_(math.inf)
-        if what == "norm":
-            preamp.clip_grad_norm_(run.optimizer, 1.0)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        assert run.engine.history is not None
-    out = capsys.readouterr().out
-    assert out.count("The loss scale is static, so the step is taken") == 1
-    assert out.startswith(
-        {
-            "loss": "The loss is infinite or nan.",
-            "earlier loss": "The loss is infinite or nan.",
-            "norm": "The norm of the gradients is infinite or nan.",
-            "history": "A gradient or weight of 'last.bias' is infinite or nan.",
-        }[what]
-    )
-
-
 @pytest.mark.parametrize("value", ["stop", True, []])
 def test_other_words_are_refused(value: Any) -> None:
     text = (

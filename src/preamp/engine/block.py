@@ -239,22 +239,15 @@ class Block:
             answers = self._answers
             if answers == REDUCED:  # forwards inside the block were not known when it began
                 answers = self._engine.reductions.begin_block()
-            if not self._engine.policy.storage.applies_at_once:  # else they are gone
-                self.note.is_suspect = self._engine.ledger.asks_about(self.note.loss_finite)
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
             )
             tells = [_once(partial(tell, self)) for tell in self._engine.events.block_over]
             hear = partial(self._hear, found_inf, record or self.scaler.record, False in answers)
-            self._conclude(
-                [*steps, self._end_ranks, *tells, self._look, partial(hear, adjust=adjust)]
-            )
+            self._conclude([*steps, self._end_ranks, *tells, partial(hear, adjust=adjust)])
         except BaseException:
             self.abort()
             raise
-
-    def _look(self) -> None:
-        self._engine.ledger.look_at_loss(self.note, is_dynamic=self.scaler.is_dynamic)
 
     def _hear(
         self,

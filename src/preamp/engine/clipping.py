@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
-from preamp.core.tensors import all_finite, dtype_of, has_sharded, host_reaches, kinds_of
+from preamp.core.tensors import dtype_of, has_sharded, host_reaches, kinds_of
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, engine_of, find_engine, is_optimizer
@@ -74,8 +73,6 @@ def clip_grad_norm_(
         norm = sessions[0].known_norm.take(sessions[0].marks)
     if norm is None:
         norm = found.norm(engine, norm_type)
-    if not any([scaler.is_dynamic for scaler in engine.scalers]):
-        engine.ledger.look("the norm of the gradients", norm, partial(all_finite, norm))
     if is_euclidean and only is None:
         for tell in engine.events.norm_taken:
             tell(sessions[0], norm)

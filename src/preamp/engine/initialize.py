@@ -113,8 +113,8 @@ def initialize(
             ``scope="thread"`` at O1 and O4, where outputs are as the model makes them.
         num_losses: How many losses have a loss scale of their own.
         verbosity: 0 prints nothing but what ``overflow="trace"`` and `Engine.trace_overflow` find,
-            1 also the decisions, in one line, each skipped step and, once, a loss that is not
-            finite, 2 also each cast of a function's argument (O1, O4), and constants beyond half.
+            1 also the decisions, in one line, and each skipped step, 2 also each cast of a
+            function's argument (O1, O4), and constants beyond half.
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.
         max_loss_scale: Ceiling of a dynamic scale.

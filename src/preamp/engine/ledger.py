@@ -9,14 +9,11 @@ not counted: its replays obey overflow and adjust the scale, but the host does n
 from __future__ import annotations
 
 import functools
-import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,15 +22,11 @@ from preamp.core.log import say
 from preamp.core.ranks import is_first_rank, name_of_rank
 from preamp.core.tensors import host_reaches, is_capturing
 from preamp.engine.overflow import GradientNote, OverflowCause, find_cause
-from preamp.engine.overflow_messages import check_limits, overflow_message, unnoticed_message
+from preamp.engine.overflow_messages import check_limits, overflow_message
 from preamp.engine.session import OptimizerSession
 from preamp.scaling import LossScaler
 
-if TYPE_CHECKING:
-    from preamp.numerics import Record
-
 _CAUSES_KEPT = 256
-_LOOKS = 100  # losses of which one is looked at where the host would have to wait
 
 OnCall = Callable[[OptimizerSession], None]
 OnSkip = Callable[[OptimizerSession, OverflowCause], None]
@@ -113,9 +106,6 @@ class Ledger:
         self._has_told = False  # of any overflow
         self._has_traced = False  # and to what it was followed
         self._told_stack: list[str] = []  # the calls that were printed last
-        self._has_looked = False  # and seen something that is not finite
-        self._looks = Counter[str]()  # by what was looked at
-        self._coming: dict[str, _Flag] = {}
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights, or will in a CUDA graph's replays."""
@@ -234,7 +224,7 @@ class Ledger:
         self.causes.append(cause)
         if self._speaks(cause.was_watched) and (was_skipped or not self._has_told):
             self._say(cause)
-        self._has_told = self._has_looked = True
+        self._has_told = True
         for tell in (*self.on_overflow, *(self.on_skip if was_skipped else ())):
             tell(session, cause)
         return cause
@@ -254,55 +244,6 @@ class Ledger:
         """Whether a line is printed: what a program has asked for by name is, always."""
         return self.verbosity > 0 or was_asked
 
-    # -- where nobody acts on an overflow -----------------------------------------------------
-
-    def asks_about(self, loss_finite: torch.Tensor) -> bool:
-        """Whether the host knows that a loss is not finite, and nobody was told of such a one."""
-        return not self._has_looked and host_reaches(loss_finite) and not bool(loss_finite)
-
-    def look_at_loss(self, note: GradientNote, *, is_dynamic: bool) -> None:
-        """Tell, once, that a loss is not finite, unless an overflow of its gradients tells."""
-        finite, flags, watched = note.loss_finite, note.found_inf, note.watched
-        if host_reaches(finite) and bool(finite):
-            return
-        if not is_dynamic and watched is None:
-            self.look("the loss", finite, partial(_is_sound, finite, flags))
-
-    def look(self, what: str, beside: torch.Tensor, is_finite: Callable[[], torch.Tensor]) -> None:
-        """Tell, once, that a loss or norm is not finite though no loss scale reacts to that.
-
-        The answer lies on the device of ``beside``. Where the host would have to wait for that, it
-        looks at every hundredth only.
-        """
-        if self._has_looked:
-            return
-        if host_reaches(beside):
-            self._tell_once(what, bool(is_finite()))
-            return
-        if what in self._coming and self._coming[what].has_come():
-            self._tell_once(what, not self._coming.pop(what).read())
-        self._looks[what] += 1
-        if self._looks[what] % _LOOKS == 1 and not is_capturing(beside.device):
-            self._coming[what] = _Flag(torch.logical_not(is_finite()).float())
-
-    def read_record(self, record: Record) -> None:
-        """Look at what is recorded anyway. A listener of the history."""
-        kind = record.kind
-        if kind == "step":
-            values = [getattr(record, "norm", None) or 0.0, *getattr(record, "losses", {}).values()]
-            self._tell_once(
-                "the loss or the norm of the gradients", all(map(math.isfinite, values))
-            )
-        elif kind == "numerics":
-            bad = next((one.name for one in getattr(record, "tensors", ()) if one.nonfinite), None)
-            self._tell_once(f"a gradient or weight of {bad!r}", bad is None)
-
-    def _tell_once(self, what: str, is_finite: bool) -> None:
-        if not is_finite and not self._has_looked:
-            self._has_looked = True
-            if self.verbosity > 0:
-                say(unnoticed_message(what))
-
     def _tell_call(self, session: OptimizerSession) -> None:
         for tell in tuple(self.on_call):
             tell(session)
@@ -312,11 +253,3 @@ class Ledger:
         self.last_skipped = skipped
         for tell in tuple(self.on_step):
             tell(session, session.steps_applied + session.steps_skipped, skipped)
-
-
-def _is_sound(finite: torch.Tensor, flags: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether a loss is finite, or all gradients are known to be."""
-    if not flags:
-        return finite
-    found = functools.reduce(torch.maximum, flags)
-    return torch.logical_or(finite.to(found.device), found == 0)

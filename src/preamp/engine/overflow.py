@@ -117,8 +117,6 @@ class GradientNote:
     scale: torch.Tensor  # float32 scalar tensor, the scale it was multiplied by
     # Of the backwards that made the gradients; they tell which was made first
     graphs: list[Graph] = field(default_factory=list[Graph])
-    # Whether the loss is known not to be finite, so that its gradients are worth a look
-    is_suspect: bool = False
     # Told whether the loss was finite. ``None`` if nobody watched
     watched: Callable[[bool], Finding] | None = None
     # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank

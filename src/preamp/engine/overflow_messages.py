@@ -20,16 +20,6 @@ _UNWATCHED = (
 )
 
 
-def unnoticed_message(what: str) -> str:
-    """The line printed once where a static scale lets nobody look for overflows."""
-    return (
-        f"{what[0].upper()}{what[1:]} is infinite or nan. The loss scale is static, so the step is "
-        "taken; weights whose gradients are infinite or nan are lost. To learn where it begins, "
-        "call preamp.engine_of(optimizer).trace_overflow() or pass overflow='trace' to "
-        "preamp.initialize; loss_scale='dynamic' skips such steps."
-    )
-
-
 def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
     """The line printed for an overflow; of a skipped step Apex's sentences come first.
 

@@ -353,7 +353,7 @@ class OptimizerSession:
         """Look for overflow; note what is found.
 
         Returns a float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
-        for static scales: these look only where modules are watched or the loss is not finite.
+        for static scales: these look only where modules are watched.
         """
         leaves = self._leaves
         if self._has_claimed:
@@ -363,7 +363,7 @@ class OptimizerSession:
         if has_sharded(leaves):
             place_gradients(leaves)
         if not scaler.is_dynamic:
-            if note.watched is not None or note.is_suspect:
+            if note.watched is not None:
                 self.look(leaves, scaler.device, note, is_joint=False)
             return None
         wants_norm = self.known_norm.is_wanted

@@ -66,8 +66,6 @@ class Recorder:
             events.gradients_dropped.append(self.gradients_dropped)
             ledger.on_call.append(self.step_called)
             ledger.on_step.append(self.step_settled)
-            if not engine.policy.is_dynamic:
-                self.history.listen(ledger.read_record)
 
     @property
     def _takes_steps(self) -> bool:
