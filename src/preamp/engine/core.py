@@ -16,7 +16,6 @@ from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.engine.events import Events
 from preamp.engine.ledger import Ledger
-from preamp.engine.names import ParameterNames
 from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import make_sessions
@@ -47,6 +46,37 @@ OWN = Entrance()
 
 Enter = Callable[[Policy, Recording], Entrance]
 """Called once the decisions are made, before a model is looked at."""
+
+
+class ParameterNames:
+    """The models' names of parameters, as ``"1.decoder.weight"``, or places in optimizers."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Read the names once; parameters that come later are looked up by place."""
+        self._optimizers = optimizers
+        self._names: dict[int, str] = {}
+        for index, model in enumerate(models):
+            prefix = f"{index}." if len(models) > 1 else ""
+            for name, param in model.named_parameters():
+                self._names.setdefault(id(param), prefix + name)
+
+    def of(self, param: torch.Tensor) -> str:
+        """Return the name of ``param``."""
+        known = self._names.get(id(param))
+        if known is not None:
+            return known
+        for index, optimizer in enumerate(self._optimizers):
+            for group_index, group in enumerate(optimizer.param_groups):
+                for place, own in enumerate(group["params"]):
+                    if own is param:
+                        return f"optimizers[{index}].param_groups[{group_index}][{place}]"
+        return f"a parameter of shape {tuple(param.shape)}"
+
+    def is_owned(self, param: torch.Tensor) -> bool:
+        """Whether a model has ``param``."""
+        return id(param) in self._names
 
 
 class EngineCore:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -39,9 +41,8 @@ from preamp.core.torch_private.named_state import NamedMasters
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
-from preamp.engine.asked import asked
 from preamp.engine.core import OWN, Enter, Entrance
-from preamp.engine.engine import Engine
+from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.explain import summary_of
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
@@ -182,7 +183,10 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     models, optimizers = arguments["models"], arguments["optimizers"]
     if not arguments["enabled"]:
         return _create_off(models, optimizers)
-    arguments = {**arguments, **asked()}
+    arguments = {**arguments, **_asked}
+    if "history" in _asked:
+        arguments["history"] = path = _not_in_use(_asked["history"])
+        say(f"preamp: records go to {path}")
     recording = make_recording(
         arguments["verbosity"],
         arguments.get("numerics", "off"),
@@ -204,6 +208,28 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     return engine
 
 
+_asked: dict[str, Any] = {}
+"""Arguments of all engines of this process, whatever the program says."""
+
+
+def ask(**arguments: Any) -> None:
+    """Have engines made with this ``history`` or ``numerics``, as ``preamp run`` was told.
+
+    Where an engine writes to the history already, a number is added: ``run-2.jsonl``. Raises
+    `TypeError` or `ValueError` as `initialize` does for them, and nothing is asked.
+    """
+    made = make_recording(0, arguments.get("numerics", "off"), 100, arguments.get("history"))
+    if made.path is not None:
+        arguments["history"] = made.path.absolute()  # the program may change its folder
+    _asked.update(arguments)
+
+
+def _not_in_use(path: Path) -> Path:
+    used = {engine.recorder.history.path for engine in engines_in_use() if not engine.closed}
+    further = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain((path,), further) if free not in used)
+
+
 def create_engine(
     models: Any,
     optimizers: Any,
@@ -214,7 +240,9 @@ def create_engine(
     kernels: tuple[Ops, Splits] | None = None,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
-    _end_dropped_casts()
+    settle_thread()
+    if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
+        gc.collect()
     ops, splits = kernels or (ops_named(), Splits())
     model_list = checks.as_list(models, nn.Module, "model")
     optimizer_list: list[torch.optim.Optimizer] = []
@@ -248,12 +276,6 @@ def create_engine(
             _roll_back(engine, exact_state)
         raise
     return engine
-
-
-def _end_dropped_casts() -> None:
-    settle_thread()
-    if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
-        gc.collect()
 
 
 def _checked(
