@@ -12,12 +12,9 @@ from torch import nn
 
 import preamp
 from casting.op_examples import example, has_function, options
-from casting.probe import held
-from preamp.casting.functions import FUNCTION_CASTS, install_function_casts, namespace_owner
+from preamp.casting.functions import FUNCTION_CASTS, namespace_owner
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.registry import register_float_function, register_half_function
-from preamp.casting.reports import print_casts
-from preamp.casting.thread_casts import push_thread_casts
 from preamp.core.pytree import map_tensors
 
 HALVES = {"O1": (torch.float16, "Half"), "O4": (torch.bfloat16, "BFloat16")}
@@ -149,19 +146,6 @@ def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.M
     torch.exp(torch.ones(1, dtype=torch.half))
 
     assert lines() == []
-
-
-def test_allowed_banned_function_is_printed(lines: Lines) -> None:
-    handles = [
-        held(print_casts),
-        held(install_function_casts, allow_banned=True),
-        held(push_thread_casts, {"cpu"}, torch.bfloat16),
-    ]
-    F.binary_cross_entropy(torch.full((1,), 0.5, dtype=torch.bfloat16), torch.ones(1))
-    for handle in handles:
-        handle.remove()
-
-    assert lines() == ["BFloat16->Float (binary_cross_entropy)"]
 
 
 def _half(value: Any) -> Any:

@@ -125,7 +125,7 @@ WIDE_FLOAT16_CONVOLUTIONS: Final = SharedInstall(
 """The installation of wide float16 convolutions alone, where the other products are fast."""
 
 
-def install_function_casts(undo: UndoStack, *, allow_banned: bool = False) -> None:
+def install_function_casts(undo: UndoStack) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
@@ -133,22 +133,12 @@ def install_function_casts(undo: UndoStack, *, allow_banned: bool = False) -> No
     every attribute is exactly what it was before the first call: at once, or when a thread whose
     casts could not end yet (see `push_thread_casts`) has taken them back or ended.
 
-    Until ``undo``, ``allow_banned`` casts the arguments of banned functions to float32 instead of
-    refusing them.
-
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
     ``torch.autograd`` and the namespace of the recurrent layers.
     """
     installed = UndoStack()
     undo.push(partial(when_settled, installed.unwind))
     FUNCTION_CASTS.acquire(installed)
-    if allow_banned:
-        for row in OP_TABLE:
-            if row.rule == "banned":
-                owner, name = namespace_owner(row.namespace), row.name
-                # Rank REGISTERED takes the place of the table's rule.
-                allow = wrap_cast("float", is_closed=True)
-                PATCHES.add(owner, name, Rank.REGISTERED, allow, undo)
 
 
 def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:
