@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from preamp.core.errors import (
 from preamp.core.torch_private.data_parallel import uses_reducer
 from preamp.core.torch_private.modules import has_hook
 from preamp.engine import refusals
+from preamp.engine.core import EngineCore
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.session import OptimizerSession
@@ -97,18 +98,6 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
                 "Shard the model with torch's fully_shard, or keep masters and moments in fewer "
                 "bytes with storage='compact'",
             )
-
-
-def check_half_once(
-    sessions: Iterable[OptimizerSession], name_of: Callable[[torch.Tensor], str]
-) -> None:
-    """Refuse a half weight in two optimizers."""
-    first: dict[int, OptimizerSession] = {}
-    for session in sessions:
-        for param in session.model_params():
-            other = first.setdefault(id(param), session)
-            if other is not session and is_half(param):
-                raise in_two_optimizers(name_of(param), other.optimizer, session.optimizer)
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_model: bool) -> None:
@@ -193,11 +182,29 @@ def _is_half(model: nn.Module, what: str, dtype: torch.dtype) -> PreampStateErro
     )
 
 
-def check_not_new(engine: Engine, params: Sequence[torch.Tensor]) -> None:
-    """Refuse ``params`` of layers that came into a half model after ``initialize``, or new ones.
+def check_half_once(engine: EngineCore, joining: OptimizerSession, params: Iterable[Any]) -> None:
+    """Refuse half weights among ``params`` of one optimizer that another one has as well."""
+    ids = {*map(id, params)}
+    for other in engine.sessions.values():
+        for param in other.model_params() if other is not joining else ():
+            if id(param) in ids and is_half(param):
+                name = engine.names.of(param)
+                raise in_two_optimizers(name, other.optimizer, joining.optimizer)
 
-    Parameters outside of the models may join, and those that were there.
+
+def check_joins(engine: Engine, session: OptimizerSession, params: Sequence[torch.Tensor]) -> None:
+    """Refuse ``params`` that may not join the optimizer of ``session``.
+
+    Those that it has, which torch cannot see of masters, half weights that another one has, and
+    what came into a half model after ``initialize``. Parameters outside of the models may join.
     """
+    for param in params:
+        if session.masters is not None and session.masters.of_half(param) is not None:
+            raise bad_value(
+                f"Parameter {engine.names.of(param)!r} is in this optimizer already",
+                "A parameter may appear in one parameter group only",
+                "Leave it out of the new group",
+            )
     if engine.policy.cast_model_type not in HALF_DTYPES:
         return
     ids = {*map(id, params)}
@@ -207,15 +214,19 @@ def check_not_new(engine: Engine, params: Sequence[torch.Tensor]) -> None:
             for param in layer.parameters(recurse=False):
                 was_there = not is_new and id(param) in engine.conversion.members
                 if param.is_floating_point() and id(param) in ids and not was_there:
-                    name = next(own for own, p in model.named_parameters() if p is param)
-                    raise bad_state(
-                        f"add_param_group was given {name!r}, which {type(model).__name__} did not "
-                        f"have at initialize (opt_level={engine.policy.opt_level!r})",
-                        "Layers get half weights, masters and casts from initialize",
-                        "Call preamp.engine_of(optimizer).close(), which gives float32 weights "
-                        "back and keeps the optimizer's state, then add_param_group, then "
-                        "preamp.initialize again",
-                    )
+                    raise _joins_late(engine, model, param)
+    check_half_once(engine, session, params)
+
+
+def _joins_late(engine: Engine, model: nn.Module, param: torch.Tensor) -> PreampStateError:
+    name = next(name for name, own in model.named_parameters() if own is param)
+    return bad_state(
+        f"add_param_group was given {name!r}, which {type(model).__name__} did not have at "
+        f"initialize (opt_level={engine.policy.opt_level!r})",
+        "Layers get half weights, masters and casts from initialize",
+        "Call preamp.engine_of(optimizer).close(), which gives float32 weights back and keeps the "
+        "optimizer's state, then add_param_group, then preamp.initialize again",
+    )
 
 
 def check_not_shared(models: Sequence[nn.Module], policy: Policy) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -305,10 +306,7 @@ class Engine(EngineCore):
             self.recorder.close,
             self.tracer.disarm,
             *reversed(self.take_back()),
-            self._note_closed,
+            partial(setattr, self, "closed", True),
         ):
             end.push(step)
         return end
-
-    def _note_closed(self) -> None:
-        self.closed = True

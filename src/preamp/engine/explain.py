@@ -40,12 +40,8 @@ def explain_engine(engine: EngineCore) -> str:
             f"float32 masters, {len(session.direct_params())} parameters updated directly; "
             f"{_waits(engine, session)}"
         )
-        unowned = [
-            engine.names.of(param)
-            for param in session.model_params()
-            if not engine.names.is_owned(param)
-        ]
-        if unowned:
+        names = engine.names
+        if unowned := [names.of(p) for p in session.model_params() if not names.is_owned(p)]:
             lines.append(f"  trained but in no model, left as they are: {', '.join(unowned)}")
     lines += describe_storage(engine)
     for index, scaler in enumerate(engine.scalers):

@@ -334,7 +334,8 @@ def _attach(engine: Engine) -> None:
     if policy.cast_model_type in HALF_DTYPES:
         engine.undo.push(engine.reductions.retire_wrappers)
     check_groups(engine.models)
-    checks.check_half_once(engine.sessions.values(), engine.names.of)
+    for session in reversed(engine.sessions.values()):
+        checks.check_half_once(engine, session, session.model_params())
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)
     if policy.master_weights:
@@ -356,8 +357,8 @@ def _attach(engine: Engine) -> None:
     engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
-        refuse_new = functools.partial(checks.check_not_new, engine)
-        OptimizerHooks(engine, session, refuse_new).attach(engine.undo)
+        check_joins = functools.partial(checks.check_joins, engine, session)
+        OptimizerHooks(engine, session, check_joins).attach(engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.waits_on_host:
