@@ -654,7 +654,7 @@ def test_what_a_second_interrupt_leaves_is_done_by_the_next_call(
     assert run.go_on() == other.go_on()
 
 
-@pytest.mark.parametrize("step", ["_hear", "_end_ranks", "_look"])
+@pytest.mark.parametrize("step", ["_hear", "_end_ranks"])
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
 def test_a_step_of_the_end_may_run_twice(
     step: str, factor: float, monkeypatch: pytest.MonkeyPatch

@@ -57,10 +57,14 @@ class AmpState:
         # Every open engine with Apex's faces of its scalers, the latest first. Held weakly: models
         # and optimizers keep an engine alive, not the other way round.
         self._made: list[tuple[weakref.ref[Engine], list[LossScaler]]] = []
+        self._has_looked = True  # for engines that were dropped, since the latest call
         self._latest_is_off = False  # whether that call said ``enabled=False``
         self._verbosity = 1
 
     def _current(self) -> list[tuple[Engine, list[LossScaler]]]:
+        if not self._has_looked and len(self._made) > 1:
+            gc.collect()  # what the latest call replaced may be in reference cycles
+            self._has_looked = True
         living = [(engine, faces) for ref, faces in self._made if (engine := ref()) is not None]
         trained = [made for made in living if made[0].policy.enabled and made[0].optimizers]
         as_asked = [made for made in living if made[0].policy.enabled is not self._latest_is_off]
@@ -116,11 +120,10 @@ class AmpState:
 
     def made(self, engine: Engine, verbosity: int) -> None:
         """Take note of the engine of an ``amp.initialize`` that was called with ``verbosity``."""
-        if self._made:
-            gc.collect()  # what this call replaces may be in reference cycles
         faces = [LossScaler.of(scaler) for scaler in engine.scalers]
         alive = [pair for pair in self._made if pair[0]() is not None]
         self._made = [(weakref.ref(engine), faces), *alive]
+        self._has_looked = False
         self._latest_is_off = not engine.policy.enabled
         self._verbosity = verbosity
 

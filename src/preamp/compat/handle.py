@@ -49,10 +49,7 @@ class AmpHandle:
 
 
 def init(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise `PreampUnavailableError`, which says what to write instead of Apex's first interface.
-
-    Its handles scaled losses for optimizers that they wrapped; ``amp.initialize`` does both.
-    """
+    """Raise `PreampUnavailableError`, which says what to write in place of that interface."""
     del args, kwargs
     raise unavailable(
         "amp.init was called, as scripts of 2018 do",
