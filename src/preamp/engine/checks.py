@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``initialize`` accepts. Everything is checked before anything is changed."""
+"""What ``initialize`` and ``add_param_group`` accept, asked before anything is changed.
+
+But `check_half_once`, which ``initialize`` asks once it is known what is half.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +50,10 @@ def as_list(given: Any, kind: type[Any], name: str) -> list[Any]:
 
     Raises `TypeError` if it is neither of ``kind``, a ``name`` in words, nor a list of such.
     """
-    found = members_of(given, kind)
-    if len(found) == (len(cast("list[Any]", given)) if isinstance(given, list) else 1):
-        if not isinstance(given, tuple):
-            return found
+    items = cast("list[Any]", given) if isinstance(given, list) else [given]
+    found = [item for item in map(bare, items) if isinstance(item, kind)]
+    if len(found) == len(items):
+        return found
     room = ".".join(kind.__module__.split(".")[:2])  # torch.nn, torch.optim
     raise bad_type(
         f"{name}s is {_describe(given)}",
