@@ -406,14 +406,13 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
 def _install_function_casts(engine: Engine) -> None:
     policy = engine.policy
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
-    types = device_types(engine)
-    if engine.verbosity >= 2:
+    types, half = device_types(engine), policy.half_dtype
+    if half is not None and engine.verbosity >= 2:
         print_casts(undo)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
         install_function_casts(undo)
         if policy.scope == "thread":
             push_thread_casts(types, policy.patch_torch_functions_type, undo)
-    half = policy.half_dtype
     if half is not None and "cpu" in types:
         install_wide_where_slow(half, undo)
     if policy.cast_model_type in HALF_DTYPES:

@@ -46,11 +46,9 @@ def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
 
 
 def _where(cause: OverflowCause) -> str:
-    if not cause.parameters:
+    if not cause.parameters or cause.candidates > 1:
         return f"in {cause.named()}"
     kind = cause.kinds[0] if cause.kinds else "inf or nan"
-    if cause.candidates > 1:
-        return f"in {cause.named()}"
     text = f"{kind} first in {cause.parameters[0]!r}"
     more = len(cause.parameters) - 1
     return f"{text} and in {more} more" if more else text
