@@ -34,15 +34,12 @@ from preamp.engine import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine import clip_grad_value_ as clip_grad_value_
 from preamp.engine import engine_of as engine_of
 from preamp.engine import initialize as initialize
-from preamp.engine import load_state_dict as load_state_dict
 from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
-from preamp.engine import state_dict as state_dict
 from preamp.engine import step_scheduler as step_scheduler
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
 from preamp.policy import Storage as Storage
-from preamp.watch import audit_casts as audit_casts
 from preamp.watch import count_memory as count_memory
 
 if TYPE_CHECKING:
@@ -96,7 +93,6 @@ __all__ = [
     "RunState",
     "Storage",
     "__version__",
-    "audit_casts",
     "bfloat16_function",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -109,7 +105,6 @@ __all__ = [
     "initialize",
     "install_apex_alias",
     "load_checkpoint",
-    "load_state_dict",
     "master_params",
     "promote_function",
     "register_bfloat16_function",
@@ -119,6 +114,5 @@ __all__ = [
     "remove_apex_alias",
     "save_checkpoint",
     "scale_loss",
-    "state_dict",
     "step_scheduler",
 ]

@@ -37,7 +37,7 @@ NAMES = {
     "register_bfloat16_function register_float_function register_half_function "
     "register_promote_function",
     "apex.amp.frontend": "initialize load_state_dict opt_levels Properties state_dict",
-    "apex.amp.handle": "AmpHandle disable_casts NoOpHandle scale_loss -OptimWrapper",
+    "apex.amp.handle": "AmpHandle disable_casts scale_loss -NoOpHandle -OptimWrapper",
     "apex.amp.lists": "functional_overrides tensor_overrides torch_overrides",
     "apex.amp.scaler": "LossScaler",
     "apex.contrib": "optimizers",

@@ -50,9 +50,9 @@ def train(
     model, optimizer = preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
     engine = preamp.engine_of(optimizer)
     if engine.policy.is_dynamic:
-        state = preamp.state_dict(optimizer)
+        state = preamp.engine_of(optimizer).state_dict()
         state["loss_scaler0"]["loss_scale"] = loss_scale
-        preamp.load_state_dict(optimizer, state)
+        preamp.engine_of(optimizer).load_state_dict(state)
     history = History()
     names = {name: name_of(name) for name, _ in model.named_parameters()}
     history.add(_start(level, engine, model, names))

@@ -125,7 +125,7 @@ def test_a_scale_that_rounds_clips_alike(level: str, optimizer: str, tmp_path: P
     path = tmp_path / "run.safetensors"
     random.seed(1)
     state = {"loss_scaler0": {"loss_scale": 3.0, "unskipped": 0}}
-    preamp.load_state_dict(runs[0].optimizer, state)
+    preamp.engine_of(runs[0].optimizer).load_state_dict(state)
     runs[0].play(step).save(path)
     runs[0].play(2 * step)
     runs[1].load(path)

@@ -15,7 +15,6 @@ from torch import nn
 import preamp
 from cases.levels import WITH_MASTERS
 from cases.waits import waits_refused
-from preamp.engine import ledger
 from preamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -168,15 +167,6 @@ def test_released_gradients_wait_for_nothing() -> None:
 def test_after_unscale_results_are_those_of_the_cpu(level: str) -> None:
     """The host waits once for what a script did to half gradients."""
     assert_as_on_the_cpu(by_grad_scaler_unscaled, "FusedAdam", level, refuses=False)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_to_look_at_each_loss_waits_for_nothing(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of losses that are not finite, and gradients that are."""
-    monkeypatch.setattr(ledger, "_LOOKS", 2)
-    train(Training("cuda", "FusedAdam", level), clipped, refuses=True)
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])

@@ -228,7 +228,7 @@ def check_state_dicts_resume_bitwise() -> None:
         options = StateDictOptions(**told)
         set_model_state_dict(other, weights, options=options)
         set_optimizer_state_dict(other, others, state, options=options)
-        preamp.load_state_dict(other, preamp.state_dict(model))
+        preamp.engine_of(other).load_state_dict(preamp.engine_of(model).state_dict())
         where = f"{level}, {storage}, {kind}, {name}"
         _go_on_alike(where, (model, optimizer), (other, others))
 

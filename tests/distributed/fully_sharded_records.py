@@ -79,14 +79,12 @@ def check_memory_is_this_rank_s() -> None:
         assert preamp.count_memory(engine)["masters"] == wanted["masters"]
 
 
-def check_reports_and_audits() -> None:
+def check_reports() -> None:
     """A parameter whose part is empty here is not one without gradients."""
     for level in each(("O1", "O2")):
         run = Run(level, scale=8.0, numerics="full", numerics_every=1)
-        with preamp.audit_casts() as casts:
-            for _ in range(3):
-                run.step()
-        assert {cast.function for cast in casts} == ({"linear"} if level == "O1" else set())
+        for _ in range(3):
+            run.step()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.html"
             run.engine.report(path)

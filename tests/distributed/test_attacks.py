@@ -62,7 +62,7 @@ class Script:
             dcp.save({"run": run}, checkpoint_id=self.folder / "alone")
         if attack == "loads an engine alone":
             state = {"loss_scale": 4.0, "unskipped": 0}
-            preamp.load_state_dict(self.engine, {"loss_scaler0": state})
+            self.engine.load_state_dict({"loss_scaler0": state})
         loss = self.model(torch.randn(4, 4)).float().square().mean()
         if attack != "skips a block":
             with preamp.scale_loss(loss, self.optimizer) as scaled:

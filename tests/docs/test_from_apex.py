@@ -23,7 +23,6 @@ UNWRITTEN = {
     "6 _update_scale": "step calls it, and the tests step",
     "9.5 multiproc": "the test takes every name of REFUSED",
     "9.7 MLP": "the test takes every name of REFUSED",
-    "10 OptimWrapper": "what wrap_optimizer gave, by which the test asks for it",
 }
 """Section and word → why no test of its row has it as text."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models copied, pickled or saved, alone and with what refers to them; optimizers that are not."""
+"""Models copied, pickled or saved, alone and with their optimizers."""
 
 import copy
 import io
@@ -16,9 +16,8 @@ import preamp
 import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from kit.compare import same
-from kit.loops import loss_of, train_plain, train_step, weights
+from kit.loops import train_plain, train_step, weights
 from kit.run import Net
-from preamp.compat.stash import attach_stashes
 
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -183,53 +182,16 @@ class CopiesAll(torch.optim.SGD):
         return self.__dict__
 
 
-def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    del args, kwargs
-    optimizer.own.append("step")
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@MASTERS
 @calls
-@pytest.mark.parametrize("has_stash", [False, True])
-def test_an_optimizer_that_copies_all_attributes(level: str, call: Any, has_stash: bool) -> None:
-    torch.manual_seed(0)
-    net = Net()
-    optimizer: Any = CopiesAll(net.parameters())
-    optimizer.register_step_pre_hook(count_step)
-    model, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    if has_stash:
-        attach_stashes(preamp.engine_of(model))
+def test_a_copied_engine_says_how_to_go_on(level: str, call: Any) -> None:
+    """Hooks lead from an optimizer that has all of its attributes copied to its engine."""
+    model = Net()
+    optimizer = CopiesAll(model.parameters())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(preamp.PreampStateError, match="An engine was to be copied or pickled"):
+        call(optimizer)
     train_step(model, optimizer, 0)
-    attached = dict(vars(optimizer))
-    made, other = call((model, optimizer))
-    assert vars(optimizer) == attached
-    assert {"step", "zero_grad", "add_param_group"}.isdisjoint(vars(other))
-    plain = Net()
-    plain.load_state_dict(model.state_dict())
-    alone = CopiesAll(plain.parameters())
-    alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for number in range(10, 13):
-        train_plain(made, other, number)
-        train_plain(plain, alone, number)
-    assert same(weights(made), weights(plain))
-    assert other.own == ["kept", *["step"] * 4]
-    train_step(model, optimizer, 1)
-    assert optimizer.own == ["kept", *["step"] * 2]
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_a_scheduler_stays_behind_and_attributes_of_the_user_come_along(level: str) -> None:
-    net = Net()
-    optimizer: Any = CopiesAll(net.parameters())
-    optimizer.my_hooks = dict.fromkeys(range(20), "kept")
-    model, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a function around the step
-    train_step(model, optimizer, 0)
-    made = pickle.loads(pickle.dumps(optimizer))
-    assert "step" not in vars(made)
-    assert made.my_hooks == optimizer.my_hooks == dict.fromkeys(range(20), "kept")
-    preamp.engine_of(optimizer).close()
-    assert len(optimizer.my_hooks) == 20
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
@@ -248,42 +210,48 @@ def test_a_wrapper_with_the_attributes_of_an_optimizer_is_copied_as_itself(level
 # -- optimizers that are copied ----------------------------------------------------------------
 
 
-@MASTERS
+PAIRS = [
+    *itertools.product([level for level in LEVEL_NAMES if level != "O3"], BUILDS, ["full"]),
+    *((level, "FusedAdam", "compact") for level in WITH_MASTERS),
+]
+
+
+@pytest.mark.parametrize(("level", "build", "storage"), PAIRS)
 @calls
-@pytest.mark.parametrize("build", [*BUILDS, "CopiesAll"])
-@pytest.mark.parametrize("together", [False, True])
-def test_a_copied_optimizer_says_how_to_build_one(
-    level: str, call: Any, build: str, together: bool
+def test_a_copied_pair_is_a_plain_float32_one(
+    level: str, build: str, storage: str, call: Any
 ) -> None:
-    model = Net()
-    optimizer = BUILDS.get(build, CopiesAll)(model.parameters())
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(level, build, storage=storage)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a function around the step
     train_step(model, optimizer, 0)
-    made = call((model, optimizer))[1] if together else call(optimizer)
-    for param in made.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    text = f" {build} that is a copy .* Build one for the copied model, of model.parameters()"
-    for _ in range(2):
-        with pytest.raises(preamp.PreampStateError, match=text):
-            made.step()
+    attached = dict(vars(optimizer))
+    made, other = call((model, optimizer))
+    assert vars(optimizer) == attached
+    assert {"step", "zero_grad", "add_param_group"}.isdisjoint(vars(other))
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    alone: Any = BUILDS[build](plain.parameters())
+    if build == "FusedAdam":
+        alone.backend, alone.storage = other.backend, other.storage
+    alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in range(10, 13):
+        train_plain(made, other, number)
+        train_plain(plain, alone, number)
+    assert same(weights(made), weights(plain))
     train_step(model, optimizer, 1)
 
 
-@calls
-def test_a_copied_optimizer_of_float32_weights_trains_the_copied_model(call: Any) -> None:
-    """Batch norms are float32 at O2, and have no masters."""
-    model = Net()
-    norms = {*model.bn.parameters()}
-    optimizers = [
-        BUILDS["SGD"]([param for param in model.parameters() if param not in norms]),
-        BUILDS["Adam"](model.bn.parameters()),
-    ]
-    preamp.initialize(model, optimizers, opt_level="O2", verbosity=0)
-    made, (with_masters, without) = call((model, optimizers))
-    assert {*without.param_groups[0]["params"]} == {*made.bn.parameters()}
-    before = made.bn.weight.detach().clone()
-    loss_of(made, 0).backward()
-    without.step()
-    assert not torch.equal(made.bn.weight, before)
-    with pytest.raises(preamp.PreampStateError, match="is a copy of one with float32 masters"):
-        with_masters.step()
+@MASTERS
+def test_a_copied_optimizer_is_that_of_no_model(level: str) -> None:
+    """As torch has it; its state can be loaded."""
+    model, optimizer = started(level)
+    train_step(model, optimizer, 0)
+    made = copy.deepcopy(optimizer)
+    assert all(type(p) is nn.Parameter for p in made.param_groups[0]["params"])
+    before = dict(model.state_dict())
+    for param in made.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    made.step()
+    assert same(before, dict(model.state_dict()))
+    optimizer.load_state_dict(made.state_dict())
+    train_step(model, optimizer, 1)

@@ -762,7 +762,7 @@ def test_quiet_writes_before_the_first_block_and_after_a_load(
     if after in LOADED:
         train(pair, 2)
     if after == "amp":
-        preamp.load_state_dict(pair.engine, preamp.state_dict(pair.engine))
+        pair.engine.load_state_dict(pair.engine.state_dict())
     elif after in LOADED:
         owner: Any = getattr(pair, after)
         owner.load_state_dict(copy.deepcopy(owner.state_dict()))

@@ -327,14 +327,14 @@ def test_a_resumed_run_takes_back_what_came_after_the_checkpoint(tmp_path: Path)
     model, optimizer = started("O2", history=path, numerics="light", numerics_every=2)
     for step in range(3):
         train_step(model, optimizer, step)
-    state = preamp.state_dict(optimizer)
+    state = preamp.engine_of(optimizer).state_dict()
     for step in range(3, 6):
         train_step(model, optimizer, step, poison=step == 4)
     preamp.engine_of(model).close()
 
     model, optimizer = started("O2", history=path, numerics="light", numerics_every=2)
     assert [r.step for r in history_of(model).of(StepRecord)] == [1, 2, 3, 4, 5, 6]
-    preamp.load_state_dict(optimizer, state)
+    preamp.engine_of(optimizer).load_state_dict(state)
     train_step(model, optimizer, 3)
     history = history_of(model)
     assert [record.step for record in history.of(StepRecord)] == [1, 2, 3, 4]
@@ -362,7 +362,9 @@ def test_a_run_that_begins_anew_takes_back_all_steps_of_the_file(tmp_path: Path)
 def test_apexs_checkpoints_set_no_counter_and_take_nothing_back() -> None:
     model, optimizer = started("O2", numerics="light")
     train_step(model, optimizer, 0)
-    preamp.load_state_dict(optimizer, {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
+    preamp.engine_of(optimizer).load_state_dict(
+        {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    )
     train_step(model, optimizer, 1)
     history = history_of(model)
     assert history.of(ResumeRecord) == []
@@ -415,12 +417,12 @@ def test_a_listener_may_look_at_the_history_and_may_fail() -> None:
         (
             {"history": True},
             TypeError,
-            "history=True is no path. Allowed are the path of a file and None. Pass for example "
-            "history='run.jsonl'; the records themselves are in "
+            "history=True is no path of a file. Allowed are the path of a file, which need not "
+            "exist, and None. Pass for example history='run.jsonl'; the records themselves are in "
             "preamp.engine_of(optimizer).history.",
         ),
-        ({"history": ""}, TypeError, "history='' is no path. "),
-        ({"history": "."}, ValueError, "history='.' is a folder. Allowed is the path of a file, "),
+        ({"history": ""}, TypeError, "history='' is no path of a file. "),
+        ({"history": "."}, TypeError, "history='.' is no path of a file. "),
     ],
 )
 def test_refusals(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:

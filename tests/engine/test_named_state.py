@@ -99,7 +99,7 @@ def test_loading_goes_on_bitwise(
     torchs.set_state_dict(
         other, others, model_state_dict=weights, optim_state_dict=state, options=told
     )
-    preamp.load_state_dict(other, preamp.state_dict(model))
+    preamp.engine_of(other).load_state_dict(preamp.engine_of(model).state_dict())
     if options == "trainable":
         other.frozen.load_state_dict(model.frozen.state_dict())
     for number in range(2, 4):

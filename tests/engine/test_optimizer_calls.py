@@ -447,7 +447,7 @@ def test_every_name_looks_into_a_wrapper(level: str, wrap: Any) -> None:
     assert preamp.step_scheduler(scheduler, wrapped)
     pair.zero()
     pair.check()
-    assert preamp.state_dict(wrapped) == pair.engine.state_dict()
+    assert preamp.engine_of(wrapped).state_dict() == pair.engine.state_dict()
     assert len(list(preamp.master_params(wrapped))) == len(list(pair.model.parameters()))
 
 

@@ -500,7 +500,6 @@ def test_a_second_optimizer_of_one_forward() -> None:
         runs.step(other.sum() * (math.inf if index else 1.0), 1)
     (cause,) = runs.engine.overflow_causes
     assert cause.was_watched
-    assert not cause.is_blind
     assert runs.told == ("", "forward", "mul")
 
 
@@ -516,8 +515,7 @@ def test_a_forward_in_between(way: str) -> None:
     if way == "backward":
         head.linear.weight.register_hook(lambda grad: grad * math.inf)
     runs.step(other.sum() * (1.0 if way == "backward" else math.nan), 1)
-    (cause,) = runs.engine.overflow_causes
-    assert not cause.is_blind
+    assert len(runs.engine.overflow_causes) == 1
     assert runs.told == (None if way == "backward" else ("", "forward", "mul"))
 
 

@@ -60,11 +60,11 @@ def test_gradients_whose_backward_was_not_measured_have_their_scale() -> None:
     """Loading counters in between makes the step another one, a measured one perhaps."""
     model, optimizer = started("O2", numerics="light", numerics_every=100)
     preamp.engine_of(model).scaler(0).set_scale(16.0)
-    state = preamp.state_dict(model)
+    state = preamp.engine_of(model).state_dict()
     train_step(model, optimizer, 0)
     optimizer.zero_grad()
     backward(model, optimizer, 1)
-    preamp.load_state_dict(model, state)
+    preamp.engine_of(model).load_state_dict(state)
     optimizer.step()
     record = history_of(model).of(NumericsRecord)[-1]
     scales = {tensor.dtype: tensor.scale for tensor in record.tensors}
@@ -111,10 +111,10 @@ def test_loading_a_checkpoint_loses_no_record_on_its_way(
     monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
     path = tmp_path / "run.jsonl"
     model, optimizer = started("O5", numerics="light", numerics_every=100, history=path)
-    state = preamp.state_dict(model)
+    state = preamp.engine_of(model).state_dict()
     for step in range(3):
         train_step(model, optimizer, step)
-    preamp.load_state_dict(model, state)
+    preamp.engine_of(model).load_state_dict(state)
     records = read_history(path)
     assert [record.step for record in records if isinstance(record, StepRecord)] == [1, 2, 3]
     assert isinstance(records[-1], ResumeRecord)
@@ -127,7 +127,7 @@ def test_a_failing_listener_does_not_keep_a_checkpoint_from_counting(
 ) -> None:
     monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
     model, optimizer = started("O5", numerics="light")
-    state = preamp.state_dict(model)
+    state = preamp.engine_of(model).state_dict()
     heard = list[Record]()
 
     def listener(record: Record) -> None:
@@ -139,7 +139,7 @@ def test_a_failing_listener_does_not_keep_a_checkpoint_from_counting(
         train_step(model, optimizer, step)
     preamp.engine_of(model).recorder.history.listen(listener)
     with pytest.raises(RuntimeError, match="from a listener"):
-        preamp.load_state_dict(model, state)
+        preamp.engine_of(model).load_state_dict(state)
     assert [getattr(record, "step", None) for record in heard] == [1, 1, 2, 3, 0]
     assert history_of(model).of(ResumeRecord) == [ResumeRecord(step=0, steps=[0])]
 

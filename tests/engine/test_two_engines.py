@@ -170,16 +170,6 @@ def test_float_functions_of_the_other_half_dtype(
     assert half.seen == {other}
 
 
-@pytest.mark.parametrize(("half", "other"), [(torch.float16, torch.bfloat16)])
-def test_float_functions_of_the_other_half_dtype_under_a_handle(
-    half: torch.dtype, other: torch.dtype
-) -> None:
-    handle = amp.init(patch_type=half)
-    assert float_functions(other) == {torch.float32}
-    handle.deactivate()
-    assert float_functions(other) == {other}
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_float_functions_of_the_other_half_dtype() -> None:
     def attend(x: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def test_quantized_state_is_refused_before_writing_and_resumes_by_torch(
     parts = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "preamp": preamp.state_dict(optimizer),
+        "preamp": preamp.engine_of(optimizer).state_dict(),
     }
     torch.save(parts, tmp_path / "parts")
     after = train(model, optimizer, range(5, 10))
@@ -63,7 +63,7 @@ def test_quantized_state_is_refused_before_writing_and_resumes_by_torch(
     saved = torch.load(tmp_path / "parts", weights_only=True)
     again.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
-    preamp.load_state_dict(other, saved["preamp"])
+    preamp.engine_of(other).load_state_dict(saved["preamp"])
     assert train(again, other, range(5, 10)) == after
     assert_same_models(again, model)
     assert after[-1] < before[0]

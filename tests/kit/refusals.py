@@ -138,7 +138,11 @@ def assert_run_refused(book: str, name: str, row: Refusal, run: Run) -> None:
 
 
 def _state_of(run: Run) -> object:
-    return preamp.state_dict(run.optimizer) if hasattr(run.optimizer, "_preamp_link") else None
+    return (
+        preamp.engine_of(run.optimizer).state_dict()
+        if hasattr(run.optimizer, "_preamp_link")
+        else None
+    )
 
 
 def words_for(run: Run) -> dict[str, str]:

@@ -280,7 +280,7 @@ class Run:
         models, optimizers, engine = copy.deepcopy(self.saved)
         for thing, state in zip([*self.models, *self.optimizers], models + optimizers, strict=True):
             thing.load_state_dict(state)
-        preamp.load_state_dict(self.optimizer, engine)
+        preamp.engine_of(self.optimizer).load_state_dict(engine)
 
     @act
     def close(self) -> None:
@@ -299,7 +299,7 @@ class Run:
         return [twin for session in sessions for twin in session.table.twins]
 
     def states(self) -> tuple[Any, Any, Any]:
-        engine = preamp.state_dict(self.optimizer) if self.row else {}
+        engine = preamp.engine_of(self.optimizer).state_dict() if self.row else {}
         return (
             [model.state_dict() for model in self.models],
             [optimizer.state_dict() for optimizer in self.optimizers],

@@ -290,7 +290,7 @@ def test_training_equals_larc_on_masters(row: LevelCase, form: Any, door: Any) -
         master = engine.master_of(param)
         if master is not None:
             assert_same(param.detach(), master.detach().to(param.dtype))
-    assert preamp.state_dict(larc) == preamp.state_dict(larc.optim)
+    assert preamp.engine_of(larc).state_dict() == preamp.engine_of(larc.optim).state_dict()
 
 
 def assert_skips(model: nn.Module, larc: LARC) -> None:

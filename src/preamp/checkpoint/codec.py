@@ -52,8 +52,8 @@ def check_storable(tensor: torch.Tensor, place: str) -> None:
         raise bad_type(
             f"{place} is a {kind}, a quantized tensor of {type(tensor).__module__}",
             "Ordinary tensors are saved, so that files load without running foreign code",
-            "Save model.state_dict(), optimizer.state_dict() and preamp.state_dict(optimizer) by "
-            "torch.save; they resume to the bit",
+            "Save model.state_dict(), optimizer.state_dict() and "
+            "preamp.engine_of(optimizer).state_dict() by torch.save; they resume to the bit",
         )
     raise bad_type(
         f"{place} is {with_article(kind)} on {tensor.device}",

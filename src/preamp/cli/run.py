@@ -22,7 +22,7 @@ from typer import Argument, Context, Option
 import preamp
 from preamp.cli.console import refuse
 from preamp.core.errors import PreampStateError, message
-from preamp.engine.asked import ask
+from preamp.engine.initialize import ask
 
 ProgramName = Annotated[
     list[str] | None,

@@ -49,7 +49,7 @@ class AmpState:
     that Apex had means the same whatever an earlier call has left alive.
     """
 
-    handle: Any  # of the latest ``amp.initialize`` at O1 or O4, or ``amp.init``; not there before
+    handle: Any  # of the latest ``amp.initialize`` at O1 or O4; not there before
 
     def __init__(self) -> None:
         self.hard_override = False  # warn instead of refusing contradictory overrides

@@ -8,6 +8,7 @@ Also their reduction at the end of each backward, whatever forwards they came fr
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -90,7 +91,8 @@ class DelayedReduction:
         self._new: set[int] = set()
         self._awaited = -1
         for index, param in enumerate(params):
-            cast("Any", param).register_post_accumulate_grad_hook(_Note(self, index))
+            note = partial(_note, weakref.ref(self), index)
+            cast("Any", param).register_post_accumulate_grad_hook(note)
 
     def note(self, index: int) -> None:
         """Remember that a parameter got a gradient, and wait for the end of this backward."""
@@ -132,17 +134,10 @@ class DelayedReduction:
         return [param for param, count in zip(self._params, counts, strict=True) if count]
 
 
-class _Note:
+def _note(reduction: weakref.ref[DelayedReduction], index: int, param: torch.Tensor) -> None:
     """A parameter's hook."""
-
-    def __init__(self, reduction: DelayedReduction, index: int) -> None:
-        self._reduction = weakref.ref(reduction)
-        self._index = index
-
-    def __call__(self, param: torch.Tensor) -> None:
-        reduction = self._reduction()
-        if reduction is not None:
-            reduction.note(self._index)
+    if (alive := reduction()) is not None:
+        alive.note(index)
 
 
 def _grad(param: nn.Parameter) -> torch.Tensor:

@@ -22,7 +22,6 @@ from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import answered, broadcast_from_first, gather_objects, gather_tensors
 from preamp.core.splits import Group, Groups, meshes_of
 from preamp.core.torch_private import fsdp
-from preamp.engine.params import twin_of
 from preamp.optim import Twin
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def _facts(engine: EngineCore, module: nn.Module) -> Facts:
 
 
 def _twins(engine: EngineCore, module: nn.Module) -> list[Twin]:
-    twins = (twin_of(param, engine.sessions.values()) for param in module.parameters())
+    twins = (engine.twin_of(param) for param in module.parameters())
     return [twin for twin in twins if twin is not None]
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``initialize`` accepts. Everything is checked before anything is changed."""
+"""What ``initialize`` and ``add_param_group`` accept, asked before anything is changed.
+
+But `check_half_once`, which ``initialize`` asks once it is known what is half.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +16,49 @@ from torch.nn.parameter import is_lazy
 
 from preamp.casting import Conversion, changed_by_cast, find_kept
 from preamp.casting.kept import Kept, find_norms, floating_tensors
+from preamp.casting.state_hooks import SaveFloat32
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
-from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
+from preamp.core.errors import (
+    PreampStateError,
+    bad_state,
+    bad_type,
+    bad_value,
+    message,
+    with_article,
+)
 from preamp.core.torch_private.data_parallel import uses_reducer
+from preamp.core.torch_private.modules import has_hook
 from preamp.engine import refusals
+from preamp.engine.core import EngineCore
 from preamp.engine.engine import Engine, engines_in_use
-from preamp.engine.lookup import bare, find_engine, is_optimizer
-from preamp.engine.names import ParameterNames
+from preamp.engine.lookup import bare, find_engine
+from preamp.engine.session import OptimizerSession
 from preamp.optim import in_two_optimizers
 from preamp.policy import Policy
 
 _SHOWN = 6  # buffers in a warning
 
 
-def as_models(models: Any) -> list[nn.Module]:
-    """Return the models as a list."""
-    if isinstance(models, nn.Module):
-        return [models]
-    if isinstance(models, list):
-        items = cast("list[Any]", models)
-        if all(isinstance(item, nn.Module) for item in items):
-            return items
-    raise bad_type(
-        f"models is {_describe(models)}",
-        "Allowed is a torch.nn.Module or a list of them",
-        "Pass the model itself, or [model_a, model_b]",
-    )
+def members_of(given: Any, kind: type[Any]) -> list[Any]:
+    """Return what is of ``kind`` in ``given``, one or several; never raises."""
+    items = cast("Sequence[Any]", given if isinstance(given, (list, tuple)) else [given])
+    return [item for item in map(bare, items) if isinstance(item, kind)]
 
 
-def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list, wrapped ones taken out; ``None`` gives an empty one."""
-    if optimizers is None:
-        return []
-    if is_optimizer(optimizers):
-        return [bare(optimizers)]
-    if isinstance(optimizers, list):
-        items = [bare(item) for item in cast("list[Any]", optimizers)]
-        if all(isinstance(item, torch.optim.Optimizer) for item in items):
-            return items
+def as_list(given: Any, kind: type[Any], name: str) -> list[Any]:
+    """Return what is ``given`` as a list, wrapped optimizers taken out.
+
+    Raises `TypeError` if it is neither of ``kind``, a ``name`` in words, nor a list of such.
+    """
+    items = cast("list[Any]", given) if isinstance(given, list) else [given]
+    found = [item for item in map(bare, items) if isinstance(item, kind)]
+    if len(found) == len(items):
+        return found
+    room = ".".join(kind.__module__.split(".")[:2])  # torch.nn, torch.optim
     raise bad_type(
-        f"optimizers is {_describe(optimizers)}",
-        "Allowed is a torch.optim.Optimizer or a list of them",
-        "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
+        f"{name}s is {_describe(given)}",
+        f"Allowed is a {room}.{kind.__name__} or a list of them",
+        f"Pass the {name} itself, or [{name}_a, {name}_b]",
     )
 
 
@@ -65,12 +69,6 @@ def _describe(value: Any) -> str:
         kinds = sorted({type(item).__name__ for item in items})
         return f"{with_article(kind)} of {', '.join(kinds) or 'nothing'}"
     return with_article(kind)
-
-
-def members_of(given: Any, kind: type[Any]) -> list[Any]:
-    """Return what is of ``kind`` in ``given``, one or several; never raises."""
-    items = cast("Sequence[Any]", given if isinstance(given, (list, tuple)) else [given])
-    return [item for item in map(bare, items) if isinstance(item, kind)]
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -105,33 +103,133 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
             )
 
 
-def check_half_once(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    policy: Policy,
-    kept: Kept,
-) -> None:
-    """Refuse a weight in two optimizers that is to be half; ``kept`` stays float32."""
-    if policy.cast_model_type not in HALF_DTYPES:
-        return
-    norms = kept.norms if policy.keep_batchnorm_fp32 else ()
-    names, first = ParameterNames(models, optimizers), dict[int, torch.optim.Optimizer]()
-    for optimizer in optimizers:
-        for param in [param for group in optimizer.param_groups for param in group["params"]]:
-            other = first.setdefault(id(param), optimizer)
-            stays = kept.is_wide(param) or id(param) in norms or not param.is_floating_point()
-            if other is not optimizer and names.is_owned(param) and not stays:
-                raise in_two_optimizers(names.of(param), other, optimizer)
-
-
 def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_model: bool) -> None:
-    """Refuse models that are lazy, wrapped, out of reach of casts, or half unless allowed."""
-    check_not_lazy(models)
-    if policy.patch_torch_functions:
-        check_has_autocast(models, policy.opt_level)
-    check_not_wrapped(models, policy.cast_model_type)
-    if not allow_half_model:
-        check_not_half(models)
+    """Refuse models that are wrapped, lazy, out of reach of casts, or half unless allowed."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for model in models:
+        kind = type(model).__name__
+        if isinstance(model, wrappers):
+            raise bad_state(
+                f"A model is wrapped in {kind} already",
+                "initialize changes dtypes, which the wrapper must see afterwards",
+                f"Call preamp.initialize on the bare model first, then {kind}(model)",
+            )
+        for name, part in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+            if policy.cast_model_type in HALF_DTYPES:
+                _check_part(model, name, part, policy.opt_level)
+        for name, param in model.named_parameters():
+            _check_has_memory(model, name, param)
+            if policy.patch_torch_functions:
+                _check_has_autocast(model, name, param.device.type, policy.opt_level)
+            if is_half(param) and not allow_half_model:
+                raise _is_half(model, f"parameter {name!r}", param.dtype)
+        for name, buffer in model.named_buffers():
+            _check_has_memory(model, name, buffer)
+            if is_half(buffer) and not allow_half_model:
+                raise _is_half(model, f"buffer {name!r}", buffer.dtype)
+
+
+def _check_part(model: nn.Module, name: str, part: nn.Module, opt_level: str) -> None:
+    """Refuse wrappers inside of a model whose hooks a cast would take off, and compiled parts."""
+    if isinstance(part, nn.parallel.DistributedDataParallel) and uses_reducer(part):
+        raise refusals.wrapped_before_cast()
+    if isinstance(part, torch.jit.ScriptModule):  # no layer is known by its class
+        what = f"{name!r} of {type(model).__name__}" if name else "The model"
+        raise bad_state(
+            f"{what} is a ScriptModule of {part.original_name}, at opt_level={opt_level!r}",
+            "Where weights are cast to half, so is what each layer gets, and compiled code "
+            "has no layers that could be told apart",
+            'Pass the model from before torch.jit, or opt_level="O1", or "O4" for bfloat16',
+        )
+
+
+def _check_has_memory(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a parameter or buffer whose shape the first forward will tell."""
+    if is_lazy(tensor):
+        raise bad_state(
+            f"{name!r} of {type(model).__name__} is not initialized: a lazy module "
+            "gets its shapes in its first forward",
+            "initialize takes models whose parameters and buffers have their memory",
+            "Run one forward on a batch first, then build the optimizer and call preamp.initialize",
+        )
+
+
+def _check_has_autocast(model: nn.Module, name: str, device: str, opt_level: str) -> None:
+    """Refuse a parameter on a kind of device that torch has no autocast for, such as meta."""
+    if not torch.amp.is_autocast_available(device):
+        raise bad_state(
+            f"{name!r} of {type(model).__name__} is on the device {device!r}, for which "
+            f"torch has no autocast, at opt_level={opt_level!r}",
+            "Functions are cast on the kinds of device that the parameters are on when "
+            "initialize is called",
+            "Move the model where it will run first (model.to_empty(device=...) if it is "
+            "on 'meta', and load its weights), then build the optimizer and call "
+            "preamp.initialize",
+        )
+
+
+def _is_half(model: nn.Module, what: str, dtype: torch.dtype) -> PreampStateError:
+    if find_engine(model) is not None:
+        do = "The model has an engine already: call preamp.engine_of(model).close() first"
+    else:
+        do = (
+            "Call model.float() first, or do not make the model half (checkpoints may load as they "
+            "were stored): initialize casts what the level needs. Or pass allow_half_model=True, "
+            "and masters start from the rounded values"
+        )
+    return bad_state(
+        f"The {what} of {type(model).__name__} is {dtype_name(dtype)} before initialize",
+        "Models must come with float32 (or float64) parameters, so that masters can keep them "
+        "exactly",
+        do,
+    )
+
+
+def check_half_once(engine: EngineCore, joining: OptimizerSession, params: Iterable[Any]) -> None:
+    """Refuse half weights among ``params`` of one optimizer that another one has as well."""
+    ids = {*map(id, params)}
+    for other in engine.sessions.values():
+        for param in other.model_params() if other is not joining else ():
+            if id(param) in ids and is_half(param):
+                name = engine.names.of(param)
+                raise in_two_optimizers(name, other.optimizer, joining.optimizer)
+
+
+def check_joins(engine: Engine, session: OptimizerSession, params: Sequence[torch.Tensor]) -> None:
+    """Refuse ``params`` that may not join the optimizer of ``session``.
+
+    Those that it has, which torch cannot see of masters, half weights that another one has, and
+    what came into a half model after ``initialize``. Parameters outside of the models may join.
+    """
+    for param in params:
+        if session.table.of_half(param) is not None:
+            raise bad_value(
+                f"Parameter {engine.names.of(param)!r} is in this optimizer already",
+                "A parameter may appear in one parameter group only",
+                "Leave it out of the new group",
+            )
+    if engine.policy.cast_model_type not in HALF_DTYPES:
+        return
+    ids = {*map(id, params)}
+    for model in engine.own_models:
+        for layer in model.modules():
+            is_new = not has_hook(layer, SaveFloat32)
+            for param in layer.parameters(recurse=False):
+                was_there = not is_new and id(param) in engine.conversion.members
+                if param.is_floating_point() and id(param) in ids and not was_there:
+                    raise _joins_late(engine, model, param)
+    check_half_once(engine, session, params)
+
+
+def _joins_late(engine: Engine, model: nn.Module, param: torch.Tensor) -> PreampStateError:
+    name = next(name for name, own in model.named_parameters() if own is param)
+    return bad_state(
+        f"add_param_group was given {name!r}, which {type(model).__name__} did not have at "
+        f"initialize (opt_level={engine.policy.opt_level!r})",
+        "Layers get half weights, masters and casts from initialize",
+        "Call preamp.engine_of(optimizer).close(), which gives float32 weights back and keeps the "
+        "optimizer's state, then add_param_group, then preamp.initialize again",
+    )
 
 
 def check_not_shared(models: Sequence[nn.Module], policy: Policy) -> None:
@@ -173,79 +271,11 @@ def _shared(models: Sequence[nn.Module], policy: Policy) -> tuple[str, Engine, n
     return None
 
 
-def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) -> None:
-    """Refuse wrapped models, and wrappers inside if ``cast_to`` would take their hooks off."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    for model in models:
-        kind = type(model).__name__
-        if isinstance(model, wrappers):
-            raise bad_state(
-                f"A model is wrapped in {kind} already",
-                "initialize changes dtypes, which the wrapper must see afterwards",
-                f"Call preamp.initialize on the bare model first, then {kind}(model)",
-            )
-        if cast_to in HALF_DTYPES and any(map(_is_hooked, model.modules())):
-            raise refusals.wrapped_before_cast()
-
-
-def _is_hooked(part: nn.Module) -> bool:
-    return isinstance(part, nn.parallel.DistributedDataParallel) and uses_reducer(part)
-
-
-def check_not_scripted(models: Sequence[nn.Module], opt_level: str) -> None:
-    """Refuse compiled parts, in which no layer is known by its class, nor casts what it gets."""
-    for model in models:
-        for name, part in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-            if isinstance(part, torch.jit.ScriptModule):
-                what = f"{name!r} of {type(model).__name__}" if name else "The model"
-                raise bad_state(
-                    f"{what} is a ScriptModule of {part.original_name}, at opt_level={opt_level!r}",
-                    "Where weights are cast to half, so is what each layer gets, and compiled code "
-                    "has no layers that could be told apart",
-                    'Pass the model from before torch.jit, or opt_level="O1", or "O4" for bfloat16',
-                )
-
-
-def check_not_lazy(models: Sequence[nn.Module]) -> None:
-    """Refuse models with parameters or buffers whose shapes the first forward will tell."""
-    for model in models:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if is_lazy(tensor):
-                raise bad_state(
-                    f"{name!r} of {type(model).__name__} is not initialized: a lazy module "
-                    "gets its shapes in its first forward",
-                    "initialize takes models whose parameters and buffers have their memory",
-                    "Run one forward on a batch first, then build the optimizer and call "
-                    "preamp.initialize",
-                )
-
-
-def check_has_autocast(models: Sequence[nn.Module], opt_level: str) -> None:
-    """Refuse parameters on a kind of device that torch has no autocast for, such as meta."""
-    for model in models:
-        for name, param in model.named_parameters():
-            kind = param.device.type
-            if not torch.amp.is_autocast_available(kind):
-                raise bad_state(
-                    f"{name!r} of {type(model).__name__} is on the device {kind!r}, for which "
-                    f"torch has no autocast, at opt_level={opt_level!r}",
-                    "Functions are cast on the kinds of device that the parameters are on when "
-                    "initialize is called",
-                    "Move the model where it will run first (model.to_empty(device=...) if it is "
-                    "on 'meta', and load its weights), then build the optimizer and call "
-                    "preamp.initialize",
-                )
-
-
 def planned_conversion(models: Sequence[nn.Module], policy: Policy) -> Conversion:
-    """Find what the cast keeps in float32, and what it would change too much. Changes nothing.
-
-    Refuses what cannot be cast.
-    """
+    """Find what the cast keeps in float32, and what it would change too much. Changes nothing."""
     dtype = policy.cast_model_type
     if dtype not in HALF_DTYPES:
         return Conversion(Kept(norms=find_norms(models)))
-    check_not_scripted(models, policy.opt_level)
     kept = find_kept(models, policy.keep_fp32)
     found = changed_by_cast(
         models, kept, dtype, keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32)
@@ -262,34 +292,6 @@ def _warning(changed: dict[str, str], dtype: str) -> str:
         f"The cast to {dtype} changes buffers by more than its rounding: {', '.join(shown)}{more}",
         "Buffers in the state_dict are cast as weights are, and have no masters",
         f"Pass keep_fp32={list(changed)[:_SHOWN]} to keep them in float32",
-    )
-
-
-def check_not_half(models: Sequence[nn.Module]) -> None:
-    """Refuse models with half parameters or buffers."""
-    for model in models:
-        for kind in ("parameter", "buffer"):
-            tensors = model.named_parameters() if kind == "parameter" else model.named_buffers()
-            for name, tensor in tensors:
-                if is_half(tensor):
-                    _refuse_half(model, f"{kind} {name!r}", dtype_name(tensor.dtype))
-
-
-def _refuse_half(model: nn.Module, what: str, dtype: str) -> None:
-    owner = find_engine(model)
-    if owner is not None:
-        do = "The model has an engine already: call preamp.engine_of(model).close() first"
-    else:
-        do = (
-            "Call model.float() first, or do not make the model half (checkpoints may load as they "
-            "were stored): initialize casts what the level needs. Or pass allow_half_model=True, "
-            "and masters start from the rounded values"
-        )
-    raise bad_state(
-        f"The {what} of {type(model).__name__} is {dtype} before initialize",
-        "Models must come with float32 (or float64) parameters, so that masters can keep them "
-        "exactly",
-        do,
     )
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -13,44 +14,88 @@ from preamp.casting.modules import Conversion
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
-from preamp.engine.entrance import OWN, Entrance
 from preamp.engine.events import Events
 from preamp.engine.ledger import Ledger
-from preamp.engine.names import ParameterNames
-from preamp.engine.params import first_device
-from preamp.engine.recording import OFF, Recording
+from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.kernels import Ops
+from preamp.optim import Twin
 from preamp.policy import Policy
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What an engine is made for."""
+class Entrance:
+    """What depends on the names by which an engine was asked for: preamp's own, or Apex's.
 
-    policy: Policy
-    models: Sequence[nn.Module]
-    optimizers: Sequence[torch.optim.Optimizer]
-    ops: Ops
-    splits: Splits
-    num_losses: int = 1
-    recording: Recording = OFF
-    entrance: Entrance = OWN
+    The defaults are those of ``preamp.initialize``.
+    """
+
+    allow_half_model: bool = False  # accept models that are half already
+    # Whether ``model.forward`` casts too where it is called by hand
+    casts_forward: bool = False
+    # Whether writing to a scaled half gradient has no effect, as in Apex, or is refused
+    ignores_rewriting: bool = False
+
+
+OWN = Entrance()
+"""That of ``preamp.initialize``."""
+
+Enter = Callable[[Policy, Recording], Entrance]
+"""Called once the decisions are made, before a model is looked at."""
+
+
+class ParameterNames:
+    """The models' names of parameters, as ``"1.decoder.weight"``, or places in optimizers."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Read the names once; parameters that come later are looked up by place."""
+        self._optimizers = optimizers
+        self._names: dict[int, str] = {}
+        for index, model in enumerate(models):
+            prefix = f"{index}." if len(models) > 1 else ""
+            for name, param in model.named_parameters():
+                self._names.setdefault(id(param), prefix + name)
+
+    def of(self, param: torch.Tensor) -> str:
+        """Return the name of ``param``."""
+        known = self._names.get(id(param))
+        if known is not None:
+            return known
+        for index, optimizer in enumerate(self._optimizers):
+            for group_index, group in enumerate(optimizer.param_groups):
+                for place, own in enumerate(group["params"]):
+                    if own is param:
+                        return f"optimizers[{index}].param_groups[{group_index}][{place}]"
+        return f"a parameter of shape {tuple(param.shape)}"
+
+    def is_owned(self, param: torch.Tensor) -> bool:
+        """Whether a model has ``param``."""
+        return id(param) in self._names
 
 
 class EngineCore:
     """The parts of an `Engine`."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kernels: tuple[Ops, Splits],
+        num_losses: int,
+        recording: Recording,
+        entrance: Entrance,
+    ) -> None:
         """Collect the parts; ``initialize`` does the converting and hooking."""
-        policy, recording, entrance = setup.policy, setup.recording, setup.entrance
         self.policy = policy  # the frozen decisions
         self.entrance = entrance  # what depends on whom they were made for
-        self.models = tuple(setup.models)
-        self.optimizers = tuple(setup.optimizers)
+        self.models = tuple(models)
+        self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
         # Whether functions are cast one by one (O1, O4)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
@@ -62,15 +107,18 @@ class EngineCore:
         self.cast_undo = UndoStack()  # the part of it that ends casts of functions; scaling goes on
         self.process_undo.push(self.cast_undo.unwind)
         self.conversion = Conversion()  # what was cast in the models
-        self.ops = setup.ops
+        self.ops, splits = kernels
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        every = chain(*(m.parameters() for m in self.models), *(g["params"] for g in groups))
+        first = next(every, None)
         # Where loss scales and flags live: that of the first parameter
-        self.device = first_device(self.models, self.optimizers)
-        self.scalers = [_make_scaler(policy, self.device) for _ in range(setup.num_losses)]
+        self.device = torch.device("cpu") if first is None else first.device
+        self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
         limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
         self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told)
         self.events = Events()  # whom to tell what happens
         # Which gradients ranks have exchanged
-        self.reductions = Reductions(self.models, setup.splits)
+        self.reductions = Reductions(self.models, splits)
         # Of each optimizer, by its ``id``
         self.sessions = make_sessions(
             self.optimizers,
@@ -95,6 +143,11 @@ class EngineCore:
         if 0 <= loss_id < len(self.scalers):
             return self.scalers[loss_id]
         raise refusals.no_such_loss(loss_id, len(self.scalers))
+
+    def twin_of(self, half: torch.Tensor) -> Twin | None:
+        """Return the pair of a model parameter and its master, or ``None``."""
+        found = (session.table.of_half(half) for session in self.sessions.values())
+        return next((twin for twin in found if twin is not None), None)
 
     @property
     def scales_losses(self) -> bool:

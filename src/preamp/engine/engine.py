@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -15,13 +16,14 @@ from torch import nn
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.core.errors import bad_state
 from preamp.core.link import ATTRIBUTE, Link
+from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import refusals, watchers
 from preamp.engine.copies import Copies
-from preamp.engine.core import EngineCore, Setup
+from preamp.engine.core import EngineCore, Entrance
 from preamp.engine.explain import explain_engine
 from preamp.engine.overflow import OverflowCause
-from preamp.engine.params import twin_of
+from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.weights import (
     WeightsAtEnd,
@@ -30,6 +32,8 @@ from preamp.engine.weights import (
     load_exact,
     trust_masters,
 )
+from preamp.kernels import Ops
+from preamp.policy import Policy
 
 if TYPE_CHECKING:
     from preamp.numerics import History
@@ -59,9 +63,18 @@ class Engine(EngineCore):
         recorder: Makes the records of `history`.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kernels: tuple[Ops, Splits],
+        num_losses: int,
+        recording: Recording,
+        entrance: Entrance,
+    ) -> None:
         """See `EngineCore`."""
-        super().__init__(setup)
+        super().__init__(policy, models, optimizers, kernels, num_losses, recording, entrance)
         self._model_undo = {id(model): UndoStack() for model in self.models}
         # Taken away last, so that an engine whose end was interrupted can still be found
         self._links = {id(thing): UndoStack() for thing in (*self.models, *self.optimizers)}
@@ -75,7 +88,7 @@ class Engine(EngineCore):
         self.link: Link[Engine] = Link(self)
         self.copies = Copies(self)
         self._on_close: list[Callable[[], None]] = []
-        self.tracer, self.recorder = watchers.make_watchers(self, setup.recording)
+        self.tracer, self.recorder = watchers.make_watchers(self, recording)
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -159,7 +172,7 @@ class Engine(EngineCore):
 
     def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 master of the model parameter ``half``, or ``None``."""
-        twin = twin_of(half, self.sessions.values())
+        twin = self.twin_of(half)
         return None if twin is None else twin.master
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
@@ -168,7 +181,11 @@ class Engine(EngineCore):
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scales and counters as plain data; weights are in the models' own."""
+        """Return loss scales and counters as plain data; weights are in the models' own.
+
+        Together with the models' and optimizers' own ``state_dict`` this resumes training bitwise.
+        It loads with ``torch.load(weights_only=True)``.
+        """
         self.ledger.settle(wait=True)
         return scalers_state(self)
 
@@ -202,6 +219,14 @@ class Engine(EngineCore):
         from preamp.report import write
 
         write(Path(path), self.history, title=title)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled, as with an optimizer whose class copies all it has."""
+        raise bad_state(
+            "An engine was to be copied or pickled, alone or with what leads to it",
+            "It belongs to the models and optimizers it was made for, of which torch copies values",
+            "Copy the model, build an optimizer for the copy and load optimizer.state_dict()",
+        )
 
     def undo_of(self, model: nn.Module) -> UndoStack:
         """The steps that take back what was done to ``model`` alone."""
@@ -281,10 +306,7 @@ class Engine(EngineCore):
             self.recorder.close,
             self.tracer.disarm,
             *reversed(self.take_back()),
-            self._note_closed,
+            partial(setattr, self, "closed", True),
         ):
             end.push(step)
         return end
-
-    def _note_closed(self) -> None:
-        self.closed = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from preamp.core.dtypes import dtype_name
+from preamp.engine.session import OptimizerSession
 from preamp.engine.storage import describe_place, describe_storage, uses_host
 from preamp.kernels import explain
 from preamp.policy import Storage, describe_overrides
@@ -34,19 +35,13 @@ def explain_engine(engine: EngineCore) -> str:
         found = ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "none"
         lines.append(f"model {index} ({type(model).__name__}): parameters {found}")
     for index, session in enumerate(engine.sessions.values()):
-        direct = session.direct_params()
-        masters = len(session.table)
-        waits = "no synchronisation"
-        if uses_host(engine) and policy.storage.release_gradients:
-            waits = "one host synchronisation per step, and for gradients behind the last two"
-        elif uses_host(engine) or (policy.is_dynamic and not session.obeys_on_device):
-            waits = "one host synchronisation per step"
         lines.append(
-            f"optimizer {index} ({type(session.optimizer).__name__}): {masters} float32 masters, "
-            f"{len(direct)} parameters updated directly; {waits}"
+            f"optimizer {index} ({type(session.optimizer).__name__}): {len(session.table)} "
+            f"float32 masters, {len(session.direct_params())} parameters updated directly; "
+            f"{_waits(engine, session)}"
         )
-        unowned = engine.names.unowned(session.model_params())
-        if unowned:
+        names = engine.names
+        if unowned := [names.of(p) for p in session.model_params() if not names.is_owned(p)]:
             lines.append(f"  trained but in no model, left as they are: {', '.join(unowned)}")
     lines += describe_storage(engine)
     for index, scaler in enumerate(engine.scalers):
@@ -54,6 +49,14 @@ def explain_engine(engine: EngineCore) -> str:
         lines.append(f"loss {index}: {kind} scale, now {scaler.value()}")
     lines.append(explain(engine.ops.name, engine.device))
     return "\n".join(lines)
+
+
+def _waits(engine: EngineCore, session: OptimizerSession) -> str:
+    wait = "one host synchronisation per step"
+    if uses_host(engine) and engine.policy.storage.release_gradients:
+        return f"{wait}, and for gradients behind the last two"
+    is_asked = engine.policy.is_dynamic and not session.obeys_on_device
+    return wait if is_asked or uses_host(engine) else "no synchronisation"
 
 
 def summary_of(engine: EngineCore) -> str:

@@ -495,7 +495,8 @@ class GradScaler(torch.amp.GradScaler):
             raise bad_value(
                 f"The state of a GradScaler has {_listed(state_dict)}, and not {_listed(missing)}",
                 "Needed is what state_dict() of torch.amp.GradScaler or of this class returned",
-                "For states of preamp or Apex call preamp.load_state_dict(optimizer, state)",
+                "For states of preamp or Apex call "
+                "preamp.engine_of(optimizer).load_state_dict(state)",
             )
         tracker = _number("_growth_tracker", state_dict["_growth_tracker"])
         if self._loss_scaler.is_dynamic:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,10 +20,13 @@ from preamp.casting import (
     Conversion,
     attach_cast_region,
     attach_io_casts,
+    attach_layer_casts,
     attach_plain_region,
+    attach_state_hooks,
     install_function_casts,
     install_mixed_calls,
     install_wide_where_slow,
+    print_casts,
     push_thread_casts,
     settle_thread,
     thread_has_casts,
@@ -36,16 +41,11 @@ from preamp.core.torch_private.named_state import NamedMasters
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
-from preamp.engine.asked import asked
-from preamp.engine.copies import attach_copies, attach_optimizer_copies
-from preamp.engine.core import Setup
-from preamp.engine.engine import Engine
-from preamp.engine.entrance import OWN, Enter, Entrance
+from preamp.engine.core import OWN, Enter, Entrance
+from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.explain import summary_of
-from preamp.engine.layers import hook_layers, refuse_new_layers
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
-from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
@@ -55,6 +55,7 @@ from preamp.engine.waiting import Waiting
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import Ops
 from preamp.kernels import backend as ops_named
+from preamp.optim import MasterParameter
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import OnOverflow, Policy, Scope, Storage, resolve
 
@@ -114,7 +115,7 @@ def initialize(
         num_losses: How many losses have a loss scale of their own.
         verbosity: 0 prints nothing but what ``overflow="trace"`` and `Engine.trace_overflow` find,
             1 also the decisions, in one line, and each skipped step, 2 also each cast of a
-            function's argument (O1, O4).
+            function's argument (O1, O4), and constants beyond half.
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.
         max_loss_scale: Ceiling of a dynamic scale.
@@ -182,7 +183,10 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     models, optimizers = arguments["models"], arguments["optimizers"]
     if not arguments["enabled"]:
         return _create_off(models, optimizers)
-    arguments = {**arguments, **asked()}
+    arguments = {**arguments, **_asked}
+    if "history" in _asked:
+        arguments["history"] = path = _not_in_use(_asked["history"])
+        say(f"preamp: records go to {path}")
     recording = make_recording(
         arguments["verbosity"],
         arguments.get("numerics", "off"),
@@ -204,6 +208,28 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
     return engine
 
 
+_asked: dict[str, Any] = {}
+"""Arguments of all engines of this process, whatever the program says."""
+
+
+def ask(**arguments: Any) -> None:
+    """Have engines made with this ``history`` or ``numerics``, as ``preamp run`` was told.
+
+    Where an engine writes to the history already, a number is added: ``run-2.jsonl``. Raises
+    `TypeError` or `ValueError` as `initialize` does for them, and nothing is asked.
+    """
+    made = make_recording(0, arguments.get("numerics", "off"), 100, arguments.get("history"))
+    if made.path is not None:
+        arguments["history"] = made.path.absolute()  # the program may change its folder
+    _asked.update(arguments)
+
+
+def _not_in_use(path: Path) -> Path:
+    used = {engine.recorder.history.path for engine in engines_in_use() if not engine.closed}
+    further = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain((path,), further) if free not in used)
+
+
 def create_engine(
     models: Any,
     optimizers: Any,
@@ -214,26 +240,22 @@ def create_engine(
     kernels: tuple[Ops, Splits] | None = None,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
-    _end_dropped_casts()
+    settle_thread()
+    if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
+        gc.collect()
     ops, splits = kernels or (ops_named(), Splits())
-    model_list = checks.as_models(models)
-    optimizer_list = checks.as_optimizer_list(optimizers)
+    model_list = checks.as_list(models, nn.Module, "model")
+    optimizer_list: list[torch.optim.Optimizer] = []
+    if optimizers is not None:
+        optimizer_list = checks.as_list(optimizers, torch.optim.Optimizer, "optimizer")
     num_losses = checks.check_num_losses(num_losses)
     conversion = _checked(model_list, optimizer_list, policy, splits, entrance)
     check_updates(optimizers, optimizer_list, policy, (ops, splits), recording)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
-    setup = Setup(
-        policy=policy,
-        models=model_list,
-        optimizers=optimizer_list,
-        ops=ops,
-        splits=splits,
-        num_losses=num_losses,
-        recording=recording,
-        entrance=entrance,
+    engine = Engine(
+        policy, model_list, optimizer_list, (ops, splits), num_losses, recording, entrance
     )
-    engine = Engine(setup)
     engine.conversion = conversion
     exact_state = UndoStack()
     is_attached = False
@@ -256,12 +278,6 @@ def create_engine(
     return engine
 
 
-def _end_dropped_casts() -> None:
-    settle_thread()
-    if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
-        gc.collect()
-
-
 def _checked(
     models: list[nn.Module],
     optimizers: list[torch.optim.Optimizer],
@@ -278,7 +294,6 @@ def _checked(
     checks.check_models(models, policy, allow_half_model=entrance.allow_half_model)
     check_fits(models, policy, splits)
     conversion = checks.planned_conversion(models, policy)
-    checks.check_half_once(models, optimizers, policy, conversion.kept)
     check_storage(models, optimizers, policy, conversion.kept)
     return conversion
 
@@ -319,10 +334,13 @@ def _attach(engine: Engine) -> None:
     if policy.cast_model_type in HALF_DTYPES:
         engine.undo.push(engine.reductions.retire_wrappers)
     check_groups(engine.models)
+    for session in reversed(engine.sessions.values()):
+        checks.check_half_once(engine, session, session.model_params())
     for session in engine.sessions.values():
         session.table.adopt(engine.conversion.originals)
     if policy.master_weights:
-        for kind in map(ForeachType, master_types(engine.sessions.values())):
+        twins = [twin for session in engine.sessions.values() for twin in session.table.twins]
+        for kind in map(ForeachType, {MasterParameter, *(type(twin.master) for twin in twins)}):
             engine.process_undo.hold(kind)
             kind.hold()
     is_sharded = any(map(has_sharded_parts, engine.models))
@@ -339,9 +357,8 @@ def _attach(engine: Engine) -> None:
     engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
-        refuse_new = functools.partial(refuse_new_layers, engine)
-        OptimizerHooks(engine, session, refuse_new).attach(engine.undo)
-        attach_optimizer_copies(session.optimizer, engine.copies, engine.undo)
+        check_joins = functools.partial(checks.check_joins, engine, session)
+        OptimizerHooks(engine, session, check_joins).attach(engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.waits_on_host:
@@ -376,23 +393,26 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     # fully_shard casts what it gathers for
     attach_io_casts(model, inputs, outputs, undo, casts_forward=casts_forward)
     attach_reductions(model, engine.reductions, undo)
+    layers = [*model.modules()]
     if target in HALF_DTYPES:
-        hook_layers(engine, target, [*model.modules()], undo)
+        attach_layer_casts(layers, target, engine.conversion.kept, undo)
+        attach_state_hooks(layers, engine.link, undo)
+    if policy.master_weights or target not in HALF_DTYPES:
+        engine.copies.attach(layers, undo)
     if policy.master_weights:
         attach_weight_doors(model, engine.link, undo)
-    if target not in HALF_DTYPES:
-        attach_copies(model.modules(), engine.copies, undo)
 
 
 def _install_function_casts(engine: Engine) -> None:
     policy = engine.policy
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
-    types = device_types(engine)
+    types, half = device_types(engine), policy.half_dtype
+    if half is not None and engine.verbosity >= 2:
+        print_casts(undo)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        install_function_casts(undo, verbose=engine.verbosity >= 2)
+        install_function_casts(undo)
         if policy.scope == "thread":
             push_thread_casts(types, policy.patch_torch_functions_type, undo)
-    half = policy.half_dtype
     if half is not None and "cpu" in types:
         install_wide_where_slow(half, undo)
     if policy.cast_model_type in HALF_DTYPES:

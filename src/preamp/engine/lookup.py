@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which engine a model or an optimizer has, and the state of that engine."""
+"""What a script passes, and where it leads: wrapped optimizers, engines, parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -121,39 +122,51 @@ def common_engine(
     return cast("Engine", first)  # there is an optimizer, and the loop has raised for others
 
 
-# -- what resumes a run, addressed by what belongs to the engine ----------------------------------
+def serve_imitations(engine: Engine) -> None:
+    """Let wrappers that derive from an optimizer's class call what `OptimizerHooks` put on it.
+
+    Those of Lightning and Fabric find a method that they do not define in the class, so that
+    ``zero_grad`` would leave half gradients where they are. Until the engine is closed the
+    optimizer's class is a subclass of its own, of the same name.
+
+    Mutates:
+        The class of each optimizer of ``engine``, for wrappers made later.
+    """
+    for optimizer in engine.optimizers:
+        kind: Any = type(optimizer)
+        if not issubclass(kind, _Imitated):
+            own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            engine.undo.push(partial(setattr, optimizer, "__class__", kind))
+            setattr(optimizer, "__class__", type(kind.__name__, (_Imitated, kind), own))  # noqa: B010
 
 
-def _owner_of(thing: Any) -> Engine:
-    return thing if isinstance(thing, Engine) else engine_of(thing)
+class _Imitated(torch.optim.Optimizer):
+    """What comes before an optimizer's class, and knows the wrapper from the optimizer."""
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        inner = bare(self)
+        return (super() if inner is self else inner).zero_grad(*args, **kwargs)
+
+    def add_param_group(self, *args: Any, **kwargs: Any) -> Any:
+        inner = bare(self)
+        return (super() if inner is self else inner).add_param_group(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the optimizer under the class that its file's reader has."""
+        made = cast("Any", super().__reduce_ex__(protocol))
+        _, own, kind, *_ = type(self).__mro__
+        return (object.__new__, (kind,), *made[2:]) if own is _Imitated else made
 
 
-def state_dict(of: Engine | torch.optim.Optimizer | torch.nn.Module) -> dict[str, Any]:
-    """Return loss scales and step counters of an engine as plain data.
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    """Yield every parameter that ``optimizer`` updates: masters, and float32 parameters.
 
-    Together with the models' and optimizers' own ``state_dict`` this resumes training bitwise;
-    masters are in the models' (float32, exact). Loads with ``torch.load(weights_only=True)``.
+    After ``scale_loss`` their ``grad`` is unscaled, so this is what to clip by hand:
+    ``torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)``. Reading the
+    ``grad`` of a master makes it; `preamp.clip_grad_norm_` clips without.
 
     Args:
-        of: The engine, or an optimizer or model given to ``preamp.initialize``.
-
-    Raises:
-        PreampStateError: ``of`` has no engine.
+        optimizer: Any optimizer, initialized or not.
     """
-    return _owner_of(of).state_dict()
-
-
-def load_state_dict(
-    of: Engine | torch.optim.Optimizer | torch.nn.Module, state: Mapping[str, Any]
-) -> None:
-    """Take over what `state_dict` returned, or what Apex's ``amp.state_dict()`` did.
-
-    Args:
-        of: The engine, or an optimizer or model given to ``preamp.initialize``.
-        state: Plain data.
-
-    Raises:
-        PreampStateError: ``of`` has no engine.
-        ValueError: Scalers are missing, left over or unreadable; nothing was applied.
-    """
-    _owner_of(of).load_state_dict(state)
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -22,25 +22,24 @@ import torch
 
 from preamp.casting import disable_casts, settle_thread, thread_casts_restored, thread_has_casts
 from preamp.casting.autocast_state import untraced
-from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.errors import LossScaleError
 from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_step_hooks
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
 from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession
-from preamp.optim import in_two_optimizers, leaves_of
+from preamp.optim import leaves_of
 
-Refuse = Callable[[Sequence[torch.Tensor]], None]
+Check = Callable[[Sequence[torch.Tensor]], None]
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
 
 class OptimizerHooks:
     """Everything attached to one optimizer."""
 
-    def __init__(self, engine: EngineCore, session: OptimizerSession, refuse_new: Refuse) -> None:
-        """Attach nothing yet; ``refuse_new`` is asked about parameters that are to join."""
-        self._refuse_new = refuse_new
+    def __init__(self, engine: EngineCore, session: OptimizerSession, check_joins: Check) -> None:
+        """Attach nothing yet; ``check_joins`` is asked about parameters that are to join."""
+        self._check_joins = check_joins
         self._engine = engine
         self._session = session
         self._optimizer = session.optimizer
@@ -206,19 +205,6 @@ class OptimizerHooks:
         copy_identity(inner, zero_grad)
         return zero_grad
 
-    def _refuse_half_twice(
-        self, params: Sequence[torch.Tensor], others: Sequence[OptimizerSession]
-    ) -> None:
-        """Raise `PreampStateError` if another optimizer has one of the half weights ``params``."""
-        if self._engine.policy.cast_model_type not in HALF_DTYPES:
-            return
-        for other in others:
-            known = {*map(id, other.model_params())}
-            for param in params:
-                if id(param) in known and is_half(param):
-                    name = self._engine.names.of(param)
-                    raise in_two_optimizers(name, other.optimizer, self._optimizer)
-
     def _make_add_param_group(self) -> Callable[..., Any]:
         inner = previous_method(self._optimizer, "add_param_group")
 
@@ -226,13 +212,11 @@ class OptimizerHooks:
             if self._engine.closed:
                 return inner(optimizer, *args, **kwargs)
             params = _params_of_group(args[0] if args else kwargs.get("param_group"))
-            refusals.check_group(params, self._session.table, self._engine.names.of)
-            self._refuse_new(params)
+            self._check_joins(params)
             known, before = self._engine.updated_params(), len(optimizer.param_groups)
             added = set(map(id, params))
             sessions = [s for s in self._engine.sessions.values() if s is not self._session]
             others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
-            self._refuse_half_twice(params, others)
             for session in (self._session, *others) if others else ():
                 session.check_outside_block("add_param_group")
             result = inner(optimizer, *args, **kwargs)

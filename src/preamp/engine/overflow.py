@@ -40,8 +40,6 @@ class OverflowCause:
         new_scale: Loss scale now.
         was_watched: Whether the modules were watched, as `Engine.trace_overflow` asks.
         trace: The first module whose values became infinite or nan, if that was found.
-        is_blind: Whether they were watched in vain: no forward of a module could be seen, as
-            where the whole model is compiled or scripted.
         was_skipped: Whether the step was skipped; with a static loss scale it was taken.
         was_elsewhere: Whether other ranks saw it, in their parts of the gradients, and this one
             did not.
@@ -57,7 +55,6 @@ class OverflowCause:
     kinds: tuple[Kind, ...] = ()
     was_watched: bool = False
     trace: TraceRecord | None = None
-    is_blind: bool = False
     was_elsewhere: bool = False
     was_skipped: bool = True
 
@@ -98,8 +95,6 @@ class Finding:
     """What the watching of one step has come to."""
 
     was_watched: bool  # whether the whole step was watched, or the forward of any module
-    # Whether no module's forward could be seen, as where the whole model is compiled
-    is_blind: bool = False
     trace: TraceRecord | None = None  # the first to go wrong, if it was found
 
 
@@ -201,7 +196,6 @@ def find_cause(
         old_scale=float(note.scale.item()),
         new_scale=scales[note.loss_id],
         was_watched=finding is not None and finding.was_watched,
-        is_blind=finding is not None and finding.is_blind,
         trace=None if finding is None else finding.trace,
         was_elsewhere=was_elsewhere,
         was_skipped=was_skipped,

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 
 
 _CALLS = 16  # of the program, that are told of an operation
-_BLIND = (
-    "The modules were watched, but no forward of one was seen: code that torch.compile or "
-    "torch.jit.script has made is not looked into. To find the module, run the model without."
-)
 _UNWATCHED = (
     "To learn in which module and line it begins, pass overflow='trace' to preamp.initialize. "
 )
@@ -43,8 +39,6 @@ def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
         )
         if cause.loss_was_finite and cause.old_scale > 1:
             text += ". A smaller loss_scale can help; 'dynamic' finds one, and skips such steps"
-    if cause.is_blind and cause.trace is None:
-        return f"{text}. {_BLIND}"
     if not cause.was_watched:
         return text
     stack = _stack(cause.trace) if cause.trace is not None and with_stack else ""
@@ -52,11 +46,9 @@ def overflow_message(cause: OverflowCause, *, with_stack: bool = True) -> str:
 
 
 def _where(cause: OverflowCause) -> str:
-    if not cause.parameters:
+    if not cause.parameters or cause.candidates > 1:
         return f"in {cause.named()}"
     kind = cause.kinds[0] if cause.kinds else "inf or nan"
-    if cause.candidates > 1:
-        return f"in {cause.named()}"
     text = f"{kind} first in {cause.parameters[0]!r}"
     more = len(cause.parameters) - 1
     return f"{text} and in {more} more" if more else text

@@ -37,7 +37,15 @@ OFF = Recording()
 
 
 def make_recording(verbosity: Any, numerics: Any, every: Any, history: Any) -> Recording:
-    """Check the arguments of ``initialize``."""
+    """Check the arguments of ``initialize``; ``verbosity`` may be the text of a number."""
+    try:
+        told = int(verbosity)
+    except (TypeError, ValueError):
+        raise bad_type(
+            f"verbosity={verbosity!r} cannot be used",
+            "Allowed are 0, 1 and 2, also as a string such as '1'",
+            "Pass 0 to have nothing printed",
+        ) from None
     if numerics not in get_args(Numerics):
         raise bad_value(
             f"numerics={numerics!r} is not known",
@@ -50,38 +58,14 @@ def make_recording(verbosity: Any, numerics: Any, every: Any, history: Any) -> R
             "Allowed is a whole number from 1",
             "Pass after how many optimizer steps statistics are taken again, such as 100",
         )
-    told = check_verbosity(verbosity)
-    return Recording(verbosity=told, numerics=numerics, every=every, path=_path_of(history))
-
-
-def _path_of(history: Any) -> Path | None:
-    if history is None:
-        return None
-    if not isinstance(history, (str, os.PathLike)) or not history:
-        raise bad_type(
-            f"history={history!r} is no path",
-            "Allowed are the path of a file and None",
-            "Pass for example history='run.jsonl'; the records themselves are in "
-            "preamp.engine_of(optimizer).history",
-        )
-    path = Path(cast("str | os.PathLike[str]", history))
-    if path.is_dir():
-        raise bad_value(
-            f"history={str(path)!r} is a folder",
-            "Allowed is the path of a file, which need not exist",
-            f"Pass for example history={str(path / 'run.jsonl')!r}",
-        )
-    return path
-
-
-def check_verbosity(verbosity: Any) -> int:
-    """Return ``verbosity`` as a number, also from a text; raises `TypeError` if it is none."""
-    try:
-        return int(verbosity)
-    except (TypeError, ValueError):
-        pass
-    raise bad_type(
-        f"verbosity={verbosity!r} cannot be used",
-        "Allowed are 0, 1 and 2, also as a string such as '1'",
-        "Pass 0 to have nothing printed",
-    )
+    if history is not None:
+        is_path = isinstance(history, (str, os.PathLike)) and history != ""
+        if not is_path or Path(cast("Any", history)).is_dir():
+            raise bad_type(
+                f"history={history!r} is no path of a file",
+                "Allowed are the path of a file, which need not exist, and None",
+                "Pass for example history='run.jsonl'; the records themselves are in "
+                "preamp.engine_of(optimizer).history",
+            )
+        history = Path(cast("Any", history))
+    return Recording(verbosity=told, numerics=numerics, every=every, path=history)

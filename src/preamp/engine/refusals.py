@@ -3,26 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-import torch
-
-from preamp.core.errors import PreampStateError, bad_state, bad_value, message, with_article
-from preamp.optim import WeightTable
+from preamp.core.errors import PreampStateError, bad_state, message, with_article
 from preamp.policy.storage import Storage
-
-
-def check_group(
-    params: Iterable[torch.Tensor], table: WeightTable, name_of: Callable[[torch.Tensor], str]
-) -> None:
-    """Refuse a group with a parameter that has a master, which torch's check cannot see."""
-    for param in params:
-        if table.of_half(param) is not None:
-            raise bad_value(
-                f"Parameter {name_of(param)!r} is in this optimizer already",
-                "A parameter may appear in one parameter group only",
-                "Leave it out of the new group",
-            )
 
 
 def nested(optimizer: object) -> PreampStateError:

@@ -20,22 +20,14 @@ if TYPE_CHECKING:
 class Tracer(Protocol):
     """Watches the modules of an engine's models while it is armed."""
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether anything is watched."""
-        ...
-
     def arm(self, *, stays: bool = False, is_first: bool = False) -> None:
         """Watch until an overflow, or for good; ``is_first`` if there was no backward yet."""
-        ...
 
     def release(self, model: nn.Module) -> None:
         """Watch ``model`` no longer, now or later."""
-        ...
 
     def disarm(self) -> None:
         """Watch nothing any more."""
-        ...
 
 
 class Recorder(Protocol):
@@ -48,23 +40,18 @@ class Recorder(Protocol):
 
     def start(self, engine: EngineCore) -> None:
         """The run of ``engine`` begins, or goes on with the file of an earlier one."""
-        ...
 
     def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
         """A backward has left scaled gradients. Does not synchronise."""
-        ...
 
     def flush(self, *, wait: bool = False) -> None:
         """Make the records that can be made; to ``wait`` for their numbers synchronises."""
-        ...
 
     def resumed(self) -> None:
         """The counters were set to a checkpoint's. Synchronises."""
-        ...
 
     def close(self) -> None:
         """Make all records and close the history. Synchronises."""
-        ...
 
 
 make_watchers: Callable[[EngineCore, Recording], tuple[Tracer, Recorder]]

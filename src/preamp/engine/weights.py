@@ -24,7 +24,6 @@ from preamp.core.torch_private.modules import add_hook
 from preamp.core.torch_private.operations import unheard
 from preamp.core.torch_private.shards import set_data
 from preamp.core.undo import UndoStack
-from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
 from preamp.optim import Twin
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 def master_of(engine: Callable[[], EngineCore | None], half: torch.Tensor) -> torch.Tensor | None:
     """Return the master of a half weight, if the engine lives and has one."""
     alive = engine()
-    twin = None if alive is None else twin_of(half, alive.sessions.values())
+    twin = None if alive is None else alive.twin_of(half)
     return None if twin is None else twin.master
 
 
@@ -59,7 +58,7 @@ def zeros_are_stepped(
 
 def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
     """Return the float32 value of ``half``, with what was written to it from outside."""
-    twin = twin_of(half, self.sessions.values())
+    twin = self.twin_of(half)
     if twin is None:
         return None
     return twin.master if twin.table.is_split and twin.table.gives_masters else twin.value()
@@ -71,7 +70,7 @@ def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> tor
     That is ``None`` if it has no master, or is its master for now (`exact_weights`), or ``value``
     has another shape.
     """
-    twin = twin_of(half, self.sessions.values())
+    twin = self.twin_of(half)
     if twin is None or value.shape != half.shape or self.is_exact:
         return None
     twin.table.set_value(twin.row, value)
@@ -82,7 +81,7 @@ def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> tor
 def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
     """Masters of these ``params`` are equal on all ranks, or were set; none is rounded anew."""
     for param in params:
-        twin = twin_of(param, self.sessions.values())
+        twin = self.twin_of(param)
         if twin is not None:
             twin.table.trusted.add(twin.row)
 

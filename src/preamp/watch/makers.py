@@ -10,10 +10,10 @@ def make_watchers(
     engine: EngineCore, recording: Recording
 ) -> tuple[watchers.Tracer, watchers.Recorder]:
     """Make what hears of an engine's overflows and makes its records, the tracer first."""
-    from preamp.watch.recorder import make_recorder
-    from preamp.watch.trace import make_tracer
+    from preamp.watch.recorder import Recorder
+    from preamp.watch.trace import Tracer
 
-    return make_tracer(engine), make_recorder(engine, recording)
+    return Tracer(engine), Recorder(engine, recording)
 
 
 watchers.make_watchers = make_watchers

@@ -12,7 +12,7 @@ import torch
 from preamp.core.away import values_in, values_of
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import local_of
-from preamp.engine.names import ParameterNames
+from preamp.engine.core import ParameterNames
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.ops import Tally
 from preamp.kernels.plain.tally import blocks_of

@@ -35,45 +35,25 @@ class Place:
 OUTSIDE = Place("", "")
 
 
+@dataclass(slots=True, eq=False)
 class Reading:
     """Smallest and largest value of one tensor, left on its device, and what has made it."""
 
-    __slots__ = (
-        "_row",
-        "_table",
-        "by",
-        "dtype",
-        "inside",
-        "is_computed",
-        "is_leaf",
-        "is_made",
-        "is_parameter",
-        "is_stale",
-        "moment",
-        "numel",
-        "parts",
-        "tensor",
-    )
-
-    def __init__(
-        self, tensor: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], moment: int
-    ) -> None:
-        """Keep ``parts`` of ``tensor``, which it does not keep alive."""
-        self.tensor = weakref.ref(tensor)
-        self.dtype = tensor.dtype
-        self.numel = tensor.numel()
-        self.is_leaf = tensor.requires_grad and node_of(tensor) is None  # such as a parameter
-        self.is_parameter = isinstance(tensor, torch.nn.Parameter)  # frozen or not
-        # The two numbers, as 0-dim tensors, until `store` has collected them
-        self.parts: tuple[torch.Tensor, torch.Tensor] | None = parts
-        self.moment = moment  # by the observation's clock
-        self.by: Operation | None = None  # the function that has made it; ``None`` if none was seen
-        self.inside: Pass | None = None  # the call in which it was seen first
-        self.is_made = False  # whether a module has made it, or a function from such values
-        self.is_computed = False  # whether a function has made it of nothing that was watched
-        self.is_stale = False  # whether one of the tensors with these values was written to
-        self._table: _Table | None = None
-        self._row = 0
+    tensor: weakref.ref[torch.Tensor]
+    dtype: torch.dtype
+    numel: int
+    is_leaf: bool  # such as a parameter
+    is_parameter: bool  # frozen or not
+    # The two numbers, as 0-dim tensors, until `store` has collected them
+    parts: tuple[torch.Tensor, torch.Tensor] | None
+    moment: int  # by the observation's clock
+    is_computed: bool  # whether a function has made it of nothing that was watched
+    by: Operation | None = None  # the function that has made it; ``None`` if none was seen
+    inside: Pass | None = None  # the call in which it was seen first
+    is_made: bool = False  # whether a module has made it, or a function from such values
+    is_stale: bool = False  # whether one of the tensors with these values was written to
+    _table: _Table | None = None
+    _row: int = 0
 
     def store(self, table: _Table, row: int) -> None:
         """Let the numbers be ``table[row]``."""
@@ -253,8 +233,16 @@ class Values:
         parts = extremes(tensor)
         if parts is None:
             return None
-        reading = Reading(tensor, parts, self.tick())
-        reading.is_computed = self._is_computed(tensor)
+        reading = Reading(
+            tensor=weakref.ref(tensor),
+            dtype=tensor.dtype,
+            numel=tensor.numel(),
+            is_leaf=tensor.requires_grad and node_of(tensor) is None,
+            is_parameter=isinstance(tensor, torch.nn.Parameter),
+            parts=parts,
+            moment=self.tick(),
+            is_computed=self._is_computed(tensor),
+        )
         self._keep(tensor, reading, shares=shares)
         self.keep((reading,))
         self._count += 1

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from functools import partial
 from typing import cast
@@ -24,13 +23,11 @@ from preamp.core.tensors import is_capturing
 from preamp.core.undo import run_all
 from preamp.core.version import __version__
 from preamp.engine.core import EngineCore
-from preamp.engine.events import Backward, Events
-from preamp.engine.ledger import Ledger
+from preamp.engine.events import Backward
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.recording import Recording
 from preamp.engine.session import OptimizerSession
 from preamp.numerics import History, ResumeRecord, RunRecord
-from preamp.scaling import LossScaler
 from preamp.watch.host_copies import HostCopies
 from preamp.watch.meter import Meter
 from preamp.watch.steps import FinishedCall, PendingStep, Statistics, Steps
@@ -39,28 +36,36 @@ from preamp.watch.steps import FinishedCall, PendingStep, Statistics, Steps
 class Recorder:
     """Listens to an engine and adds records to its history."""
 
-    def __init__(
-        self,
-        history: History,
-        recording: Recording,
-        meter: Meter,
-        scalers: Sequence[LossScaler],
-        sessions: Iterable[OptimizerSession],
-        lock: AbstractContextManager[object],
-    ) -> None:
-        """Record nothing yet; the lock is the ledger's, as other threads may ask for records."""
-        self._lock = lock
+    def __init__(self, engine: EngineCore, recording: Recording) -> None:
+        """Open the history, and subscribe to what is needed for the records that are made.
+
+        Of several processes the first one writes the file; the others keep their records in memory.
+        `History` raises where that cannot be, somebody else writes to it, or it holds something
+        else.
+        """
+        ledger, events, scalers = engine.ledger, engine.events, engine.scalers
+        self._lock = ledger.lock  # other threads may ask for records
         # Without losses (``num_losses=0``) there is nothing that a graph could hold.
         self._device = scalers[0].device if scalers else torch.device("cpu")
-        self.history = history
+        self.history = History(recording.path if is_first_rank() else None)
         self.recording = recording
-        self._meter = meter
+        self._meter = Meter(engine.names, engine.policy.half_dtype)
         self._scalers = scalers
         self._optimizers = {
-            id(session): Steps(index, session) for index, session in enumerate(sessions)
+            id(session): Steps(index, session)
+            for index, session in enumerate(engine.sessions.values())
         }
         self._waiting: deque[tuple[Steps, FinishedCall]] = deque()
         self._follows_a_run = False
+        ledger.on_overflow.append(self.overflow_told)
+        if recording.takes_steps:
+            events.block_begins.append(lambda backward: self.forget_dropped(backward.sessions))
+            events.gradients_made.append(self.gradients_made)
+            events.norm_taken.append(self.norm_taken)
+            events.update_begins.append(self.update_begins)
+            events.gradients_dropped.append(self.gradients_dropped)
+            ledger.on_call.append(self.step_called)
+            ledger.on_step.append(self.step_settled)
 
     @property
     def _takes_steps(self) -> bool:
@@ -91,25 +96,6 @@ class Recorder:
                     optimizer.pending = PendingStep()
                 self.history.add(self._position())
 
-    def listen(self, events: Events, ledger: Ledger) -> None:
-        """Subscribe to what is needed for the records that are made."""
-        ledger.on_overflow.append(self.overflow_told)
-        if self.recording.takes_steps:
-            events.block_begins.append(self._block_begins)
-            events.gradients_made.append(self._gradients_made)
-            events.norm_taken.append(self.norm_taken)
-            events.update_begins.append(self.update_begins)
-            events.gradients_dropped.append(self.gradients_dropped)
-            ledger.on_call.append(self.step_called)
-            ledger.on_step.append(self.step_settled)
-
-    def _block_begins(self, backward: Backward) -> None:
-        self.forget_dropped(backward.sessions)
-
-    def _gradients_made(self, backward: Backward) -> None:
-        self.measure(backward.sessions, backward.note)
-        self.loss_seen(backward.sessions, backward.note.loss_id, backward.loss)
-
     def gradients_dropped(self, session: OptimizerSession) -> None:
         """The script has zeroed its gradients: they are no step's."""
         self._optimizers[id(session)].pending = PendingStep()
@@ -121,18 +107,17 @@ class Recorder:
             if pending.has_gradients and not session.holds_raw():
                 self.gradients_dropped(session)
 
-    def loss_seen(
-        self, sessions: Iterable[OptimizerSession], loss_id: int, loss: torch.Tensor
-    ) -> None:
-        """The backward of ``loss``, unscaled, has ended. Does not synchronise."""
+    def gradients_made(self, backward: Backward) -> None:
+        """A backward has ended, its gradients still scaled. Does not synchronise."""
+        self.measure(backward.sessions, backward.note)
         if not self._takes_steps:
             return
-        value = loss.detach()
+        value = backward.loss.detach()
         value = value if value.dtype is torch.float64 else value.float()
         value = value.mean() if value.dim() else value.clone()
-        for session in sessions:
+        for session in backward.sessions:
             pending = self._optimizers[id(session)].pending
-            pending.losses[loss_id] = value
+            pending.losses[backward.note.loss_id] = value
             pending.norm = None  # of the gradients before this backward
             pending.has_gradients = session.holds_raw()
 
@@ -245,24 +230,6 @@ class Recorder:
     def _position(self) -> ResumeRecord:
         steps = [optimizer.settled for optimizer in self._optimizers.values()]
         return ResumeRecord(step=max(steps, default=0), steps=steps)
-
-
-def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
-    """Open the history and listen to the engine; with a static scale its ledger reads along.
-
-    Of several processes the first one writes the file; the others keep their records in memory.
-    `History` raises where that cannot be, somebody else writes to it, or it holds something else.
-    """
-    recorder = Recorder(
-        History(recording.path if is_first_rank() else None),
-        recording,
-        Meter(engine.names, engine.policy.half_dtype),
-        engine.scalers,
-        engine.sessions.values(),
-        engine.ledger.lock,
-    )
-    recorder.listen(engine.events, engine.ledger)
-    return recorder
 
 
 def run_record(engine: EngineCore) -> RunRecord:

@@ -40,13 +40,13 @@ from preamp.core.torch_private.operations import (
 )
 from preamp.core.undo import UndoStack
 from preamp.engine.core import EngineCore
-from preamp.engine.events import Backward, Events
+from preamp.engine.events import Backward
 from preamp.engine.overflow import Finding, GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
 from preamp.engine.weights import master_of
 from preamp.kernels.wide_half import leaves
 from preamp.numerics import Float32Record
-from preamp.watch.float32 import MasterOf, compute, note_random, own_tensors, uses_halves
+from preamp.watch.float32 import compute, note_random, own_tensors, uses_halves
 from preamp.watch.observation import (
     OUTSIDE,
     Observation,
@@ -59,8 +59,6 @@ from preamp.watch.observation import (
     tensors_of,
 )
 from preamp.watch.origin import find
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 
 _TAG = "preamp.operation"  # in the notes of a node: the function that has made it
 # Functions that leave values as they are, but for a change of dtype
@@ -100,25 +98,25 @@ class _Stack(threading.local):
 class Tracer:
     """Watches the modules of an engine's models while it is armed."""
 
-    def __init__(
-        self, models: Iterable[nn.Module], events: Events, master_of: MasterOf, *, looks: bool
-    ) -> None:
-        """Watch nothing yet; ``events`` tell of backwards and steps while it is armed.
+    def __init__(self, engine: EngineCore) -> None:
+        """Watch nothing yet, and do not keep ``engine`` alive.
 
-        Where no loss scale does, it ``looks`` for overflows itself.
+        Its events tell of backwards and steps while this is armed.
         """
-        self._master_of = master_of
+        self._master_of = partial(master_of, weakref.ref(engine))
         self._named: set[str] = set()  # modules whose forward an overflow has come from
-        self._looks = looks
+        self._looks = not engine.policy.is_dynamic  # for overflows, where no loss scale does
+        engine.ledger.on_overflow.append(self._told)
+        events = engine.events
         self._subscriptions: tuple[tuple[list[Any], Any], ...] = (
             (events.block_begins, self._note_watching),
             (events.loss_scaled, self._watch_loss),
-            (events.gradients_made, self._end_hearing),
+            (events.gradients_made, self._pause),
             (events.block_over, self._end_backward),
             (events.update_begins, self._look_before_update),
             (events.step_over, self._end_step),
         )
-        self._models = list(models)
+        self._models = list(engine.models)
         self._hooks: dict[int, UndoStack] = {}
         self._stays = False
         self._backward = 1
@@ -153,26 +151,10 @@ class Tracer:
         own: weakref.ref[Tracer] = weakref.ref(self)
         link = Link(own)
         for model in self._models:
+            undo = self._hooks[id(model)]
             for place, module in _places_of(self._models, model):
-                # First, so that casts of the arguments belong to the module.
-                undo, before = self._hooks[id(model)], _Before(link, place)
-                add_hook(
-                    module,
-                    "register_forward_pre_hook",
-                    before,
-                    undo,
-                    prepend=True,
-                    with_kwargs=True,
-                )
-                ready = _Ready(link, place)
-                add_hook(module, "register_forward_pre_hook", ready, undo, with_kwargs=True)
-                if module is model:
-                    early = _BeforeCasts(link, place)
-                    add_hook(module, "register_forward_hook", early, undo, prepend=True)
-                # Also after an exception, when the forward has no result.
-                after = _After(link, place)
-                options = {"always_call": True, "with_kwargs": True}
-                add_hook(module, "register_forward_hook", after, undo, **options)
+                for kind, method, options in _HOOKS if module is model else _HOOKS[:-1]:
+                    add_hook(module, kind, _Hook(link, place, method), undo, **options)
 
     def disarm(self) -> None:
         """Take all hooks off and forget what was seen."""
@@ -211,19 +193,16 @@ class Tracer:
         self, seen: Pass, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
     ) -> None:
         """Read what a node of the graph has got and what it returned, and add that to ``seen``."""
-        if self.is_armed:
-            with unheard():
-                seen.inputs, seen.outputs = (
-                    self.values.read(grad for grad in grads if isinstance(grad, torch.Tensor))
-                    for grads in (grad_outputs, grad_inputs)
-                )
-                if self._is_between or torch.is_grad_enabled():
-                    self._note_derivative(seen, grad_outputs, grad_inputs)
-            seen.backward = self._backward
-            self._add(self.observation, seen)
+        given, made = leaves(grad_outputs), leaves(grad_inputs)
+        with unheard():
+            seen.inputs, seen.outputs = self.values.read(given), self.values.read(made)
+            if self._is_between or torch.is_grad_enabled():
+                self._note_derivative(seen, given, made)
+        seen.backward = self._backward
+        self._add(self.observation, seen)
 
     def _note_derivative(
-        self, seen: Pass, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
+        self, seen: Pass, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
         """Gradients that a loss may be computed from were made: remember from what."""
         operation = seen.operation
@@ -235,12 +214,8 @@ class Tracer:
         for reading in seen.outputs:
             if reading not in inputs and not reading.is_made:
                 reading.by, reading.is_made = by, True
-        made, given = (
-            _nodes_of(grad for grad in grads if isinstance(grad, torch.Tensor))
-            for grads in (grad_inputs, grad_outputs)
-        )
         call = _Call(self, self.observation, seen.call or Pass(OUTSIDE, "forward"))
-        _watch_derivative(made, given, call, operation)
+        _watch_derivative(_nodes_of(made), _nodes_of(given), call, operation)
 
     def begins_backward(self, args: Sequence[Any]) -> None:
         """Gradients are asked for that a loss may be made from: watch what has no hooks yet."""
@@ -251,9 +226,10 @@ class Tracer:
         with unheard():
             _watch_nodes(leaves(args[:1]), call)
 
-    def begin_call(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
-        """A module's forward begins with ``tensors`` among its arguments."""
-        stack = self.stack
+    def begin_call(self, place: Place, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward begins. Reads its arguments before they are cast."""
+        del module
+        stack, tensors = self.stack, tensors_of((args, kwargs))
         if stack.calls and stack.calls[0].step is not self.observation:
             stack.calls.clear()  # forwards that went on when the step was over
         outer = stack.calls[-1].seen if stack.calls else None
@@ -276,6 +252,32 @@ class Tracer:
         begin = note_random(tensors[0].device) if self._may_read(place, tensors) else None
         stack.calls.append(_Call(self, step, seen, tuple(map(id, tensors)), nodes, begin=begin))
 
+    def see_arguments(self, place: Place, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """All other hooks have run. Reads the arguments again where they have replaced these."""
+        del module
+        call, tensors = self._latest(place), tensors_of((args, kwargs))
+        if call is None:
+            return
+        if call.begin is not None:
+            call.versions = tuple(map(counted_version, tensors))
+            call.has_casts = torch.is_autocast_enabled(tensors[0].device.type)
+        if call.arguments != tuple(map(id, tensors)):
+            call.seen.given = call.seen.inputs
+            call.seen.inputs = self.values.read(tensors, call.seen)
+
+    def see_results(self, place: Place, module: nn.Module, args: Any, output: Any) -> None:
+        """A model's own forward has ended. Reads the results before they are cast."""
+        del module, args
+        call, tensors = self._latest(place), tensors_of(output)
+        if call is not None:
+            call.seen.made = self.values.read(tensors, call.seen, is_made=True)
+            call.before_casts = _nodes_of(tensors)
+
+    def _latest(self, place: Place) -> _Call | None:
+        """The innermost forward under way, if it is that of the module at ``place``."""
+        call = self.stack.calls[-1] if self.stack.calls else None
+        return call if call is not None and call.seen.place == place else None
+
     def _may_read(self, place: Place, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the host may read them at once: it waits for a device only where it has to."""
         if not tensors or is_capturing(tensors[0].device):
@@ -283,10 +285,10 @@ class Tracer:
         return host_reaches(tensors[0]) or place.module in self._named
 
     def end_call(
-        self, place: Place, module: nn.Module, given: Given, tensors: Sequence[torch.Tensor]
+        self, place: Place, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """A ``module``'s forward, ``given`` these, has returned ``tensors`` among its results."""
-        calls = self.stack.calls
+        """A module's forward has ended. Reads its results, and hooks the nodes it has made."""
+        calls, tensors = self.stack.calls, tensors_of(output)
         while calls and calls[-1].seen.place != place:
             calls.pop()  # its end was not told
         if not calls:
@@ -298,13 +300,13 @@ class Tracer:
         if call.step is self.observation:
             call.seen.outputs = self.values.read(tensors, call.seen, is_made=True)
             if call.begin is not None:
-                self._try_float32(call, module, given, tensors)
+                self._try_float32(call, module, (args, kwargs), tensors)
             self._add(call.step, call.seen)
             if call.seen.has_grad:
                 _watch_nodes(tensors, call)
 
     def _try_float32(
-        self, call: _Call, module: nn.Module, given: Given, tensors: Sequence[torch.Tensor]
+        self, call: _Call, module: nn.Module, given: Any, tensors: Sequence[torch.Tensor]
     ) -> None:
         """Compute it in float32 if it is the first to go wrong, while its input is there."""
         seen, begin = call.seen, call.begin
@@ -349,7 +351,7 @@ class Tracer:
             if is_compiled or own != self._thread:
                 self.stack.mode = None
 
-    def _pause(self) -> None:
+    def _pause(self, backward: object = None) -> None:
         """What the engine does by itself from now on is not to be heard."""
         if self.stack.mode is not None:
             self.stack.mode.leave()
@@ -418,16 +420,16 @@ class Tracer:
         step, backward = self.observation, self._backward
 
         def found(loss_was_finite: bool) -> Finding:
-            is_blind = not self._has_seen and step.is_whole
             trace = None
             with unheard():
                 self.values.collect()
-                if not is_blind or loss_was_finite:  # a backward shows what a forward led to
+                # Where no forward is seen, as of compiled models, a backward shows what it led to.
+                if self._has_seen or not step.is_whole or loss_was_finite:
                     trace = find(step, backward, loss_was_finite, self._weights_of, self._name_of)
             if trace is not None and trace.phase == "forward":
                 self._named.add(trace.module)
             trained = any(call.backward <= backward for call in step.trained)
-            return Finding(trained or step.is_whole, is_blind, trace)
+            return Finding(trained or step.is_whole, trace)
 
         return found
 
@@ -453,10 +455,6 @@ class Tracer:
     def _add(self, step: Observation, seen: Pass) -> None:
         seen.ended = self.values.tick()
         step.add(seen)
-
-    def _end_hearing(self, backward: Backward) -> None:
-        del backward
-        self._pause()
 
     def _end_backward(self, backward: Backward) -> None:
         """A backward has ended."""
@@ -508,20 +506,11 @@ class Tracer:
         self._resume()  # between steps too: a hidden state may be cloned or copied there
         self._is_over, self._is_between, self._started = True, False, None
 
-    def told(self, session: object, cause: OverflowCause) -> None:
+    def _told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
         del session
         if cause.was_watched and not self._stays:
             self.disarm()
-
-
-def make_tracer(engine: EngineCore) -> Tracer:
-    """Return a tracer that hears of the engine's overflows, and does not keep the engine alive."""
-    its_master_of = partial(master_of, weakref.ref(engine))
-    looks = not engine.policy.is_dynamic
-    tracer = Tracer(engine.models, engine.events, its_master_of, looks=looks)
-    engine.ledger.on_overflow.append(tracer.told)
-    return tracer
 
 
 def _watchable(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -539,82 +528,44 @@ def _watchable(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 class _Hook:
-    """A hook that reports to a tracer while there is one; a copied model's does nothing."""
+    """Calls a method of a tracer while there is one; in a copied model there is none."""
 
-    def __init__(self, link: Link[weakref.ref[Tracer]], place: Place) -> None:
+    def __init__(self, link: Link[weakref.ref[Tracer]], place: Place, method: str) -> None:
         self._link = link
         self._place = place
+        self._method = method
 
-    def _tracer(self) -> Tracer | None:
-        if may_not_be_read():
-            return None
-        tracer = None if self._link.target is None else self._link.target()
-        return tracer if tracer is not None and tracer.is_armed else None
-
-
-class _Before(_Hook):
-    """Reads the arguments of a forward, before they are cast."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        del module
-        if (tracer := self._tracer()) is not None:
-            with unheard():
-                tracer.begin_call(self._place, tensors_of((args, kwargs)))
-
-
-class _Ready(_Hook):
-    """Reads the arguments again where other hooks have replaced them."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        del module
-        tracer = self._tracer()
-        if tracer is None or not tracer.stack.calls:
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if may_not_be_read() or self._link.target is None:
             return
-        call, tensors = tracer.stack.calls[-1], tensors_of((args, kwargs))
-        if call.seen.place != self._place:
-            return
-        with unheard():
-            if call.begin is not None:
-                call.versions = tuple(map(counted_version, tensors))
-                call.has_casts = torch.is_autocast_enabled(tensors[0].device.type)
-            if call.arguments != tuple(map(id, tensors)):
-                call.seen.given = call.seen.inputs
-                call.seen.inputs = tracer.values.read(tensors, call.seen)
-
-
-class _BeforeCasts(_Hook):
-    """Reads the results of a model, before they are cast."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        tracer = self._tracer()
-        if tracer is None or not tracer.stack.calls:
-            return
-        call, tensors = tracer.stack.calls[-1], tensors_of(output)
-        if call.seen.place == self._place:
+        if (tracer := _armed(self._link.target)) is not None:
             with unheard():
-                call.seen.made = tracer.values.read(tensors, call.seen, is_made=True)
-                call.before_casts = _nodes_of(tensors)
+                getattr(tracer, self._method)(self._place, module, *given)
 
 
-class _After(_Hook):
-    """Reads the results of a forward, and puts hooks on the nodes it has made."""
+_HOOKS: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    # First, so that casts of the arguments belong to the module.
+    ("register_forward_pre_hook", "begin_call", {"prepend": True, "with_kwargs": True}),
+    ("register_forward_pre_hook", "see_arguments", {"with_kwargs": True}),
+    # Also after an exception, when the forward has no result.
+    ("register_forward_hook", "end_call", {"always_call": True, "with_kwargs": True}),
+    ("register_forward_hook", "see_results", {"prepend": True}),  # of a model, not of its layers
+)
+"""How torch takes each hook, and the method of a tracer that it calls."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if (tracer := self._tracer()) is not None:
-            with unheard():
-                tracer.end_call(self._place, module, (args, kwargs), tensors_of(output))
+
+def _armed(tracer: weakref.ref[Tracer]) -> Tracer | None:
+    own = tracer()
+    return own if own is not None and own.is_armed else None
 
 
 def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: Any) -> None:
-    own = tracer()
-    if own is not None and own.is_armed:
+    if (own := _armed(tracer)) is not None:
         own.heard(name, args, result)
 
 
 def _tell_before(tracer: weakref.ref[Tracer], args: Sequence[Any]) -> None:
-    own = tracer()
-    if own is not None and own.is_armed:
+    if (own := _armed(tracer)) is not None:
         own.begins_backward(args)
 
 
@@ -674,9 +625,8 @@ def _watch_node(
     if mark not in notes:
         notes[mark] = True
         own = notes.get(_TAG, operation)
-        node.register_hook(
-            _NodeHook(weakref.ref(call.tracer), call.seen, own, _named(node), is_cast)
-        )
+        tracer = weakref.ref(call.tracer)
+        node.register_hook(partial(_see_node, tracer, call.seen, own, _named(node), is_cast))
 
 
 def _watch_derivative(
@@ -693,32 +643,21 @@ def _watch_derivative(
             pending += following
 
 
-class _NodeHook:
-    """Reads the gradients that go in and out of a node of the graph."""
-
-    __slots__ = ("_call", "_is_cast", "_name", "_operation", "_tracer")
-
-    def __init__(
-        self,
-        tracer: weakref.ref[Tracer],
-        call: Pass,
-        operation: Operation | None,
-        name: str,
-        is_cast: bool,
-    ) -> None:
-        self._tracer = tracer
-        self._call = call
-        self._operation = operation
-        self._name = name
-        self._is_cast = is_cast
-
-    def __call__(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
-        tracer = self._tracer()
-        if tracer is not None:
-            call = None if self._call.place is OUTSIDE else self._call
-            seen = Pass(self._call.place, "backward", call=call, is_cast=self._is_cast)
-            seen.operation, seen.name = self._operation, self._name
-            tracer.saw_backward(seen, grad_outputs, grad_inputs)
+def _see_node(
+    tracer: weakref.ref[Tracer],
+    call: Pass,
+    operation: Operation | None,
+    name: str,
+    is_cast: bool,
+    grad_inputs: Sequence[Any],
+    grad_outputs: Sequence[Any],
+) -> None:
+    """A node's hook: reads the gradients that go in and out of it."""
+    if (own := _armed(tracer)) is not None:
+        outer = None if call.place is OUTSIDE else call
+        seen = Pass(call.place, "backward", call=outer, is_cast=is_cast)
+        seen.operation, seen.name = operation, name
+        own.saw_backward(seen, grad_outputs, grad_inputs)
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> frozenset[Node]:

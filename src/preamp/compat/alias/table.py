@@ -75,6 +75,7 @@ REFUSED: dict[str, str] = {
     "apex.amp._process_optimizer": "amp.initialize, and optimizer._amp_stash for its lists",
     "apex.amp.compat": "torch.is_tensor and torch.is_floating_point",
     "apex.amp.opt": _SCALE,
+    "apex.amp.handle.NoOpHandle": _SCALE,
     "apex.amp.handle.OptimWrapper": _SCALE,
     "apex.amp.rnn_compat": f"{_RNN}, which are cast like other functions",
     "apex.amp.utils": f"{_OWN_CASTS} arguments",

@@ -11,8 +11,8 @@ from preamp.compat.amp_state import amp_state
 from preamp.compat.fp16_utils.half_params import HalfParams
 from preamp.compat.fp16_utils.modules import CONVERTED
 from preamp.core.splits import Splits
+from preamp.engine.core import ParameterNames
 from preamp.engine.ledger import Ledger
-from preamp.engine.names import ParameterNames
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions

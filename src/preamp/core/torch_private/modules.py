@@ -98,15 +98,6 @@ def with_step_hooks(
     return torch.optim.Optimizer.profile_hook_step(step)
 
 
-def with_step_pre_hook(state: dict[str, Any], hook: Callable[..., None]) -> dict[str, Any]:
-    """The state of a pickled optimizer, which will have ``hook`` among its step pre-hooks.
-
-    Not under a number, as torch of another process may give it to a hook that comes later.
-    """
-    name = "_optimizer_step_pre_hooks"
-    return {**state, name: OrderedDict({**state.get(name, {}), hook.__qualname__: hook})}
-
-
 class _Replicate:
     """``module._replicate_for_data_parallel``, whose replicas lack an attribute of the module."""
 
