@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_state
 from preamp.core.log import say
-from preamp.kernels import Update
+from preamp.core.tensors import are_same, dtype_of
+from preamp.kernels import Standing, Update
 from preamp.kernels.stored import Format, Stored
 from preamp.optim.fused.entries import Apart
 from preamp.optim.fused.moments import (
@@ -31,11 +32,46 @@ from preamp.optim.fused.moments import (
 )
 from preamp.policy.storage import FULL, Storage
 
-_KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
-"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places.
+Column = list[torch.Tensor]
 
-No places where the keys are the parameters, in their order.
-"""
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What parameters were updated with in a step, for the next one to know it again.
+
+    State is referred to weakly: where a script moves or drops it, its memory is free at once.
+    """
+
+    params: Column
+    keys: list[torch.Tensor]  # of all state that the optimizer has, then
+    places: list[int] | None  # of these which are the parameters; ``None`` for all, in their order
+    state: dict[str, tuple[torch.dtype, list[Any]]] = field(
+        default_factory=dict[str, tuple[torch.dtype, list[Any]]]
+    )  # of each kind its dtype, and references
+    beside: dict[str, Any] = field(default_factory=dict[str, Any])  # halves and lows
+    standing: Standing | None = None  # from the second step on, while all is the same
+    is_used: bool = True  # since the latest step
+
+    def note_beside(self, name: str, column: Sequence[object] | None) -> None:
+        """An update takes this list beside the parameters."""
+        before = self.beside.get(name)
+        if column is None or before is None or not are_same(before, column):
+            if column is not before:
+                self.beside[name], self.standing = column, None
+
+    def note_state(self, key: str, column: Column) -> None:
+        """State of one kind is there, all of one dtype."""
+        self.state[key] = column[0].dtype, list(map(weakref.ref, column))
+        self.standing = None
+
+    def is_same_state(self, key: str, column: Column, dtype: torch.dtype | None) -> bool:
+        """Whether it is what was noted, and of this dtype."""
+        kind, references = self.state.get(key, (None, ()))
+        before: Any = map(_referred_to, references)
+        return kind is dtype and all(map(is_, column, before))
+
+
+_referred_to: Any = cast("Any", weakref.ref).__call__
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +220,10 @@ class KeepsMoments(torch.optim.Optimizer):
         formats = [self._kept_as(key, params[0], first) for key in self.moments]
         if set(formats) == {Format.PLAIN}:
             return update
-        states = self._states_of(params)
+        kept, states = self._kept(params)
         scales = [
-            list(map(itemgetter(key + SCALES), states)) if kept.has_scales else None
-            for key, kept in zip(self.moments, formats, strict=True)
+            self._column(kept, states, key + SCALES, torch.float32) if kind.has_scales else None
+            for key, kind in zip(self.moments, formats, strict=True)
         ]
         numbers, starts = homes.columns_of(params)
         others = len(self._more_state)
@@ -242,26 +278,54 @@ class KeepsMoments(torch.optim.Optimizer):
                 f"to {kept}, by the storage of this run"
             )
 
-    def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        """State dicts of ``params``, by the places they had before if all keys are the same.
+    def _kept(self, params: Sequence[torch.Tensor]) -> tuple[Kept, list[Entry]]:
+        """What is kept of a step that updated these ``params``, and their state dicts.
 
-        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
+        To look up a dict takes a call of Python, which ``torch.Tensor.__hash__`` is: so they are
+        found by their places, while the keys of the state are the same.
         """
-        state: dict[Any, dict[str, Any]] = self.state
-        if len(params) == 1:  # what is kept of many is as long as the state
-            return [state[params[0]]]
-        kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
-        ids = list(map(id, params))
-        known = kept.get(ids[0])
-        if known is None or known[0] != ids or known[1] != list(map(id, state)):
-            for param in params:
-                state[param]  # made where there is none
-            keys = list(map(id, state))
-            place_of = {key: place for place, key in enumerate(keys)}
-            places = None if keys == ids else [place_of[key] for key in ids]
-            known = kept[ids[0]] = (ids, keys, places)
-        every = list(state.values())
-        return every if known[2] is None else [every[place] for place in known[2]]
+        state: dict[Any, Entry] = self.state
+        every: dict[Hashable, Kept] = vars(self).setdefault("_kept_lists", {})
+        key = id(params[0]), len(params)
+        kept = every.get(key)
+        if kept is None or not are_same(params, kept.params) or not are_same(state, kept.keys):
+            own = [state[param] for param in params]  # made where there is none
+            places = None
+            if not are_same(state, params):
+                place_of = {id(key): place for place, key in enumerate(state)}
+                places = [place_of[id(param)] for param in params]
+            every[key] = Kept([*params], [*state], places)
+            return every[key], own
+        kept.is_used = True
+        states = list(state.values())
+        return kept, states if kept.places is None else [states[place] for place in kept.places]
+
+    def _states_of(self, params: Sequence[torch.Tensor]) -> list[Entry]:
+        """State dicts of ``params``."""
+        return self._kept(params)[1]
+
+    def _keep_used(self) -> None:
+        """A step is over: let go of parameters that it has not updated."""
+        every: dict[Hashable, Kept] = vars(self).get("_kept_lists", {})
+        for key in [key for key, kept in every.items() if not kept.is_used]:
+            del every[key]
+        for kept in every.values():
+            kept.is_used = False
+
+    def _column(
+        self, kept: Kept, states: Sequence[Entry], key: str, dtype: torch.dtype | None
+    ) -> Column | None:
+        """State of one kind as it is, ``None`` unless all of it is there and of ``dtype``."""
+        try:
+            found: Any = list(map(itemgetter(key), states))
+            if kept.is_same_state(key, found, dtype):
+                return found
+            if set(map(dtype_of, found)) == {dtype}:
+                kept.note_state(key, found)
+                return found
+        except (KeyError, AttributeError):  # one has none, or None
+            pass
+        return None
 
     # -- loading -----------------------------------------------------------------------------
 
