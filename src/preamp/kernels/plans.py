@@ -297,8 +297,8 @@ def _dtypes(
 def has_memory(tensor: Any) -> bool:
     """Whether the values lie at ``data_ptr``, if they lie anywhere.
 
-    Not those of wrappers around other tensors, such as ``DTensor``, nor of fake ones, nor of what
-    torch's transforms wrap.
+    Not those of wrappers around other tensors, such as ``DTensor``, nor of fake ones, of what
+    torch's transforms wrap, and of freed storages.
     """
     if type(tensor) not in OWN_MEMORY and hasattr(tensor, "fake_mode"):
         return False
@@ -306,7 +306,7 @@ def has_memory(tensor: Any) -> bool:
         address = tensor.data_ptr()
     except RuntimeError:
         return False
-    return type(tensor) in OWN_MEMORY or bool(address) or not tensor.numel()
+    return bool(address) or not tensor.numel()
 
 
 def _walk_alike(tensors: Tensors) -> bool:

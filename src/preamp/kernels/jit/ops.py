@@ -191,7 +191,7 @@ class Jit(Combining):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        works, others = works_of(_Launch, params, grads, *state, rule=rule, update=update)
+        works, others = works_of(Launch, params, grads, *state, rule=rule, update=update)
         if update.found_inf is not None and _plain(update.found_inf) != 0:
             return
         for work in works:
@@ -205,7 +205,7 @@ class Jit(Combining):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        works, others = works_of(_Launch, params, grads, *state, rule=rule, update=update)
+        works, others = works_of(Launch, params, grads, *state, rule=rule, update=update)
         if others or len(works) != 1:
             return _PLAIN.lamb_norms(params, grads, *state, rule=rule, update=update)
         works[0].take_over()
@@ -286,7 +286,7 @@ def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | 
 # -- updates --------------------------------------------------------------------------------------
 
 
-class _Launch(Work):
+class Launch(Work):
     """A work whose lists stand as kernels take them: `P`, `G`, `M`, maybe `V`, `H`, `L`, `S`, `T`.
 
     There is a row for state in any case; it has no dtype where the rule leaves state.

@@ -252,14 +252,14 @@ class FusedOptimizer(KeepsMoments):
         """The update of a batch, which makes the state that is missing."""
         kept, states = self._kept(batch.params)
         keys = *self.moments, *self._more_state
-        state = [self._state(kept, states, key, group) for key in keys]
+        state = [self._state(kept, batch.params, states, key, group) for key in keys]
         update, targets = self._told(batch.params, update), batch.params
         if self._has_copy(targets[0]):
             copies = [copy_of(param, own) for param, own in zip(targets, states, strict=True)]
             update = replace(update, halves=batch.params, halves_lead=True)
             return Call(batch, [copies, batch.grads, *state], rule, update)
-        kept.note_beside("halves", batch.halves)
-        kept.note_beside("lows", batch.lows)
+        kept.note("halves", batch.halves)
+        kept.note("lows", batch.lows)
         if batch.lows is not None:  # split masters are their half weights
             targets = batch.targets
         update = replace(update, standing=kept.standing)
@@ -418,10 +418,14 @@ class FusedOptimizer(KeepsMoments):
         check_gradients(type(self).__name__, params, grads, are_alike=entries.are_alike)
 
     def _state(
-        self, kept: Kept, states: Sequence[dict[str, Any]], key: str, group: Group
+        self,
+        kept: Kept,
+        params: Sequence[torch.Tensor],
+        states: Sequence[dict[str, Any]],
+        key: str,
+        group: Group,
     ) -> list[torch.Tensor]:
         """One of the rule's lists of state, made where there is none."""
-        params = kept.params
         dtype = self._kept_dtype(key, params[0])
         column = self._column(kept, states, key, dtype)
         if column is not None:
@@ -437,7 +441,8 @@ class FusedOptimizer(KeepsMoments):
                 elif state[key].dtype is not dtype:  # the model was cast, and the state with it
                     state[key] = state[key].to(dtype)
         made = [state[key] for state in states]
-        kept.note_state(key, made)
+        kept.dtypes[key] = dtype
+        kept.note(key, made)
         return made
 
     def _started(

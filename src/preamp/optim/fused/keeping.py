@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from operator import is_, itemgetter
 from typing import Any, ClassVar, cast
@@ -39,36 +39,33 @@ Column = list[torch.Tensor]
 class Kept:
     """What parameters were updated with in a step, for the next one to know it again.
 
-    State is referred to weakly: where a script moves or drops it, its memory is free at once.
+    Tensors are referred to weakly: where a script moves or drops them, memory is free at once.
     """
 
-    params: Column
-    keys: list[torch.Tensor]  # of all state that the optimizer has, then
-    places: list[int] | None  # of these which are the parameters; ``None`` for all, in their order
-    state: dict[str, tuple[torch.dtype, list[Any]]] = field(
-        default_factory=dict[str, tuple[torch.dtype, list[Any]]]
-    )  # of each kind its dtype, and references
-    beside: dict[str, Any] = field(default_factory=dict[str, Any])  # halves and lows
+    places: list[int] | None  # of the parameters in all state; ``None`` for all, in their order
+    # References, by what a list is: ``"params"``, ``"keys"`` of all state, ``"halves"``,
+    # ``"lows"``, and the keys of the state
+    lists: dict[str, list[Any] | None] = field(default_factory=dict[str, "list[Any] | None"])
+    dtypes: dict[str, torch.dtype | None] = field(default_factory=dict[str, "torch.dtype | None"])
+    homes: Any = None  # where the parameters were, where moments are kept in fewer bits
+    numbers: list[int] = field(default_factory=list[int])  # of these, see `Stored`
+    starts: list[int] = field(default_factory=list[int])
     standing: Standing | None = None  # from the second step on, while all is the same
     is_used: bool = True  # since the latest step
 
-    def note_beside(self, name: str, column: Sequence[object] | None) -> None:
-        """An update takes this list beside the parameters."""
-        before = self.beside.get(name)
-        if column is None or before is None or not are_same(before, column):
-            if column is not before:
-                self.beside[name], self.standing = column, None
+    def is_same(self, name: str, column: Collection[Any] | None) -> bool:
+        """Whether a list has the very tensors that were noted."""
+        before = self.lists.get(name)
+        if column is None or before is None:
+            return column is before
+        referred: Any = map(_referred_to, before)
+        return len(column) == len(before) and all(map(is_, column, referred))
 
-    def note_state(self, key: str, column: Column) -> None:
-        """State of one kind is there, all of one dtype."""
-        self.state[key] = column[0].dtype, list(map(weakref.ref, column))
-        self.standing = None
-
-    def is_same_state(self, key: str, column: Column, dtype: torch.dtype | None) -> bool:
-        """Whether it is what was noted, and of this dtype."""
-        kind, references = self.state.get(key, (None, ()))
-        before: Any = map(_referred_to, references)
-        return kind is dtype and all(map(is_, column, before))
+    def note(self, name: str, column: Collection[Any] | None) -> None:
+        """The update takes this list."""
+        if not self.is_same(name, column):
+            self.lists[name] = None if column is None else list(map(weakref.ref, column))
+            self.standing = None
 
 
 _referred_to: Any = cast("Any", weakref.ref).__call__
@@ -83,20 +80,6 @@ class _Homes:
     # Whoever of the parameters is no more, whose id may be another one's
     gone: list[Any] = field(default_factory=list[Any])
     refs: list[Any] = field(default_factory=list[Any])  # weak ones, which fill `gone`
-    # Of batches, by the id of their first parameter: the ids of all, numbers and starts
-    columns: dict[int, tuple[list[int], list[int], list[int]]] = field(
-        default_factory=dict[int, tuple[list[int], list[int], list[int]]]
-    )
-
-    def columns_of(self, params: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """Numbers and starts; the very same lists for the same parameters."""
-        ids = list(map(id, params))
-        known = self.columns.get(ids[0])
-        if known is None or known[0] != ids:
-            own = [self.by_id[key] for key in ids]
-            known = ids, [home.number for home in own], [home.start for home in own]
-            self.columns[ids[0]] = known
-        return known[1:]
 
 
 class KeepsMoments(torch.optim.Optimizer):
@@ -225,15 +208,18 @@ class KeepsMoments(torch.optim.Optimizer):
             self._column(kept, states, key + SCALES, torch.float32) if kind.has_scales else None
             for key, kind in zip(self.moments, formats, strict=True)
         ]
-        numbers, starts = homes.columns_of(params)
+        if kept.homes is not homes:
+            own = [homes.by_id[id(param)] for param in params]
+            kept.numbers, kept.starts = [h.number for h in own], [h.start for h in own]
+            kept.homes, kept.standing = homes, None
         others = len(self._more_state)
         stored = replace(
             update.stored or Stored(),
             formats=(*formats, *[Format.PLAIN] * others),
             scales=(*scales, *[None] * others),
             seed=self.storage.seed,
-            numbers=numbers,
-            starts=starts,
+            numbers=kept.numbers,
+            starts=kept.starts,
         )
         return replace(update, stored=stored)
 
@@ -288,17 +274,19 @@ class KeepsMoments(torch.optim.Optimizer):
         every: dict[Hashable, Kept] = vars(self).setdefault("_kept_lists", {})
         key = id(params[0]), len(params)
         kept = every.get(key)
-        if kept is None or not are_same(params, kept.params) or not are_same(state, kept.keys):
-            own = [state[param] for param in params]  # made where there is none
-            places = None
-            if not are_same(state, params):
-                place_of = {id(key): place for place, key in enumerate(state)}
-                places = [place_of[id(param)] for param in params]
-            every[key] = Kept([*params], [*state], places)
-            return every[key], own
-        kept.is_used = True
-        states = list(state.values())
-        return kept, states if kept.places is None else [states[place] for place in kept.places]
+        if kept and kept.is_same("params", params) and kept.is_same("keys", state):
+            kept.is_used = True
+            states = list(state.values())
+            return kept, states if kept.places is None else [states[p] for p in kept.places]
+        own = [state[param] for param in params]  # made where there is none
+        places = None
+        if not are_same(state, params):
+            place_of = {id(key): place for place, key in enumerate(state)}
+            places = [place_of[id(param)] for param in params]
+        kept = every[key] = Kept(places)
+        kept.note("params", params)
+        kept.note("keys", state)
+        return kept, own
 
     def _states_of(self, params: Sequence[torch.Tensor]) -> list[Entry]:
         """State dicts of ``params``."""
@@ -318,10 +306,11 @@ class KeepsMoments(torch.optim.Optimizer):
         """State of one kind as it is, ``None`` unless all of it is there and of ``dtype``."""
         try:
             found: Any = list(map(itemgetter(key), states))
-            if kept.is_same_state(key, found, dtype):
+            if kept.dtypes.get(key) is dtype and kept.is_same(key, found):
                 return found
             if set(map(dtype_of, found)) == {dtype}:
-                kept.note_state(key, found)
+                kept.dtypes[key] = dtype
+                kept.note(key, found)
                 return found
         except (KeyError, AttributeError):  # one has none, or None
             pass
