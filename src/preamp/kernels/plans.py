@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -48,27 +49,19 @@ _TensorGuards: Any = getattr(_guards, "TensorGuards", None)  # ``None`` in versi
 _address_of = torch.Tensor.data_ptr
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """Places that one launch takes: all on one device, their dtypes equal list by list."""
 
-    __slots__ = ("at", "device", "dtypes", "kept", "places", "rows", "sizes")
-
-    def __init__(
-        self,
-        device: torch.device,
-        dtypes: Dtypes,
-        places: Sequence[int],
-        rows: Sequence[Tensors],
-        sizes: Sequence[int],
-        kept: dict[Any, Any],
-    ) -> None:
-        self.device = device
-        self.dtypes = dtypes  # of each list, ``None`` where it has no tensors
-        self.places = places  # which of the caller's these are
-        self.rows = rows  # the lists; one without tensors is empty
-        self.sizes = sizes  # elements of the first list's tensors
-        self.kept = kept  # what back ends have made that follows from sizes and dtypes alone
-        self.at: np.ndarray = np.empty((0, 0), np.int64)  # addresses of each list, zeros if empty
+    device: torch.device
+    dtypes: Dtypes  # of each list, ``None`` where it has no tensors
+    places: Sequence[int]  # which of the caller's these are
+    rows: Sequence[Tensors]  # the lists; one without tensors is empty
+    sizes: Sequence[int]  # elements of the first list's tensors
+    # What back ends have made that follows from sizes and dtypes alone
+    kept: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    # Addresses of each list, zeros where it is empty
+    at: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
 
     def of(self, lists: Sequence[Column | None]) -> Plan:
         """The plan for lists of the same kind, as they lie now; transforms of torch have none."""
@@ -76,7 +69,7 @@ class Plan:
             () if kind is None else pick(cast("Tensors", row), self.places)
             for row, kind in zip(lists, self.dtypes, strict=True)
         ]
-        plan = Plan(self.device, self.dtypes, self.places, rows, self.sizes, self.kept)
+        plan = replace(self, rows=rows)
         plan.at = plan.addresses()
         return plan
 
@@ -115,7 +108,7 @@ class _Known:
     """What lists were sorted into, and guards that say whether others are like them."""
 
     def __init__(self, rows: Sequence[Tensors], plans: Sequence[Plan], others: list[int]) -> None:
-        self.plans = [Plan(p.device, p.dtypes, p.places, (), p.sizes, p.kept) for p in plans]
+        self.plans = [replace(plan, rows=()) for plan in plans]
         self.others = others
         tensors = list(itertools.chain(*rows))
         self._guards: Any = None
@@ -270,7 +263,7 @@ def _sorted(
     for (device, dtypes), places in found.items():
         every = range(len(nothing)) if len(places) == len(nothing) else places
         sizes = [tensor.numel() for tensor in pick(cast("Tensors", lists[0]), every)]
-        plans.append(Plan(device, dtypes, every, (), sizes, {}).of(columns))
+        plans.append(Plan(device, dtypes, every, (), sizes).of(columns))
     return plans, others
 
 
