@@ -164,7 +164,6 @@ class FusedOptimizer(KeepsMoments):
         if signals.inv_scale is not None:
             grads = [grad for _, entries in work for grad in entries.grads]
             signals.unscale_(grads, self._ops)
-        self._keep_used()
 
     @contextmanager
     def _counters_kept(self, work: Work) -> Generator[None]:

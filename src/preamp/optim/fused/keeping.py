@@ -51,7 +51,6 @@ class Kept:
     numbers: list[int] = field(default_factory=list[int])  # of these, see `Stored`
     starts: list[int] = field(default_factory=list[int])
     standing: Standing | None = None  # from the second step on, while all is the same
-    is_used: bool = True  # since the latest step
 
     def is_same(self, name: str, column: Collection[Any] | None) -> bool:
         """Whether a list has the very tensors that were noted."""
@@ -67,6 +66,9 @@ class Kept:
             self.lists[name] = None if column is None else list(map(weakref.ref, column))
             self.standing = None
 
+
+_MOST_KEPT = 256
+"""Batches of an optimizer; it needs one for each group and kind of parameters in a step."""
 
 _referred_to: Any = cast("Any", weakref.ref).__call__
 
@@ -275,7 +277,6 @@ class KeepsMoments(torch.optim.Optimizer):
         key = id(params[0]), len(params)
         kept = every.get(key)
         if kept and kept.is_same("params", params) and kept.is_same("keys", state):
-            kept.is_used = True
             states = list(state.values())
             return kept, states if kept.places is None else [states[p] for p in kept.places]
         own = [state[param] for param in params]  # made where there is none
@@ -283,6 +284,8 @@ class KeepsMoments(torch.optim.Optimizer):
         if not are_same(state, params):
             place_of = {id(key): place for place, key in enumerate(state)}
             places = [place_of[id(param)] for param in params]
+        if len(every) > _MOST_KEPT:
+            del every[next(iter(every))]
         kept = every[key] = Kept(places)
         kept.note("params", params)
         kept.note("keys", state)
@@ -291,14 +294,6 @@ class KeepsMoments(torch.optim.Optimizer):
     def _states_of(self, params: Sequence[torch.Tensor]) -> list[Entry]:
         """State dicts of ``params``."""
         return self._kept(params)[1]
-
-    def _keep_used(self) -> None:
-        """A step is over: let go of parameters that it has not updated."""
-        every: dict[Hashable, Kept] = vars(self).get("_kept_lists", {})
-        for key in [key for key, kept in every.items() if not kept.is_used]:
-            del every[key]
-        for kept in every.values():
-            kept.is_used = False
 
     def _column(
         self, kept: Kept, states: Sequence[Entry], key: str, dtype: torch.dtype | None
