@@ -43,11 +43,19 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("not kept.is_wide(param) and id(param) not in norms", "id(param) not in norms"),
         ("tuple(scales.shape) != wanted", "False"),
     ),
-    "src/preamp/kernels/jit/ops.py": (
-        ("enumerate(self.part.rows) if place != 1]", "enumerate(self.part.rows) if place > 1]"),
+    "src/preamp/kernels/plans.py": (
+        (" or tensor.is_neg():", ":"),
+        (
+            "return plans if [_without_grads(plan.at) for plan in plans] == self._at else None",
+            "return plans",
+        ),
+        ("if np.count_nonzero(found) < count * sum(map(bool, self.rows)):", "if False:"),
     ),
-    "src/preamp/kernels/places.py": (
-        ("len(devices) > 1 or any([tensor.is_neg() for tensor in tensors])", "len(devices) > 1"),
+    "src/preamp/kernels/works.py": (
+        (
+            "if name not in left for tensor in row]",
+            "if name not in (*left, 'P') for tensor in row]",
+        ),
     ),
     "src/preamp/kernels/plain/formulas.py": (
         ("size = size * c2**0.5 / c1", "size = size * c2 / c1"),
@@ -106,12 +114,10 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("both = factor * inv_scale.to(factor.device)", "both = factor"),
     ),
     "src/preamp/optim/fused/keeping.py": (
-        (
-            "if known is None or known[0] != ids or known[1] != list(map(id, state)):",
-            "if not known:",
-        ),
+        ('kept.is_same("params", params) and kept.is_same("keys", state):', "True:"),
+        ("and all(map(is_, column, referred))", ""),
         ('groups[home.number].get("step", 1) - 1', "0"),
-        ("numbers=numbers", "numbers=[0] * len(numbers)"),
+        ("numbers=kept.numbers", "numbers=[0] * len(kept.numbers)"),
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),

@@ -19,8 +19,8 @@ from cases.selection import examples
 from cases.stored import LAYOUTS, SHAPES, STORAGES, Case, assert_bits, chance, copied, spaced
 from kit.refusals import refused
 from preamp.kernels import Update
+from preamp.kernels.checks import check_stored
 from preamp.kernels.jit import compiler, formats, words
-from preamp.kernels.places import check_stored
 from preamp.kernels.rules import SgdRule
 from preamp.kernels.stored import (
     BINADES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -75,8 +75,8 @@ def devices_of(tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
     return kinds_of(device_of, tensors if len(numbers) > 1 else tensors[:1])
 
 
-def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold the very same objects."""
+def are_same(some: Collection[object], others: Collection[object]) -> bool:
+    """Whether two lists, or keys of dicts, are the very same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
@@ -245,11 +245,21 @@ class WeightMarks:
         self._versions[start:stop] = self._versions_now(tensors[start:stop])
 
     def _versions_now(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        return versions_of(tensors) if self._has_sharded else plain_versions(tensors)
+        if self._has_sharded:
+            return versions_of(tensors)
+        with unhooked():
+            return list(map(_own_version, tensors))
 
     def _addresses_now(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        return list(map(_address_of, locals_of(tensors) if self._has_sharded else tensors))
+        with unhooked():
+            return list(map(_address_of, locals_of(tensors) if self._has_sharded else tensors))
 
+
+unhooked: Callable[[], Any] = cast("Any", torch)._C.DisableTorchFunctionSubclass  # noqa: SLF001
+"""A context in which classes of tensors are not asked what their attributes are.
+
+Each question to a tensor of a class of its own, as a master, costs a third then.
+"""
 
 _address_of = torch.Tensor.data_ptr
 _is_expired: Callable[[int], bool] = cast("Any", torch.UntypedStorage)._expired  # noqa: SLF001

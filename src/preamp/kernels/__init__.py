@@ -7,6 +7,7 @@ from preamp.kernels.dispatch import explain as explain
 from preamp.kernels.ops import OP_NAMES as OP_NAMES
 from preamp.kernels.ops import Census as Census
 from preamp.kernels.ops import Ops as Ops
+from preamp.kernels.plans import Standing as Standing
 from preamp.kernels.rules import Rule as Rule
 from preamp.kernels.staged import at_hand as at_hand
 from preamp.kernels.staged import check_not_captured as check_not_captured

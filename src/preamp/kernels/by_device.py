@@ -6,19 +6,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
 
-from preamp.core.tensors import device_of, has_sharded, locals_of
+from preamp.core.tensors import devices_of, has_sharded, locals_of
 from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Update
 from preamp.kernels.vectors import stack
-
-_is_on_cpu: Callable[[Any], bool] = attrgetter("is_cpu")
 
 
 def _on_each(op: str, decides: int = 0) -> Any:
@@ -152,8 +149,8 @@ def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tenso
     """What an update rule is told, of sharded tensors this rank's parts."""
     if not has_sharded(lists[0]):
         return lists, update
-    if update.halves is not None:
-        update = replace(update, halves=locals_of(update.halves))
+    halves = None if update.halves is None else locals_of(update.halves)
+    update = replace(update, halves=halves, standing=None)  # lists of parts are new in each step
     if update.stored is not None:
         stored = update.stored
         lows = None if stored.lows is None else locals_of(stored.lows)
@@ -164,9 +161,7 @@ def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tenso
 
 def _by_device(tensors: Tensors) -> dict[torch.device, Sequence[int]]:
     """Where the tensors of each device stand."""
-    if tensors and all(map(_is_on_cpu, tensors)):  # cheaper than asking each for its device
-        return {tensors[0].device: range(len(tensors))}
-    devices = set(map(device_of, tensors))
+    devices = devices_of(tensors) | {tensor.device for tensor in tensors[-1:]}
     if len(devices) < 2:
         return dict.fromkeys(devices, range(len(tensors)))
     groups: dict[torch.device, list[int]] = {}

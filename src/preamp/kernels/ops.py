@@ -33,13 +33,10 @@ from typing import Final
 
 import torch
 
+from preamp.kernels.plans import Column as Column
+from preamp.kernels.plans import Tensors as Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Scalar, Update
-
-Tensors = Sequence[torch.Tensor]
-
-Column = Sequence["torch.Tensor | None"]
-"""One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from preamp.kernels.plans import Standing
 from preamp.kernels.stored import Stored
 
 Scalar = float | torch.Tensor
@@ -42,12 +43,15 @@ class Update:
     # How lists are kept that are no plain tensors; `preamp.kernels.stored` defines the formats.
     # Parameters with an int16 tensor beside them are half tensors, and ``halves`` is not given.
     stored: Stored | None = None
+    # Kept by whoever updates the same lists again and again; see `Standing` for what it promises.
+    standing: Standing | None = None
 
     def at(self, places: Sequence[int]) -> Update:
         """What is told of the tensors at ``places`` alone."""
         halves = None if self.halves is None else [self.halves[place] for place in places]
         stored = None if self.stored is None else self.stored.at(places)
-        return replace(self, halves=halves, norms=norms_at(self.norms, places), stored=stored)
+        norms = norms_at(self.norms, places)
+        return replace(self, halves=halves, norms=norms, stored=stored, standing=None)
 
 
 def norms_at(norms: torch.Tensor | None, places: Sequence[int]) -> torch.Tensor | None:

@@ -28,13 +28,13 @@ BY_TENSOR = {"gather_kernel", "average_norms"}
 ADAM = next(row for row in ROWS if row.op == "adam_")
 
 
-def far_from(table: Any, rows: Any, numbers: Any, sizes: Any) -> tuple[Any, Any]:
+def far_from(table: Any, rows: Any, behind: int, sizes: Any) -> tuple[Any, Any]:
     """Pointers and layout of a table as if ``FAR`` elements were before those it has."""
     count = table.count
     layout, pointers = table.layout.clone(), table.pointers.clone().view(-1, count)
     layout[:count] += FAR
     layout[count : 2 * count] -= FAR // CHUNK
-    in_slots = bool(numbers) and sizes is not None
+    in_slots = behind > 1 and sizes is not None
     for place, tensor in enumerate(rows[0]):
         elements = FAR
         if in_slots:
@@ -45,7 +45,7 @@ def far_from(table: Any, rows: Any, numbers: Any, sizes: Any) -> tuple[Any, Any]
         for number, others in enumerate(rows):
             if others[place].shape == tensor.shape:  # else a number of each tensor
                 pointers[number, place] -= elements * others[place].itemsize
-        if numbers:  # behind them are scales of both lists, and where the tensors begin
+        if behind > 1:  # behind them are scales of both lists, and where the tensors begin
             for number in (0, 1):
                 pointers[len(rows) + number, place] -= FAR // SLOTS * 4
             pointers[len(rows) + 3, place] -= elements
@@ -59,9 +59,13 @@ def far(ops: Any, part: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     twins: dict[int, tuple[Any, Any]] = {}
     started: set[str] = set()
 
-    def far_table(rows: Any, positions: Any, numbers: Any = (), sizes: Any = None) -> Any:
-        table = tables(rows, positions, numbers, sizes)
-        twins[id(table)] = table, far_from(table, rows, numbers, sizes)
+    def far_table(plan: Any, at: Any = None, sizes: Any = None, **options: Any) -> Any:
+        table = tables(plan, at, sizes, **options)
+        rows = [row for row in plan.rows if row]
+        if at is not None and len(at) > len(rows) + 1:  # scales, if there are any, are behind
+            rows = rows[: len(at) - 5]
+        behind = 0 if at is None else len(at) - len(rows)
+        twins[id(table)] = table, far_from(table, rows, behind, sizes)
         return table
 
     def far_launch(function: Any, grid: Any, table: Any, **arguments: Any) -> None:
@@ -72,7 +76,7 @@ def far(ops: Any, part: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
             table = part("tables").Table(pointers, layout, table.count, table.chunks)
         launch(function, grid, table, **arguments)
 
-    for name in ("places", "reductions", "elementwise"):
+    for name in ("works", "reductions", "elementwise"):
         monkeypatch.setattr(part(name), "table", far_table)
         monkeypatch.setattr(part(name), "launch", far_launch)
     monkeypatch.setattr(part("launch"), "launch", far_launch)

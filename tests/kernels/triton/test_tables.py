@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from cases.rules import BF16, F16, F32, ONE_EACH, ROWS, RuleRow
 from kit.refusals import assert_refused
 from preamp.kernels import Update
-from preamp.kernels.places import sort
+from preamp.kernels.plans import planned
 from preamp.kernels.rules import AdamRule, BiasCorrection
 
 CHUNK = 8192
@@ -76,12 +76,11 @@ def test_tables_are_remembered(part: Any, device: torch.device) -> None:
     tables = part("tables")
     params = [torch.ones(5, device=device) for _ in range(3)]
     grads = [torch.ones(5, device=device) for _ in range(3)]
-    first = tables.table([params, grads], range(3))
-    again = tables.table([params, grads], range(3))
+    first, again = (tables.table(planned(params, grads)[0][0]) for _ in range(2))
     assert again.pointers is first.pointers
     assert again.layout is first.layout
     moved = [grad.clone() for grad in grads]
-    later = tables.table([params, moved], range(3))
+    later = tables.table(planned(params, moved)[0][0])
     assert later.layout is first.layout
     wanted = [tensor.data_ptr() for tensor in (*params, *moved)]
     assert later.pointers.tolist() == wanted
@@ -133,11 +132,11 @@ def capturing(part: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_captured_graph_has_tables_of_its_own(
     part: Any, device: torch.device, request: Any, monkeypatch: Any
 ) -> None:
-    rows = [[torch.ones(7, device=device)]]
-    before = part("tables").table(rows, range(1))
-    captured = request.getfixturevalue("capturing").table(rows, range(1))
+    [plan], _ = planned([torch.ones(7, device=device)])
+    before = part("tables").table(plan)
+    captured = request.getfixturevalue("capturing").table(plan)
     monkeypatch.undo()
-    after = part("tables").table(rows, range(1))
+    after = part("tables").table(plan)
     for name in ("layout", "pointers"):
         assert getattr(after, name) is getattr(before, name)
         assert getattr(captured, name) is not getattr(before, name)
@@ -159,7 +158,7 @@ def test_what_a_graph_reads_lives_as_long_as_it(
         return pinned
 
     monkeypatch.setattr(capturing._reserve, "take", taken)
-    table = capturing.table([[torch.ones(7, device=device)]], range(1))
+    table = capturing.table(planned([torch.ones(7, device=device)])[0][0])
     del table
     assert freed == []
     Graph.captured.clear()
@@ -216,13 +215,10 @@ def test_what_kernels_take(part: Any, device: torch.device) -> None:
         (image, torch.ones(2, 3, 4, 5, device="meta"), False),
         (torch.ones(2, device=device, dtype=torch.complex64).conj().imag, thin[:2, 0], False),
     ]
-    groups, others = sort([first for first, _, _ in pairs], [second for _, second, _ in pairs])
+    plans, others = planned([first for first, _, _ in pairs], [second for _, second, _ in pairs])
     assert others == [i for i, (_, _, is_taken) in enumerate(pairs) if not is_taken]
-    assert {dtypes: group for group in groups for dtypes in [group.dtypes]}.keys() == {
-        (F32, F32),
-        (F32, F16),
-    }
-    assert sorted(i for group in groups for i in group.positions) == [
+    assert {plan.dtypes for plan in plans} == {(F32, F32), (F32, F16)}
+    assert sorted(place for plan in plans for place in plan.places) == [
         i for i, (_, _, is_taken) in enumerate(pairs) if is_taken
     ]
 
@@ -251,9 +247,9 @@ def test_wrappers_are_not_taken_for_memory(ops: Any, part: Any, device: torch.de
     """Kernels would write to the address 0."""
     inside = torch.ones(3, device=device)
     wrapper = Wrapper(inside)
-    groups, others = sort([wrapper, inside, torch.nn.Parameter(inside)])
+    plans, others = planned([wrapper, inside, torch.nn.Parameter(inside)])
     assert others == [0]
-    assert groups[0].positions == [1, 2]
+    assert plans[0].places == [1, 2]
     ops.scale_add_([wrapper], 3.0, [None])
     assert inside.tolist() == [3.0] * 3
 
@@ -261,14 +257,14 @@ def test_wrappers_are_not_taken_for_memory(ops: Any, part: Any, device: torch.de
 def test_groups_by_dtype(part: Any, device: torch.device) -> None:
     params = [torch.ones(2, device=device) for _ in range(4)]
     halves = [None, params[1].half(), params[2].bfloat16(), None]
-    groups, others = sort(params, halves)
+    plans, others = planned(params, halves)
     assert others == []
-    assert [(group.dtypes, group.positions) for group in groups] == [
+    assert [(plan.dtypes, plan.places) for plan in plans] == [
         ((F32, None), [0, 3]),
         ((F32, F16), [1]),
         ((F32, BF16), [2]),
     ]
-    assert [len(row) for row in groups[0].rows] == [2, 0]
+    assert [len(row) for row in plans[0].rows] == [2, 0]
 
 
 @pytest.mark.parametrize("op", ["census", "l2norms", "scale_add_", "cast_copy_", "update_"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import namedtuple
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,27 +33,6 @@ from preamp.kernels.rules import (
     check_known,
 )
 from preamp.kernels.update import Scalar
-
-
-class Work(Protocol):
-    """The tensors of one launch, as far as a rule asks for them."""
-
-    @property
-    def step(self) -> int:
-        """The number of the update."""
-        ...
-
-    def numbers_as(self, **values: Scalar) -> dict[str, Any]:
-        """Numbers in the dtype of the computation, by name."""
-        ...
-
-    def correction(self, beta: float, *, wanted: bool) -> float:
-        """``1 / (1 - beta ** step)``, or 1 for none."""
-        ...
-
-    def numbers_of(self, rule: Rule) -> Scalar:
-        """Of each tensor the number that the rule needs; that of NovoGrad is kept."""
-        ...
 
 
 @part
@@ -91,8 +70,8 @@ _OF_TENSORS = {rule.formulas[0]: _NAMES[rule.formulas[0]][3] for rule in RULES
                if len(rule.formulas) == 1}  # fmt: skip
 
 
-def record_of(work: Work, rule: Rule) -> Any:
-    """What the rule's formulas are told of all elements."""
+def record_of(work: Any, rule: Rule) -> Any:
+    """What the rule's formulas are told of all elements; ``work`` is a `Launch`."""
     check_known(rule)
     numbers, options = cast("tuple[dict[str, Any], dict[str, Any]]", rule.terms)
     if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
@@ -119,7 +98,7 @@ def record_of(work: Work, rule: Rule) -> Any:
     return records[0] if len(records) == 1 else Moments(*records)
 
 
-def number_of(work: Work, rule: Rule) -> Scalar:
+def number_of(work: Any, rule: Rule) -> Scalar:
     """The number of each tensor, or one for all: of NovoGrad a denominator, else a step's size."""
     if isinstance(rule, (LambRule, LarsRule)):
         return work.numbers_of(rule)

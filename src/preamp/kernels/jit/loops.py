@@ -61,6 +61,7 @@ from preamp.kernels.jit.words import (
     widen,
     widened,
 )
+from preamp.kernels.plans import Plan
 from preamp.kernels.stored import blocks_of
 
 CHUNK = 1 << 14
@@ -80,8 +81,6 @@ _LISTS = 5
 _IS_F32 = CODES[torch.float32]
 """The last of the codes of dtypes; those of formats are above."""
 
-_numel_of = torch.Tensor.numel
-
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -89,7 +88,6 @@ class Chunks:
 
     table: np.ndarray  # int64: of each chunk its tensor, its first element there, how many it has
     numel: int  # elements of all
-    count: int  # number of tensors
     # By number of threads: where the chunks of each begin, and the end
     _shares: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
@@ -111,25 +109,14 @@ def cut(sizes: Sequence[int]) -> Chunks:
     owners = np.repeat(np.arange(len(numels), dtype=np.int64), counts)
     starts = (np.arange(len(owners), dtype=np.int64) - first[owners]) * CHUNK
     lengths = np.minimum(numels[owners] - starts, CHUNK)
-    return Chunks(np.stack([owners, starts, lengths]), int(numels.sum()), len(numels))
+    return Chunks(np.stack([owners, starts, lengths]), int(numels.sum()))
 
 
-_cut = lru_cache(maxsize=64)(cut)
-_known: dict[int, tuple[Any, Chunks]] = {}
-
-
-def chunks_of(
-    rows: Sequence[Sequence[torch.Tensor]], shapes: tuple[torch.Size, ...] | None
-) -> Chunks:
-    """The chunks of the first of ``rows``; found at once for a tuple of shapes that was seen."""
-    if shapes is None:
-        return _cut(tuple(map(_numel_of, rows[0])))
-    known = _known.get(id(shapes))
-    if known is None or known[0] is not shapes:
-        if len(_known) > 64:
-            _known.pop(next(iter(_known)), None)
-        known = _known[id(shapes)] = (shapes, cut([shape.numel() for shape in shapes]))
-    return known[1]
+def chunks_of(plan: Plan) -> Chunks:
+    """The chunks of a plan's first list."""
+    if "chunks" not in plan.kept:
+        plan.kept["chunks"] = cut(plan.sizes)
+    return plan.kept["chunks"]
 
 
 @lru_cache(maxsize=64)
@@ -140,9 +127,9 @@ def blocks_in(shapes: tuple[torch.Size, ...]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows, np.int64), np.array(lengths, np.int64)
 
 
-def in_blocks(chunks: Chunks, shapes: tuple[torch.Size, ...]) -> Chunks:
-    """The chunks with their ends moved to those of blocks."""
-    (rows, lengths), (owners, starts, counts) = blocks_in(shapes), chunks.table
+def in_blocks(chunks: Chunks, rows: np.ndarray, lengths: np.ndarray) -> Chunks:
+    """The chunks with their ends moved to those of blocks, of what `blocks_in` says."""
+    owners, starts, counts = chunks.table
     ends = starts + counts
     first = starts - starts % rows[owners] % lengths[owners]
     is_inner = np.append(owners[1:] == owners[:-1], [False])

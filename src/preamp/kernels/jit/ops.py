@@ -8,35 +8,25 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
+from preamp.kernels.combining import Combining
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
-from preamp.kernels.jit.loops import Chunks, blocks_in, chunks_of, in_blocks, walk
+from preamp.kernels.jit.loops import blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
 from preamp.kernels.ops import Census, Column, Tensors
-from preamp.kernels.places import (
-    STORED_DTYPES,
-    Combining,
-    Group,
-    addresses,
-    check_lengths,
-    check_shapes,
-    check_stored,
-    geometry_of,
-    pick,
-    shapes_of,
-    sort,
-)
 from preamp.kernels.plain import Plain
 from preamp.kernels.plain.formulas import number_of
+from preamp.kernels.plans import Plan, check_lengths, pick, planned
 from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
-from preamp.kernels.stored import Format, Stored, join, lead
-from preamp.kernels.update import Scalar, Update, norms_at
+from preamp.kernels.stored import join
+from preamp.kernels.update import Scalar, Update
 from preamp.kernels.vectors import norms_of
+from preamp.kernels.works import Work, works_of
 
 _PLAIN = Plain(fuses=False)
 _CPU = torch.device("cpu")
@@ -44,61 +34,28 @@ _torch: Any = torch
 _MOST = torch.finfo(torch.float32).max
 
 
-class Part(NamedTuple):
-    """Places that one launch takes: in each list one dtype, or no tensors at all."""
+def parts_of(*lists: Column, codes: Set[torch.dtype] = frozenset()) -> tuple[list[Plan], list[int]]:
+    """The plans of lists, and the places that no kernel can walk; see `planned`."""
+    return planned(*lists, codes=codes, only_on="cpu")
 
-    rows: list[Sequence[torch.Tensor]]  # the lists; empty ones have no tensors
-    dtypes: list[torch.dtype | None]  # of each
-    places: Sequence[int]  # which places of the caller's lists these are
-    chunks: Chunks
-    at: np.ndarray  # address of each tensor in each list
 
-    def walk(self, kernel: Any, *arguments: Any, kinds: Sequence[int] = ()) -> None:
-        """Call a kernel on all lists; ``kinds`` are their codes where not their dtypes'."""
-        codes = _codes(*(kinds or map(CODES.__getitem__, self.dtypes)))
-        walk(kernel, self.chunks, self.rows, self.at, codes, *arguments)
+def _walk(plan: Plan, kernel: Any, *arguments: Any) -> None:
+    """Call a kernel on all lists of a plan, with the codes of their dtypes."""
+    codes = _codes(*map(CODES.__getitem__, plan.dtypes))
+    walk(kernel, chunks_of(plan), plan.rows, plan.at, codes, *arguments)
 
-    def read(self, kernel: Any, row: int, *arguments: Any) -> None:
-        """Call a kernel on one list."""
-        chosen = slice(row, row + 1)
-        walk(kernel, self.chunks, self.rows[chosen], self.at[chosen], *arguments)
+
+def _read(plan: Plan, row: int, kernel: Any, *arguments: Any) -> None:
+    """Call a kernel on one list of a plan, with a zero of the type of its values."""
+    zero = ZEROS[cast("torch.dtype", plan.dtypes[row])]
+    one = slice(row, row + 1)
+    walk(kernel, chunks_of(plan), plan.rows[one], plan.at[one], zero, *arguments)
 
 
 @lru_cache(maxsize=64)
 def _codes(*codes: int) -> np.ndarray:
     """For kernels, which only read them."""
     return np.array(codes)
-
-
-def parts_of(
-    *columns: Column, codes: Set[torch.dtype] = frozenset(), in_order: bool = False
-) -> tuple[list[Part], list[int]]:
-    """Sort lists into launches, and name the places that no kernel can walk; see `sort`."""
-    groups, others = sort(*columns, codes=codes, in_order=in_order)
-    parts: list[Part] = []
-    for group in groups:
-        part = _part(group) if group.device.type == "cpu" else None
-        if part is None:
-            others += group.positions
-        else:
-            parts.append(part)
-    return parts, sorted(others)
-
-
-def _part(group: Group) -> Part | None:
-    """``None`` if a tensor has no memory: freed, or of one of torch's transforms."""
-    rows = [*group.rows]
-    try:
-        at = addresses(rows)
-    except RuntimeError:
-        return None
-    chunks = chunks_of(rows, group.alike.shapes if group.alike else None)
-    filled = sum(map(bool, rows))
-    if np.count_nonzero(at) < filled * len(rows[0]):
-        used = at[:, chunks.table[0]]  # the address of an empty tensor is 0
-        if np.count_nonzero(used) < filled * used.shape[1]:
-            return None
-    return Part(rows, [*group.dtypes], group.positions, chunks, at)
 
 
 def _number(value: Scalar) -> np.float32:
@@ -115,11 +72,11 @@ def _plain(value: Scalar) -> float:
     return float(value)
 
 
-def _vector(values: Scalar, part: Part) -> np.ndarray:
+def _vector(values: Scalar, plan: Plan) -> np.ndarray:
     """One number for each tensor."""
     if not isinstance(values, torch.Tensor) or values.numel() == 1:
-        return np.full(part.chunks.count, _number(values))
-    check_lengths(part.rows[0], cast("Any", values))
+        return np.full(len(plan.places), _number(values))
+    check_lengths(plan.places, cast("Any", values))
     return values.detach().to(_CPU, torch.float32).contiguous().numpy()
 
 
@@ -200,33 +157,33 @@ class Jit(Combining):
 
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
 
-    def _groups(
-        self, *columns: Column, codes: Set[torch.dtype] = frozenset()
-    ) -> tuple[list[Part], list[int]]:
-        return parts_of(*columns, codes=codes)
+    def _planned(
+        self, *lists: Column, codes: Set[torch.dtype] = frozenset()
+    ) -> tuple[list[Plan], list[int]]:
+        return parts_of(*lists, codes=codes)
 
     def _combine(
-        self, group: Part, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
+        self, plan: Plan, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
         if factors:
             numbers = _numbers(factors)
-            each = np.array([numbers[id(factors[place])] for place in group.places], np.float32)
+            each = np.array([numbers[id(factors[place])] for place in plan.places], np.float32)
         else:
-            each = _vector(a, group)
-        is_copy = not factors and isinstance(a, float) and a == 1.0 and not group.rows[2]
-        group.walk(loops.combine, each, _number(b), is_copy)
-        torch.autograd.graph.increment_version(group.rows[0])
+            each = _vector(a, plan)
+        is_copy = not factors and isinstance(a, float) and a == 1.0 and not plan.rows[2]
+        _walk(plan, loops.combine, each, _number(b), is_copy)
+        torch.autograd.graph.increment_version(plan.rows[0])
 
-    def _take_over(self, group: Part) -> None:
-        group.walk(loops.take_over_lists)
-        torch.autograd.graph.increment_version(group.rows[0])
+    def _take_over(self, plan: Plan) -> None:
+        _walk(plan, loops.take_over_lists)
+        torch.autograd.graph.increment_version(plan.rows[0])
 
-    def _convert(self, group: Part, *, joins: bool) -> None:
+    def _convert(self, plan: Plan, *, joins: bool) -> None:
         kernel = loops.join_lists if joins else loops.split_lists
-        half = ZEROS[cast("torch.dtype", group.dtypes[1])]
-        low = np.int16(0) if group.rows[2] else None
-        walk(kernel, group.chunks, group.rows, group.at, half, low)
-        written = group.rows[:1] if joins else group.rows[1:]
+        half = ZEROS[cast("torch.dtype", plan.dtypes[1])]
+        low = np.int16(0) if plan.rows[2] else None
+        walk(kernel, chunks_of(plan), plan.rows, plan.at, half, low)
+        written = plan.rows[:1] if joins else plan.rows[1:]
         torch.autograd.graph.increment_version([*chain.from_iterable(written)])
 
     # -- update rules -----------------------------------------------------------------------------
@@ -234,7 +191,7 @@ class Jit(Combining):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        works, others = _works(params, grads, *state, rule=rule, update=update)
+        works, others = works_of(Launch, params, grads, *state, rule=rule, update=update)
         if update.found_inf is not None and _plain(update.found_inf) != 0:
             return
         for work in works:
@@ -248,48 +205,46 @@ class Jit(Combining):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        works, others = _works(params, grads, *state, rule=rule, update=update)
+        works, others = works_of(Launch, params, grads, *state, rule=rule, update=update)
         if others or len(works) != 1:
             return _PLAIN.lamb_norms(params, grads, *state, rule=rule, update=update)
         works[0].take_over()
-        return _lamb_norms(works[0], rule)
+        return works[0].lamb_norms()
 
 
 # -- measuring ------------------------------------------------------------------------------------
 
 
-def _norms_in(part: Part, row: int, factor: torch.Tensor | None) -> np.ndarray:
+def _norms_in(plan: Plan, row: int, factor: torch.Tensor | None) -> np.ndarray:
     """The norm of each tensor × ``factor`` in one list, float64."""
     by = _number(1.0 if factor is None else factor)
-    sums = np.empty(part.chunks.table.shape[1])
-    zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
-    part.read(loops.sum_squares, row, zero, by, sums)
-    return np.sqrt(_by_tensor(part, sums))
+    sums = np.empty(chunks_of(plan).table.shape[1])
+    _read(plan, row, loops.sum_squares, by, sums)
+    return np.sqrt(_by_tensor(plan, sums))
 
 
-def _largest(part: Part, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.ndarray]:
+def _largest(plan: Plan, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.ndarray]:
     """Per chunk the largest magnitude, nan above infinity, and the largest finite one, float64."""
-    tops = np.zeros((2, part.chunks.table.shape[1]))
-    zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
-    part.read(loops.find_largest, row, zero, finite, tops[0], tops[1])
+    tops = np.zeros((2, chunks_of(plan).table.shape[1]))
+    _read(plan, row, loops.find_largest, finite, tops[0], tops[1])
     return tops[0], tops[1]
 
 
-def _highest(part: Part, tops: np.ndarray) -> np.ndarray:
+def _highest(plan: Plan, tops: np.ndarray) -> np.ndarray:
     """Of each tensor the largest of its chunks."""
-    found = np.zeros(part.chunks.count)
+    found = np.zeros(len(plan.places))
     with np.errstate(invalid="ignore"):  # a nan stays
-        np.maximum.at(found, part.chunks.table[0], tops)
+        np.maximum.at(found, chunks_of(plan).table[0], tops)
     return found
 
 
-def _by_tensor(part: Part, sums: np.ndarray) -> np.ndarray:
-    return np.bincount(part.chunks.table[0], sums, part.chunks.count)
+def _by_tensor(plan: Plan, sums: np.ndarray) -> np.ndarray:
+    return np.bincount(chunks_of(plan).table[0], sums, len(plan.places))
 
 
 def _norms_of(
     tensors: Tensors,
-    parts: Sequence[Part],
+    parts: Sequence[Plan],
     others: Sequence[int],
     factor: torch.Tensor | None = None,
 ) -> np.ndarray:
@@ -331,18 +286,57 @@ def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | 
 # -- updates --------------------------------------------------------------------------------------
 
 
-class _Work(NamedTuple):
-    """The places of an update that one launch takes.
+class Launch(Work):
+    """A work whose lists stand as kernels take them: `P`, `G`, `M`, maybe `V`, `H`, `L`, `S`, `T`.
 
-    Its lists are parameters, gradients, state, halves; with lists that are kept in fewer bits also
-    lows, and scales of each list of state, where there are any.
+    There is a row for state in any case; it has no dtype where the rule leaves state.
     """
 
-    part: Part
-    update: Update
-    lists: int  # parameters, gradients and state
-    numbers: list[torch.Tensor]  # state of one number for each parameter, if the rule has any
-    layout: Any = None  # of what is kept in fewer bits
+    __slots__ = ("at", "chunks", "layout", "lists", "taken")
+    only_on: ClassVar[str | None] = "cpu"
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if self.rule.leaves_state:
+            self.dtypes["M"] = None
+        self.lists = 4 if self.dtypes.get("V") is not None else 3
+        order = "PGMVHLST" if self.lists == 4 else "PGMHLS"
+        self.at = np.zeros((len(order), len(self.plan.places)), np.int64)
+        self.taken: list[Tensors] = [()] * len(order)
+        for row, name in enumerate(order):
+            if self.dtypes.get(name) is not None:
+                place = self.names.index(name)
+                self.at[row], self.taken[row] = self.plan.at[place], self.plan.rows[place]
+        self.chunks = chunks_of(self.plan)
+        self.layout = None if self.update.stored is None else self._layout()
+
+    def _layout(self) -> Layout:
+        """What kernels are told of how tensors are kept; in blocks chunks are whole ones."""
+        rows, lengths = blocks_in(tuple([tensor.shape for tensor in self.rows("P")]))
+        if self.in_blocks:
+            self.chunks = in_blocks(self.chunks, rows, lengths)
+        else:
+            lengths = np.zeros_like(lengths)
+        numbers, starts = self.numbers_and_starts()
+        return Layout(
+            rows=rows,
+            lengths=lengths,
+            numbers=np.array(numbers, np.uint32),
+            starts=np.array(starts, np.int64),
+            seed=np.uint32(self.stored.seed),
+            step=np.uint32(self.step & 0xFFFFFFFF),
+            by_chance=self.by_chance,
+        )
+
+    def _walk(self, kernel: Any, *arguments: Any) -> None:
+        """Call a kernel on all lists."""
+        kinds = [CODES.get(self.dtypes.get(name), 0) for name in "PGMVH"[: self.lists]]
+        kinds.append(CODES.get(self.dtypes["H"], 0))
+        if self.dtypes["L"] is not None:
+            kinds[0] = SPLITS[self.dtypes["P"]]
+        for row, kind in enumerate(self.formats, 2):
+            kinds[row] = FORMATS.get(kind, kinds[row])
+        walk(kernel, self.chunks, self.taken, self.at, _codes(*kinds), *arguments)
 
     @property
     def inv_scale(self) -> Scalar:
@@ -356,32 +350,12 @@ class _Work(NamedTuple):
         Gradients and halves are, if all else has the computation's dtype; gradients, split
         parameters and lows always.
         """
-        p, g, *state = self.part.dtypes[: self.lists]
-        half = self.part.dtypes[self.lists]
-        if self.update.stored is not None and self.update.stored.lows is not None:
-            return (ZEROS[p], np.int16(0)) if p is not None and p == g else (None, None)
-        is_usual = {p, *state} == {torch.float32} and g == half and self.leads
-        return (ZEROS[half] if is_usual and half is not None else None), None
-
-    @property
-    def leads(self) -> bool:
-        """Whether there are half weights, which parameters refine."""
-        p, half = self.part.dtypes[0], self.part.dtypes[self.lists]
-        return self.update.halves_lead and p is not None and half is not None and lead(p, half)
-
-    @property
-    def kinds(self) -> Sequence[int]:
-        """The codes of the lists, if there are any that are kept in fewer bits."""
-        stored = self.update.stored
-        if stored is None:
-            return ()
-        dtypes = self.part.dtypes
-        kinds = [CODES.get(dtype, 0) for dtype in dtypes[: self.lists + 1]]
-        if stored.lows is not None:
-            kinds[0] = SPLITS[cast("torch.dtype", dtypes[0])]
-        for row, kind in enumerate(stored.formats[: self.lists - 2], 2):
-            kinds[row] = FORMATS.get(kind, kinds[row])
-        return kinds
+        p, g, half = (self.dtypes[name] for name in "PGH")
+        if self.dtypes["L"] is not None:
+            return (ZEROS[p], np.int16(0)) if p == g else (None, None)
+        wide = {p, *[self.dtypes.get(name) for name in "MV"[: self.lists - 2]]}
+        is_usual = wide == {torch.float32} and g == half and self.leads
+        return (ZEROS[half] if is_usual else None), None
 
     @property
     def step(self) -> int:
@@ -405,140 +379,59 @@ class _Work(NamedTuple):
 
     def start(self, rule: Any, each: Scalar) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
-        by, numbers = _number(self.inv_scale), _vector(each, self.part)
+        by, numbers = _number(self.inv_scale), _vector(each, self.plan)
         second = ZEROS[torch.float32] if isinstance(rule, formulas.Moments) else None
         half, low = self.on_the_way
         leads = self.leads and half is None
-        given = half, low, second, self.layout, leads, by, numbers, rule
-        self.part.walk(loops.update, *given, kinds=self.kinds)
-        written = [row for place, row in enumerate(self.part.rows) if place != 1]
-        torch.autograd.graph.increment_version([*chain.from_iterable(written)])
+        self._walk(loops.update, half, low, second, self.layout, leads, by, numbers, rule)
+        self.note_written()
 
-    def norms(self, rule: Rule) -> tuple[torch.Tensor, ...]:
+    def norms_needed(self) -> tuple[torch.Tensor, ...]:
         """The norms that the rule needs, given or measured."""
-        given = norms_at(self.update.norms, self.part.places)
-        if given is not None:
-            return given.to(_CPU, torch.float32).unbind()
+        rule, factor = self.rule, self.update.inv_scale
+        if self.norms is not None:
+            return self.norms.to(_CPU, torch.float32).unbind()
         self.take_over()
         if isinstance(rule, LambRule):
-            return _lamb_norms(self, rule).unbind()
-        factor = self.update.inv_scale
+            return self.lamb_norms().unbind()
         if isinstance(rule, NovoGradRule) and rule.uses_max_norm:
-            largest = _highest(self.part, _largest(self.part, 1, finite=False)[0])
+            largest = _highest(self.plan, _largest(self.plan, 1, finite=False)[0])
             wide = _torch.from_numpy(largest).to(torch.float32)
             return (wide if factor is None else wide * factor.to(_CPU, torch.float32),)
-        norms = _torch.from_numpy(_norms_in(self.part, 1, factor)).to(torch.float32)
+        norms = _torch.from_numpy(_norms_in(self.plan, 1, factor)).to(torch.float32)
         return (self._lengths(), norms) if isinstance(rule, LarsRule) else (norms,)
 
     def take_over(self) -> None:
         """Let parameters say what their half weights do, before norms are taken of them."""
         if self.leads:
-            kinds = [CODES[self.part.dtypes[place]] for place in (0, self.lists)]
-            own = self.part._replace(at=self.part.at[[0, self.lists]])
-            own.walk(loops.take_over_lists, kinds=kinds)
-            torch.autograd.graph.increment_version(self.part.rows[0])
+            codes = _codes(CODES[self.dtypes["P"]], CODES[self.dtypes["H"]])
+            rows, at = [self.rows("P"), self.rows("H")], self.at[[0, self.lists]]
+            walk(loops.take_over_lists, chunks_of(self.plan), rows, at, codes)
+            torch.autograd.graph.increment_version(self.rows("P"))
 
     def _lengths(self) -> torch.Tensor:
         """The norms of the parameters."""
-        stored, part = self.update.stored, self.part
-        if stored is None or stored.lows is None:
-            return _torch.from_numpy(_norms_in(part, 0, None)).to(torch.float32)
-        pairs = zip(part.rows[0], pick(stored.lows, part.places), strict=True)
+        if self.dtypes["L"] is None:
+            return _torch.from_numpy(_norms_in(self.plan, 0, None)).to(torch.float32)
+        pairs = zip(self.rows("P"), self.rows("L"), strict=True)
         return torch.stack(norms_of([join(half.detach(), low.detach()) for half, low in pairs]))
+
+    def lamb_norms(self) -> torch.Tensor:
+        """``|p|`` and ``|u|`` of each tensor."""
+        sums = np.zeros((2, self.chunks.table.shape[1]))
+        told = self.layout, _number(self.inv_scale), sums[0], sums[1]
+        self._walk(loops.measure_directions, *told, formulas.record_of(self, self.rule))
+        owners, count = self.chunks.table[0], len(self.plan.places)
+        norms = np.sqrt(np.stack([np.bincount(owners, row, count) for row in sums]))
+        return cast("torch.Tensor", _torch.from_numpy(norms).to(torch.float32))
 
     @torch.no_grad()
     def numbers_of(self, rule: Rule) -> Scalar:
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
         lr = rule.lr.to(_CPU, torch.float32) if isinstance(rule.lr, torch.Tensor) else rule.lr
-        kept = _torch.stack(self.numbers).to(torch.float32) if self.numbers else None
-        found = number_of(rule, lr, self.norms(rule) if rule.takes_norms else (), kept)
-        if self.numbers:
-            _torch._foreach_copy_(self.numbers, cast("torch.Tensor", found).unbind())
+        numbers = self.rows("N")
+        kept = _torch.stack(numbers).to(torch.float32) if numbers else None
+        found = number_of(rule, lr, self.norms_needed() if rule.takes_norms else (), kept)
+        if numbers:
+            _torch._foreach_copy_(numbers, cast("torch.Tensor", found).unbind())
         return found
-
-
-def _works(
-    params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
-) -> tuple[list[_Work], list[int]]:
-    shaped = len(state) - rule.has_numbers
-    numbers = state[shaped] if rule.has_numbers else ()
-    halves: Column = [None] * len(params) if update.halves is None else update.halves
-    kept = list(state[:shaped])
-    if not kept or rule.leaves_state:  # kernels have a list for it
-        kept = [[None] * len(params)]
-    columns = (params, grads, *kept, halves)
-    check_lengths(*columns, *([numbers] if rule.has_numbers else []))
-    stored = update.stored
-    if stored is not None:
-        check_stored(params, state, update)
-        if rule.leaves_state:
-            stored = replace(stored, formats=(), scales=())
-            update = replace(update, stored=stored)
-    parts, others = parts_of(*columns) if stored is None else _stored_parts(columns, stored)
-    if others or len(parts) != 1:
-        check_shapes(*columns)
-    return [
-        _Work(
-            part,
-            update,
-            len(kept) + 2,
-            [numbers[place] for place in part.places] if rule.has_numbers else [],
-            None if stored is None else _layout(part, stored, update.step),
-        )
-        for part in parts
-    ], others
-
-
-def _stored_parts(columns: Sequence[Column], stored: Stored) -> tuple[list[Part], list[int]]:
-    """`parts_of` lists of which some are kept in fewer bits."""
-    count = len(columns[0])
-    lows: Column = [None] * count if stored.lows is None else stored.lows
-    by_chance = any([kind is not Format.PLAIN for kind in stored.formats])
-    parts, others = parts_of(*columns, lows, codes=STORED_DTYPES, in_order=by_chance)
-    scales = [
-        stored.scales[row] if kind.has_scales else None
-        for row, kind in enumerate(stored.formats[: len(columns) - 3])
-    ]
-    given = [row for row in scales if row is not None]
-    if not given:
-        return parts, others
-    geometry = geometry_of(*given)
-    if geometry is None or not geometry.alike or geometry.device != _CPU:
-        return [], [*range(count)]
-    found: list[Part] = []
-    for part in parts:
-        rows = [*part.rows, *[[] if row is None else pick(row, part.places) for row in scales]]
-        chunks = in_blocks(part.chunks, shapes_of(part.rows[0]))
-        found.append(part._replace(rows=rows, chunks=chunks, at=addresses(rows)))
-    return found, others
-
-
-def _layout(part: Part, stored: Stored, step: int | torch.Tensor) -> Layout:
-    """What kernels are told of the tensors of a part."""
-    rows, lengths = blocks_in(shapes_of(part.rows[0]))
-    if not any([kind.has_scales for kind in stored.formats]):
-        lengths = np.zeros_like(lengths)
-    by_place: list[Sequence[int]] = [
-        pick(given, part.places) if given else [0] * len(part.places)
-        for given in (stored.numbers, stored.starts)
-    ]
-    count = int(step.item()) if isinstance(step, torch.Tensor) else step
-    return Layout(
-        rows=rows,
-        lengths=lengths,
-        numbers=np.array(by_place[0], np.uint32),
-        starts=np.array(by_place[1], np.int64),
-        seed=np.uint32(stored.seed),
-        step=np.uint32(count & 0xFFFFFFFF),
-        by_chance=any([kind is not Format.PLAIN for kind in stored.formats]),
-    )
-
-
-def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
-    """``|p|`` and ``|u|`` of each tensor."""
-    part, by = work.part, _number(work.inv_scale)
-    sums = np.zeros((2, part.chunks.table.shape[1]))
-    given = work.layout, by, sums[0], sums[1], formulas.record_of(work, rule)
-    part.walk(loops.measure_directions, *given, kinds=work.kinds)
-    norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
-    return cast("torch.Tensor", _torch.from_numpy(norms).to(torch.float32))

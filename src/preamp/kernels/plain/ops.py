@@ -12,13 +12,14 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.tensors import host_reaches
+from preamp.kernels.checks import check_shapes, check_stored
 from preamp.kernels.ops import Census, Column, Ops, Tally, Tensors
-from preamp.kernels.places import check_lengths, check_shapes, check_stored, pick
 from preamp.kernels.plain.formulas import computed, measured, number_of, order_of
 from preamp.kernels.plain.fused import fused_kernel
 from preamp.kernels.plain.lists import Lists, Run, runs
 from preamp.kernels.plain.slots import LOW, PARAM, STATE, Slot, put
 from preamp.kernels.plain.tally import tally
+from preamp.kernels.plans import check_lengths, pick
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.stored import Format, join, split, taken_over
 from preamp.kernels.update import Scalar, Update

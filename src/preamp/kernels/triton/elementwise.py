@@ -6,18 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from itertools import chain
 
+import numpy as np
 import torch
 
+from preamp.kernels.combining import Combining
 from preamp.kernels.ops import Column
-from preamp.kernels.places import Combining, Group, sort
+from preamp.kernels.plans import Plan
 from preamp.kernels.triton.device.elementwise import (
     combine_kernel,
     convert_kernel,
     take_over_kernel,
 )
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.launch import PLAIN, check_devices, launch, moved, scalar, width_of
-from preamp.kernels.triton.tables import CHUNK, sizes_of, table
+from preamp.kernels.triton.launch import PLAIN, launch, moved, planned_here, scalar, width_of
+from preamp.kernels.triton.tables import CHUNK, table
 from preamp.kernels.update import Scalar
 
 
@@ -26,20 +28,20 @@ class Elementwise(Combining):
 
     plain = PLAIN
 
-    def _groups(
-        self, *columns: Column, codes: Set[torch.dtype] = frozenset()
-    ) -> tuple[list[Group], list[int]]:
-        check_devices(columns[0])
-        return sort(*columns, codes=codes)
+    def _planned(
+        self, *lists: Column, codes: Set[torch.dtype] = frozenset()
+    ) -> tuple[list[Plan], list[int]]:
+        return planned_here(*lists, codes=codes)
 
     def _combine(
-        self, group: Group, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
+        self, plan: Plan, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
-        rows = [row for row in group.rows if row]
+        target, x, y = plan.dtypes
+        moved_factors = [moved(factors[i].float(), plan.device) for i in plan.places if factors]
+        at = plan.found
         if factors:
-            rows.append([moved(factors[i].float(), group.device) for i in group.positions])
-        target, x, y = group.dtypes
-        entries = table(rows, group.positions, sizes=sizes_of(group))
+            at = np.vstack([at, [factor.data_ptr() for factor in moved_factors]])
+        entries = table(plan, at)
         launch(
             combine_kernel,
             (entries.chunks,),
@@ -49,37 +51,38 @@ class Elementwise(Combining):
             T=KINDS[target],
             X=KINDS[x],
             Y=KINDS[y],
-            A_EACH=len(rows) - 1 if factors else 0,
+            A_EACH=(2 if y is None else 3) if factors else 0,
             CHUNK=CHUNK,
             WIDTH=width_of(target),
         )
-        torch.autograd.graph.increment_version(group.rows[0])
+        torch.autograd.graph.increment_version(plan.rows[0])
 
-    def _take_over(self, group: Group) -> None:
-        entries = table(group.rows[:2], group.positions, sizes=sizes_of(group))
+    def _take_over(self, plan: Plan) -> None:
+        entries = table(plan)
+        p, half = plan.dtypes
         launch(
             take_over_kernel,
             (entries.chunks,),
             entries,
-            P=KINDS[group.dtypes[0]],
-            H=KINDS[group.dtypes[1]],
+            P=KINDS[p],
+            H=KINDS[half],
             CHUNK=CHUNK,
-            WIDTH=width_of(group.dtypes[0]),
+            WIDTH=width_of(p),
         )
-        torch.autograd.graph.increment_version(group.rows[0])
+        torch.autograd.graph.increment_version(plan.rows[0])
 
-    def _convert(self, group: Group, *, joins: bool) -> None:
-        rows = [row for row in group.rows if row]
-        entries = table(rows, group.positions, sizes=sizes_of(group))
+    def _convert(self, plan: Plan, *, joins: bool) -> None:
+        entries = table(plan)
+        wide, half, low = plan.dtypes
         launch(
             convert_kernel,
             (entries.chunks,),
             entries,
-            P=KINDS[group.dtypes[1]],
-            H=KINDS[group.dtypes[2]],
+            P=KINDS[half],
+            H=KINDS[low],
             JOINS=joins,
             CHUNK=CHUNK,
-            WIDTH=width_of(group.dtypes[0] if joins else group.dtypes[1]),
+            WIDTH=width_of(wide if joins else half),
         )
-        written = group.rows[:1] if joins else group.rows[1:]
+        written = plan.rows[:1] if joins else plan.rows[1:]
         torch.autograd.graph.increment_version([*chain.from_iterable(written)])

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 
 from preamp.core.errors import unavailable
+from preamp.core.tensors import devices_of
+from preamp.kernels.ops import Column
 from preamp.kernels.plain import Plain
+from preamp.kernels.plans import Plan, pick, planned
 from preamp.kernels.triton.device.jit import INTERPRETED
 from preamp.kernels.triton.tables import Table
 from preamp.kernels.update import Scalar
@@ -23,16 +26,26 @@ COMPILED_FOR = ("cuda", "xpu")
 """Devices that Triton compiles for; ROCm calls its own cuda."""
 
 
-def check_devices(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Refuse tensors on devices that kernels cannot run on."""
+def check_devices(devices: Iterable[torch.device]) -> None:
+    """Refuse devices that kernels cannot run on."""
     runs_on = ("cpu",) if INTERPRETED else COMPILED_FOR
-    for tensor in tensors:
-        if tensor is not None and tensor.device.type not in runs_on:
+    for device in devices:
+        if device.type not in runs_on:
             raise unavailable(
-                f"The triton back end got a tensor on {tensor.device}",
+                f"The triton back end got a tensor on {device}",
                 f"Its kernels run on {' and '.join(runs_on)} here",
                 "Choose the back end 'auto', or 'plain', which runs on every device",
             )
+
+
+def planned_here(
+    *lists: Column, codes: Set[torch.dtype] = frozenset()
+) -> tuple[list[Plan], list[int]]:
+    """See `planned`; refuses tensors on devices that kernels cannot run on."""
+    plans, others = planned(*lists, codes=codes)
+    check_devices([plan.device for plan in plans])
+    check_devices(devices_of(pick(lists[0], others)))
+    return plans, others
 
 
 def launch(function: Any, grid: tuple[int, ...], table: Table, **arguments: Any) -> None:
@@ -65,6 +78,11 @@ def width_of(*written: torch.dtype | None) -> int:
 def number(value: float) -> int:
     """The bits of ``value`` as float32, since Triton would specialise on floats."""
     return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
+
+
+def numbers(**values: float) -> dict[str, int]:
+    """Keyword arguments: the bits of each value."""
+    return {name: number(value) for name, value in values.items()}
 
 
 def scalar(name: str, value: Scalar | None, table: Table) -> dict[str, Any]:

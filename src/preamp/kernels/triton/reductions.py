@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any, cast
 
 import torch
 
 from preamp.kernels.ops import Census, Column, Ops, Tensors
-from preamp.kernels.places import pick, sort
+from preamp.kernels.plans import pick
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
-from preamp.kernels.triton.launch import PLAIN, check_devices, given, launch, moved, width_of
-from preamp.kernels.triton.tables import CHUNK, Table, sizes_of, table
+from preamp.kernels.triton.launch import PLAIN, given, launch, moved, planned_here, width_of
+from preamp.kernels.triton.tables import CHUNK, Table, table
 from preamp.kernels.vectors import stack
 
 _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
@@ -123,19 +125,18 @@ class Reductions(Ops):
         with_max_abs: bool = True,
     ) -> Census:
         del with_max_abs  # they cost nothing
-        check_devices(grads)
-        groups, others = sort(grads)
+        plans, others = planned_here(grads)
         count = len(grads)
         found: dict[torch.device, torch.Tensor] = {}
-        for group in groups:
-            if group.device not in found:
-                found[group.device] = torch.zeros(
-                    1 + 3 * count, dtype=torch.float32, device=group.device
+        for plan in plans:
+            if plan.device not in found:
+                found[plan.device] = torch.zeros(
+                    1 + 3 * count, dtype=torch.float32, device=plan.device
                 )
-            results = found[group.device]
-            entries = table(group.rows, group.positions, sizes=sizes_of(group))
+            results = found[plan.device]
+            entries = table(plan)
             partials = measure(
-                entries, (0, group.dtypes[0]), largest=True, squares=with_norm, finite=True
+                entries, (0, plan.dtypes[0]), largest=True, squares=with_norm, finite=True
             )
             finite = (partials[-1], results[1 + count :])
             gather(
@@ -163,19 +164,18 @@ class Reductions(Ops):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        check_devices(tensors)
-        groups, others = sort(tensors)
+        plans, others = planned_here(tensors)
         found: dict[torch.device, torch.Tensor] = {}
-        for group in groups:
-            if group.device not in found:
-                found[group.device] = torch.zeros(
-                    len(tensors), dtype=torch.float32, device=group.device
+        for plan in plans:
+            if plan.device not in found:
+                found[plan.device] = torch.zeros(
+                    len(tensors), dtype=torch.float32, device=plan.device
                 )
-            entries = table(group.rows, group.positions, sizes=sizes_of(group))
+            entries = table(plan)
             partials = measure(
-                entries, (0, group.dtypes[0]), largest=False, squares=True, factor=factor
+                entries, (0, plan.dtypes[0]), largest=False, squares=True, factor=factor
             )
-            gather(entries, partials, found[group.device], largest=False)
+            gather(entries, partials, found[plan.device], largest=False)
         total = _merge(found, len(tensors), device)
         if others:
             _put(total, others, PLAIN.l2norms(pick(tensors, others), factor, device))
@@ -186,15 +186,16 @@ class Reductions(Ops):
     @torch.no_grad()
     def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         norms = self.l2norms(tensors, None, device)
+        if not factors:
+            return _vector_norm(norms, 2)
+        if all(map(is_, factors, repeat(factors[0]))):  # as a rule: one backward, one factor
+            return _vector_norm(norms * _number(factors[0], device), 2)
         distinct = dict(zip(map(id, factors), factors, strict=True))
-        numbers = {
-            key: torch.ones((), dtype=torch.float32, device=device)
-            if by is None
-            else moved(by, device).float()
-            for key, by in distinct.items()
-        }
-        if len(numbers) == 1:  # as a rule: one backward, one factor
-            norms = norms * next(iter(numbers.values()))
-        elif numbers:
-            norms = norms * stack([numbers[id(factor)] for factor in factors])
-        return _vector_norm(norms, 2)
+        numbers = {key: _number(by, device) for key, by in distinct.items()}
+        return _vector_norm(norms * stack([numbers[id(factor)] for factor in factors]), 2)
+
+
+def _number(factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if factor is None:
+        return torch.ones((), dtype=torch.float32, device=device)
+    return moved(factor, device).float()

@@ -5,7 +5,7 @@ A launch takes two int64 tensors. *Pointers* holds one row of addresses per list
 *Layout* says how the work is cut: for ``n`` tensors, ``[numel] * n``, the first chunk of each and
 the number of chunks (``n + 1`` values), the place of each in the results (``n``), and for every
 chunk the tensor it belongs to. Addresses change with every backward that allocates gradients,
-layouts hardly ever; so a step with new gradients costs one small asynchronous copy.
+layouts are a plan's; so a step with new gradients costs one small asynchronous copy.
 
 A CUDA graph copies its tables again at every replay. So while one is captured nothing remembered
 is used, nothing is remembered, and the memory of the host that it reads is kept as long as the
@@ -24,9 +24,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from preamp.core.errors import bad_state
 from preamp.core.tensors import is_capturing
-from preamp.kernels.places import Group, addresses
+from preamp.kernels.plans import Plan
 
 CHUNK = 8192
 """Elements per program: enough to hide the look-ups, few enough to keep a GPU evenly busy.
@@ -35,7 +34,7 @@ A multiple of 16, so that chunks of an aligned tensor are aligned.
 """
 
 _KEPT = 128
-"""Tables remembered of each kind; a step of one optimizer needs a handful."""
+"""Tables of pointers that are remembered; a step of one optimizer needs a handful."""
 
 _TABLES_OF_A_GRAPH = 8
 """So many of the largest size are reserved for; a step has four or five large ones."""
@@ -61,49 +60,31 @@ class Table:
 
 
 def table(
-    rows: Sequence[Sequence[torch.Tensor]],
-    positions: Sequence[int],
-    numbers: Sequence[Sequence[int]] = (),
+    plan: Plan,
+    rows: np.ndarray | None = None,
     sizes: Sequence[int] | None = None,
+    *,
+    in_order: bool = False,
 ) -> Table:
-    """Return the table for ``rows``, a new or a remembered one. Does not synchronise.
+    """Return the table of a plan, a new or a remembered one. Does not synchronise.
 
-    The rows are equally long and on one device; the first one is cut into chunks, or what has
-    ``sizes``. ``positions`` say where each tensor's results go. ``numbers`` are rows that stand
-    behind those of addresses, as they are; they are below 2**63.
-
-    Raises:
-        PreampStateError: A tensor has no memory, since its storage was freed.
+    The tensors of the first list are cut into chunks, or what has ``sizes``. ``rows`` are
+    addresses, and other numbers, in place of where all lists lie. Results go to the caller's
+    places, or with ``in_order`` to those of the plan.
     """
-    device = rows[0][0].device
+    device, count = plan.device, len(plan.places)
     stream = _stream(device)
-    numels = tuple([t.numel() for t in rows[0]] if sizes is None else sizes)
-    at = addresses(rows)
-    if not at.all():
-        _check_memory(rows, at)
-    if numbers:
-        at = np.concatenate([at, np.asarray(numbers, dtype=np.int64)])
-    find_layout, find_pointers = _layout, _pointers
+    at = (plan.found if rows is None else rows).tobytes()
+    positions = range(count) if in_order else plan.places
     if is_capturing(device):
-        find_layout, find_pointers = _layout.__wrapped__, _pointers.__wrapped__
-    layout, chunks = find_layout(device, stream, numels, tuple(positions))
-    return Table(find_pointers(device, stream, at.tobytes()), layout, len(positions), chunks)
-
-
-def _check_memory(rows: Sequence[Sequence[torch.Tensor]], at: np.ndarray) -> None:
-    for row, found in zip(rows, at, strict=True):
-        for tensor, address in zip(row, found, strict=True):
-            if tensor.numel() and not address:
-                raise bad_state(
-                    f"A tensor of shape {tuple(tensor.shape)} has no memory",
-                    "Kernels read and write parameters, gradients and state where they lie",
-                    "Take steps while nothing has freed their storages, as FSDP does meanwhile",
-                )
-
-
-def sizes_of(group: Group) -> Sequence[int] | None:
-    """The sizes of the tensors of each row, if they are known."""
-    return group.alike.numels if group.alike else None
+        layout = _layout(device, plan.sizes if sizes is None else sizes, positions)
+        return Table(_pointers.__wrapped__(device, stream, at), layout[0], count, layout[1])
+    key = stream, in_order, sizes is None
+    layout = plan.kept.get(key)
+    if layout is None:
+        layout = _layout(device, plan.sizes if sizes is None else sizes, positions)
+        plan.kept[key] = layout
+    return Table(_pointers(device, stream, at), layout[0], count, layout[1])
 
 
 def layout_of(numels: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -115,9 +96,8 @@ def layout_of(numels: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     return np.concatenate([sizes, first, np.asarray(positions, dtype=np.int64), owners])
 
 
-@lru_cache(maxsize=_KEPT)
 def _layout(
-    device: torch.device, stream: int, numels: tuple[int, ...], positions: tuple[int, ...]
+    device: torch.device, numels: Sequence[int], positions: Sequence[int]
 ) -> tuple[torch.Tensor, int]:
     host = layout_of(numels, positions)
     return _upload(host, device), int(host[2 * len(numels)])

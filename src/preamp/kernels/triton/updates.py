@@ -14,9 +14,9 @@ import torch
 import triton.language as tl
 
 from preamp.kernels import rules
-from preamp.kernels.rules import AdamRule, BiasCorrection, LambRule, LarsRule, NovoGradRule, Rule
+from preamp.kernels.rules import AdamRule, BiasCorrection, LambRule, LarsRule, NovoGradRule
 from preamp.kernels.triton import launch as launching  # kernels have a `number` and a `scalar` too
-from preamp.kernels.triton.device.jit import KINDS, helper, kernel
+from preamp.kernels.triton.device.jit import helper, kernel
 from preamp.kernels.triton.device.stored import (
     draw,
     has_gaps,
@@ -47,8 +47,8 @@ from preamp.kernels.triton.device.walk import (
     store_one,
     whole_blocks,
 )
-from preamp.kernels.triton.places import Places
 from preamp.kernels.triton.reductions import gather
+from preamp.kernels.triton.works import Launch
 
 SGD, LARS, ADAGRAD, NOVOGRAD, LION, ADOPT, OTHER = map(tl.constexpr, range(7))
 """What ``RULE`` is; of Adam and LAMB ``OTHER``."""
@@ -235,19 +235,20 @@ _OPTIONS = ("TRUST_RATIO", "STEP_SIZE", "CORRECTS", "COUPLED", "DECOUPLED", "COR
 _UNUSED = {**dict.fromkeys(_NUMBERS, 0), **dict.fromkeys(_OPTIONS, False), "HAS_MOMENTUM": True}
 
 
-def start(part: Places, rule: Rule) -> None:
-    """Launch the update of ``rule``, and before it what measures norms, if it needs any."""
-    arguments = _arguments(part, rule)
-    part.launch(update_kernel, norms=_norms(part, rule, arguments), MEASURE=False, **arguments)
+def start(part: Launch) -> None:
+    """Launch an update, and before it what measures norms, if its rule needs any."""
+    arguments = _arguments(part)
+    part.start(update_kernel, norms=_norms(part, arguments), MEASURE=False, **arguments)
 
 
-def lamb_norms(part: Places, rule: LambRule) -> torch.Tensor:
+def lamb_norms(part: Launch) -> torch.Tensor:
     """Measure parameters and directions, rows 0 and 1 of what is returned."""
-    return _measured(part, _arguments(part, rule))
+    return _measured(part, _arguments(part))
 
 
-def _arguments(part: Places, rule: Rule) -> dict[str, Any]:
+def _arguments(part: Launch) -> dict[str, Any]:
     """What measuring and updating take."""
+    rule = part.rule
     kind = _KINDS.get(type(rule))
     if kind is None:
         rules.left_out(rule)
@@ -271,17 +272,15 @@ def _arguments(part: Places, rule: Rule) -> dict[str, Any]:
         "CORRECTS": corrects,
         **launching.scalar("lr", rule.lr, part.entries),
         **part.corrections(corrects, **betas),
-        **part.numbers(**numbers),
+        **launching.numbers(**numbers),
         **options,
         "RULE": kind.value,
-        **{name: None for name in "MV" if name not in part.dtypes},
-        "H_ROW": 2 + sum([name in part.dtypes for name in "MV"]),
     }
 
 
-def _norms(part: Places, rule: Rule, arguments: dict[str, Any]) -> torch.Tensor:
+def _norms(part: Launch, arguments: dict[str, Any]) -> torch.Tensor:
     """What the rule needs of whole tensors, a row for each kind of norm."""
-    known = part.given_norms()
+    rule, known = part.rule, None if part.norms is None else part.norms.float().contiguous()
     if isinstance(rule, NovoGradRule):
         return _blended(part, rule, None if known is None else known[0])
     if known is not None:
@@ -289,22 +288,22 @@ def _norms(part: Places, rule: Rule, arguments: dict[str, Any]) -> torch.Tensor:
     if isinstance(rule, LambRule) and rule.uses_trust_ratio:
         return _measured(part, arguments)
     if isinstance(rule, LarsRule) and rule.uses_trust_ratio:
-        return torch.stack([part.norms("P"), part.norms("G", part.update.inv_scale)])
+        return torch.stack([part.measured("P"), part.measured("G", part.update.inv_scale)])
     return part.entries.layout  # not read
 
 
-def _measured(part: Places, arguments: dict[str, Any]) -> torch.Tensor:
+def _measured(part: Launch, arguments: dict[str, Any]) -> torch.Tensor:
     norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
-    part.launch(update_kernel, norms=partials, MEASURE=True, **(arguments | {"CHANCE": False}))
+    part.start(update_kernel, norms=partials, MEASURE=True, **(arguments | {"CHANCE": False}))
     for sums, results in zip(partials, norms, strict=True):
         gather(part.entries, sums, results, largest=False)
     return norms
 
 
-def _blended(part: Places, rule: NovoGradRule, measured: torch.Tensor | None) -> torch.Tensor:
+def _blended(part: Launch, rule: NovoGradRule, measured: torch.Tensor | None) -> torch.Tensor:
     """Blend the gradients' norms into the averages; also stores these."""
     if measured is None:
-        measured = part.norms("G", part.update.inv_scale, largest=rule.uses_max_norm)
+        measured = part.measured("G", part.update.inv_scale, largest=rule.uses_max_norm)
     averages = torch.empty_like(measured)
     launching.launch(
         average_norms,
@@ -312,10 +311,10 @@ def _blended(part: Places, rule: NovoGradRule, measured: torch.Tensor | None) ->
         part.entries,
         norms=measured,
         averages=averages,
-        **part.numbers(beta2=rule.beta2, beta2_left=1 - rule.beta2),
+        **launching.numbers(beta2=rule.beta2, beta2_left=1 - rule.beta2),
         **launching.given("found_inf", part.update.found_inf, part.entries),
-        N=KINDS[part.dtypes["N"]],
-        ROW=3 if part.dtypes["H"] is None else 4,
+        N=part.kinds["N"],
+        ROW=part.half_row + (part.kinds["H"] is not None),
         USES_MAX=rule.uses_max_norm,
     )
     return averages

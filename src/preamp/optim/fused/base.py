@@ -16,7 +16,6 @@ import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,13 +24,22 @@ from torch.optim.optimizer import required
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError, bad_state, bad_type
 from preamp.core.splits import Splits
-from preamp.core.tensors import dtype_of, has_sharded, host_reaches, is_capturing
+from preamp.core.tensors import has_sharded, host_reaches, is_capturing
 from preamp.core.torch_private.shards import place_gradients
-from preamp.kernels import Ops, Rule, Update, at_hand, backend, check_not_captured, holding
+from preamp.kernels import (
+    Ops,
+    Rule,
+    Standing,
+    Update,
+    at_hand,
+    backend,
+    check_not_captured,
+    holding,
+)
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
 from preamp.optim.fused.full_precision import copy_of
-from preamp.optim.fused.keeping import KeepsMoments
+from preamp.optim.fused.keeping import KeepsMoments, Kept
 from preamp.optim.fused.moments import Entry
 from preamp.optim.fused.norms import Call, norms_of_wholes
 from preamp.optim.master_parameter import without_masters
@@ -242,14 +250,21 @@ class FusedOptimizer(KeepsMoments):
 
     def _call(self, group: Group, batch: Entries, rule: Rule, update: Update) -> Call:
         """The update of a batch, which makes the state that is missing."""
-        params = batch.params
-        state, targets = self._state(params, group), batch.targets
-        if self._has_copy(params[0]):
-            targets = [copy_of(param, self.state[param]) for param in params]
-            update = replace(update, halves=params, halves_lead=True)
-        lists = [targets, batch.grads, *state]
-        update = self._told(params, update)
-        return Call(batch, lists, rule, update)
+        kept, states = self._kept(batch.params)
+        keys = *self.moments, *self._more_state
+        state = [self._state(kept, batch.params, states, key, group) for key in keys]
+        update, targets = self._told(batch.params, update), batch.params
+        if self._has_copy(targets[0]):
+            copies = [copy_of(param, own) for param, own in zip(targets, states, strict=True)]
+            update = replace(update, halves=batch.params, halves_lead=True)
+            return Call(batch, [copies, batch.grads, *state], rule, update)
+        kept.note("halves", batch.halves)
+        kept.note("lows", batch.lows)
+        if batch.lows is not None:  # split masters are their half weights
+            targets = batch.targets
+        update = replace(update, standing=kept.standing)
+        kept.standing = kept.standing or Standing()
+        return Call(batch, [targets, batch.grads, *state], rule, update)
 
     def _update(self, calls: Sequence[Call]) -> None:
         ops = self._ops
@@ -402,37 +417,33 @@ class FusedOptimizer(KeepsMoments):
         params, grads = entries.targets, entries.grads
         check_gradients(type(self).__name__, params, grads, are_alike=entries.are_alike)
 
-    def _state(self, params: Sequence[torch.Tensor], group: Group) -> list[list[torch.Tensor]]:
-        """The rule's lists of state for parameters of one dtype, made where there is none."""
-        keys, states = (*self.moments, *self._more_state), self._states_of(params)
-        return [self._state_column(params, states, key, group) for key in keys]
-
-    def _state_column(
+    def _state(
         self,
+        kept: Kept,
         params: Sequence[torch.Tensor],
         states: Sequence[dict[str, Any]],
         key: str,
         group: Group,
     ) -> list[torch.Tensor]:
+        """One of the rule's lists of state, made where there is none."""
         dtype = self._kept_dtype(key, params[0])
-        try:
-            kept: list[Any] = list(map(itemgetter(key), states))
-            if set(map(dtype_of, kept)) == {dtype}:
-                return kept
-        except (KeyError, AttributeError):  # one has none, or None
-            pass
+        column = self._column(kept, states, key, dtype)
+        if column is not None:
+            return column
         check_has_state(params[0])
         if key in self.moments:
             self._as_kept(params, states, key)
-            return [state[key] for state in states]
-        found: list[Any] = [state.get(key) for state in states]
-        for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
-            if value is None:
-                made = self._started(key, form_of(param), dtype, group)
-                found[place] = state[key] = made.to(self._state_device or made.device)
-            elif value.dtype is not dtype:  # the model was cast, and the state with it
-                found[place] = state[key] = value.to(dtype)
-        return found
+        else:
+            for param, state in zip(params, states, strict=True):
+                if state.get(key) is None:
+                    made = self._started(key, form_of(param), dtype, group)
+                    state[key] = made.to(self._state_device or made.device)
+                elif state[key].dtype is not dtype:  # the model was cast, and the state with it
+                    state[key] = state[key].to(dtype)
+        made = [state[key] for state in states]
+        kept.dtypes[key] = dtype
+        kept.note(key, made)
+        return made
 
     def _started(
         self, key: str, param: torch.Tensor, dtype: torch.dtype, group: Group

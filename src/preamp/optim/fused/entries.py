@@ -75,8 +75,10 @@ class Entries:
     @property
     def targets(self) -> list[torch.Tensor]:
         """What ops update: parameters; in place of split masters their half weights."""
-        if self.lows is None:
+        if self.lows is None or self.halves is None:
             return self.params
+        if not any(map(is_, self.lows, repeat(None))):
+            return cast("list[torch.Tensor]", self.halves)
         return [
             param if half is None or low is None else half
             for param, _, half, _, _, low in self.rows()

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_state
 from preamp.core.log import say
-from preamp.kernels import Update
+from preamp.core.tensors import are_same, dtype_of
+from preamp.kernels import Standing, Update
 from preamp.kernels.stored import Format, Stored
 from preamp.optim.fused.entries import Apart
 from preamp.optim.fused.moments import (
@@ -31,11 +32,45 @@ from preamp.optim.fused.moments import (
 )
 from preamp.policy.storage import FULL, Storage
 
-_KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
-"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places.
+Column = list[torch.Tensor]
 
-No places where the keys are the parameters, in their order.
-"""
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What parameters were updated with in a step, for the next one to know it again.
+
+    Tensors are referred to weakly: where a script moves or drops them, memory is free at once.
+    """
+
+    places: list[int] | None  # of the parameters in all state; ``None`` for all, in their order
+    # References, by what a list is: ``"params"``, ``"keys"`` of all state, ``"halves"``,
+    # ``"lows"``, and the keys of the state
+    lists: dict[str, list[Any] | None] = field(default_factory=dict[str, "list[Any] | None"])
+    dtypes: dict[str, torch.dtype | None] = field(default_factory=dict[str, "torch.dtype | None"])
+    homes: Any = None  # where the parameters were, where moments are kept in fewer bits
+    numbers: list[int] = field(default_factory=list[int])  # of these, see `Stored`
+    starts: list[int] = field(default_factory=list[int])
+    standing: Standing | None = None  # from the second step on, while all is the same
+
+    def is_same(self, name: str, column: Collection[Any] | None) -> bool:
+        """Whether a list has the very tensors that were noted."""
+        before = self.lists.get(name)
+        if column is None or before is None:
+            return column is before
+        referred: Any = map(_referred_to, before)
+        return len(column) == len(before) and all(map(is_, column, referred))
+
+    def note(self, name: str, column: Collection[Any] | None) -> None:
+        """The update takes this list."""
+        if not self.is_same(name, column):
+            self.lists[name] = None if column is None else list(map(weakref.ref, column))
+            self.standing = None
+
+
+_MOST_KEPT = 256
+"""Batches of an optimizer; it needs one for each group and kind of parameters in a step."""
+
+_referred_to: Any = cast("Any", weakref.ref).__call__
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +82,6 @@ class _Homes:
     # Whoever of the parameters is no more, whose id may be another one's
     gone: list[Any] = field(default_factory=list[Any])
     refs: list[Any] = field(default_factory=list[Any])  # weak ones, which fill `gone`
-    # Of batches, by the id of their first parameter: the ids of all, numbers and starts
-    columns: dict[int, tuple[list[int], list[int], list[int]]] = field(
-        default_factory=dict[int, tuple[list[int], list[int], list[int]]]
-    )
-
-    def columns_of(self, params: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """Numbers and starts; the very same lists for the same parameters."""
-        ids = list(map(id, params))
-        known = self.columns.get(ids[0])
-        if known is None or known[0] != ids:
-            own = [self.by_id[key] for key in ids]
-            known = ids, [home.number for home in own], [home.start for home in own]
-            self.columns[ids[0]] = known
-        return known[1:]
 
 
 class KeepsMoments(torch.optim.Optimizer):
@@ -184,20 +205,23 @@ class KeepsMoments(torch.optim.Optimizer):
         formats = [self._kept_as(key, params[0], first) for key in self.moments]
         if set(formats) == {Format.PLAIN}:
             return update
-        states = self._states_of(params)
+        kept, states = self._kept(params)
         scales = [
-            list(map(itemgetter(key + SCALES), states)) if kept.has_scales else None
-            for key, kept in zip(self.moments, formats, strict=True)
+            self._column(kept, states, key + SCALES, torch.float32) if kind.has_scales else None
+            for key, kind in zip(self.moments, formats, strict=True)
         ]
-        numbers, starts = homes.columns_of(params)
+        if kept.homes is not homes:
+            own = [homes.by_id[id(param)] for param in params]
+            kept.numbers, kept.starts = [h.number for h in own], [h.start for h in own]
+            kept.homes, kept.standing = homes, None
         others = len(self._more_state)
         stored = replace(
             update.stored or Stored(),
             formats=(*formats, *[Format.PLAIN] * others),
             scales=(*scales, *[None] * others),
             seed=self.storage.seed,
-            numbers=numbers,
-            starts=starts,
+            numbers=kept.numbers,
+            starts=kept.starts,
         )
         return replace(update, stored=stored)
 
@@ -242,26 +266,50 @@ class KeepsMoments(torch.optim.Optimizer):
                 f"to {kept}, by the storage of this run"
             )
 
-    def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        """State dicts of ``params``, by the places they had before if all keys are the same.
+    def _kept(self, params: Sequence[torch.Tensor]) -> tuple[Kept, list[Entry]]:
+        """What is kept of a step that updated these ``params``, and their state dicts.
 
-        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
+        To look up a dict takes a call of Python, which ``torch.Tensor.__hash__`` is: so they are
+        found by their places, while the keys of the state are the same.
         """
-        state: dict[Any, dict[str, Any]] = self.state
-        if len(params) == 1:  # what is kept of many is as long as the state
-            return [state[params[0]]]
-        kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
-        ids = list(map(id, params))
-        known = kept.get(ids[0])
-        if known is None or known[0] != ids or known[1] != list(map(id, state)):
-            for param in params:
-                state[param]  # made where there is none
-            keys = list(map(id, state))
-            place_of = {key: place for place, key in enumerate(keys)}
-            places = None if keys == ids else [place_of[key] for key in ids]
-            known = kept[ids[0]] = (ids, keys, places)
-        every = list(state.values())
-        return every if known[2] is None else [every[place] for place in known[2]]
+        state: dict[Any, Entry] = self.state
+        every: dict[Hashable, Kept] = vars(self).setdefault("_kept_lists", {})
+        key = id(params[0]), len(params)
+        kept = every.get(key)
+        if kept and kept.is_same("params", params) and kept.is_same("keys", state):
+            states = list(state.values())
+            return kept, states if kept.places is None else [states[p] for p in kept.places]
+        own = [state[param] for param in params]  # made where there is none
+        places = None
+        if not are_same(state, params):
+            place_of = {id(key): place for place, key in enumerate(state)}
+            places = [place_of[id(param)] for param in params]
+        if len(every) > _MOST_KEPT:
+            del every[next(iter(every))]
+        kept = every[key] = Kept(places)
+        kept.note("params", params)
+        kept.note("keys", state)
+        return kept, own
+
+    def _states_of(self, params: Sequence[torch.Tensor]) -> list[Entry]:
+        """State dicts of ``params``."""
+        return self._kept(params)[1]
+
+    def _column(
+        self, kept: Kept, states: Sequence[Entry], key: str, dtype: torch.dtype | None
+    ) -> Column | None:
+        """State of one kind as it is, ``None`` unless all of it is there and of ``dtype``."""
+        try:
+            found: Any = list(map(itemgetter(key), states))
+            if kept.dtypes.get(key) is dtype and kept.is_same(key, found):
+                return found
+            if set(map(dtype_of, found)) == {dtype}:
+                kept.dtypes[key] = dtype
+                kept.note(key, found)
+                return found
+        except (KeyError, AttributeError):  # one has none, or None
+            pass
+        return None
 
     # -- loading -----------------------------------------------------------------------------
 

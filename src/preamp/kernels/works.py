@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The launches of an update: plans whose lists have names, and what the update tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from preamp.kernels.checks import check_shapes, check_stored
+from preamp.kernels.ops import Tensors
+from preamp.kernels.plans import STORED_DTYPES, Plan, check_lengths, pick, planned
+from preamp.kernels.rules import Rule
+from preamp.kernels.stored import Format, Stored, lead
+from preamp.kernels.update import Update, norms_at
+
+PLAIN = Stored()
+
+
+class Work:
+    """One launch of an update.
+
+    Its lists are called ``P`` and ``G``, ``M`` and ``V`` (state), ``H`` (halves), ``L`` (lows),
+    ``N`` (state of one number for each tensor), ``S`` and ``T`` (scales of ``M`` and ``V``).
+    """
+
+    __slots__ = ("dtypes", "leads", "names", "norms", "plan", "rule", "stored", "update")
+    only_on: ClassVar[str | None] = None
+    """The type of devices that kernels work on, if not all that they are given."""
+
+    def __init__(self, plan: Plan, names: Sequence[str], rule: Rule, update: Update) -> None:
+        self.plan, self.names, self.rule, self.update = plan, names, rule, update
+        self.dtypes: dict[str, Any] = dict(zip(names, plan.dtypes, strict=True))
+        # As given, if they are
+        self.norms = None if update.norms is None else norms_at(update.norms, plan.places)
+        self.stored = update.stored or PLAIN
+        p, half = self.dtypes["P"], self.dtypes["H"]
+        # Whether there are half weights, which parameters refine
+        self.leads = update.halves_lead and half is not None and lead(p, half)
+
+    def rows(self, name: str) -> Tensors:
+        """The list of this name, without tensors if there is none."""
+        return self.plan.rows[self.names.index(name)] if name in self.names else ()
+
+    @property
+    def formats(self) -> list[Format]:
+        """How ``M`` and ``V`` are kept, of those that there are."""
+        kept = [*self.stored.formats[: len(self.states)]]
+        return kept + [Format.PLAIN] * (len(self.states) - len(kept))
+
+    @property
+    def states(self) -> list[str]:
+        """The names of state that kernels read and write."""
+        return [name for name in "MV" if self.dtypes.get(name) is not None]
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether state is kept in fewer bits."""
+        return _by_chance(self.stored)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether some of it is in blocks, with a scale each."""
+        return any([kind.has_scales for kind in self.stored.formats])
+
+    def numbers_and_starts(self) -> tuple[Sequence[int], Sequence[int]]:
+        """What the chances of each tensor go by."""
+        stored, places = self.stored, self.plan.places
+        nothing = [0] * len(places)
+        return (
+            pick(stored.numbers, places) if stored.numbers else nothing,
+            pick(stored.starts, places) if stored.starts else nothing,
+        )
+
+    def note_written(self) -> None:
+        """Let autograd know of all that the update has changed."""
+        left = ("G", "M") if self.rule.leaves_state else ("G",)
+        rows = zip(self.names, self.plan.rows, strict=True)
+        written = [tensor for name, row in rows if name not in left for tensor in row]
+        torch.autograd.graph.increment_version(written)
+
+
+W = TypeVar("W", bound=Work)
+
+
+def works_of(
+    kind: type[W], params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+) -> tuple[list[W], list[int]]:
+    """Plan an update: its launches, of a back end's ``kind``, and the places that no kernel takes.
+
+    Raises `ValueError` for lists that do not fit; nothing was changed yet.
+    """
+    stored, standing = update.stored or PLAIN, update.standing
+    shaped = state[: len(state) - rule.has_numbers]
+    numbers = state[len(shaped) :]
+    scales = stored.scales[: len(shaped)]
+    lists = [params, grads, *shaped, update.halves, stored.lows, *numbers, *scales]
+    names = ["P", "G", *"MV"[: len(shaped)], "H", "L", *"N"[: len(numbers)], *"ST"[: len(scales)]]
+    plans = None if standing is None else standing.recall(lists)
+    others: list[int] = []
+    if plans is None:
+        check_lengths(*[column for column in lists if column is not None])
+        check_stored(params, state, update)
+        plans, others = planned(
+            *lists,
+            scalars=len(numbers) + len(scales),
+            codes=frozenset() if update.stored is None else STORED_DTYPES,
+            in_order=_by_chance(stored),
+            only_on=kind.only_on,
+        )
+        if others:  # what does not fit is among them
+            check_shapes(*[row for row in lists[: len(shaped) + 3] if row is not None])
+        elif standing is not None:
+            standing.note(lists, plans)
+    return [kind(plan, names, rule, update) for plan in plans], others
+
+
+def _by_chance(stored: Stored) -> bool:
+    return any([kind is not Format.PLAIN for kind in stored.formats])

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a fused step knows of its lists from the last one hides nothing done in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.tolerances import assert_same
+from preamp.optimizers import FusedAdam
+
+Change = Callable[[list[Any], list[Any], Any], None]
+
+
+def _assign_twice(param: Any) -> None:
+    before = param.data
+    param.data = before.clone()
+    param.data = torch.full_like(before, 0.25)
+
+
+def _moved_state(entry: dict[str, Any]) -> None:
+    entry["exp_avg"].data = entry["exp_avg"].data * 3
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda weights, params, state: None,
+    "a weight is written": lambda weights, params, state: weights[1].data.mul_(2),
+    "a weight has other memory": lambda weights, params, state: _assign_twice(weights[1]),
+    "a master is written": lambda weights, params, state: params[1].detach().mul_(2),
+    "a master has other memory": lambda weights, params, state: _assign_twice(params[1]),
+    "a gradient is dropped": lambda weights, params, state: setattr(weights[0], "grad", None),
+    "a gradient lies otherwise": lambda weights, params, state: setattr(
+        weights[0].grad, "data", weights[0].grad.t().contiguous().t()
+    ),
+    "a moment is another tensor": lambda weights, params, state: state[params[1]].update(
+        exp_avg=state[params[1]]["exp_avg"] * 2
+    ),
+    "a moment has another dtype": lambda weights, params, state: state[params[1]].update(
+        exp_avg=state[params[1]]["exp_avg"].half() * 2
+    ),
+    "a moment has other memory": lambda weights, params, state: _moved_state(state[params[1]]),
+    "a moment is gone": lambda weights, params, state: state[params[1]].pop("exp_avg"),
+    "a state is another dict": lambda weights, params, state: state.update(
+        {params[1]: {key: value.clone() for key, value in state[params[1]].items()}}
+    ),
+    "all state is gone": lambda weights, params, state: state.clear(),
+}
+
+
+QUIET = ("nothing", "a gradient lies otherwise", "a state is another dict")
+"""What changes no number."""
+
+
+def _trained(level: str, storage: Any, change: Change, *, forgets: bool) -> list[torch.Tensor]:
+    """All that training has left after a change between two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level=level, storage=storage, verbosity=0)
+    weights, params = list(model.parameters()), optimizer.param_groups[0]["params"]
+    for step in range(5):
+        with preamp.scale_loss(model(torch.ones(2, 6) * step).float().sum(), optimizer) as loss:
+            loss.backward()
+        if step == 3:
+            with torch.no_grad():
+                change(weights, params, optimizer.state)
+        if forgets:
+            vars(optimizer).pop("_kept_lists", None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*weights, *[value for param in params for value in optimizer.state[param].values()]]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("level", "storage"), [("O4", None), ("O2", None), ("O5", None), ("O5", "split")]
+)
+def test_a_change_between_two_steps_counts(level: str, storage: Any, change: str) -> None:
+    if storage == "split" and "master" in change:
+        pytest.skip("Split masters have no memory")
+    found = _trained(level, storage, CHANGES[change], forgets=False)
+    wanted = _trained(level, storage, CHANGES[change], forgets=True)
+    for ours, exact in zip(found, wanted, strict=True):
+        assert_same(ours, exact)
+    plain = _trained(level, storage, CHANGES["nothing"], forgets=False)
+    assert all(map(torch.equal, found, plain)) == (change in QUIET)
+
+
+def test_lists_are_known_from_the_third_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no place is looked at in Python, and no list sorted."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([param])
+    for step in range(4):
+        param.grad = torch.ones(3)
+        if step == 2:
+            monkeypatch.setattr("preamp.kernels.works.planned", None)
+        optimizer.step()
