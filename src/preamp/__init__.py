@@ -40,6 +40,7 @@ from preamp.engine import step_scheduler as step_scheduler
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
 from preamp.policy import Storage as Storage
+from preamp.watch import audit_casts as audit_casts
 from preamp.watch import count_memory as count_memory
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ __all__ = [
     "RunState",
     "Storage",
     "__version__",
+    "audit_casts",
     "bfloat16_function",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -103,25 +103,27 @@ class _Masked(nn.Module):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("low", [-1e9, LOWEST])
-def test_a_mask_in_a_model_and_its_note(
-    level: str, low: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mask_in_a_model_and_its_note(level: str, low: float) -> None:
     torch.manual_seed(0)
     model = _Masked(low)
     x = torch.randn(2, 2)
     plain = model(x)
-    model = preamp.initialize(model, opt_level=level, verbosity=2)
-    capsys.readouterr()
-    found = model(x)
-    lines = capsys.readouterr().out.splitlines()
+    model = preamp.initialize(model, opt_level=level, verbosity=0)
+    with preamp.audit_casts() as casts:
+        found = model(x)
     torch.testing.assert_close(found, plain, rtol=0.05, atol=0.05)
     found.sum().backward()
 
     half = torch.float16 if level in ("O1", "O2", "O3") else torch.bfloat16
     lowest = torch.finfo(half).min
-    name = "Half" if half is torch.float16 else "BFloat16"
-    note = f"Float->{name} (masked_fill: {low:g} became {lowest:g})"
-    assert [line for line in lines if "became" in line] == [note] * (low < lowest)
+    notes = [cast for cast in casts if cast.note]
+    if low >= lowest:
+        assert notes == []
+        return
+    (cast,) = notes
+    assert (cast.function, cast.calls, cast.bytes) == ("masked_fill", 1, 0)
+    assert cast.note == f"{low:g} became {lowest:g}"
+    assert "test_constants.py:" in cast.where
 
 
 def test_rows_that_are_all_masked_are_even_and_not_nan() -> None:

@@ -79,12 +79,14 @@ def check_memory_is_this_rank_s() -> None:
         assert preamp.count_memory(engine)["masters"] == wanted["masters"]
 
 
-def check_reports() -> None:
+def check_reports_and_audits() -> None:
     """A parameter whose part is empty here is not one without gradients."""
     for level in each(("O1", "O2")):
         run = Run(level, scale=8.0, numerics="full", numerics_every=1)
-        for _ in range(3):
-            run.step()
+        with preamp.audit_casts() as casts:
+            for _ in range(3):
+                run.step()
+        assert {cast.function for cast in casts} == ({"linear"} if level == "O1" else set())
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.html"
             run.engine.report(path)

@@ -18,7 +18,7 @@ import torch
 
 from preamp.casting.autocast_state import is_casting
 from preamp.casting.patches import Wrapper
-from preamp.casting.reports import tell
+from preamp.casting.reports import Cast, tell
 from preamp.casting.thread_casts import STALE, settle_thread
 from preamp.casting.wrappers import AnyFunction
 from preamp.core.dtypes import HALF_DTYPES
@@ -105,7 +105,7 @@ def wrap_constant(*, everywhere: bool) -> Wrapper:
                 clamped = math.copysign(largest, number)
                 if not torch.compiler.is_compiling():
                     note = f"{number:g} became {clamped:g}"
-                    tell(fn.__name__, torch.float32, dtype, note)
+                    tell(Cast(fn.__name__, torch.float32, dtype, 0, note))
                 return clamped
 
             return fn(

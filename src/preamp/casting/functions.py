@@ -21,6 +21,7 @@ from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
+from preamp.casting.reports import listen, say_cast
 from preamp.casting.thread_casts import autocast_off, when_settled
 from preamp.casting.wrappers import AnyFunction, wrap_banned, wrap_cast, wrap_in_place
 from preamp.core.dtypes import HALF_DTYPES
@@ -125,7 +126,9 @@ WIDE_FLOAT16_CONVOLUTIONS: Final = SharedInstall(
 """The installation of wide float16 convolutions alone, where the other products are fast."""
 
 
-def install_function_casts(undo: UndoStack) -> None:
+def install_function_casts(
+    undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False
+) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
@@ -133,12 +136,24 @@ def install_function_casts(undo: UndoStack) -> None:
     every attribute is exactly what it was before the first call: at once, or when a thread whose
     casts could not end yet (see `push_thread_casts`) has taken them back or ended.
 
+    Until ``undo``, ``allow_banned`` casts the arguments of banned functions to
+    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
+
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
     ``torch.autograd`` and the namespace of the recurrent layers.
     """
     installed = UndoStack()
     undo.push(partial(when_settled, installed.unwind))
     FUNCTION_CASTS.acquire(installed)
+    if verbose:
+        listen(say_cast, undo)
+    if allow_banned:
+        for row in OP_TABLE:
+            if row.rule == "banned":
+                owner, name = namespace_owner(row.namespace), row.name
+                # Rank REGISTERED takes the place of the table's rule.
+                allow = wrap_cast("float", is_closed=True)
+                PATCHES.add(owner, name, Rank.REGISTERED, allow, undo)
 
 
 def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:

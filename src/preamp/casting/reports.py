@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Print what is cast, where ``verbosity=2`` asks for it."""
+"""Tell who listens what is cast: ``verbosity=2`` prints it, audits count it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -15,46 +16,64 @@ from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 
 _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
-_asking: frozenset[object] = frozenset()  # who has casts of the process printed; replaced
 
 
-def print_casts(undo: UndoStack) -> None:
-    """Print every cast of the process on the thread that casts, until ``undo``.
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One tensor that is about to be cast, or a constant that is clamped to a half format."""
 
-    A weight is told of in each call, also where autocast's cache holds its cast already. Compiled
-    code tells nothing: what it casts was decided when it was compiled.
+    function: str  # whose argument it is
+    source: torch.dtype  # its dtype
+    target: torch.dtype  # the dtype that the function gets
+    elements: int  # how many there are
+    note: str = ""  # of a constant that half cannot hold: what became of it
+
+
+Listener = Callable[[Cast], None]
+_listeners: tuple[tuple[Listener, object], ...] = ()  # of the process; replaced, never changed
+
+
+def listen(listener: Listener, undo: UndoStack) -> None:
+    """Call ``listener`` once with every cast, on the thread that casts, until ``undo``.
+
+    Whoever else has it listen too keeps it listening. A weight is told of in each call, also where
+    autocast's cache holds its cast already. Compiled code tells nothing: what it casts was decided
+    when it was compiled.
     """
-    one = {object()}
+    entry = listener, object()
 
     @PATCH_LOCK.held
     def end() -> None:
-        global _asking
-        _asking -= one
+        global _listeners
+        _listeners = tuple(other for other in _listeners if other is not entry)
 
     @PATCH_LOCK.held
     def begin() -> None:
-        global _asking
-        _asking |= one
+        global _listeners
+        _listeners = (*_listeners, entry)
 
     undo.push(end)
     begin()
 
 
-def tell(function: str, source: torch.dtype, target: torch.dtype, note: str = "") -> None:
-    """Print one line, in Apex's words: ``Float->Half (linear)``.
+def say_cast(made: Cast) -> None:
+    """Print one line, in Apex's words: ``Float->Half (linear)``."""
+    note = f": {made.note}" if made.note else ""
+    say(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({made.function}{note})")
 
-    ``note`` says what became of a constant that half cannot hold.
-    """
-    if _asking:
-        say(f"{_NAMES[source]}->{_NAMES[target]} ({function}{note and f': {note}'})")
+
+def tell(made: Cast) -> None:
+    """Tell all who listen."""
+    for listener in dict.fromkeys(listener for listener, _ in _listeners):
+        listener(made)
 
 
 def tell_casts(function: str, values: Sequence[Any], target: torch.dtype, device_type: str) -> None:
     """Tell of each tensor that ``function`` is about to cast to ``target``."""
-    # In this order: what is being compiled must not depend on who asks.
-    if torch.compiler.is_compiling() or not _asking:
+    # In this order: what is being compiled must not depend on who listens.
+    if torch.compiler.is_compiling() or not _listeners:
         return
     for tensor in tensors_in(values):
         source = tensor.dtype
         if source in CASTABLE and source is not target and tensor.device.type == device_type:
-            tell(function, source, target)
+            tell(Cast(function, source, target, tensor.numel()))

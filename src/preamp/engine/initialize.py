@@ -26,7 +26,6 @@ from preamp.casting import (
     install_function_casts,
     install_mixed_calls,
     install_wide_where_slow,
-    print_casts,
     push_thread_casts,
     settle_thread,
     thread_has_casts,
@@ -115,7 +114,7 @@ def initialize(
         num_losses: How many losses have a loss scale of their own.
         verbosity: 0 prints nothing but what ``overflow="trace"`` and `Engine.trace_overflow` find,
             1 also the decisions, in one line, and each skipped step, 2 also each cast of a
-            function's argument (O1, O4), and constants beyond half.
+            function's argument (O1, O4).
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.
         max_loss_scale: Ceiling of a dynamic scale.
@@ -407,10 +406,8 @@ def _install_function_casts(engine: Engine) -> None:
     policy = engine.policy
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types, half = device_types(engine), policy.half_dtype
-    if half is not None and engine.verbosity >= 2:
-        print_casts(undo)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        install_function_casts(undo)
+        install_function_casts(undo, verbose=engine.verbosity >= 2)
         if policy.scope == "thread":
             push_thread_casts(types, policy.patch_torch_functions_type, undo)
     if half is not None and "cpu" in types:

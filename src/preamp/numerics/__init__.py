@@ -10,6 +10,7 @@ from preamp.numerics.formats import NumberFormat as NumberFormat
 from preamp.numerics.history import History as History
 from preamp.numerics.history import Listener as Listener
 from preamp.numerics.history import read_history as read_history
+from preamp.numerics.records import CastRecord as CastRecord
 from preamp.numerics.records import Float32Record as Float32Record
 from preamp.numerics.records import FrameRecord as FrameRecord
 from preamp.numerics.records import NumericsRecord as NumericsRecord

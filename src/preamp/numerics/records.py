@@ -326,6 +326,19 @@ class NumericsRecord:
     optimizer: int = 0  # index of the optimizer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastRecord:
+    """Casts of one function's arguments at one line of source."""
+
+    function: str  # such as ``"linear"``
+    source: str  # dtype before
+    target: str  # dtype after
+    calls: int  # how many tensors were cast
+    bytes: int  # bytes read and written by these casts
+    where: str  # ``"file.py:12"`` of the caller
+    note: str = ""  # of a constant that half cannot hold: what became of it
+
+
 Record = RunRecord | ResumeRecord | StepRecord | OverflowRecord | NumericsRecord
 
 
