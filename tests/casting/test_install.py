@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from casting.probe import held
+from casting.probe import casting, held
 from kit.refusals import refused
 from preamp.casting.functions import install_function_casts, install_wide_half
 from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, PatchTable, Rank, SharedInstall
@@ -131,15 +131,12 @@ def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.Mon
 
 def test_banned_function() -> None:
     half, target = torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3)
-    handles = [held(install_function_casts), held(push_thread_casts, {"cpu"}, torch.bfloat16)]
-
-    with refused("casting", "a banned function"):
-        F.binary_cross_entropy(half, target)
-    float_loss = F.binary_cross_entropy(half.float(), target)
-    handles.append(held(install_function_casts, allow_banned=True))
-    allowed_loss = F.binary_cross_entropy(half, target)
-
-    for handle in handles:
+    with casting(torch.bfloat16):
+        with refused("casting", "a banned function"):
+            F.binary_cross_entropy(half, target)
+        float_loss = F.binary_cross_entropy(half.float(), target)
+        handle = held(install_function_casts, allow_banned=True)
+        allowed_loss = F.binary_cross_entropy(half, target)
         handle.remove()
     assert torch.equal(float_loss, allowed_loss)
     assert allowed_loss.dtype is torch.float32

@@ -13,8 +13,8 @@ from torch import nn
 
 import preamp
 from casting.op_examples import example, has_function, options
-from casting.probe import held
-from preamp.casting.functions import FUNCTION_CASTS, install_function_casts, namespace_owner
+from casting.probe import held, registrations_forgotten
+from preamp.casting.functions import install_function_casts, namespace_owner
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.registry import register_float_function, register_half_function
 from preamp.casting.thread_casts import push_thread_casts
@@ -31,10 +31,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    before = set(FUNCTION_CASTS._extras)
-    yield
-    for key in FUNCTION_CASTS._extras.keys() - before:
-        FUNCTION_CASTS.discard(key)
+    with registrations_forgotten():
+        yield
 
 
 def _initialize(model: nn.Module, level: str, lines: Lines, **options: Any) -> nn.Module:
