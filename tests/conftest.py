@@ -6,7 +6,6 @@ import importlib
 import os
 import random
 import sys
-import weakref
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ import torch
 
 from alias.harness import Zygote
 from cases.selection import SUITE, SUITES, select
+from kit.engines import close_engines, note_engines
 from preamp.compat.amp_state import AmpState, amp_state
 from preamp.core.torch_private.operations import may_be_compiled
-from preamp.engine import Engine
 from preamp.kernels import dispatch
 
 torch.set_num_threads(1)
+note_engines()
 
 # Machine code that tests make is theirs; processes that they start find it too.
 os.environ.setdefault("PREAMP_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "preamp"))
@@ -124,24 +124,14 @@ def zygote() -> Iterator[Zygote]:
 def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Seed everything; afterwards close the engines left open, and check what they leave.
 
-    An engine that a test does not close would cast functions in the tests that come after it.
+    What the test has patched is so until then.
     """
-    engines: list[weakref.ref[Engine]] = []
-    make = Engine.__init__
-
-    def make_and_note(self: Engine, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        engines.append(weakref.ref(self))
-
-    monkeypatch.setattr(Engine, "__init__", make_and_note)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     dtype, grad, casts = torch.get_default_dtype(), torch.is_grad_enabled(), _autocast_state()
     yield
-    for engine in [ref() for ref in reversed(engines)]:
-        if engine is not None:
-            engine.close()
+    close_engines()
     vars(amp_state).clear()
     vars(amp_state).update(vars(AmpState()))
     if may_be_compiled():  # where something is, modules that are watched in later tests hear less

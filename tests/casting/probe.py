@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A model that runs a callback inside its forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
+from preamp.casting.thread_casts import push_thread_casts
 from preamp.core.undo import Removable, UndoStack
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,3 +44,24 @@ def held(change: Callable[..., None], *args: Any, **options: Any) -> Removable:
         undo.unwind()
         raise
     return SimpleNamespace(remove=undo.unwind)
+
+
+@contextmanager
+def casting(dtype: torch.dtype = F16) -> Iterator[None]:
+    """Functions are cast on this thread."""
+    undo = UndoStack()
+    try:
+        install_function_casts(undo)
+        push_thread_casts(CPU, dtype, undo)
+        yield
+    finally:
+        undo.unwind()
+
+
+@contextmanager
+def registrations_forgotten() -> Iterator[None]:
+    """What is registered inside is forgotten."""
+    before = set(FUNCTION_CASTS._extras)
+    yield
+    for key in FUNCTION_CASTS._extras.keys() - before:
+        FUNCTION_CASTS.discard(key)

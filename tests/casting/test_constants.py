@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import preamp
-from casting.probe import held
+from casting.probe import casting, held
 from preamp.casting.functions import install_function_casts
 from preamp.casting.mixed import install_mixed_calls
-from preamp.casting.thread_casts import push_thread_casts
 
 LOWEST = torch.finfo(torch.float32).min
 MASK = torch.tensor([[True, False], [False, True]])
@@ -45,11 +44,11 @@ def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Casts of functions, or what half models install; the half dtype of the level."""
     dtype = torch.float16 if request.param in ("O1", "O2") else torch.bfloat16
     if request.param in ("O1", "O4"):
-        handles = [held(install_function_casts), held(push_thread_casts, {"cpu"}, dtype)]
+        with casting(dtype):
+            yield dtype
     else:
-        handles = [held(install_mixed_calls)]
-    yield dtype
-    for handle in reversed(handles):
+        handle = held(install_mixed_calls)
+        yield dtype
         handle.remove()
 
 
@@ -79,11 +78,9 @@ def test_other_tensors_are_left_to_torch() -> None:
     handle = held(install_function_casts)
     with pytest.raises(RuntimeError, match="without overflow"):  # where no casts are active
         values.masked_fill(MASK, LOWEST)
-    casts = held(push_thread_casts, {"cpu"}, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="without overflow"):  # of the other half dtype
-        values.masked_fill(MASK, LOWEST)
-    casts.remove()
     handle.remove()
+    with casting(torch.bfloat16), pytest.raises(RuntimeError, match="without overflow"):
+        values.masked_fill(MASK, LOWEST)  # of the other half dtype
     model = preamp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
     preamp.engine_of(model).close()
     with pytest.raises(RuntimeError, match="without overflow"):

@@ -11,13 +11,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from casting.probe import held
+from casting.probe import casting, held
 from kit.refusals import refused
 from preamp.casting.functions import install_function_casts, install_wide_half
 from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, PatchTable, Rank, SharedInstall
 from preamp.casting.thread_casts import push_thread_casts
-from preamp.core.undo import Removable
+from preamp.core.undo import Removable, UndoStack
 
 OWNERS = (
     torch,
@@ -87,6 +88,32 @@ def test_installed_wrappers_do_nothing_where_casts_are_not_active() -> None:
     assert dtypes == {torch.bfloat16}
 
 
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mm": lambda x: torch.mm(x, x),
+    "matmul": lambda x: x @ x,
+    "linear": lambda x: F.linear(x, x),
+    "exp": lambda x: x.half().exp(),
+    "exp_": lambda x: x.half().exp_(),
+    "cat": lambda x: torch.cat([x, x.half()]),
+    "layer": lambda x: nn.Linear(2, 2)(x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_thread_whose_casts_were_ended_elsewhere_are_plain(name: str) -> None:
+    torch.manual_seed(0)
+    plain, undo = FUNCTIONS[name](torch.ones(2, 2)), UndoStack()
+    install_function_casts(undo)
+    push_thread_casts({"cpu"}, torch.float16, undo)
+    thread = threading.Thread(target=undo.unwind)
+    thread.start()
+    thread.join()
+    torch.manual_seed(0)
+    found = FUNCTIONS[name](torch.ones(2, 2))
+    assert found.dtype is plain.dtype
+    assert torch.equal(found, plain)
+
+
 def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise RuntimeError("Cannot access accelerator device when none is available.")
@@ -104,13 +131,10 @@ def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.Mon
 
 def test_banned_function() -> None:
     half, target = torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3)
-    handles = [held(install_function_casts), held(push_thread_casts, {"cpu"}, torch.bfloat16)]
-
-    with refused("casting", "a banned function"):
-        F.binary_cross_entropy(half, target)
-    assert F.binary_cross_entropy(half.float(), target).dtype is torch.float32
-    for handle in handles:
-        handle.remove()
+    with casting(torch.bfloat16):
+        with refused("casting", "a banned function"):
+            F.binary_cross_entropy(half, target)
+        assert F.binary_cross_entropy(half.float(), target).dtype is torch.float32
 
 
 class _Owner:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The op table holds: each row, both half dtypes, half, float32 and mixed arguments."""
 
-import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from casting.op_examples import example, has_function, options
-from casting.probe import held
+from casting.probe import casting, held
 from kit.refusals import refused
 from op_table import render
 from preamp.casting.functions import (
@@ -20,7 +19,7 @@ from preamp.casting.functions import (
     row_wrapper,
 )
 from preamp.casting.op_lists import OP_TABLE, OpRow
-from preamp.casting.thread_casts import disable_casts, push_thread_casts
+from preamp.casting.thread_casts import disable_casts
 from preamp.core.pytree import map_tensors
 from preamp.kernels.wide_half import WIDE_FUNCTIONS
 
@@ -79,16 +78,6 @@ def installed() -> Iterator[None]:
     handle = held(install_function_casts)
     yield
     handle.remove()
-
-
-@contextlib.contextmanager
-def casting(dtype: torch.dtype) -> Iterator[None]:
-    handles = [held(install_function_casts), held(push_thread_casts, {"cpu"}, dtype)]
-    try:
-        yield
-    finally:
-        for handle in reversed(handles):
-            handle.remove()
 
 
 @pytest.fixture

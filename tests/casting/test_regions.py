@@ -2,9 +2,12 @@
 """Where casts are active: model regions, thread-wide casts, disabled blocks, backward passes."""
 
 import copy
+import gc
 import io
+import os
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -13,23 +16,275 @@ import torch.nn.functional as F
 from torch import nn
 
 from casting.probe import BF16, CPU, F16, F32, Probe, held, product
-from preamp.casting import regions
-from preamp.casting.autocast_state import WEIGHT_CACHE_KEEPS_GRADIENTS
+from preamp.casting import regions, thread_casts
+from preamp.casting.autocast_state import WEIGHT_CACHE_KEEPS_GRADIENTS, AutocastState, nesting
 from preamp.casting.regions import attach_cast_region, attach_plain_region
-from preamp.casting.thread_casts import disable_casts, push_thread_casts, thread_casts_restored
+from preamp.casting.thread_casts import (
+    disable_casts,
+    push_thread_casts,
+    settle_thread,
+    thread_casts_restored,
+    thread_has_casts,
+)
+from preamp.core.undo import UndoStack
 
 pytestmark = pytest.mark.usefixtures("function_casts")
 
+DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
 
-def test_casts_are_active_inside_the_model_only() -> None:
-    model = Probe()
-    handle = held(attach_cast_region, model, CPU, BF16)
 
-    inside, outside = model(torch.ones(2, 4)).dtype, product()
-    handle.remove()
-    removed = model(torch.ones(2, 4)).dtype
+class Script:
+    """A program of acts; those of `Script.WITHIN` hold until their ``end``.
 
-    assert (inside, outside, removed) == (BF16, F32, F32)
+    An exception goes on behind the act that raised it, in the block that catches it.
+    """
+
+    def __init__(self, program: str) -> None:
+        self.before, self.pushes = self.state(), list[UndoStack]()
+        self.models = {name: Probe() for name in ("plain", *DTYPES)}
+        held(attach_plain_region, self.models["plain"])
+        for name, dtype in DTYPES.items():
+            held(attach_cast_region, self.models[name], CPU, dtype)
+        self.acts = (act.split() for act in program.split(";"))
+        self.play()
+        settle_thread()
+        assert self.state() == self.before
+        assert not thread_has_casts()
+
+    def play(self) -> None:
+        for name, *given in self.acts:
+            if name == "end":
+                return
+            getattr(self, name)(*given)
+
+    @staticmethod
+    def state() -> tuple[AutocastState, int]:
+        return AutocastState.capture(), nesting()
+
+    # -- acts that hold until their end
+
+    def cast(self, dtype: str) -> None:
+        """A forward of a model that is cast to ``dtype``; one of the same model may be in it."""
+        self.models[dtype].inside = self.play
+        self.models[dtype](torch.ones(2, 4))
+
+    def plain(self) -> None:
+        """A forward of a model of an engine that casts no functions."""
+        self.cast("plain")
+
+    def block(self, dtype: str) -> None:
+        """The user's own."""
+        off = {"enabled": False} if dtype == "off" else {"dtype": DTYPES[dtype]}
+        with torch.autocast("cpu", **off):
+            self.play()
+
+    def disabled(self) -> None:
+        with disable_casts():
+            self.play()
+
+    def restored(self) -> None:
+        with thread_casts_restored():
+            self.play()
+
+    def backward(self) -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(lambda _: self.play())
+        torch.autograd.backward(leaf * 2)
+
+    def thread(self) -> None:
+        """On another thread."""
+        errors = list[BaseException]()
+
+        def run() -> None:
+            try:
+                self.play()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not errors, errors
+
+    def caught(self) -> None:
+        with pytest.raises((KeyError, KeyboardInterrupt)):
+            self.play()
+
+    # -- others
+
+    def fail(self) -> None:
+        raise KeyError("planted")
+
+    def interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+    def push(self, dtype: str) -> None:
+        self.pushes.append(UndoStack())
+        push_thread_casts(CPU, DTYPES[dtype], self.pushes[-1])
+
+    def pop(self, number: str = "-1") -> None:
+        """End one of the casts that are left."""
+        self.pushes.pop(int(number)).unwind()
+
+    def hand(self, enabled: str) -> None:
+        torch.set_autocast_enabled("cpu", enabled == "on")
+
+    def settle(self) -> None:
+        settle_thread()
+
+    def sees(self, dtype: str) -> None:
+        assert product() is DTYPES[dtype]
+
+    def note(self) -> None:
+        self.noted = self.state()
+
+    def same(self) -> None:
+        """The state is as noted."""
+        assert self.state() == self.noted
+
+    def plainly(self) -> None:
+        """The state is that of the beginning."""
+        assert self.state() == self.before
+
+    def uncached(self) -> None:
+        assert not torch.is_autocast_cache_enabled()
+
+    def forked(self) -> None:
+        """A forked process, such as a loader's worker, starts without casts."""
+        if hasattr(os, "fork"):
+            child = os.fork()
+            if not child:
+                os._exit(self.state() != self.before or thread_has_casts())
+            assert os.waitpid(child, 0)[1] == 0
+
+
+THREE = "push bf16; push f16; push bf16; "
+PROGRAMS = {
+    "a model": "cast bf16; sees bf16; end; sees f32",
+    "an exception in a forward": "caught; cast bf16; fail; sees f32",
+    "models nest and recur": "cast bf16; cast f16; sees f16; end; sees bf16; cast bf16; sees bf16; "
+    "end; sees bf16; end; sees f32",
+    "a forward that runs is not closed": "cast bf16; settle; sees bf16; end",
+    "a thread": "push bf16; sees bf16; uncached; pop; sees f32",
+    "another thread": "push bf16; thread; sees f32; end; pop",
+    "ended first to last": THREE + "pop 0; sees bf16; pop 0; sees bf16; pop 0; sees f32",
+    "ended last to first": THREE + "pop; sees f16; pop; sees bf16; pop; sees f32",
+    "ended from the middle": THREE + "pop 1; sees bf16; pop 0; sees bf16; pop; sees f32",
+    "plain models": "push bf16; plain; sees f32; end; cast bf16; plain; sees f32; end; sees bf16; "
+    "end; pop; cast bf16; plain; sees f32; end; sees bf16; end",
+    "a plain model in a user's block": "push bf16; block f16; plain; sees f16; end; end; pop",
+    "disabled": "push bf16; disabled; caught; disabled; fail; sees f32; cast bf16; sees f32; end; "
+    "end; sees bf16; cast bf16; sees bf16; end; pop",
+    "disabled in a model": "cast bf16; disabled; sees f32; end; sees bf16; end",
+    "disabled without an engine": "block bf16; disabled; sees bf16; end; end",
+    "a closure in a step": "push bf16; disabled; disabled; restored; sees bf16; cast bf16; "
+    "sees bf16; end; end; sees f32; cast bf16; sees f32; end; end; end; restored; sees bf16; end; "
+    "pop",
+    "a worker": "push bf16; forked; sees bf16; pop",
+    "a worker of a forward": "push bf16; cast f16; forked; end; sees bf16; pop",
+    "a worker where casts are off": "push bf16; disabled; forked; end; sees bf16; pop",
+    # where the state cannot be set at once
+    "ended anywhere": "push bf16; pop; plainly",
+    "ended by another thread": "push bf16; thread; pop; end; sees f32; plainly",
+    "ended in a forward": "push bf16; cast f16; pop; sees f16; end; plainly",
+    "ended in a backward": "push bf16; backward; pop; sees f32; end; plainly",
+    "changed where casts are off": "push bf16; disabled; pop; push f16; sees f32; end; sees f16; "
+    "pop",
+    "ended in a user's block": "push bf16; block f16; note; pop; sees f16; same; end; sees f32",
+    "begun and ended in a user's block": "block f16; note; push bf16; sees bf16; pop; sees f16; "
+    "same; end; plainly",
+    "more begun in a user's block": "push bf16; block off; pop; push f16; sees f32; end; settle; "
+    "sees f16; pop; sees f32",
+    "begun in a user's block that has ended": "block f16; push bf16; end; plainly; pop; settle; "
+    "plainly; push bf16; pop; settle; plainly",
+    "the state was set by hand": "push bf16; hand off; pop; sees f32; push f16; sees f16; pop; "
+    "sees f32",
+    # Ctrl-C
+    "interrupted": "caught; cast bf16; cast f16; interrupt; plainly",
+    "interrupted in a thread's casts": "push bf16; note; caught; cast bf16; cast f16; interrupt; "
+    "same; pop",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons, with threads
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_where_casts_are_active(name: str) -> None:
+    Script(PROGRAMS[name])
+
+
+ENTRANCES = ["settle", "plain; end", "cast bf16; end", "disabled; end", "push f16; pop; settle"]
+ENTRANCES += ["backward; end"]
+BEHIND = {
+    "ended by another thread": "push bf16; thread; pop; end; {}; plainly",
+    "ended in a user's block": "push bf16; block f16; note; pop; {}; same; end; {}; plainly",
+    "ended where the user has none": "push bf16; block off; note; pop; {}; same; end; {}; plainly",
+}
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+@pytest.mark.parametrize("name", BEHIND)
+def test_the_next_entrance_ends_casts(name: str, enter: str) -> None:
+    Script(BEHIND[name].format(enter, enter))
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+@pytest.mark.parametrize("thread_wide", [True, False])
+def test_the_next_entrance_closes_a_forward_interrupted_at_a_hook(
+    enter: str, thread_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_casts, "call_hooks_after_interrupts", lambda is_on: None)
+    program = f"note; caught; cast bf16; cast f16; interrupt; {enter}; same"
+    Script(f"push bf16; {program}; pop" if thread_wide else program)
+
+
+class Cycle:
+    """Something that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.mark.parametrize("name", ["capture", "restore", "set_autocast_enabled"])
+def test_collection_while_the_state_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When this room, or a block of torch's, has read the state that it will put back."""
+    before, undo = Script.state(), UndoStack()
+    push_thread_casts(CPU, BF16, undo)
+    weakref.finalize(Cycle(), undo.unwind)
+    owner: Any = torch if hasattr(torch, name) else AutocastState
+    original = getattr(owner, name)
+
+    def collecting(*args: Any) -> Any:
+        if owner is torch:
+            gc.collect()
+        result = original(*args)
+        gc.collect()
+        return result
+
+    patched = staticmethod(collecting) if name == "capture" else collecting
+    monkeypatch.setattr(owner, name, patched)
+    if owner is torch:
+        with torch.autocast("cpu", dtype=F16):
+            monkeypatch.undo()
+    else:
+        model = Probe()
+        held(attach_cast_region, model, CPU, BF16)
+        model(torch.ones(2, 4))
+        monkeypatch.undo()
+    settle_thread()
+    assert Script.state() == before
+
+
+def test_torch_catches_interrupts_during_forwards_only() -> None:
+    names = vars(nn.modules.module)
+    seen: list[object] = []
+    model = Probe(lambda: seen.append(names["Exception"]))
+    held(attach_cast_region, model, CPU, BF16)
+
+    model(torch.ones(2, 4))
+    Script(PROGRAMS["interrupted"])
+
+    assert seen == [BaseException]
+    assert "Exception" not in names
 
 
 def test_hooks_copy_and_pickle_with_the_model() -> None:
@@ -50,33 +305,6 @@ def test_hooks_copy_and_pickle_with_the_model() -> None:
     for duplicate in copies:
         assert duplicate(torch.ones(2, 4)).dtype is BF16
         assert duplicate[0].weight.any()
-
-
-def test_exception_in_a_forward_ends_the_region() -> None:
-    def fail() -> None:
-        raise KeyError("planted")
-
-    model = Probe(fail)
-    held(attach_cast_region, model, CPU, BF16)
-
-    with pytest.raises(KeyError, match="planted"):
-        model(torch.ones(2, 4))
-
-    assert product() is F32
-
-
-def test_regions_nest_and_recur() -> None:
-    seen: list[torch.dtype] = []
-    inner = Probe(lambda: seen.append(product()))
-    outer = Probe()
-    calls = iter([lambda: outer(torch.ones(2, 4)), lambda: inner(torch.ones(2, 4))])
-    outer.inside = lambda: (next(calls)(), seen.append(product()))
-    held(attach_cast_region, outer, CPU, BF16)
-    held(attach_cast_region, inner, CPU, F16)
-
-    outer(torch.ones(2, 4))
-
-    assert seen == [F16, BF16, BF16]
 
 
 def test_weights_replaced_between_forwards_are_seen() -> None:
@@ -143,66 +371,6 @@ def test_weight_cache_stays_off_where_it_loses_gradients(monkeypatch: pytest.Mon
     assert output.dtype is BF16
 
 
-def test_thread_casts_cover_functions_outside_models() -> None:
-    handle = held(push_thread_casts, CPU, BF16)
-    layer = nn.Linear(4, 4)(torch.ones(2, 4))
-    loss = F.cross_entropy(layer, torch.tensor([0, 1]))
-    cache = torch.is_autocast_cache_enabled()
-    handle.remove()
-
-    assert layer.dtype is BF16
-    assert loss.dtype is F32
-    assert not cache
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
-def test_thread_casts_are_removed_in_any_order(order: tuple[int, ...]) -> None:
-    dtypes = [BF16, F16, BF16]
-    handles = [held(push_thread_casts, CPU, dtype) for dtype in dtypes]
-    left = list(range(3))
-
-    for index in order:
-        assert product() is dtypes[left[-1]]
-        handles[index].remove()
-        handles[index].remove()
-        left.remove(index)
-
-    assert product() is F32
-
-
-def test_thread_casts_respect_the_state_before_them() -> None:
-    with torch.autocast("cpu", dtype=F16, cache_enabled=False):
-        handle = held(push_thread_casts, CPU, BF16)
-        during = product()
-        handle.remove()
-        after = product()
-
-    assert (during, after) == (BF16, F16)
-
-
-def test_thread_casts_may_change_inside_a_disabled_block() -> None:
-    first = held(push_thread_casts, CPU, BF16)
-    with disable_casts():
-        first.remove()
-        second = held(push_thread_casts, CPU, F16)
-        inside = product()
-    outside = product()
-    second.remove()
-
-    assert (inside, outside) == (F32, F16)
-
-
-def test_other_threads_have_no_thread_casts() -> None:
-    handle = held(push_thread_casts, CPU, BF16)
-    seen: list[torch.dtype] = []
-    thread = threading.Thread(target=lambda: seen.append(product()))
-    thread.start()
-    thread.join()
-    handle.remove()
-
-    assert seen == [F32]
-
-
 def test_models_run_in_several_threads_at_once() -> None:
     barrier = threading.Barrier(2, timeout=20)
     models = {dtype: Probe(barrier.wait) for dtype in (BF16, F16)}
@@ -220,87 +388,3 @@ def test_models_run_in_several_threads_at_once() -> None:
         thread.join()
 
     assert outputs == {BF16: (BF16, F32), F16: (F16, F32)}
-
-
-def test_plain_model_is_not_touched_by_thread_casts() -> None:
-    plain, caster = Probe(), Probe()
-    held(attach_plain_region, plain)
-    held(attach_cast_region, caster, CPU, BF16)
-    seen: list[torch.dtype] = []
-    caster.inside = lambda: seen.append(plain(torch.ones(2, 4)).dtype)
-    handle = held(push_thread_casts, CPU, BF16)
-
-    seen.append(plain(torch.ones(2, 4)).dtype)
-    caster(torch.ones(2, 4))
-    handle.remove()
-    caster(torch.ones(2, 4))
-
-    assert seen == [F32, F32, F32]
-
-
-def test_plain_model_respects_a_region_of_the_users_own() -> None:
-    plain = Probe()
-    held(attach_plain_region, plain)
-    handle = held(push_thread_casts, CPU, BF16)
-    with torch.autocast("cpu", dtype=F16):
-        output = plain(torch.ones(2, 4))
-    handle.remove()
-
-    assert output.dtype is F16
-
-
-# -- blocks without casts ---------------------------------------------------------------------
-
-
-def test_disable_casts_nests_and_survives_exceptions() -> None:
-    model = Probe()
-    held(attach_cast_region, model, CPU, BF16)
-    handle = held(push_thread_casts, CPU, BF16)
-    seen: list[torch.dtype] = []
-    with disable_casts():
-        with pytest.raises(KeyError), disable_casts():
-            raise KeyError
-        seen += [product(), model(torch.ones(2, 4)).dtype]
-    seen += [product(), model(torch.ones(2, 4)).dtype]
-    handle.remove()
-
-    assert seen == [F32, F32, BF16, BF16]
-
-
-def test_disable_casts_inside_a_model() -> None:
-    seen: list[torch.dtype] = []
-
-    def inside() -> None:
-        with disable_casts():
-            seen.append(product())
-        seen.append(product())
-
-    model = Probe(inside)
-    held(attach_cast_region, model, CPU, BF16)
-
-    model(torch.ones(2, 4))
-
-    assert seen == [F32, BF16]
-
-
-def test_disable_casts_without_an_engine_leaves_autocast_on() -> None:
-    with torch.autocast("cpu", dtype=BF16), disable_casts():
-        dtype = product()
-
-    assert dtype is BF16
-
-
-def test_closure_inside_a_step_sees_the_casts_again() -> None:
-    model = Probe()
-    held(attach_cast_region, model, CPU, BF16)
-    handle = held(push_thread_casts, CPU, BF16)
-    seen: list[torch.dtype] = []
-    with disable_casts(), disable_casts():
-        with thread_casts_restored():
-            seen += [product(), model(torch.ones(2, 4)).dtype]
-        seen += [product(), model(torch.ones(2, 4)).dtype]
-    with thread_casts_restored():
-        seen.append(product())
-    handle.remove()
-
-    assert seen == [BF16, BF16, F32, F32, BF16]

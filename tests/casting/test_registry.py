@@ -3,13 +3,14 @@
 
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from casting.probe import held
+from casting.probe import BF16, F16, F32, casting, held, registrations_forgotten
 from kit.refusals import refused
 from preamp.casting.functions import FUNCTION_CASTS, install_function_casts, install_wide_half
 from preamp.casting.mixed import install_mixed_calls
@@ -24,9 +25,6 @@ from preamp.casting.registry import (
     register_promote_function,
 )
 from preamp.casting.thread_casts import disable_casts, push_thread_casts
-from preamp.core.undo import Removable
-
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def _dtypes(x: torch.Tensor, y: torch.Tensor | None = None) -> tuple[torch.dtype, ...]:
@@ -42,20 +40,9 @@ def module() -> types.ModuleType:
 
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
-    before = set(FUNCTION_CASTS._extras)
-    yield
-    for key in FUNCTION_CASTS._extras.keys() - before:
-        FUNCTION_CASTS.discard(key)
+    with registrations_forgotten():
+        yield
     assert not FUNCTION_CASTS.is_installed
-
-
-def _casts(dtype: torch.dtype = F16) -> list[Removable]:
-    return [held(install_function_casts), held(push_thread_casts, {"cpu"}, dtype)]
-
-
-def _remove(handles: list[Removable]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 RULES: list[tuple[Callable[[Any, str], None], Callable[[Any], Any], tuple[torch.dtype, ...]]] = [
@@ -79,19 +66,15 @@ def test_registration(
     if before_engine:
         register(module, "probe")
         assert module.probe is _dtypes
-        handles = _casts()
-    else:
-        handles = _casts()
-        register(module, "probe")
-
-    active = module.probe(half, y=single)
-    with disable_casts():
-        disabled = module.probe(half, single)
-    _remove(handles)
+    with casting():
+        if not before_engine:
+            register(module, "probe")
+        active = module.probe(half, y=single)
+        with disable_casts():
+            disabled = module.probe(half, single)
     removed = module.probe
-    handles = _casts()
-    again = module.probe(half, single)
-    _remove(handles)
+    with casting():
+        again = module.probe(half, single)
 
     assert active == again == expected
     assert disabled == (F16, F32)
@@ -114,9 +97,8 @@ def test_decorators(_register: Any, decorate: Callable[[Any], Any], expected: An
             return _dtypes(x, y)
 
     inactive = Owner().method(half, single)
-    handle = held(push_thread_casts, {"cpu"}, F16)
-    active = Owner().method(half, single), Owner.static(half, single)
-    handle.remove()
+    with casting():
+        active = Owner().method(half, single), Owner.static(half, single)
 
     assert inactive == (F16, F32)
     assert active == (expected, expected)
@@ -164,10 +146,12 @@ def test_registration_overrides_the_table() -> None:
     register_float_function(torch, "sigmoid")
     register_half_function(torch, "exp")
     half = torch.ones(2, 2, dtype=BF16)
-    handles = _casts(BF16)
-
-    dtypes = [torch.mm(half, half).dtype, torch.sigmoid(half).dtype, torch.exp(half.float()).dtype]
-    _remove(handles)
+    with casting(BF16):
+        dtypes = [
+            torch.mm(half, half).dtype,
+            torch.sigmoid(half).dtype,
+            torch.exp(half.float()).dtype,
+        ]
 
     assert dtypes == [F32, F32, BF16]
     assert (torch.mm, torch.sigmoid, torch.exp) == original
@@ -175,9 +159,10 @@ def test_registration_overrides_the_table() -> None:
 
 def test_registration_overrides_wide_products() -> None:
     register_float_function(torch, "mm")
-    handles = [*_casts(), held(install_wide_half, torch.float16)]
-    dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=F16)).dtype
-    _remove(handles)
+    wide = held(install_wide_half, torch.float16)
+    with casting():
+        dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=F16)).dtype
+    wide.remove()
 
     assert dtype is F32
 
@@ -193,9 +178,8 @@ def test_registration_lifts_the_ban() -> None:
             seen.append(torch.is_autocast_enabled("cpu"))
             return super().__torch_function__(*args, **kwargs)
 
-    handles = _casts(BF16)
-    loss = F.binary_cross_entropy(half, torch.ones(3).as_subclass(Spy))
-    _remove(handles)
+    with casting(BF16):
+        loss = F.binary_cross_entropy(half, torch.ones(3).as_subclass(Spy))
 
     assert loss.dtype is F32
     assert seen
@@ -203,16 +187,15 @@ def test_registration_lifts_the_ban() -> None:
 
 
 def test_registering_again_replaces(module: types.ModuleType) -> None:
-    handles = _casts()
-    for _ in range(3):
-        register_half_function(module, "probe")
-    register_float_function(module, "probe")
+    with casting():
+        for _ in range(3):
+            register_half_function(module, "probe")
+        register_float_function(module, "probe")
 
-    dtypes = module.probe(torch.ones(1, dtype=F16))
-    depth, layer = 0, module.probe
-    while (layer := getattr(layer, "__wrapped__", None)) is not None:
-        depth += 1
-    _remove(handles)
+        dtypes = module.probe(torch.ones(1, dtype=F16))
+        depth, layer = 0, module.probe
+        while (layer := getattr(layer, "__wrapped__", None)) is not None:
+            depth += 1
 
     assert dtypes == (F32,)
     assert depth == 1
@@ -224,9 +207,8 @@ def test_registered_class_method(module: types.ModuleType) -> None:
             return _dtypes(x)
 
     register_float_function(Owner, "method")
-    handles = _casts()
-    active = Owner().method(torch.ones(1, dtype=F16))
-    _remove(handles)
+    with casting():
+        active = Owner().method(torch.ones(1, dtype=F16))
 
     assert active == (F32,)
 
@@ -234,12 +216,11 @@ def test_registered_class_method(module: types.ModuleType) -> None:
 def test_registered_half_function_sees_replaced_weights() -> None:
     register_half_function(torch, "einsum")
     weight = torch.nn.Parameter(torch.ones(2, 2))
-    handles = _casts()
-    first = torch.einsum("ij,jk->ik", weight, weight)
-    with torch.no_grad():
-        weight.fill_(2.0)
-    second = torch.einsum("ij,jk->ik", weight, weight)
-    _remove(handles)
+    with casting():
+        first = torch.einsum("ij,jk->ik", weight, weight)
+        with torch.no_grad():
+            weight.fill_(2.0)
+        second = torch.einsum("ij,jk->ik", weight, weight)
 
     assert first.tolist() == [[2.0, 2.0]] * 2
     assert second.tolist() == [[8.0, 8.0]] * 2
@@ -248,9 +229,8 @@ def test_registered_half_function_sees_replaced_weights() -> None:
 def test_nested_lists_are_cast(module: types.ModuleType) -> None:
     module.probe = lambda nested: [t.dtype for t in (nested[0], *nested[1])]
     register_half_function(module, "probe")
-    handles = _casts()
-    dtypes = module.probe([torch.nn.Parameter(torch.ones(1)), (torch.ones(1), torch.ones(1))])
-    _remove(handles)
+    with casting():
+        dtypes = module.probe([torch.nn.Parameter(torch.ones(1)), (torch.ones(1), torch.ones(1))])
 
     assert dtypes == [F16, F16, F16]
 
@@ -260,9 +240,8 @@ def test_tensors_beside_other_values_are_cast(module: types.ModuleType) -> None:
     module.probe = lambda *args, **kwargs: (args, kwargs)
     register_half_function(module, "probe")
     ids, text, inner = torch.arange(2), "text", {"x": torch.ones(1)}
-    handles = _casts()
-    args, kwargs = module.probe([torch.ones(1), ids, None, 3], inner, text, key=torch.ones(1))
-    _remove(handles)
+    with casting():
+        args, kwargs = module.probe([torch.ones(1), ids, None, 3], inner, text, key=torch.ones(1))
 
     assert args[0][0].dtype is kwargs["key"].dtype is F16
     assert args[0][1] is ids
@@ -288,12 +267,12 @@ def test_what_cannot_be_wrapped_is_refused(
 ) -> None:
     """At once: kept for the next engine, it would fail every ``initialize`` from then on."""
     before = getattr(owner, name)
-    handles = _casts() if is_open else []
     words = {"register": register.__name__, "owner": repr(owner), "function": repr(name)}
-    with refused("casting", "what cannot be replaced", **words):
-        register(owner, name)
-    _remove(handles)
-    _remove(_casts())
+    with casting() if is_open else nullcontext():
+        with refused("casting", "what cannot be replaced", **words):
+            register(owner, name)
+    with casting():
+        pass
     assert getattr(owner, name) is before
 
 
@@ -308,9 +287,8 @@ def test_a_registered_name_that_is_gone_leaves_no_casts(module: types.ModuleType
         assert torch.exp is original
 
     module.probe = _dtypes
-    handles = _casts()
-    assert module.probe(torch.ones(1)) == (F16,)
-    _remove(handles)
+    with casting():
+        assert module.probe(torch.ones(1)) == (F16,)
     assert torch.exp is original
 
 
@@ -318,8 +296,7 @@ def test_a_rule_on_a_c_function_is_the_same_beside_a_half_model() -> None:
     """Layers for half models lie below the registration; the function is torch's all the same."""
     half_model = held(install_mixed_calls)
     register_float_function(torch, "mm")
-    handles = _casts(BF16)
-    product = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    _remove(handles)
+    with casting(BF16):
+        product = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     half_model.remove()
     assert product.dtype is F32

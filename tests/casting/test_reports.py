@@ -13,11 +13,10 @@ from torch import nn
 
 import preamp
 from casting.op_examples import example, has_function, options
-from casting.probe import held
-from preamp.casting.functions import FUNCTION_CASTS, install_function_casts, namespace_owner
+from casting.probe import registrations_forgotten
+from preamp.casting.functions import namespace_owner
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.registry import register_float_function, register_half_function
-from preamp.casting.thread_casts import push_thread_casts
 from preamp.core.pytree import map_tensors
 
 HALVES = {"O1": (torch.float16, "Half"), "O4": (torch.bfloat16, "BFloat16")}
@@ -31,10 +30,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    before = set(FUNCTION_CASTS._extras)
-    yield
-    for key in FUNCTION_CASTS._extras.keys() - before:
-        FUNCTION_CASTS.discard(key)
+    with registrations_forgotten():
+        yield
 
 
 def _initialize(model: nn.Module, level: str, lines: Lines, **options: Any) -> nn.Module:
@@ -149,18 +146,6 @@ def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.M
     torch.exp(torch.ones(1, dtype=torch.half))
 
     assert lines() == []
-
-
-def test_allowed_banned_function_is_printed(lines: Lines) -> None:
-    handles = [
-        held(install_function_casts, allow_banned=True, verbose=True),
-        held(push_thread_casts, {"cpu"}, torch.bfloat16),
-    ]
-    F.binary_cross_entropy(torch.full((1,), 0.5, dtype=torch.bfloat16), torch.ones(1))
-    for handle in handles:
-        handle.remove()
-
-    assert lines() == ["BFloat16->Float (binary_cross_entropy)"]
 
 
 def _half(value: Any) -> Any:

@@ -12,10 +12,10 @@ from torch import nn
 
 import preamp
 from cases.waits import waits_refused
+from kit import run as kit
 from kit.compare import same
+from kit.run import assert_alike, assert_same_program
 from preamp.checkpoint import read_checkpoint, staging
-from preamp.core.pytree import map_plain
-from preamp.optimizers import FusedAdam
 
 IS_PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "pretended"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -23,41 +23,45 @@ LEVELS = ("O1", "O2", "O5")
 SMALL = 512  # bytes of a chunk, so that tensors are cut
 
 
-class Run:
+def image() -> nn.Module:
     """Six parameters, and buffers that a forward changes."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 7))
+    return cast("Any", model).to(memory_format=torch.channels_last)
 
-    def __init__(self, level: str = "O2", seed: int = 0, device: str = "cuda") -> None:
-        torch.manual_seed(seed)
-        model = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 7)
-        )
-        self.model: Any = cast("Any", model).to(device, memory_format=torch.channels_last)
-        self.optimizer: Any = FusedAdam(self.model.parameters(), lr=0.0625, eps=1e-4)
-        preamp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
-        self.inputs = torch.linspace(-1, 1, 432).view(4, 3, 6, 6).to(device)
 
-    def backward(self) -> None:
-        loss = self.model(self.inputs).float().square().mean()
-        with preamp.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
+def wide() -> nn.Module:
+    """16 equal weights, of which neither chunks nor single tensors are much."""
+    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(16)))
 
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
-    def save(self, path: Path, **options: Any) -> Any:
+class Run(kit.Run):
+    """A training on a device."""
+
+    def __init__(
+        self, level: str = "O2", make: Any = image, device: str = "cuda", **options: Any
+    ) -> None:
+        super().__init__(level, "FusedAdam", lambda: make().to(device), loss_scale=64.0, **options)
+        batch = torch.linspace(-1, 1, 432).view(4, 3, 6, 6) if make is image else torch.ones(2, 128)
+        self.batch = batch.to(device)
+
+    def loss(self, index: int = 0) -> torch.Tensor:
+        return self.model(self.batch).float().square().mean()
+
+    def save(self, path: Any = None, **options: Any) -> Any:
         return preamp.save_checkpoint(path, self.model, self.optimizer, **options)
 
-    def load(self, path: Path) -> Any:
+    def load(self, path: Any = None) -> Any:
         # The pretended device has no random generators.
         return preamp.load_checkpoint(path, self.model, self.optimizer, rng=False)
 
-    def numbers(self) -> Any:
-        states = self.model.state_dict(), self.optimizer.state_dict()
-        grads = [param.grad for param in self.model.parameters()]
-        every = [*states, preamp.engine_of(self.optimizer).state_dict(), grads]
-        return map_plain(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, every)
+    def peak(self, call: Any, path: Path) -> float:
+        """How many bytes for each parameter are allocated meanwhile, beyond those before."""
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call(path)
+        elements = sum(param.numel() for param in self.model.parameters())
+        return (torch.cuda.max_memory_allocated() - before) / elements
 
 
 def _odd_tensors(device: str) -> dict[str, torch.Tensor]:
@@ -106,18 +110,16 @@ def test_every_form_arrives_bitwise(
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_is_saved_and_loaded_bitwise(level: str, tmp_path: Path) -> None:
     run = Run(level)
-    run.step()
+    run.iterate()
     run.save(tmp_path / "device")
     other, host = Run(level, seed=1), Run(level, seed=2, device="cpu")
     for one in (other, host):
-        one.step()
+        one.iterate()
         one.load(tmp_path / "device")
-    assert same(other.numbers(), run.numbers())
+    assert_alike(other, run)
     host.save(tmp_path / "host")
     assert same(_content(tmp_path / "host"), _content(tmp_path / "device"))
-    for one in (run, other):
-        one.step()
-    assert same(other.numbers(), run.numbers())
+    assert_same_program("iterate", other, run)
     assert next(other.model.parameters()).is_cuda
     assert other.optimizer.state_dict()["state"][0]["exp_avg"].is_cuda
 
@@ -129,11 +131,11 @@ def test_training_goes_on_while_it_is_saved(
 ) -> None:
     monkeypatch.setattr(staging, "CHUNK", chunk)
     run = Run(level)
-    run.step()
+    run.iterate()
     run.save(tmp_path / "before")
     saving = run.save(tmp_path / "meanwhile", asynchronous=True)
     for _ in range(3):
-        run.step()
+        run.iterate()
     with torch.no_grad():
         for tensor in (*run.model.parameters(), *run.model.buffers()):
             tensor.zero_()
@@ -156,18 +158,13 @@ def test_waits_do_not_grow_with_the_tensors(tmp_path: Path) -> None:
     from devices.pretended.plugin import waits_counted
 
     def waits(layers: int) -> list[list[str]]:
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))).cuda()
-        optimizer: Any = FusedAdam(model.parameters())
-        preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-        loss = model(torch.ones(4, 8, device="cuda")).sum()
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        run = Run("O5", lambda: nn.Sequential(*(nn.Linear(128, 128) for _ in range(layers))))
+        run.play("backward; step")
         path = tmp_path / str(layers)
         with waits_counted() as saved:
-            preamp.save_checkpoint(path, model, optimizer)
+            run.save(path)
         with waits_counted() as queued:
-            saving = preamp.save_checkpoint(path, model, optimizer, asynchronous=True)
+            saving = run.save(path, asynchronous=True)
         saving.wait()
         return [saved, queued]
 
@@ -208,95 +205,52 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         assert most == (len(sizes) if asynchronous else staging.AT_ONCE)
 
 
-class Wide:
-    """A model of 16 equal weights, of which neither chunks nor single tensors are much."""
-
-    def __init__(self, storage: str, seed: int) -> None:
-        torch.manual_seed(seed)
-        layers = (nn.Linear(128, 128) for _ in range(16))
-        self.model: Any = nn.Sequential(*layers).cuda()
-        self.optimizer: Any = FusedAdam(self.model.parameters(), lr=0.0625)
-        options: Any = {"storage": storage}
-        preamp.initialize(self.model, self.optimizer, opt_level="O5", verbosity=0, **options)
-        self.size = sum(param.numel() for param in self.model.parameters())
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            loss = self.model(torch.ones(2, 128, device="cuda")).float().square().mean()
-            with preamp.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def peak(self, call: Any, path: Path, **options: Any) -> float:
-        """How many bytes for each parameter are allocated meanwhile, beyond those before."""
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call(path, self.model, self.optimizer, **options)
-        return (torch.cuda.max_memory_allocated() - before) / self.size
-
-
 @pytest.mark.parametrize("storage", ["full", "split", "compact"])
 def test_a_device_needs_no_room_for_a_second_copy_of_weights(
     storage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(staging, "CHUNK", 1 << 13)
-    run, path = Wide(storage, 0), tmp_path / "a"
-    run.train(2)
+    run, path = Run("O5", wide, storage=storage).play("iterate 0 1"), tmp_path / "a"
     states = run.optimizer.state_dict()["state"].values()
     moments = sum(v.nbytes for own in states for v in own.values() if isinstance(v, torch.Tensor))
+    elements = sum(param.numel() for param in run.model.parameters())
     # All that may be added, but a tensor's temporary values: of 16 tensors that is a sixteenth.
     some = 1.5
-    assert run.peak(preamp.save_checkpoint, path) < some
-    run.train(1)
-    other = Wide(storage, 1)
+    assert run.peak(run.save, path) < some
+    run.play("iterate")
+    other = Run("O5", wide, storage=storage, seed=1)
     for one in (run, other):
-        assert one.peak(preamp.load_checkpoint, path, rng=False) < moments / run.size + some
-    for one in (run, other):
-        one.train(1)
-    first, second = (r.optimizer.state_dict() for r in (run, other))
-    assert same([run.model.state_dict(), first], [other.model.state_dict(), second])
+        assert one.peak(one.load, path) < moments / elements + some
+    assert_same_program("iterate", run, other)
 
 
 def test_a_load_that_fails_puts_back_what_it_wrote_to(tmp_path: Path) -> None:
-    run, other = Wide("compact", 0), Wide("compact", 1)
-    run.train(2)
-    other.train(3)
-    path = tmp_path / "a"
-    preamp.save_checkpoint(path, run.model, run.optimizer)
+    run, path = Run("O5", wide, storage="compact").play("iterate 0 1"), tmp_path / "a"
+    run.save(path)
+    other, twin = (
+        Run("O5", wide, storage="compact", seed=1).play("iterate 0 1 2") for _ in range(2)
+    )
 
     def fail(_: Any) -> None:
         raise RuntimeError("planted")
 
-    kept = [value.clone() for value in other.model.state_dict().values()]
-    state = {
-        key: {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in own.items()}
-        for key, own in other.optimizer.state_dict()["state"].items()
-    }
     handle = other.optimizer.register_load_state_dict_post_hook(fail)
     with pytest.raises(RuntimeError, match="planted"):
-        preamp.load_checkpoint(path, other.model, other.optimizer, rng=False)
+        other.load(path)
     handle.remove()
-    assert same(kept, list(other.model.state_dict().values()))
-    assert same(state, other.optimizer.state_dict()["state"])
-    twin = Wide("compact", 1)
-    twin.train(3)
-    for one in (other, twin):
-        one.train(2)
-    assert same(other.model.state_dict(), twin.model.state_dict())
+    assert_same_program(" | iterate 0 1", other, twin)
 
 
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
     run = Run("O5")
-    run.step()
+    run.iterate()
     run.save(tmp_path / "before", extra=[torch.arange(3)])
     with torch.device("cuda:0"):
         run.save(tmp_path / "a", extra=[torch.arange(3)])
         run.save(tmp_path / "b", extra=[torch.arange(3)], asynchronous=True).wait()
         other = Run("O5", seed=1)
         extra = other.load(tmp_path / "a")
-    assert same(other.numbers(), run.numbers())
+    assert_alike(other, run)
     assert extra[0].device.type == "cpu"
     for name in ("a", "b"):
         assert same(_content(tmp_path / name), _content(tmp_path / "before"))

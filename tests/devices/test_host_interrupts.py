@@ -34,17 +34,13 @@ def without_collector(small_runs: None) -> Iterator[None]:
 
 def prepared(kept: tuple[str, str]) -> Run:
     """A run in its third step."""
-    run = Run("host", kept)
-    run.steps(2)
-    run.backward()
-    preamp.clip_grad_norm_(run.optimizer, 0.5)
-    return run
+    return Run("host", kept).play("iterate 0 1; backward 2; clip .5")
 
 
 def rows(run: Run) -> list[Row]:
     """Of each weight: what the model has, its master and its moments, on the CPU."""
     found: list[Row] = []
-    every = zip(run.net.parameters(), run.values(), run.masters(), strict=True)
+    every = zip(run.model.parameters(), run.values(), run.masters(), strict=True)
     for half, exact, master in every:
         state = run.optimizer.state[master].values()
         kept = [half, exact, *(value for value in state if isinstance(value, torch.Tensor))]
@@ -83,8 +79,7 @@ def check(kept: tuple[str, str], chosen: Callable[[int], bool]) -> None:
                 is_old, is_new = are_same(now, old), are_same(now, new)
                 assert is_old or is_new, f"after an interrupt at {line}"
                 kinds.add("before" if is_old else "after")
-            run.optimizer.zero_grad()
-            run.steps(1)
+            run.play("zero; iterate 3")
         for (half, master, *_), old in zip(rows(run), before, strict=True):
             assert not torch.equal(master, old[1])
             assert kept[1] == "split" or torch.equal(half, master.to(half.dtype))
@@ -113,7 +108,7 @@ def test_some_lines_where_a_scaler_unscales_what_waits(level: str) -> None:
     def prepared() -> tuple[Run, Callable[[], None]]:
         run = Run("released", (level, "split"))
         scaler = preamp.GradScaler(run.optimizer)
-        scaler.scale(run.loss(1.0)).backward()
+        scaler.scale(run.loss()).backward()
         return run, lambda: scaler.unscale_(run.optimizer)
 
     every = [line for line in lines_of(prepared()[1]) if line.code.co_name == "show"]
@@ -121,5 +116,4 @@ def test_some_lines_where_a_scaler_unscales_what_waits(level: str) -> None:
     for line in every:
         run, unscale = prepared()
         assert interrupt(unscale, line)
-        run.optimizer.zero_grad()
-        run.steps(1)
+        run.play("zero; iterate 3")

@@ -61,14 +61,14 @@ def test_what_a_killed_save_leaves_loads(
     kept: tuple[str, str], background: bool, tmp_path: Path
 ) -> None:
     run, path = Run("host", kept), tmp_path / "run.safetensors"
-    run.steps(2)
-    preamp.save_checkpoint(path, run.net, run.optimizer)
+    run.play("iterate 0 1")
+    preamp.save_checkpoint(path, run.model, run.optimizer)
     wanted: Any = [run.everything()]
-    run.steps(1)
+    run.play("iterate 2")
     wanted.append(run.everything())
 
     def save() -> None:
-        preamp.save_checkpoint(path, run.net, run.optimizer, asynchronous=background).wait()
+        preamp.save_checkpoint(path, run.model, run.optimizer, asynchronous=background).wait()
 
     def die(number: int) -> None:
         dying_at(number)
@@ -80,7 +80,7 @@ def test_what_a_killed_save_leaves_loads(
             break
         place = ("device", "host")[number % 2]
         other = Run(place, kept)
-        preamp.load_checkpoint(path, other.net, other.optimizer, rng=False)
+        preamp.load_checkpoint(path, other.model, other.optimizer, rng=False)
         matches = [same(one, other.everything()) for one in wanted]
         assert matches in ([True, False], [False, True]), f"killed at call {number}"
         found.append(matches.index(True))

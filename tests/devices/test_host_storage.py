@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Masters and moments on the host: the numbers of the same storage on the device, bit by bit.
 
-What only concerns gradients that wait there too is in ``test_release_on_the_host.py``.
+So it is where gradients are released, and wait there for their step.
 """
 
 import contextlib
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from torch.utils.dlpack import to_dlpack  # pyright: ignore
 
 import preamp
 import preamp.kernels
@@ -22,64 +26,104 @@ from cases.plain import counted
 from cases.waits import waits_refused
 from devices.host_runs import (
     KINDS,
-    LOOPS,
-    STORAGES,
     Kept,
     Run,
-    assert_same,
-    carry_over,
     every_level,
     ids,
-    overflowing,
-    plain,
+    loop_of,
+    pair,
     there,
     with_masters,
     without_pinned_memory,
 )
+from kit.run import assert_alike, assert_same_program
+from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import Update, staged
 from preamp.kernels.rules import LambRule
+from preamp.numerics import NumericsRecord, OverflowRecord
 from preamp.optimizers import FusedAdam, FusedLion, FusedSGD
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
     pytest.mark.usefixtures("small_runs"),
 ]
-
-
-def both(
-    train: Callable[[Run], None], place: str, kept: Kept, kind: str = "FusedLion"
-) -> tuple[Run, Run]:
-    """Train on the device and at ``place``, compare, and return the runs.
-
-    A batch norm stays float32. Where others' gradients are added up on the host, and its own are
-    not, the norm of all is added up in another order than on the device.
-    """
-    norm = nn.LayerNorm if place == "host" else nn.BatchNorm1d
-    device, host = (Run(one, kept, kind, norm=norm) for one in ("device", place))
-    for run in (device, host):
-        train(run)
-    assert_same(device, host)
-    return device, host
+TAKEN = "iterate 0 1 2; backward 3"
+END = "step; zero"
 
 
 # -- numbers, wherever gradients are ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("train", LOOPS)
 @pytest.mark.parametrize("kind", KINDS)
 @every_level
 @there
-def test_the_host_trains_as_the_device(
-    place: str, kept: Kept, kind: str, train: Callable[[Run], None]
-) -> None:
+def test_the_host_trains_as_the_device(place: str, kept: Kept, kind: str) -> None:
     if kind == "FusedLARS":
         kept = kept[0], "full"  # it keeps nothing in fewer bits
-    device, host = both(train, place, kept, kind)
+    device, host = pair(place, kept, kind)
+    assert_same_program(loop_of(host), device, host)
     assert {tensor.device.type for tensor in host.state()} <= {"cpu"}
-    assert {p.device.type for p in host.net.parameters()} == {"cuda"}
-    skipped = train is overflowing and host.engine.policy.is_dynamic
-    assert host.engine.steps_skipped == device.engine.steps_skipped == int(skipped)
+    assert {p.device.type for p in host.model.parameters()} == {"cuda"}
+    skipped = int(host.engine.policy.is_dynamic)
+    assert host.engine.steps_skipped == device.engine.steps_skipped == skipped
+
+
+class Shapes(nn.Module):
+    """Parameters of no dimension, of one element, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.ones(1))
+        self.none = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.gate + self.shift + self.none.sum()
+
+
+class TwoDevices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def cuda(self, device: Any = None) -> "TwoDevices":
+        self.first.to("cuda:0")
+        self.last.to("cuda:1")
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).to("cuda:1")).to("cuda:0")
+
+
+class Moving(nn.Linear):
+    """A model that comes to the device after ``initialize``."""
+
+    def cuda(self, device: Any = None) -> Any:
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.device))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("model", [Shapes, TwoDevices], ids=lambda kind: kind.__name__)
+def test_other_models(level: str, model: Any) -> None:
+    if model is TwoDevices and torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    place = "host" if model is TwoDevices else "released"
+    runs = pair(place, (level, "full"), model=model, loss_scale=128.0)
+    assert_same_program("iterate 0 | backward 1; clip .5; step; zero | iterate 2", *runs)
+
+
+@pytest.mark.parametrize("storage", ["full", "split"])
+def test_a_model_that_moves_after_initialize_leaves_masters_there(storage: str) -> None:
+    runs = pair("host", ("O5", storage), model=lambda: Moving(16, 4))
+    for run in runs:
+        nn.Module.cuda(run.model)
+    assert_same_program("iterate 0 1 2", *runs)
+    assert [run.masters()[0].device.type for run in runs] == ["cuda", "cpu"]
 
 
 # -- states from one place to another ------------------------------------------------------------
@@ -88,41 +132,31 @@ WAYS = [("host", "device"), ("device", "host"), ("host", "host")]
 WAYS_OF_RELEASED = [("released", "device"), ("device", "released"), ("released", "released")]
 
 
+def through_a_file(first: Run, second: Run, folder: Path) -> None:
+    preamp.save_checkpoint(folder / "run", first.model, first.optimizer)
+    preamp.load_checkpoint(folder / "run", second.model, second.optimizer, rng=False)
+
+
+def through_states(first: Run, second: Run, folder: Path) -> None:
+    saved = first.model.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()
+    model, optimizer, engine = tree_map(
+        lambda v: v.clone() if isinstance(v, torch.Tensor) else v, saved
+    )
+    second.model.load_state_dict(model)
+    second.optimizer.load_state_dict(optimizer)
+    second.engine.load_state_dict(engine)
+
+
+@pytest.mark.parametrize("carry", [through_a_file, through_states])
 @pytest.mark.parametrize("way", WAYS + WAYS_OF_RELEASED, ids=ids)
 @with_masters
-def test_a_checkpoint_goes_on_at_either_place(
-    kept: Kept, way: tuple[str, str], tmp_path: Path
+def test_a_run_goes_on_at_either_place(
+    kept: Kept, way: tuple[str, str], carry: Any, tmp_path: Path
 ) -> None:
-    first, second = Run(way[0], kept), Run(way[1], kept)
-    first.steps()
-    second.steps(1)
-    carry_over(first, second, tmp_path)
-    for run in (first, second):
-        run.backward()
-        run.backward()
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-        run.steps()
-    assert_same(first, second)
+    first, second = Run(way[0], kept).play("iterate 0 1 2"), Run(way[1], kept).play("iterate 5")
+    carry(first, second, tmp_path)
+    assert_same_program("backward 3; backward 4; clip .5; step; zero; iterate 5", first, second)
     assert {t.device.type for t in second.state()} == {"cuda" if way[1] == "device" else "cpu"}
-
-
-@pytest.mark.parametrize("way", WAYS, ids=ids)
-@with_masters
-def test_state_dicts_go_on_at_either_place(kept: Kept, way: tuple[str, str]) -> None:
-    first, second = Run(way[0], kept), Run(way[1], kept)
-    first.steps()
-    saved = first.net.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()
-    saved = tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, saved)
-    first.steps()
-    second.steps(1)
-    second.net.load_state_dict(saved[0])
-    second.optimizer.load_state_dict(saved[1])
-    assert {t.device.type for t in second.state()} == {"cpu" if way[1] == "host" else "cuda"}
-    second.engine.load_state_dict(saved[2])
-    second.number = 3
-    second.steps()
-    assert_same(first, second)
 
 
 def test_state_made_before_initialize_moves_there_and_back() -> None:
@@ -147,69 +181,15 @@ def test_state_made_before_initialize_moves_there_and_back() -> None:
 
 @with_masters
 def test_nothing_waits_but_the_step(kept: Kept) -> None:
-    run = Run("host", kept)
-    for _ in range(2):
-        run.backward()
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.end()
-    inputs, targets = torch.ones(32, 16).cuda(), torch.ones(32, 4).cuda()
+    run = Run("host", kept).play(2 * "backward; clip .5; step; zero; ")
+    inputs = torch.ones(32, 16).cuda()
     for _ in range(2):
         with waits_refused():
-            loss = nn.functional.mse_loss(run.net(inputs).float(), targets)
-            with preamp.scale_loss(loss, run.optimizer) as scaled:
-                scaled.backward()
-            preamp.clip_grad_norm_(run.optimizer, 0.5)
-        run.optimizer.step()
+            run.back(run.model(inputs).float().square().mean())
+            run.clip()
+        run.step()
         with waits_refused():
-            run.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("storage", ["full", "split"])
-def test_a_model_that_moves_after_initialize_leaves_masters_there(storage: str) -> None:
-    nets: list[nn.Module] = []
-    for place in ("device", "host"):
-        torch.manual_seed(0)
-        net = nn.Linear(16, 4)
-        optimizer = FusedLion(net.parameters(), lr=1e-2)
-        keeps: Any = preamp.Storage(place=place, **STORAGES[storage])  # pyright: ignore
-        preamp.initialize(
-            net, optimizer, opt_level="O5", storage=keeps, backend="reference", verbosity=0
-        )
-        nets.append(net.cuda())
-        for number in range(3):
-            loss = net(torch.full((2, 16), 0.5**number).cuda()).float().square().mean()
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        masters = {p.device.type for p in preamp.master_params(optimizer)}
-        assert masters == {"cpu" if place == "host" else "cuda"}
-    pairs = zip(*(net.parameters() for net in nets), strict=True)
-    assert [torch.equal(a, b) for a, b in pairs] == [True, True]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
-def test_a_model_on_two_devices() -> None:
-    found: list[list[torch.Tensor]] = []
-    for place in ("device", "host"):
-        torch.manual_seed(0)
-        first, last = nn.Linear(16, 64).to("cuda:0"), nn.Linear(64, 4).to("cuda:1")
-        net = nn.ModuleList([first, last])
-        optimizer = FusedLion(net.parameters(), lr=1e-2)
-        keeps: Any = preamp.Storage(place=place)  # pyright: ignore
-        preamp.initialize(
-            net, optimizer, opt_level="O2", storage=keeps, backend="reference", verbosity=0
-        )
-        for number in range(3):
-            inputs = torch.full((2, 16), 0.5**number, dtype=torch.float16, device="cuda:0")
-            loss = last(first(inputs).to("cuda:1")).float().square().mean()
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            preamp.clip_grad_norm_(optimizer, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([p.detach().cpu() for p in preamp.master_params(optimizer)])
-    assert [torch.equal(a, b) for a, b in zip(*found, strict=True)] == [True] * 4
+            run.zero()
 
 
 # -- exact weights, copies, words ----------------------------------------------------------------
@@ -217,23 +197,22 @@ def test_a_model_on_two_devices() -> None:
 
 @with_masters
 def test_exact_weights_and_copies_are_on_the_device(kept: Kept) -> None:
-    run = Run("host", kept)
-    run.steps()
+    run = Run("host", kept).play("iterate 0 1 2")
     exact = [value.detach().cpu().clone() for value in run.values()]
-    assert_are(exact, copy.deepcopy(run.net))
+    assert_are(exact, copy.deepcopy(run.model))
     with run.engine.exact_weights():
-        assert_are(exact, run.net)
+        assert_are(exact, run.model)
         with torch.no_grad():
-            for param in run.net.parameters():
+            for param in run.model.parameters():
                 param.mul_(1.5)
-    written = [value.detach().cpu().clone() for value in run.values()]
+    written = [value.detach().cpu() for value in run.values()]
     assert [torch.equal(a * 1.5, b) for a, b in zip(exact, written, strict=True)] == [True] * 6
-    run.steps()
+    run.play("iterate 3")
     exact = [value.detach().cpu().clone() for value in run.values()]
     run.engine.close()
-    assert_are(exact, run.net)
-    run.net(torch.ones(2, 16).cuda()).sum().backward()
-    run.end()  # its moments came back as well
+    assert_are(exact, run.model)
+    run.model(torch.ones(2, 16).cuda()).sum().backward()
+    run.step()  # its moments came back as well
 
 
 def assert_are(exact: list[torch.Tensor], found: nn.Module) -> None:
@@ -242,15 +221,21 @@ def assert_are(exact: list[torch.Tensor], found: nn.Module) -> None:
     assert [torch.equal(p.cpu(), e) for p, e in zip(params, exact, strict=True)] == [True] * 6
 
 
-def test_a_copied_model_is_one_of_the_device() -> None:
-    _, host = both(plain, "host", ("O5", "split"))
-    net = copy.deepcopy(host.net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    before = [param.detach().clone() for param in net.parameters()]
-    net(torch.ones(2, 16).cuda()).sum().backward()
-    optimizer.step()
-    changed = [not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True)]
-    assert changed == [True] * 6
+@with_masters
+def test_gradients_come_back_at_the_end(kept: Kept) -> None:
+    runs = pair("released", kept)
+    grads: list[list[torch.Tensor]] = []
+    for run in runs:
+        run.play(TAKEN)
+        exact = [value.detach().cpu().clone() for value in run.values()]
+        run.engine.close()
+        assert_are(exact, run.model)
+        params = list(run.model.parameters())
+        grads.append([param.grad.cpu() for param in params if param.grad is not None])
+        run.model(torch.ones(2, 16).cuda()).sum().backward()
+        assert away(run) == [False] * 6
+    assert len(grads[0]) == 6
+    assert [torch.equal(a, b) for a, b in zip(*grads, strict=True)] == [True] * 6
 
 
 @there
@@ -267,17 +252,16 @@ def test_explain_says_where_things_are(place: str) -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-def test_a_graph_is_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for level in ("O2", "O5"):
-        run = Run("host", (level, "full"))
-        run.steps()
-        run.backward()
-        before = run.everything()
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_graph_is_refused_and_nothing_changed(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Run("host", (level, "full")).play(TAKEN), Run("host", (level, "full")).play(TAKEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(PreampStateError, match=r"captured in a CUDA graph.*place=\"device\""):
-            run.optimizer.step()
-        monkeypatch.undo()
-        assert_unchanged(run, before)
+            runs[0].step()
+    assert_same_program(f"forward | {END}", *runs)
 
 
 @there
@@ -285,17 +269,12 @@ def test_a_graph_is_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch)
 def test_pinned_memory_that_cannot_be_had_changes_nothing(
     kept: Kept, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, other = Run(place, kept), Run(place, kept)
-    for one in (run, other):
-        one.steps()
-        one.backward()
+    runs = Run(place, kept).play(TAKEN), Run(place, kept).play(TAKEN)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", without_pinned_memory)
         with pytest.raises(PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
-            run.optimizer.step()
-    for one in (run, other):
-        one.end()
-    assert_same(run, other)
+            runs[0].step()
+    assert_same_program(END, *runs)
 
 
 def test_without_pinned_memory_there_is_no_such_storage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +283,25 @@ def test_without_pinned_memory_there_is_no_such_storage(monkeypatch: pytest.Monk
         Run("host", ("O5", "full"))  # whose largest weight has 16 x 256 elements
 
 
-def assert_unchanged(run: Run, before: list[torch.Tensor]) -> None:
-    pairs = zip(run.everything(), before, strict=True)
-    assert [torch.equal(now, then) for now, then in pairs] == [True] * len(before)
+def test_a_step_that_finds_no_pinned_memory_is_not_half_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run("host", ("O5", "full"), "FusedAdam").play("iterate 0; backward 1")
+    before, given = [p.detach().cpu().clone() for p in run.model.parameters()], [1]
+
+    def scarce(*sizes: Any, **options: Any) -> torch.Tensor:
+        if not options.get("pin_memory") or not given:
+            return without_pinned_memory(*sizes, **options)
+        return without_pinned_memory(*sizes, **{**options, "pin_memory": bool(given.pop() < 0)})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", scarce)
+        with contextlib.suppress(PreampUnavailableError):
+            run.step()
+    pairs = zip(run.model.parameters(), before, strict=True)
+    taken = [not torch.equal(p.detach().cpu(), b) for p, b in pairs]
+    assert taken in ([True] * len(before), [False] * len(before))
+    assert run.optimizer.param_groups[0]["step"] == 1 + taken[0]
 
 
 # -- ops -----------------------------------------------------------------------------------------
@@ -413,42 +408,6 @@ def test_places_of_one_device_are_left_to_it() -> None:
     assert [target.tolist() for target in targets] == [[1.0] * 3] * 3
 
 
-def test_a_step_that_finds_no_pinned_memory_is_not_half_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.BatchNorm1d(256)).cuda()
-    groups = [{"params": [*layer.parameters()]} for layer in model]
-    optimizer = FusedAdam(groups, lr=1e-2)
-    storage = preamp.Storage(place="host")
-    preamp.initialize(model, optimizer, opt_level="O5", storage=storage, verbosity=0)
-    for number in range(2):
-        with preamp.scale_loss(model(torch.randn(8, 16, device="cuda")).sum(), optimizer) as loss:
-            loss.backward()
-        before = [param.detach().cpu().clone() for param in model.parameters()]
-        if number == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    given, empty = [1], torch.empty  # how many times there is some
-
-    def scarce(*sizes: Any, **options: Any) -> torch.Tensor:
-        if options.get("pin_memory") and not given:
-            raise RuntimeError("out of memory")
-        if options.get("pin_memory"):
-            given.pop()
-        return empty(*sizes, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", scarce)
-        with contextlib.suppress(PreampUnavailableError):
-            optimizer.step()
-    taken = [
-        not torch.equal(p.detach().cpu(), b)
-        for p, b in zip(model.parameters(), before, strict=True)
-    ]
-    assert taken in ([True] * len(before), [False] * len(before))
-    assert [group["step"] for group in optimizer.param_groups] == [1 + taken[0]] * 2
-
-
 # -- bytes ---------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Any] = {
@@ -463,10 +422,12 @@ KEPT += [(level, "split") for level in ("O2", "O5")]
 @pytest.mark.parametrize(("level", "masters"), KEPT)
 @pytest.mark.parametrize("text", OPTIMIZERS)
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("releases", [False, True])
 def test_both_places_are_counted_as_estimated(
-    moments: Any, text: str, level: str, masters: Any
+    moments: Any, text: str, level: str, masters: Any, releases: bool
 ) -> None:
-    storage = preamp.Storage(masters=masters, moments=moments, place="host")
+    keeps: Any = {"masters": masters, "moments": moments, "release_gradients": releases}
+    storage = preamp.Storage(place="host", **keeps)
     model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64)).cuda()
     policy = preamp.OPT_LEVELS[level].replace(storage=storage)
     found = preamp.estimate(model, policy, text)
@@ -474,3 +435,269 @@ def test_both_places_are_counted_as_estimated(
     batch = torch.ones(4, 64, device="cuda")
     assert counted(model, optimizer, level, batch, storage=storage) == found.categories
     assert found.on_device < found.total
+    if releases and level == "O5":
+        halves = 2 * (2 * 64 * 128 + 128 + 64)
+        assert (found.gradients, found.gradients_on_host) == (0, halves + 4 * 2 * 128)
+        assert found.on_device == halves + found.buffers + found.scaler + 4 * 2 * 128
+
+
+# -- gradients that wait ----------------------------------------------------------------------
+
+
+def away(run: Run) -> list[bool]:
+    """Which gradients take no memory where they are."""
+    grads = [param.grad for param in run.model.parameters()]
+    return [grad is not None and grad.untyped_storage().nbytes() <= 4 for grad in grads]
+
+
+def on_device() -> int:
+    """Bytes of all tensors that are there now."""
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+@every_level
+def test_nothing_of_a_gradient_is_left(kept: Kept) -> None:
+    """Neither after a backward, nor within the accumulation of several."""
+    before = on_device()
+    run = Run("released", kept)
+    run.play("iterate 0 1")
+    weights = sum(t.nbytes for t in (*run.model.parameters(), *run.model.buffers()))
+    for _ in range(2):
+        for _ in range(3):
+            run.backward()
+            assert away(run) == [True] * 6
+            counted = preamp.count_memory(run.engine)
+            assert counted["gradients"] == counted["optimizer state"] == 0
+            assert counted["gradients on the host"] > 0
+            assert 0 <= on_device() - before - weights < 400  # single numbers
+        run.play(END)
+
+
+def values_on_host(run: Run) -> list[torch.Tensor]:
+    return [values_of(param.grad) for param in run.model.parameters()]
+
+
+def places_on_host(run: Run) -> list[int]:
+    return [values.data_ptr() for values in values_on_host(run)]
+
+
+@every_level
+def test_memory_on_the_host_stays_from_step_to_step(kept: Kept) -> None:
+    run = Run("released", kept)
+    places: list[list[int]] = []
+    counts: list[int] = []
+    for _ in range(4):
+        run.backward()
+        places.append(places_on_host(run))
+        run.play(END)
+        counts.append(preamp.count_memory(run.engine)["gradients on the host"])
+    assert places == [places[0]] * 4
+    assert counts == [sum(param.nbytes for param in run.model.parameters())] * 4
+    engine = run.engine
+    engine.close()
+    assert "gradients on the host" not in preamp.count_memory(engine)
+
+
+@every_level
+def test_gradients_that_somebody_holds_stay_as_they_are(kept: Kept) -> None:
+    """The next ones get other memory, which is kept from then on."""
+    run = Run("released", kept)
+    run.play("iterate 0")
+    run.backward()
+    held = [param.grad for param in run.model.parameters()]
+    before = [values.clone() for values in values_on_host(run)]
+    run.play(END)
+    run.backward()
+    places = places_on_host(run)
+    run.play(END)
+    pairs = zip(map(values_of, held), before, strict=True)
+    assert [torch.equal(now, then) for now, then in pairs] == [True] * 6
+    run.backward()
+    assert places_on_host(run) == places
+
+
+def test_gradients_go_one_after_the_other() -> None:
+    """There are that at hand and two on their way at most, in an accumulation too."""
+    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]).cuda()
+    optimizer = FusedLion(net.parameters())
+    storage = preamp.Storage(masters="split", place="host", release_gradients=True)
+    preamp.initialize(net, optimizer, opt_level="O5", storage=storage, verbosity=0)
+    inputs, seen, start = torch.ones(2, 128, device="cuda"), list[int](), list[int]()
+    for param in net.parameters():
+        param.register_hook(lambda grad: seen.append(on_device() - start[-1]))
+    for _ in range(2):
+        with preamp.scale_loss(net(inputs).float().mean(), optimizer) as scaled:
+            start.append(on_device())
+            scaled.backward()
+    assert len(seen) == 2 * 6
+    assert 2 * 2 * 128 * 128 < max(seen) <= 3 * 2 * 128 * 128
+
+
+@every_level
+def test_a_checkpoint_is_written_while_gradients_come_anew(kept: Kept, tmp_path: Path) -> None:
+    first, second = (Run("released", kept).play("iterate 0 1 2") for _ in range(2))
+    saving = preamp.save_checkpoint(
+        tmp_path / "run", first.model, first.optimizer, asynchronous=True
+    )
+    first.play("iterate 3 4")
+    saving.wait()
+    preamp.load_checkpoint(tmp_path / "run", first.model, first.optimizer, rng=False)
+    assert_alike(first, second)
+
+
+def test_a_dropped_engine_sends_nothing_away() -> None:
+    run = Run("released", ("O4", "full"))
+    run.play("iterate 0 1 2")
+    weight, engine = next(run.model.parameters()), weakref.ref(run.engine)
+    del run
+    gc.collect()
+    assert engine() is None
+    (weight * 2.0).sum().backward()
+    assert torch.equal(weight.grad.cpu(), torch.full((256, 16), 2.0))  # pyright: ignore
+
+
+def _write_part(grad: torch.Tensor) -> None:
+    grad[0] = 0.0
+
+
+def _set_data(grad: Any) -> None:
+    grad.data = torch.ones(grad.shape, dtype=grad.dtype).cuda()
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "array": lambda grad: grad.numpy(),
+    "as_subclass": lambda grad: grad.as_subclass(torch.Tensor),
+    "as_tensor": lambda grad: torch.as_tensor(grad, dtype=torch.float64),
+    "autograd": lambda grad: torch.func.grad(torch.sum)(grad),
+    "clip": lambda grad: torch.nn.utils.clip_grad_norm_([nn.Parameter(grad)], 1.0),
+    "copy": lambda grad: torch.empty(grad.shape, device="cuda").copy_(grad),
+    "data": lambda grad: grad.data,
+    "deepcopy": copy.deepcopy,
+    "detach": lambda grad: grad.detach(),
+    "dlpack": torch.from_dlpack,
+    "foreach": lambda grad: torch._foreach_mul_([grad], 2.0),  # pyright: ignore
+    "into it": lambda grad: torch.mul(torch.ones(grad.shape).cuda(), 2.0, out=grad),
+    "item": lambda grad: grad.sum(),
+    "items": list,
+    "masked": lambda grad: grad.masked_fill_(grad == 0, 1.0),
+    "new_tensor": lambda grad: grad.new_tensor(grad),
+    "new_tensor of another": lambda grad: torch.ones(1).cuda().new_tensor(grad),
+    "norm": torch.linalg.vector_norm,
+    "part": _write_part,
+    "pickle": pickle.dumps,
+    "plus": lambda grad: grad + 1.0,
+    "row": lambda grad: grad[0].zero_(),
+    "scaled": lambda grad: grad.mul_(2.0),
+    "set_": lambda grad: grad.set_(torch.ones(grad.shape, dtype=grad.dtype).cuda()),
+    "set_ of another": lambda grad: torch.ones(1, dtype=grad.dtype).cuda().set_(grad),  # pyright: ignore
+    "set data": _set_data,
+    "tensor": torch.tensor,
+    "to host": lambda grad: grad.cpu(),
+    "to list": lambda grad: grad.tolist(),
+    "turned": lambda grad: grad.T,
+    "vmap": lambda grad: torch.vmap(torch.neg)(grad),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("way", LOOKS)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_a_script_that_reads_or_writes_there_is_told(way: str, level: str) -> None:
+    """What is left on the device is no number. Nothing changes by that."""
+    device, run = (one.play(TAKEN) for one in pair("released", (level, "full")))
+    for param in run.model.parameters():  # the last one has one dimension
+        with pytest.raises(PreampStateError, match=r"gradient that waits on the host.*Change g"):
+            LOOKS[way](param.grad)  # pyright: ignore[reportArgumentType]
+    assert "that waits on the host" in repr(next(run.model.parameters()).grad)
+    assert_same_program(END, device, run)
+
+
+def test_no_pointer_is_told() -> None:
+    run = Run("released", ("O5", "full")).play("backward")
+    for param in run.model.parameters():
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            to_dlpack(param.grad)  # pyright: ignore
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_script_may_add_to_them(level: str) -> None:
+    """As autograd does, which nobody can tell from it."""
+    runs = [one.play(TAKEN) for one in pair("released", (level, "full"))]
+    for one in runs:
+        for param in one.model.parameters():
+            param.grad.add_(torch.full(param.shape, 0.25, dtype=param.dtype).cuda())
+    assert_same_program(END, *runs)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_backward_that_fails_leaves_no_copy_behind(level: str) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("from a hook")
+
+    runs = pair("released", (level, "full"))
+    for run in runs:
+        run.play("iterate 0")
+        handle = next(run.model.parameters()).register_hook(fail)  # the last one that is made
+        with pytest.raises(ValueError, match="from a hook"):
+            run.backward(1)
+        handle.remove()
+    assert_same_program("zero; iterate 2 3", *runs)
+
+
+def test_a_half_model_is_all_that_the_card_holds() -> None:
+    net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+    net = net.to(torch.bfloat16).cuda()
+    weights, around = 2 * sum(p.numel() for p in net.parameters()), 2**18
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() - weights
+    optimizer = FusedAdam(net.parameters())
+    storage = preamp.Storage(masters="split", place="host", release_gradients=True)
+    options: dict[str, Any] = {"opt_level": "O5", "storage": storage, "verbosity": 0}
+    preamp.initialize(net, optimizer, allow_half_model=True, **options)
+    assert torch.cuda.max_memory_allocated() - held < weights + around
+    for _ in range(2):
+        inputs = torch.ones(4, 256, dtype=torch.bfloat16).cuda()
+        with preamp.scale_loss(net(inputs).float().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Beside weights and activations there were the gradient at hand and two on their way.
+    assert torch.cuda.max_memory_allocated() - held < weights + 3 * weights // 8 + around
+
+
+def test_gradients_go_again_after_others_were_asked_for() -> None:
+    run = Run("released", ("O5", "full")).play("iterate 0 1 2")
+    with preamp.scale_loss(run.loss(3), run.optimizer) as scaled:
+        scaled.backward()
+        torch.autograd.grad(run.loss(4), list(run.model.parameters()))
+    assert all(away(run))
+
+
+@pytest.mark.parametrize("numerics", ["light", "full"])
+@every_level
+def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
+    """Of gradients and weights, of weights that a step left unchanged, of a skipped step."""
+    runs = pair("released", kept, numerics=numerics, numerics_every=1)
+    program = "iterate 0 1; backward 2 inf; step; zero; iterate 3; backward 4 delay; backward 5; "
+    program += "step; zero; outside 6; step; zero"
+    dynamic = runs[0].engine.policy.is_dynamic
+    assert_same_program(program if dynamic else program.replace(" inf", ""), *runs)
+    records = [[*run.engine.history.of(NumericsRecord)] for run in runs]
+    device, host = ([tensor for record in own for tensor in record.tensors] for own in records)
+    assert [record.step for record in records[0]] == [1, 2, 3, 4, 5, 6]
+    assert len(device) == 6 * 6 * (2 if numerics == "full" else 1)
+    assert [one.rms for one in host] == pytest.approx([one.rms for one in device], rel=1e-5)
+    assert [replace(one, rms=0) for one in host] == [replace(one, rms=0) for one in device]
+
+
+@every_level
+def test_an_overflow_is_traced_as_on_the_device(kept: Kept) -> None:
+    found: list[list[OverflowRecord]] = []
+    for run in pair("released", kept, overflow="trace"):
+        run.play("iterate 0 1").back(run.loss(2) * float("inf"))
+        run.play(END)
+        found.append([cause.to_record() for cause in run.engine.overflow_causes])
+    assert repr(found[0]) == repr(found[1])  # nan is unlike itself
+    assert [record.trace is not None for record in found[0]] == [True]

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import preamp
-from distributed.ranks import RUNS_ON_CPUS, by_rank, close_engines, each
+from distributed.ranks import RUNS_ON_CPUS, by_rank, each
+from kit.engines import close_engines
 from kit.refusals import refused
 from preamp.parallel import DistributedDataParallel
 

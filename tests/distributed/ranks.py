@@ -9,7 +9,6 @@ are closed after it, and those of an iteration over `each` before the next.
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from cases.ranks import join_ranks, leave_ranks, start_ranks, wait_for_others
 from cases.selection import combinations
 from cases.tolerances import assert_same
-from preamp.engine import Engine
+from kit.engines import close_engines, note_engines
 
 Check = Callable[[], None]
 
@@ -68,7 +67,7 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
     warnings.simplefilter("error")
     # torch 2.6 says so of every mesh of CPUs.
     warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
-    _note_engines()
+    note_engines()
     join_ranks(rank, world_size, folder, 120)
     report = folder / f"rank{rank}.txt"
     for check in checks:
@@ -83,26 +82,6 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
     report.write_text("passed")
     wait_for_others()
     leave_ranks()
-
-
-_ENGINES: list[weakref.ref[Engine]] = []
-
-
-def _note_engines() -> None:
-    make = Engine.__init__
-
-    def make_and_note(self: Engine, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        _ENGINES.append(weakref.ref(self))
-
-    Engine.__init__ = make_and_note  # type: ignore[method-assign]
-
-
-def close_engines() -> None:
-    """Close what is open, the latest first."""
-    while _ENGINES:
-        if (engine := _ENGINES.pop()()) is not None:
-            engine.close()
 
 
 # -- what checks share ----------------------------------------------------------------------------

@@ -469,7 +469,7 @@ def _enter(name: str) -> Callable[[], object]:
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_collected_by_another_thread_than_its_own(entrance: str) -> None:
-    """Its casts end where preamp is entered; casting/test_settle has functions and forks."""
+    """Its casts end where preamp is entered; more in casting/test_install and test_regions."""
     seen: list[bool] = []
 
     def run() -> None:

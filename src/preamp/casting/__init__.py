@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Casts: of functions (O1, O4), of whole models (O2, O3, O5), of what goes in and out."""
 
-from preamp.casting.audit import CastAudit as CastAudit
 from preamp.casting.functions import device_types_here as device_types_here
 from preamp.casting.functions import install_function_casts as install_function_casts
 from preamp.casting.functions import install_wide_where_slow as install_wide_where_slow
@@ -27,6 +26,8 @@ from preamp.casting.registry import register_bfloat16_function as register_bfloa
 from preamp.casting.registry import register_float_function as register_float_function
 from preamp.casting.registry import register_half_function as register_half_function
 from preamp.casting.registry import register_promote_function as register_promote_function
+from preamp.casting.reports import Cast as Cast
+from preamp.casting.reports import listen as listen
 from preamp.casting.state_hooks import attach_state_hooks as attach_state_hooks
 from preamp.casting.thread_casts import disable_casts as disable_casts
 from preamp.casting.thread_casts import push_thread_casts as push_thread_casts

@@ -126,9 +126,7 @@ WIDE_FLOAT16_CONVOLUTIONS: Final = SharedInstall(
 """The installation of wide float16 convolutions alone, where the other products are fast."""
 
 
-def install_function_casts(
-    undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False
-) -> None:
+def install_function_casts(undo: UndoStack, *, verbose: bool = False) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
@@ -136,8 +134,7 @@ def install_function_casts(
     every attribute is exactly what it was before the first call: at once, or when a thread whose
     casts could not end yet (see `push_thread_casts`) has taken them back or ended.
 
-    Until ``undo``, ``allow_banned`` casts the arguments of banned functions to
-    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
+    Until ``undo``, ``verbose`` prints every cast; see `say_cast`.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
     ``torch.autograd`` and the namespace of the recurrent layers.
@@ -147,13 +144,6 @@ def install_function_casts(
     FUNCTION_CASTS.acquire(installed)
     if verbose:
         listen(say_cast, undo)
-    if allow_banned:
-        for row in OP_TABLE:
-            if row.rule == "banned":
-                owner, name = namespace_owner(row.namespace), row.name
-                # Rank REGISTERED takes the place of the table's rule.
-                allow = wrap_cast("float", is_closed=True)
-                PATCHES.add(owner, name, Rank.REGISTERED, allow, undo)
 
 
 def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:

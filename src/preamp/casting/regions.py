@@ -8,8 +8,8 @@ hooks are plain values: they hold neither model nor engine, and copy and pickle 
 
 Under ``torch.compile`` the casts that are on when a forward is traced become part of its graph, and
 torch traces again where they differ. Where they are what the region wants there is nothing to set,
-and the graph stays whole; where they are not, it breaks at the hook. Under ``torch.export`` the
-region becomes part of the program, whatever casts are on around it.
+and the graph stays whole; where they are not, it breaks at the hook. ``torch.export``, whose
+programs forget what a hook sets, is refused.
 """
 
 from __future__ import annotations
@@ -54,26 +54,11 @@ _is_exporting: Final = cast(
     "Callable[[], bool]", getattr(torch.compiler, "is_exporting", _is_exporting_in_2_6)
 )
 
-_STRICT_GOT: Final = "torch.export.export(strict=True) reached a model whose functions are cast"
-_STRICT_ALLOWED: Final = (
-    "What strict mode makes of casts within a region of autocast raises when the program runs"
-)
-_STRICT_DO: Final = (
-    "Pass strict=False, for a program that casts as the model does, or export "
-    "copy.deepcopy(model), for one in float32"
-)
-
 
 @untraced
 def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
     bracket = open_bracket(module)
     if CASTS.disabled is None:
-        if _is_exporting():
-            # Which records this in the program, while setting the state leaves no trace in it.
-            for kind in hook.device_types:
-                bracket.regions.append(torch.autocast(kind, hook.dtype))
-                bracket.regions[-1].__enter__()
-            return
         on: Devices = dict.fromkeys(hook.device_types, (True, hook.dtype))
         bracket.saved.changed(on, WEIGHT_CACHE_KEEPS_GRADIENTS).restore()
         bracket.nesting = torch.autocast_increment_nesting()
@@ -109,9 +94,12 @@ class _EnterCasts(EngineHook):
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
         if _is_exporting():
-            if torch.compiler.is_dynamo_compiling():
-                raise bad_state(_STRICT_GOT, _STRICT_ALLOWED, _STRICT_DO)
-        elif torch.compiler.is_compiling() and self._are_on():
+            raise bad_state(
+                "torch.export reached a model whose functions are cast",
+                "A program of torch's has no casts that a hook turns on",
+                "Export copy.deepcopy(model), which is float32, or use torch.jit.trace",
+            )
+        if torch.compiler.is_compiling() and self._are_on():
             return
         _enter_casts(module, self)
 

@@ -6,10 +6,11 @@ put back is kept per thread, as a stack of brackets (model forwards, ``disable_c
 backward passes) over the thread-wide casts of ``push_thread_casts``: the base.
 
 The base may have to change when it cannot: its engine is closed on another thread, or collected, or
-closed inside a ``torch.autocast`` block of the user's own, which must not be flipped. The casts are
-then *stale*, and ``settle_thread`` brings the base in line as soon as this thread enters preamp
-again. While any thread's casts are stale the wrappers of functions stay where they are: they are
-entrances too, so what is cast no more is not cast by the next function either.
+closed inside a bracket or a ``torch.autocast`` block of the user's own, which must not be flipped.
+The casts are then *stale*, and ``settle_thread`` brings the base in line as soon as this thread
+enters preamp again where it can. While any thread's casts are stale the wrappers of functions stay
+where they are: they are entrances too, so what is cast no more is not cast by the next function
+either.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
@@ -59,8 +60,6 @@ class Bracket:
     frame: FrameType | None = None
     raised_nesting: bool = False
     is_counted: bool = False  # in `FORWARDS_OPEN`
-    # What ``torch.export`` has recorded as begun
-    regions: list[torch.autocast] = field(default_factory=list["torch.autocast"])
 
 
 STALE: Final[list[object]] = []
@@ -142,8 +141,6 @@ def unwind_to(bracket: Bracket) -> None:
     brackets = CASTS.brackets
     while brackets:
         top = brackets[-1]
-        while top.regions:
-            top.regions.pop().__exit__(None, None, None)
         if top.raised_nesting:
             top.raised_nesting = False
             torch.autocast_decrement_nesting()
@@ -172,8 +169,7 @@ def _drop_abandoned() -> None:
     """Close brackets whose forward is over.
 
     An interrupt that comes while a hook of this room runs leaves its bracket open, and with it the
-    casts and the weight cache; so does an exception under ``torch.export``, which calls no hook
-    then, and has itself put the cache back that it had turned off.
+    casts and the weight cache.
     """
     running: set[FrameType] = set()
     frame = inspect.currentframe()
@@ -182,10 +178,7 @@ def _drop_abandoned() -> None:
         frame = frame.f_back
     for bracket in CASTS.brackets:
         if bracket.frame is not None and bracket.frame not in running:
-            is_exported, has_cache = bool(bracket.regions), torch.is_autocast_cache_enabled()
             unwind_to(bracket)
-            if is_exported:
-                torch.set_autocast_cache_enabled(has_cache)
             return
 
 
@@ -229,8 +222,9 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: Und
     still cleared when that forward ends; out here the cache is off.
 
     Casts may end in any order, on any thread. After the last ``undo`` the thread's autocast
-    state is what it was before the first: at once if this thread calls it, outside
-    ``torch.autocast`` blocks opened since; else when it next enters or leaves preamp.
+    state is what it was before the first: at once if this thread calls it, outside of forwards,
+    ``disable_casts`` and ``torch.autocast`` blocks opened since; else when it next enters or leaves
+    preamp.
     """
     types = frozenset(device_types)
     know_device_types(types)
@@ -288,9 +282,9 @@ def settle_thread() -> None:
     """Bring this thread's autocast state in line with what is still open and alive.
 
     Closes forwards that were interrupted at a hook, and follows engines that were closed or
-    collected where the state could not be set. A ``torch.autocast`` block of the user's own, or
-    a state set by hand, is not touched; the rest then waits for the next call. Every entrance
-    to preamp calls this; where there is nothing to do it costs two look-ups.
+    collected. Within a forward, a ``torch.autocast`` block of the user's own or ``disable_casts``
+    that waits for the next call; a state that the user set by hand stays. Every entrance to
+    preamp calls this; where there is nothing to do it costs two look-ups.
     """
     if CASTS.brackets or CASTS.pushes.is_stale:
         _settle_untraced()
@@ -307,7 +301,7 @@ _settle_untraced = untraced(_settle)
 
 
 def _settle_base() -> None:
-    """Bring the base in line with the pushes, if it is where and what it was last set to."""
+    """Bring the base in line with the pushes, if the thread is there."""
     has_followed = False
     try:
         # First, since other threads take pushes away at any time, and mark them stale afterwards.
@@ -320,44 +314,27 @@ def _settle_base() -> None:
 
 
 def _follow_pushes() -> bool:
-    """Whether the base is as the pushes want it; not if the user has changed it since."""
-    pushes = tuple(CASTS.pushes)
-    wanted = {kind: (True, push.dtype) for push in pushes for kind in push.device_types}
-    kinds = {*wanted, *CASTS.original}
-    if CASTS.brackets:  # outside of all of which
-        first = CASTS.brackets[0]
-        depth, has_cache = first.nesting - first.raised_nesting, first.saved.cache_enabled
-        state = {**states_of(kinds), **first.saved.devices}
-    else:
-        depth, has_cache, state = nesting(), torch.is_autocast_cache_enabled(), states_of(kinds)
+    """Set the base as the pushes want it; not within anything that will set its own state back."""
+    depth = nesting()
+    if CASTS.brackets or (CASTS.original and depth > CASTS.base_nesting):
+        return False
     if not CASTS.original or depth < CASTS.base_nesting:
         # Once a region of the user's around the first push has ended, torch has put its own back.
         CASTS.original, CASTS.applied = {}, {}
-        CASTS.base_nesting, CASTS.had_cache = depth, has_cache
-    for kind in kinds:
-        CASTS.original.setdefault(kind, state[kind])
-        CASTS.applied.setdefault(kind, state[kind])
-    base = {**CASTS.original, **wanted}
-    changing = [kind for kind in kinds if base[kind] != CASTS.applied[kind]]
-    is_ours = all(  # or on or off as wanted already
-        state[kind] == CASTS.applied[kind] or state[kind][0] == base[kind][0] for kind in changing
-    )
-    if changing and (depth > CASTS.base_nesting or not is_ours):
-        return False
-    for kind in changing:
-        CASTS.applied.pop(kind)  # half-set where this is interrupted
-    _set_base({kind: base[kind] for kind in changing}, CASTS.had_cache and not pushes)
+        CASTS.base_nesting, CASTS.had_cache = depth, torch.is_autocast_cache_enabled()
+    pushes = tuple(CASTS.pushes)
+    wanted = {kind: (True, push.dtype) for push in pushes for kind in push.device_types}
+    now = states_of({*wanted, *CASTS.original})
+    # What somebody has set by hand since it was last set here stays.
+    ours = [kind for kind in now if CASTS.applied.get(kind, now[kind]) == now[kind]]
+    CASTS.original = {kind: CASTS.original.get(kind, now[kind]) for kind in ours}
+    base = {kind: wanted.get(kind, CASTS.original[kind]) for kind in ours}
+    CASTS.applied = {}  # half-set where this is interrupted
+    AutocastState(base, CASTS.had_cache and not pushes).restore()
     CASTS.applied = base
     if not pushes:
         CASTS.original, CASTS.applied = {}, {}
     return True
-
-
-def _set_base(devices: Devices, has_cache: bool) -> None:
-    if CASTS.brackets:
-        CASTS.brackets[0].saved = CASTS.brackets[0].saved.changed(devices, has_cache)
-    else:
-        AutocastState(devices, has_cache).restore()
 
 
 @contextlib.contextmanager

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import itertools
-import linecache
 import os
 import sys
-import traceback
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 
 _LIBRARIES = ("torch", "preamp")
 
@@ -58,45 +55,6 @@ def stack_of(calls: Sequence[Call]) -> list[str]:
 def _is_pythons(path: str) -> bool:
     is_installed = any(folder in path for folder in _INSTALLED)
     return path.startswith("<frozen ") or (path.startswith(_STDLIB) and not is_installed)
-
-
-def line_of_error(error: BaseException) -> Line | None:
-    """The innermost such line that an error came through on the way to where it was caught."""
-    found = None
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        if _is_of_program(frame):
-            found = frame.f_code.co_filename, number
-    return found
-
-
-def call_of_error(error: BaseException) -> str:
-    """What is called in that line, such as ``"torch.fft.rfft"``.
-
-    The whole line where it is no call, or before Python 3.11, and nothing without the source.
-    """
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        found = trace if _is_of_program(trace.tb_frame) else found
-        trace = trace.tb_next
-    return "" if found is None else _expression(found)
-
-
-def _expression(trace: TracebackType) -> str:
-    code = trace.tb_frame.f_code
-    line = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals)
-    positions = getattr(code, "co_positions", None)
-    places = () if positions is None else positions()
-    place = next(itertools.islice(places, trace.tb_lasti // 2, None), None)
-    if place is None or place[0] != place[1] or place[2] is None:
-        return line.strip()
-    shown = line.encode()[place[2] : place[3]].decode()
-    depth = 0
-    for index in reversed(range(len(shown) if shown.endswith(")") else 0)):
-        depth += (shown[index] == ")") - (shown[index] == "(")
-        if depth == 0:  # the bracket that opens the last one's arguments
-            return shown[:index] or shown
-    return shown
 
 
 def _is_of_program(frame: FrameType) -> bool:

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The cast audit as users see it."""
+"""The cast audit: what is cast, counted by function and by line of the program."""
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from preamp.casting import CastAudit
+import torch
+
+from preamp.casting import Cast, listen
 from preamp.core.dtypes import dtype_name
+from preamp.core.program import line_of_program, shown
+from preamp.core.undo import UndoStack
 
 if TYPE_CHECKING:
     from preamp.numerics import CastRecord
+
+_Site = tuple[str, torch.dtype, torch.dtype, str, str]
+"""Function, dtypes before and after, line of the program, note: casts counted together."""
 
 
 @contextmanager
@@ -25,30 +34,39 @@ def audit_casts() -> Generator[list[CastRecord]]:
     Yields:
         A list that is filled when the block ends, most bytes first.
     """
-    audit = CastAudit()
+    calls, elements = Counter[_Site](), Counter[_Site]()
+
+    def count(made: Cast) -> None:
+        where = shown(line_of_program(inspect.currentframe()))
+        site = made.function, made.source, made.target, where, made.note
+        calls[site] += 1
+        elements[site] += made.elements
+
     records: list[CastRecord] = []
-    audit.start()
+    listening = UndoStack()
     try:
+        listen(count, listening)
         yield records
     finally:
-        audit.stop()
-        records += cast_records(audit)
+        listening.unwind()
+        records += _records(calls, elements)
 
 
-def cast_records(audit: CastAudit) -> list[CastRecord]:
-    """Return what ``audit`` has counted so far, most bytes first."""
+def _records(calls: Counter[_Site], elements: Counter[_Site]) -> list[CastRecord]:
+    """Most bytes first."""
     from preamp.numerics import CastRecord
 
     records = [
         CastRecord(
-            function=site.function,
-            source=dtype_name(site.source),
-            target=dtype_name(site.target),
-            calls=calls,
-            bytes=audit.elements[site] * (site.source.itemsize + site.target.itemsize),
-            where=site.where,
-            note=site.note,
+            function=function,
+            source=dtype_name(source),
+            target=dtype_name(target),
+            calls=calls[site],
+            bytes=elements[site] * (source.itemsize + target.itemsize),
+            where=where,
+            note=note,
         )
-        for site, calls in list(audit.calls.items())  # other threads may be counting
+        for site in list(calls)  # other threads may be counting
+        for function, source, target, where, note in [site]
     ]
     return sorted(records, key=lambda record: (-record.bytes, record.where, record.function))

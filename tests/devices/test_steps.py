@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whole training steps on a GPU: nothing waits, results are the CPU's, graphs replay them.
+
+Masters, skipped steps and closes there are in `test_programs_on_a_device`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.fused import FUSED, variant_id
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.waits import waits_refused
+from preamp.engine import ledger
+from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+LEVELS = ("O1", "O2", "O4", "O5")
+WARM_UP, STEPS = 3, 6
+OVERFLOW = WARM_UP + 1  # in the steps that must not wait
+BATCHES = WARM_UP + STEPS + 1
+RELEASED = preamp.Storage(release_gradients=True)
+Build = Callable[[Any], Any]
+OPTIMIZERS: dict[str, Build] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
+    "FusedSGD": lambda params: FusedSGD(params, lr=1e-2, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, fused=True),
+}
+"""Adam with an ``eps`` beside which gradients of almost nothing count little."""
+
+
+class Training:
+    """A small model whose batches are on its device already; `load` puts one where steps read."""
+
+    def __init__(
+        self,
+        level: str,
+        build: Build = OPTIMIZERS["FusedAdam"],
+        storage: Any = "full",
+        loss_scale: Any = "dynamic",
+        device: str = "cuda",
+    ) -> None:
+        torch.manual_seed(0)
+        size = 256 if storage == "compact" else 33  # of 16 x 256 elements moments may have 8 bits
+        self.net = nn.Sequential(
+            nn.Linear(16, size), nn.LayerNorm(size), nn.GELU(), nn.Linear(size, 4)
+        )
+        self.net.to(device)
+        self.optimizer = build(self.net.parameters())
+        options: Any = {"opt_level": level, "verbosity": 0, "storage": storage}
+        if storage is not RELEASED:
+            options["loss_scale"] = loss_scale
+        preamp.initialize(self.net, self.optimizer, **options)
+        self.engine = preamp.engine_of(self.net)
+        self.is_dynamic = self.engine.policy.is_dynamic
+        if self.is_dynamic:
+            self.engine.scaler(0).set_scale(64.0)
+        self.scaler: Any = None if storage is RELEASED else preamp.GradScaler(self.optimizer)
+        self.batches = torch.randn(BATCHES, 32, 16).to(device)
+        self.targets = torch.randn(BATCHES, 32, 4).to(device)
+        factors = torch.ones(BATCHES)
+        factors[OVERFLOW] = torch.inf if self.is_dynamic else 1.0
+        self.factors = factors.to(device)
+        self.batch = self.batches[0].clone(), self.targets[0].clone(), self.factors[0].clone()
+
+    def load(self, number: int) -> None:
+        for place, every in zip(
+            self.batch, (self.batches, self.targets, self.factors), strict=True
+        ):
+            place.copy_(every[number])
+
+    def loss(self) -> torch.Tensor:
+        inputs, target, factor = self.batch
+        return nn.functional.mse_loss(self.net(inputs).float(), target) * factor
+
+    def backward(self, by: float = 1.0, *, delay: bool = False) -> None:
+        with preamp.scale_loss(self.loss() * by, self.optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+
+    def train(self, loop: "Loop", first: int = 0, end: int = BATCHES, *, waits: bool = True) -> Any:
+        """Steps of one loop; ``waits=False`` lets CUDA raise where the host waits, once warm."""
+        for number in range(first, end):
+            with nullcontext() if waits or number < WARM_UP else waits_refused():
+                self.load(number)
+                loop(self)
+                self.optimizer.zero_grad()
+        return self
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that steps change on the device."""
+        masters = list(preamp.master_params(self.optimizer))
+        scaler = self.engine.scaler(0)
+        found = {f"weight {i}": p for i, p in enumerate(self.net.parameters())}
+        exact = map(self.engine.exact_value, self.net.parameters())
+        found |= {f"exact {i}": value for i, value in enumerate(exact) if value is not None}
+        for i, param in enumerate(masters):
+            state = self.optimizer.state[param]
+            found |= {f"{key} {i}": v for key, v in state.items() if isinstance(v, torch.Tensor)}
+        found["step"] = self.optimizer.param_groups[0]["step"]
+        found |= {"scale": scaler.scale, "growth": scaler.growth_tracker}
+        return {name: value.detach().clone() for name, value in found.items()}
+
+    def values(self) -> list[torch.Tensor]:
+        """Weights, exactly, and the loss scale."""
+        self.engine.close()
+        scale = torch.tensor(self.engine.loss_scale())
+        return [*(param.detach().cpu() for param in self.net.parameters()), scale]
+
+
+Loop = Callable[[Training], object]
+
+
+def plain(run: Training) -> None:
+    run.backward()
+    run.optimizer.step()
+
+
+def clipped(run: Training) -> None:
+    run.backward()
+    preamp.clip_grad_norm_(run.optimizer, 0.5)
+    run.optimizer.step()
+
+
+def accumulated(run: Training) -> None:
+    run.backward(0.5)
+    run.backward(0.5)
+    preamp.clip_grad_norm_(run.optimizer, 0.5)
+    run.optimizer.step()
+
+
+def delayed(run: Training) -> None:
+    run.backward(0.5, delay=True)
+    run.backward(0.5)
+    run.optimizer.step()
+
+
+def by_grad_scaler(run: Training, *, unscales: bool = False) -> None:
+    run.scaler.scale(run.loss()).backward()
+    if unscales:
+        run.scaler.unscale_(run.optimizer)
+        nn.utils.clip_grad_norm_(run.net.parameters(), 0.5)
+    else:
+        preamp.clip_grad_norm_(run.optimizer, 0.5)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+
+
+def unscaled(run: Training) -> None:
+    by_grad_scaler(run, unscales=True)
+
+
+LOOPS = (plain, clipped, accumulated, delayed, by_grad_scaler)
+
+
+def assert_as_on_the_cpu(loop: Loop, *what: Any, waits: bool = False) -> None:
+    """Train on the device and on the CPU by ``what`` `Training` takes, and compare."""
+    run = Training(*what).train(loop, waits=waits)
+    other = Training(*what, device="cpu").train(loop)
+    assert run.engine.steps_applied == other.engine.steps_applied
+    assert run.engine.steps_skipped == other.engine.steps_skipped == int(run.is_dynamic)
+    for ours, wanted in zip(run.values(), other.values(), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_loop_waits(level: str, optimizer: str, loop: Loop) -> None:
+    assert_as_on_the_cpu(loop, level, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("loop", [clipped, accumulated], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("storage", ["split", "compact"])
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedSGD"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_no_storage_waits(level: str, optimizer: str, storage: str, loop: Loop) -> None:
+    assert_as_on_the_cpu(loop, level, OPTIMIZERS[optimizer], storage)
+
+
+def test_released_gradients_wait_for_nothing() -> None:
+    assert_as_on_the_cpu(plain, "O5", OPTIMIZERS["FusedAdam"], RELEASED)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_after_unscale_results_are_those_of_the_cpu(level: str) -> None:
+    """The host waits once for what a script did to half gradients."""
+    assert_as_on_the_cpu(unscaled, level, waits=True)
+
+
+@pytest.mark.parametrize("case", FUSED, ids=variant_id)
+@pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
+def test_no_optimizer_waits(level: str, case: Any) -> None:
+    Training(level, lambda p: case.kind(p, **case.needs)).train(clipped, waits=False)
+
+
+@pytest.mark.parametrize("storage", ["split", "compact"])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad, FusedNovoGrad])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_no_step_in_fewer_bits_waits(level: str, kind: Any, storage: str) -> None:
+    given: Any = {"momentum": 0.9} if kind is FusedSGD else {}
+    run = Training(level, lambda p: kind(p, lr=1e-2, **given), storage).train(clipped, waits=False)
+    found = {v.itemsize for state in run.optimizer.state.values() for v in state.values()}
+    assert found == ({1, 4} if storage == "compact" else {4})
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_to_look_at_each_loss_waits_for_nothing(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of losses that are not finite, and gradients that are."""
+    monkeypatch.setattr(ledger, "_LOOKS", 2)
+    Training(level).train(clipped, waits=False)
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O1", "dynamic"), ("O5", None)])
+def test_where_half_gradients_need_no_second_look_unscale_does_not_wait(
+    level: str, scale: Any
+) -> None:
+    """At O5 the scale is static by default, so that there is nothing to unscale."""
+    Training(level, loss_scale=scale).train(unscaled, waits=False)
+
+
+@pytest.fixture
+def side_stream() -> Iterator[torch.cuda.Stream]:
+    """The current stream of the test; graphs want their warm-up on such a one."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.synchronize()
+
+
+def capturable(params: Any) -> FusedAdam:
+    return FusedAdam(params, lr=1e-2, weight_decay=0.1, capturable=True)
+
+
+def captured(run: Training, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        clipped(run)
+        run.optimizer.zero_grad()
+    return graph
+
+
+def assert_same(*runs: Training) -> None:
+    wanted, ours = (run.tensors() for run in runs)
+    assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 1.0])
+def test_a_graph_replays_what_steps_do(
+    level: str, loss_scale: Any, side_stream: torch.cuda.Stream
+) -> None:
+    """To the bit, with an overflow in one replay; training goes on after the graph."""
+    is_dynamic = loss_scale == "dynamic"
+    eager, graphed = (Training(level, capturable, loss_scale=loss_scale) for _ in range(2))
+    for run in (eager, graphed):
+        run.train(clipped, 0, WARM_UP)
+    assert graphed.engine.steps_applied == WARM_UP  # nothing holds the graphs of earlier steps
+    graph = captured(graphed, side_stream)
+    for number in range(WARM_UP, WARM_UP + STEPS):
+        overflows = is_dynamic and number == OVERFLOW
+        before = graphed.tensors()
+        graphed.load(number)
+        graph.replay()
+        assert_same(eager.train(clipped, number, number + 1), graphed)
+        now = graphed.tensors()
+        changed = {name.split()[0] for name in now if not torch.equal(now[name], before[name])}
+        assert ("weight" in changed) != overflows
+        assert ("scale" in changed) == overflows
+    for run in (eager, graphed):
+        run.train(clipped, BATCHES - 1)
+    assert_same(eager, graphed)
+    assert eager.engine.steps_skipped == is_dynamic
+    assert eager.engine.steps_applied == WARM_UP + STEPS + 1 - is_dynamic
+    assert graphed.engine.steps_applied == WARM_UP + 1  # replays are not counted
+
+
+def test_two_graphs_of_one_optimizer(side_stream: torch.cuda.Stream) -> None:
+    """Each has tables of its own, which what runs in between leaves alone."""
+    eager, graphed = (Training("O2", capturable) for _ in range(2))
+    for run in (eager, graphed):
+        run.train(clipped, 0, WARM_UP)
+    side_stream.synchronize()
+    graphs = [captured(graphed, side_stream) for _ in range(2)]
+    for number in range(WARM_UP, WARM_UP + 4):
+        eager.train(clipped, number, number + 1)
+        graphed.load(number)
+        graphs[number % 2].replay()
+    assert_same(eager, graphed)
+
+
+def _kernels_of_a_step(level: str, tensors: int) -> list[str]:
+    """Names of the kernels that run between the end of a backward and that of the step."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(tensors)).cuda()
+    optimizer = FusedAdam(layers.parameters(), lr=1e-2)
+    preamp.initialize(layers, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    names: list[str] = []
+    for turn in range(3):
+        loss = torch.stack([(p.float() ** 2).sum() for p in layers.parameters()]).sum()
+        block = preamp.scale_loss(loss, optimizer)
+        block.__enter__().backward()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=kinds) as profile:
+            block.__exit__(None, None, None)
+            preamp.clip_grad_norm_(optimizer, 0.5)
+            optimizer.step()
+            torch.cuda.synchronize()
+        optimizer.zero_grad()
+        if turn:  # by now it is known that steps are clipped
+            names = [
+                event.name
+                for event in profile.events() or ()
+                if event.device_type == torch.profiler.DeviceType.CUDA
+                and not event.name.lower().startswith(("memcpy", "memset"))
+            ]
+    preamp.engine_of(layers).close()
+    return sorted(names)
+
+
+@pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
+def test_launches_do_not_grow_with_the_tensors(level: str) -> None:
+    few, many = _kernels_of_a_step(level, 5), _kernels_of_a_step(level, 60)
+    if not few:
+        pytest.skip("The profiler sees no kernels here")
+    assert len(few) == len(many), (few, many)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+@pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
+def test_a_model_away_from_the_current_device(level: str) -> None:
+    """And one on two of them; the current device stays the first."""
+    results: list[list[torch.Tensor]] = []
+    for places in ((0, 0), (1, 1), (0, 1)):
+        torch.manual_seed(0)
+        first, last = (nn.Linear(8, 8).to(f"cuda:{place}") for place in places)
+        model = nn.ModuleList([first, last])
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        engine = preamp.engine_of(model)
+        engine.scaler(0).set_scale(64.0)
+        for turn in range(4):
+            hidden = first(torch.ones(2, 8, device=f"cuda:{places[0]}"))
+            out = last(hidden.to(f"cuda:{places[1]}")).float()
+            loss = (out**2).sum() * (math.inf if turn == 1 else 1.0)
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            preamp.clip_grad_norm_(optimizer, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (engine.steps_applied, engine.steps_skipped) == (3, 1)
+        results.append([p.detach().cpu() for p in preamp.master_params(optimizer)])
+        engine.close()
+    for other in results[1:]:
+        for ours, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_training_follows_float32(level: str) -> None:
+    runs = [Training(one, OPTIMIZERS["AdamW"], loss_scale=None) for one in ("O0", level)]
+    losses: list[list[float]] = []
+    for run in runs:
+        run.factors.fill_(1.0)
+        found: list[float] = []
+        for _ in range(8):
+            run.load(0)
+            found.append(run.loss().item())
+            run.train(clipped, 0, 1)
+        losses.append(found)
+    assert losses[1][-1] < losses[1][0]
+    # bfloat16 keeps 8 bits, so single losses may differ by 2**-8 of their value and a little more.
+    assert losses[1] == pytest.approx(losses[0], rel=2**-5)
+    assert {scaler.device.type for scaler in runs[1].engine.scalers} == {"cuda"}
+
+
+def test_torch_takes_its_multi_tensor_path_for_masters() -> None:
+    run = Training("O2", torch.optim.AdamW)
+    run.load(0)
+    run.backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.optimizer.step()
+    assert any("_foreach_" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_tensors_on_other_devices_are_not_cast(level: str) -> None:
+    net = nn.Linear(2, 2).cuda()
+    preamp.initialize(net, opt_level=level, scope="thread", verbosity=0)
+    matrix = torch.randn(4, 4)
+    assert torch.mm(matrix, matrix).dtype is torch.float32
+    assert torch.mm(matrix.cuda(), matrix.cuda()).dtype in (torch.float16, torch.bfloat16)
