@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -60,8 +60,7 @@ class Plan:
     sizes: Sequence[int]  # elements of the first list's tensors
     # What back ends have made that follows from sizes and dtypes alone
     kept: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    # Addresses of each list, zeros where it is empty
-    at: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    at: np.ndarray = field(init=False)  # addresses of each list, zeros where it is empty
 
     def of(self, lists: Sequence[Column | None]) -> Plan:
         """The plan for lists of the same kind, as they lie now; transforms of torch have none."""
@@ -69,7 +68,7 @@ class Plan:
             () if kind is None else pick(cast("Tensors", row), self.places)
             for row, kind in zip(lists, self.dtypes, strict=True)
         ]
-        plan = replace(self, rows=rows)
+        plan = Plan(self.device, self.dtypes, self.places, rows, self.sizes, self.kept)
         plan.at = plan.addresses()
         return plan
 
@@ -108,7 +107,7 @@ class _Known:
     """What lists were sorted into, and guards that say whether others are like them."""
 
     def __init__(self, rows: Sequence[Tensors], plans: Sequence[Plan], others: list[int]) -> None:
-        self.plans = [replace(plan, rows=()) for plan in plans]
+        self.plans = [Plan(p.device, p.dtypes, p.places, (), p.sizes, p.kept) for p in plans]
         self.others = others
         tensors = list(itertools.chain(*rows))
         self._guards: Any = None
