@@ -50,6 +50,7 @@ class Script:
         settle_thread()
         assert self.state() == self.before
         assert not thread_has_casts()
+        assert not thread_casts.STALE
 
     def play(self) -> None:
         for name, *given in self.acts:
@@ -126,8 +127,10 @@ class Script:
         """End one of the casts that are left."""
         self.pushes.pop(int(number)).unwind()
 
-    def hand(self, enabled: str) -> None:
-        torch.set_autocast_enabled("cpu", enabled == "on")
+    def hand(self, dtype: str) -> None:
+        """As a script sets the state itself."""
+        torch.set_autocast_enabled("cpu", dtype != "off")
+        torch.set_autocast_dtype("cpu", DTYPES.get(dtype, BF16))
 
     def settle(self) -> None:
         settle_thread()
@@ -199,6 +202,9 @@ PROGRAMS = {
     "plainly; push bf16; pop; settle; plainly",
     "the state was set by hand": "push bf16; hand off; pop; sees f32; push f16; sees f16; pop; "
     "sees f32",
+    "the dtype was set by hand": "push bf16; hand f16; pop; sees f16; hand off",
+    "begun in a user's block within another": "block bf16; block f16; push bf16; end; pop; "
+    "sees bf16; end",
     # Ctrl-C
     "interrupted": "caught; cast bf16; cast f16; interrupt; plainly",
     "interrupted in a thread's casts": "push bf16; note; caught; cast bf16; cast f16; interrupt; "
@@ -212,7 +218,7 @@ def test_where_casts_are_active(name: str) -> None:
     Script(PROGRAMS[name])
 
 
-ENTRANCES = ["settle", "plain; end", "cast bf16; end", "disabled; end", "push f16; pop; settle"]
+ENTRANCES = ["settle", "plain; end", "cast bf16; end", "disabled; end", "push f16; pop"]
 ENTRANCES += ["backward; end"]
 BEHIND = {
     "ended by another thread": "push bf16; thread; pop; end; {}; plainly",
