@@ -274,11 +274,13 @@ def loss_of(
 
 @dataclass(frozen=True)
 class Call:
-    """Something a script does."""
+    """Something a script does, by a method of `World` that takes what the call has."""
+
+    method = ""
 
     def run(self, world: World) -> None:
         """Do it on both sides."""
-        raise NotImplementedError
+        getattr(world, self.method)(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -352,11 +354,9 @@ class Iteration(Call):
 class Zero(Call):
     """Zero or drop gradients: of an optimizer (0, 1), of the model, or of a parameter."""
 
+    method = "zero"
     whose: int | str
     to_none: bool
-
-    def run(self, world: World) -> None:
-        world.zero(self.whose, to_none=self.to_none)
 
 
 @dataclass(frozen=True)
@@ -375,21 +375,17 @@ class Clip(Call):
 class Read(Call):
     """Compare the gradient of one parameter, which makes it."""
 
+    method = "read"
     name: str
-
-    def run(self, world: World) -> None:
-        world.read(self.name)
 
 
 @dataclass(frozen=True)
 class Write(Call):
     """Write to a weight of the model."""
 
+    method = "write"
     name: str
     how: Literal["fill_", "mul_", "data =", "data.fill_", "exact"]
-
-    def run(self, world: World) -> None:
-        world.write(self.name, self.how)
 
 
 @dataclass(frozen=True)
@@ -417,61 +413,50 @@ class Halve(Call):
 class Add(Call):
     """Give the model another layer, and an optimizer a group of its parameters."""
 
-    def run(self, world: World) -> None:
-        world.add()
+    method = "add"
 
 
 @dataclass(frozen=True)
 class Pair(Call):
     """Copy the model, and where there are no masters its optimizers with it, and train the copy."""
 
+    method = "train_copy"
     index: int
     how: Literal["deepcopy", "pickle", "save"] = "deepcopy"
-
-    def run(self, world: World) -> None:
-        world.train_copy(self.index, self.how)
 
 
 @dataclass(frozen=True)
 class Freeze(Call):
     """Freeze a parameter, or let it be trained again."""
 
+    method = "freeze"
     name: str
     trains: bool = False
-
-    def run(self, world: World) -> None:
-        world.freeze(self.name, trains=self.trains)
 
 
 @dataclass(frozen=True)
 class Look(Call):
     """A forward without gradients, a deep copy, or ``state_dict``."""
 
+    method = "look"
     through: Literal["forward", "deepcopy", "state_dict", "exact_weights"]
-
-    def run(self, world: World) -> None:
-        world.look(self.through)
 
 
 @dataclass(frozen=True)
 class Checkpoint(Call):
     """Save everything, load it, or go on in a new process: from there, or from a file of now."""
 
+    method = "checkpoint"
     how: Literal["save", "load", "restart", "loaded before", "file"]
-
-    def run(self, world: World) -> None:
-        world.checkpoint(self.how)
 
 
 @dataclass(frozen=True)
 class Again(Call):
     """Close the engine and initialize again, maybe at another level or with split masters."""
 
+    method = "again"
     level: str
     splits: bool = False
-
-    def run(self, world: World) -> None:
-        world.again(self.level, splits=self.splits)
 
 
 # -- both sides ----------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models copied, pickled or saved, alone and with what refers to them; optimizers that are not."""
+"""Copies, files and compiled forms of models and optimizers, alone and with what refers to them."""
 
 import copy
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +17,13 @@ from torch import nn
 import preamp
 import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from kit.compare import same
-from kit.loops import loss_of, train_plain, train_step, weights
-from kit.run import Net
+from kit.compare import halves_match, same
+from kit.loops import begin, loss_of, masters, train_plain, train_step, weights
+from kit.run import Net, batch_of
 from preamp.compat.stash import attach_stashes
 
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 Build = Callable[[Any], torch.optim.Optimizer]
 
 BUILDS: dict[str, Build] = {
@@ -55,15 +58,6 @@ def started(level: str, build: str = "SGD", model: Any = Net, **more: Any) -> An
     trained = [param for param in net.parameters() if param.requires_grad]
     arguments = {"opt_level": level, "verbosity": 0, "backend": "reference"} | more
     return preamp.initialize(net, BUILDS[build](trained), **arguments)
-
-
-@calls
-def test_a_pair_without_masters_stays_half(call: Any) -> None:
-    model, optimizer = started("O3")
-    train_step(model, optimizer, 0)
-    made, made_optimizer = call((model, optimizer))
-    params = made_optimizer.param_groups[0]["params"]
-    assert all(a is b for a, b in zip(params, made.parameters(), strict=True))
 
 
 @MASTERS
@@ -155,20 +149,6 @@ def test_a_pickled_model_needs_no_preamp(level: str) -> None:
     assert same(weights(made), dict(model.state_dict()))
 
 
-@MASTERS
-def test_a_copy_of_a_copy_and_a_new_engine(level: str) -> None:
-    model, optimizer = started(level)
-    train_step(model, optimizer, 0)
-    made = copy.deepcopy(pickled(copy.deepcopy(model)))
-    assert same(weights(made), dict(model.state_dict()))
-    again, other = preamp.initialize(
-        made, BUILDS["SGD"](made.parameters()), opt_level=level, verbosity=0
-    )
-    train_step(again, other, 1)
-    preamp.engine_of(again).close()
-    assert "__reduce_ex__" not in vars(again) | vars(other)
-
-
 # -- optimizers of other kinds -----------------------------------------------------------------
 
 
@@ -217,34 +197,6 @@ def test_an_optimizer_that_copies_all_attributes(level: str, call: Any, has_stas
     assert optimizer.own == ["kept", *["step"] * 2]
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_a_scheduler_stays_behind_and_attributes_of_the_user_come_along(level: str) -> None:
-    net = Net()
-    optimizer: Any = CopiesAll(net.parameters())
-    optimizer.my_hooks = dict.fromkeys(range(20), "kept")
-    model, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a function around the step
-    train_step(model, optimizer, 0)
-    made = pickle.loads(pickle.dumps(optimizer))
-    assert "step" not in vars(made)
-    assert made.my_hooks == optimizer.my_hooks == dict.fromkeys(range(20), "kept")
-    preamp.engine_of(optimizer).close()
-    assert len(optimizer.my_hooks) == 20
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_wrapper_with_the_attributes_of_an_optimizer_is_copied_as_itself(level: str) -> None:
-    class Slow:
-        def __init__(self, optimizer: Any) -> None:
-            vars(self).update(vars(optimizer))
-
-    net = Net()
-    _, optimizer = preamp.initialize(
-        net, BUILDS["SGD"](net.parameters()), opt_level=level, verbosity=0
-    )
-    assert type(copy.copy(Slow(optimizer))) is Slow
-
-
 # -- optimizers that are copied ----------------------------------------------------------------
 
 
@@ -256,8 +208,7 @@ def test_a_copied_optimizer_says_how_to_build_one(
     level: str, call: Any, build: str, together: bool
 ) -> None:
     model = Net()
-    optimizer = BUILDS.get(build, CopiesAll)(model.parameters())
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer = begin(level, model, BUILDS.get(build, CopiesAll)(model.parameters()))
     train_step(model, optimizer, 0)
     made = call((model, optimizer))[1] if together else call(optimizer)
     for param in made.param_groups[0]["params"]:
@@ -287,3 +238,116 @@ def test_a_copied_optimizer_of_float32_weights_trains_the_copied_model(call: Any
     assert not torch.equal(made.bn.weight, before)
     with pytest.raises(preamp.PreampStateError, match="is a copy of one with float32 masters"):
         with_masters.step()
+
+
+def is_plain(level: str) -> bool:
+    """Whether copies are plain float32 modules: wherever weights are float32 or have masters."""
+    return level != "O3"
+
+
+# -- models ----------------------------------------------------------------------------------
+
+
+@ALL_LEVELS
+@calls
+def test_a_copy_is_a_model_of_its_own(level: str, call: Any) -> None:
+    """It has the exact weights, nothing of ours, and neither of the two hears of the other."""
+    model, optimizer = started(level)
+    train_step(model, optimizer, 0)
+    twin = call(model)
+    assert type(twin) is Net
+    with pytest.raises(preamp.PreampStateError, match="has no engine"):
+        preamp.engine_of(twin)
+    assert {value.dtype for value in twin.state_dict().values()} == {torch.float32, torch.int64}
+    for part, plain in zip(twin.modules(), Net().modules(), strict=True):
+        assert {"__deepcopy__", "__reduce_ex__", "forward"}.isdisjoint(vars(part))
+        if is_plain(level):
+            assert not any(value for name, value in vars(part).items() if "hooks" in name)
+            assert vars(part).keys() <= vars(plain).keys()
+    exact = copy.deepcopy(dict(model.state_dict()) if is_plain(level) else weights(model))
+    assert same(weights(twin), exact)
+    x = batch_of(model, 7)
+    ours, its = model.eval()(x), twin.eval()(x)
+    assert its.dtype is torch.float32
+    torch.testing.assert_close(its, ours, rtol=0.1 * is_plain(level), atol=0.1 * is_plain(level))
+
+    train_step(model.train(), optimizer, 1)
+    assert same(weights(twin), exact)
+    before = weights(model), masters(optimizer)
+    train_plain(twin.train(), torch.optim.SGD(twin.parameters(), lr=0.125), 0)
+    assert not same(weights(twin), exact)
+    assert same((weights(model), masters(optimizer)), before)
+    twin.load_state_dict(model.state_dict())
+    assert same(weights(twin), dict(model.state_dict()) if is_plain(level) else before[0])
+
+    if is_plain(level):
+        preamp.initialize(twin, opt_level=level, verbosity=0)
+        assert preamp.engine_of(twin) is not preamp.engine_of(model)
+
+
+# -- compiled and wrapped --------------------------------------------------------------------
+
+
+class Recalled:
+    """A hook with a state, as those of scripts may have one."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+
+
+@ALL_LEVELS
+def test_hooks_have_one_order(level: str) -> None:
+    """As torch 2.8 compiles them in that of the dictionary below the ``OrderedDict``."""
+    model, first, second = nn.Linear(2, 1), Recalled(), Recalled()
+    handle = model.register_forward_pre_hook(first)
+    model.register_forward_pre_hook(second)
+    preamp.initialize(model, opt_level=level, verbosity=0)
+    tables = [table for name, table in vars(model).items() if name.endswith("_hooks")]
+    for table in tables:
+        assert list(table) == list(dict.keys(table))
+    hooks = list(model._forward_pre_hooks.values())
+    assert hooks.index(first) < hooks.index(second)
+    handle.remove()
+    model(torch.ones(1, 2))
+    assert (first.calls, second.calls) == (0, 1)
+
+
+@ALL_LEVELS
+def test_engine_is_found_through_data_parallel(level: str) -> None:
+    model, optimizer = started(level)
+    wrapped = nn.DataParallel(model)
+    assert preamp.engine_of(wrapped) is preamp.engine_of(optimizer)
+    train_step(wrapped, optimizer, 0)
+    assert halves_match(model)
+
+
+FIRST_COMPILED_UNDER_CASTS = """
+import sys, torch, preamp
+
+def normalized(x):
+    return torch.layer_norm(x, (4,))
+
+net = torch.nn.Linear(4, 4)
+preamp.initialize(net, opt_level="O1", verbosity=0)
+print("torch._dynamo" in sys.modules)
+torch.compile(normalized, backend="eager")(torch.randn(2, 4))
+preamp.engine_of(net).close()
+torch.compiler.reset()
+compiled = torch.compile(normalized, backend="eager", fullgraph=True)
+print(compiled(torch.randn(2, 4)).dtype)
+"""
+
+
+@pytest.mark.full
+def test_compiling_after_an_engine_that_was_compiled_under() -> None:
+    """The compiler's table of torch's functions may have been made while they were replaced."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_COMPILED_UNDER_CASTS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["False", "torch.float32"], done.stderr

@@ -18,6 +18,7 @@ import preamp
 from cases.levels import EXACT, LEVEL_NAMES, LEVELS
 from cases.models import Damage, Exact, loss_of
 from cases.optimizers import ALL, NO_ROW, OptimizerCase
+from kit.loops import begin, scaled_backward
 from kit.pair import Pair
 
 
@@ -105,12 +106,10 @@ def test_muon(level: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 def test_a_static_scale_applies_infinite_gradients(level: str, scale: float) -> None:
     model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    optimizer = begin(level, model, torch.optim.SGD(model.parameters(), lr=1.0), loss_scale=scale)
     damage = Damage(model.linear.weight, math.inf)
     damage.armed = True
-    with preamp.scale_loss(loss_of([model], 0), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss_of([model], 0), optimizer)
     optimizer.step()
     engine = preamp.engine_of(model)
     assert not engine.last_step_skipped

@@ -99,6 +99,27 @@ def test_the_schedule_counts_the_steps_that_were_taken(name: str, level: str, ea
     assert rates == plain_rates(SCHEDULERS[name], 4)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_step_of_its_own_follows_a_skipped_one(name: str, level: str, early: bool) -> None:
+    """A-17: warnings are errors here, the one about the order of the two steps included."""
+    run = Run(SCHEDULERS[name], level, early=early)
+    rates = [run.lr]
+    for overflow in (True, False, False, False):
+        run.train(overflow=overflow)
+        run.scheduler.step()
+        rates.append(run.lr)
+    assert rates == plain_rates(SCHEDULERS[name], 4)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_scheduler_before_the_optimizer_is_still_warned_about(level: str) -> None:
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        Run(level=level).scheduler.step()
+
+
 def test_a_plateau_gets_its_metric() -> None:
     run = Run(lambda o: S.ReduceLROnPlateau(o, factor=0.5, patience=0))
     rates = []
@@ -143,22 +164,6 @@ def test_larc(early: bool) -> None:
     assert preamp.step_scheduler(run.scheduler, run.optimizer.optim)
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_a_step_bound_before_initialize(level: str) -> None:
-    """It cannot be kept from running, and changes nothing then; that is a skipped step too."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = S.StepLR(optimizer, 1, 0.5)
-    step = optimizer.step
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    for overflow in (True, False):
-        optimizer.zero_grad()
-        with preamp.scale_loss(model(torch.ones(3, 4)).float().sum() * 1e-3, optimizer) as scaled:
-            (scaled * math.nan if overflow else scaled).backward()
-        step()
-        assert preamp.step_scheduler(scheduler, optimizer) != overflow
-
-
 def test_where_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     far_from_the_host(monkeypatch)
     run = Run(optimizer=FusedAdam)
@@ -168,21 +173,6 @@ def test_where_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(preamp.step_scheduler(run.scheduler, run.optimizer))
     assert taken == [False, True, False]
     assert run.lr == 0.05
-
-
-def test_each_optimizer_by_itself() -> None:
-    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    preamp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
-    schedulers = [S.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
-    for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-        loss = model(torch.ones(3, 4)).float().sum() * 1e-3
-        with preamp.scale_loss(loss, optimizer, index) as scaled:
-            (scaled * math.inf if index == 0 else scaled).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    taken = [preamp.step_scheduler(*pair) for pair in zip(schedulers, optimizers, strict=True)]
-    assert taken == [False, True]
 
 
 def test_fp16_optimizer() -> None:
