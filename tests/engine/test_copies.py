@@ -288,33 +288,6 @@ def test_a_copy_is_a_model_of_its_own(level: str, call: Any) -> None:
 # -- compiled and wrapped --------------------------------------------------------------------
 
 
-class Recalled:
-    """A hook with a state, as those of scripts may have one."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, *args: Any) -> None:
-        self.calls += 1
-
-
-@ALL_LEVELS
-def test_hooks_have_one_order(level: str) -> None:
-    """As torch 2.8 compiles them in that of the dictionary below the ``OrderedDict``."""
-    model, first, second = nn.Linear(2, 1), Recalled(), Recalled()
-    handle = model.register_forward_pre_hook(first)
-    model.register_forward_pre_hook(second)
-    preamp.initialize(model, opt_level=level, verbosity=0)
-    tables = [table for name, table in vars(model).items() if name.endswith("_hooks")]
-    for table in tables:
-        assert list(table) == list(dict.keys(table))
-    hooks = list(model._forward_pre_hooks.values())
-    assert hooks.index(first) < hooks.index(second)
-    handle.remove()
-    model(torch.ones(1, 2))
-    assert (first.calls, second.calls) == (0, 1)
-
-
 @ALL_LEVELS
 def test_engine_is_found_through_data_parallel(level: str) -> None:
     model, optimizer = started(level)

@@ -139,16 +139,6 @@ def test_what_an_export_left_on_ends_with_the_next_forward(level: str) -> None:
     assert_same(exported(model)(X), model(X))
 
 
-@casting
-def test_a_model_within_another(level: str) -> None:
-    outer, inner = started(level), started(level)
-    outer.register_module("inner", inner)
-    model = nn.Sequential(outer)
-    outer.register_forward_hook(lambda _, args, out: out + inner(args[0]))
-    with torch.no_grad():
-        assert_same(exported(model)(X), model(X))
-
-
 @pytest.fixture
 def strict_knows_hooks() -> None:
     """Strict exports of torch until 2.8 fail at any hook of a model."""

@@ -260,15 +260,6 @@ def test_what_may_talk_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torchs.float32.found == "finite"
 
 
-def test_far_from_the_host_only_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There each look waits for the device."""
-    monkeypatch.setattr(trace, "host_reaches", lambda _: False)
-    assert traced(nn.Sequential(nn.Identity(), large()), "O2").float32 is None
-    found = traced(nn.Sequential(nn.Identity(), large()), "O2", steps=2)
-    assert found.float32 is not None
-    assert found.float32.max_abs == 160000.0
-
-
 def test_a_backward_is_not_tried() -> None:
     found = traced(Layer(lambda x: (x * 0).sqrt()), "O2")
     assert (found.phase, found.float32) == ("backward", None)

@@ -179,40 +179,7 @@ def test_weights_that_do_not_move_are_counted(level: str, fused: bool) -> None:
     assert stalled == ([3, 3, 3] if level == "O3" else [3, 3, 2])
 
 
-def test_a_skipped_step_stalls_nothing() -> None:
-    model, optimizer = started("O2", numerics="full", numerics_every=1)
-    train_step(model, optimizer, 0, poison=True)
-    train_step(model, optimizer, 1)
-    skipped, taken = history_of(model).of(NumericsRecord)
-    assert {tensor.stalled for tensor in named(skipped, "weight").values()} == {None}
-    assert named(taken, "weight")["first.weight"].stalled is not None
-
-
-def test_sparse_gradients_are_left_out() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
-    optimizer = begin("O0", model, torch.optim.SGD(model.parameters(), lr=0.1), numerics="full")
-    scaled_backward(model(torch.tensor([1, 2])).sum(), optimizer)
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert [*named(record)] == ["1.weight", "1.bias"]
-    assert [*named(record, "weight")] == ["0.weight", "1.weight", "1.bias"]
-
-
 # -- files, checkpoints, the end -------------------------------------------------------------
-
-
-def test_two_engines_do_not_write_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    model, optimizer = started("O2", history=path)
-    other, its_optimizer = make()
-    before = {name: param.clone() for name, param in other.named_parameters()}
-    with pytest.raises(preamp.PreampStateError, match="is being written already"):
-        preamp.initialize(other, its_optimizer, opt_level="O2", verbosity=0, history=path)
-    assert all(torch.equal(param, before[name]) for name, param in other.named_parameters())
-    with pytest.raises(preamp.PreampStateError, match="has no engine"):
-        preamp.engine_of(other)
-    train_step(model, optimizer, 0)
-    assert len(read_history(path)) == 2
 
 
 def test_a_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -268,15 +235,6 @@ def test_apexs_checkpoints_set_no_counter_and_take_nothing_back() -> None:
     history = history_of(model)
     assert history.of(ResumeRecord) == []
     assert [record.step for record in history.of(StepRecord)] == [1, 2]
-
-
-def test_giving_up_is_in_the_history(tmp_path: Path) -> None:
-    model, optimizer = started("O2", max_consecutive_skips=2, history=tmp_path / "run.jsonl")
-    train_step(model, optimizer, 0, poison=True)
-    with pytest.raises(preamp.LossScaleError, match="2 optimizer steps in a row"):
-        train_step(model, optimizer, 1, poison=True)
-    kinds = [record.kind for record in read_history(tmp_path / "run.jsonl")]
-    assert kinds == ["run", "overflow", "step", "overflow", "step"]
 
 
 REFUSED: dict[str, tuple[str, list[Any]]] = {

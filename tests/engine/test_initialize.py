@@ -532,14 +532,6 @@ def test_inputs(level: str, by_keyword: bool) -> None:
     assert found[-1] == range(2)
 
 
-def test_the_callers_containers_are_not_changed() -> None:
-    model = echo("O2")
-    given = {"x": torch.ones(1), "list": [torch.ones(1)]}
-    model(given)
-    assert given["x"].dtype is F32
-    assert given["list"][0].dtype is F32
-
-
 # -- outputs ---------------------------------------------------------------------------------
 
 

@@ -56,25 +56,6 @@ def test_initializing_again_replaces_hooks_and_lets_the_engine_go(level: str) ->
     assert_refused("lifetime", "no engine", lambda: preamp.engine_of(model), kind=kind)
 
 
-@pytest.mark.parametrize("level", F32_WEIGHTS)
-def test_an_optimizer_initialized_earlier_goes_on(level: str) -> None:
-    """Two optimizers of one model, initialized one after the other, as Apex allowed."""
-    model = Parts()
-    first = torch.optim.SGD(model.a.parameters(), lr=0.5)
-    second = torch.optim.SGD(model.b.parameters(), lr=0.5)
-    preamp.initialize(model, first, opt_level=level, verbosity=0)
-    preamp.initialize(model, second, opt_level=level, verbosity=0)
-    before = [param.detach().clone() for param in model.parameters()]
-    train(model, first)
-    train(model, second)
-    assert not any(
-        torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True)
-    )
-    for optimizer in (first, second):
-        preamp.engine_of(optimizer).close()
-    assert hooks_of(model) == 0
-
-
 def test_initializing_again_at_a_level_without_casts_ends_the_casts() -> None:
     """A-9: O1's casts stayed on for good."""
     model = Parts()
@@ -267,28 +248,6 @@ def test_amp_without_a_living_engine_has_no_state() -> None:
     amp._amp_state.handle._deactivate()
 
 
-def _skip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with amp.scale_loss(model(torch.randn(8, 4)).sum(), optimizer) as scaled:
-        (scaled * float("inf")).backward()
-    optimizer.step()
-
-
-@pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_amps_state_has_nothing_of_what_was_dropped_before_a_call(level: str) -> None:
-    """As in a search over learning rates, or in a notebook's cell that runs again."""
-    for count in range(3):
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-        for _ in range(count):
-            _skip(model, optimizer)
-        scale = 2.0 ** (16 - count)
-        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
-        amp._amp_state.loss_scalers[0]._loss_scale = 64.0
-        assert preamp.engine_of(optimizer).loss_scale() == 64.0
-
-
 def test_a_layer_shared_with_a_dropped_engine_is_free() -> None:
     shared = nn.Linear(4, 4)
     preamp.initialize(nn.Sequential(shared, nn.Linear(4, 2)), opt_level="O1", verbosity=0)
@@ -334,47 +293,6 @@ def test_collected_by_another_thread_than_the_main_one() -> None:
 
 def _product() -> torch.dtype:
     return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
-
-
-ENTRANCES = ("forward", "step", "scale_loss", "initialize", "close", "GradScaler")
-
-
-def _enter(name: str) -> Callable[[], object]:
-    """Something that enters preamp, made beforehand."""
-    model, optimizer = _engine(opt_level="O0")
-    scaler = preamp.GradScaler(optimizer)
-
-    def block() -> None:
-        with preamp.scale_loss(torch.ones(()), optimizer):
-            pass
-
-    calls: dict[str, Callable[[], object]] = {
-        "forward": lambda: model(torch.ones(1, 4)),
-        "step": optimizer.step,
-        "scale_loss": block,
-        "initialize": lambda: _engine(opt_level="O0"),
-        "close": preamp.engine_of(model).close,
-        "GradScaler": lambda: scaler.scale(torch.ones(())),
-    }
-    return calls[name]
-
-
-@pytest.mark.parametrize("entrance", ENTRANCES)
-def test_collected_by_another_thread_than_its_own(entrance: str) -> None:
-    """Its casts end where preamp is entered; casting/test_settle has functions and forks."""
-    seen: list[bool] = []
-
-    def run() -> None:
-        enter = _enter(entrance)
-        attributes, casts = _attributes(), _casts()
-        _collected_by_another_thread()
-        enter()
-        gc.collect()
-        seen.append(_attributes() == attributes)
-        seen.append(_casts() == casts)
-
-    _on_another_thread(run)
-    assert seen == [True, True]
 
 
 class _Fault(BaseException):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import preamp
-from cases.levels import EXACT, LEVEL_NAMES, LEVELS
+from cases.levels import LEVEL_NAMES, LEVELS
 from cases.models import Damage, Exact, loss_of
 from cases.optimizers import ALL, NO_ROW, OptimizerCase
 from kit.loops import begin, scaled_backward
@@ -91,15 +91,6 @@ def test_every_torch_optimizer_has_a_row() -> None:
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     } - {"Optimizer"}
     assert theirs <= {row.kind.__name__ for row in ALL} | set(NO_ROW)  # type: ignore[attr-defined]
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("level", EXACT)
-def test_muon(level: str) -> None:
-    pair = Pair(level, lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]))
-    for index in range(3):
-        pair.train(index)
-        pair.check(f"step {index}")
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])

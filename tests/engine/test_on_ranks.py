@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks have together: accumulation, weights that collectives write, and ``GradScaler``."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,8 @@ from cases.ranks import run_ranks
 from cases.selection import combinations
 from cases.tolerances import assert_same
 from distributed.ranks import RUNS_ON_CPUS
+from kit.loops import scaled_backward
+from kit.run import Run
 from preamp.kernels import stored
 from preamp.optimizers import FusedSGD
 
@@ -46,29 +49,16 @@ class Inner(nn.Module):
         return self.part(x)
 
 
-class Run:
-    """A one-layer model and its optimizer at a level, wrapped around or inside."""
+class Ranked(Run):
+    """A one-layer model of this rank, wrapped around or inside, and another one beside it."""
 
     def __init__(self, level: str, scale: Any, *, view: bool = False, inside: bool = False) -> None:
-        self.model: Any = Inner()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        other = nn.Linear(2, 1)
-        self.other = torch.optim.SGD(other.parameters(), lr=0.5)
-        preamp.initialize(
-            [self.model, other],
-            [self.optimizer, self.other],
-            opt_level=level,
-            loss_scale=scale,
-            num_losses=2,
-            verbosity=0,
-        )
-        self.engine = preamp.engine_of(self.model)
-        self._other_model = other
-        wrap: Any = DistributedDataParallel
+        super().__init__(level, "SGD", Inner, count=2, loss_scale=scale, num_losses=2)
+        wrap: Any = functools.partial(DistributedDataParallel, gradient_as_bucket_view=view)
         if inside:
-            self.wrapper = self.model.part = wrap(self.model.part, gradient_as_bucket_view=view)
+            self.wrapper = self.model.part = wrap(self.model.part)
         else:
-            self.wrapper = wrap(self.model, gradient_as_bucket_view=view)
+            self.wrapper = wrap(self.model)
         self._forward = self.model if inside else self.wrapper
 
     def no_sync(self, on: bool) -> Any:
@@ -77,10 +67,10 @@ class Run:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._forward(x).float()
 
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x).sum() / 64
 
-    def backward(
+    def block(
         self, loss: torch.Tensor, loss_id: int = 0, *, delay: bool = False, retain: bool = False
     ) -> None:
         with preamp.scale_loss(loss, self.optimizer, loss_id, delay_unscale=delay) as scaled:
@@ -88,17 +78,12 @@ class Run:
 
     def elsewhere(self) -> None:
         """A whole block of the other optimizer, with the same loss scaler."""
-        with preamp.scale_loss(self._other_model(torch.ones(1, 2)).sum(), self.other) as scaled:
-            scaled.backward()
+        scaled_backward(self.models[1](torch.ones(1, 2)).sum(), self.optimizers[1])
 
     def gradient(self) -> torch.Tensor:
         (param,) = preamp.master_params(self.optimizer)
         assert param.grad is not None
         return param.grad.clone()
-
-    def step(self, *, set_to_none: bool = True) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def accumulate(rank: int) -> dict[str, list[torch.Tensor]]:
@@ -110,69 +95,71 @@ def accumulate(rank: int) -> dict[str, list[torch.Tensor]]:
         )
     }
     for level, (name, case) in combinations(LEVELS, CASES.items()):
-        run = Run(level, 128.0, inside=name == "wrapped inside")
+        run = Ranked(level, 128.0, inside=name == "wrapped inside")
         found[f"{level}-{name}"] = [_one_step(case, run, rank, step) for step in range(STEPS)]
         run.engine.close()
     return found
 
 
 def _gradients(rank: int, level: str, mode: str, view: bool, scale: Any) -> list[torch.Tensor]:
-    run = Run(level, scale, view=view)
+    run = Ranked(level, scale, view=view)
     found: list[torch.Tensor] = []
     for step in range(STEPS):
         for part in range(2):
             is_last = part == 1
             # Without delay_unscale every block unscales, gradients of this rank alone included.
             with run.no_sync(mode != "sync" and not is_last):
-                loss = run.loss(inputs(rank, step, part))
-                run.backward(loss, delay=mode == "delay" and not is_last)
+                loss = run.loss_of(inputs(rank, step, part))
+                run.block(loss, delay=mode == "delay" and not is_last)
         found.append(run.gradient())
         # Zeroed in place the gradients go on lying in the buckets; dropped they do not.
-        run.step(set_to_none=step % 2 == 0)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=step % 2 == 0)
     run.engine.close()
     return found
 
 
-def _one_step(case: Any, run: Run, rank: int, step: int) -> torch.Tensor:
+def _one_step(case: Any, run: Ranked, rank: int, step: int) -> torch.Tensor:
     case(run, inputs(rank, step, 0), inputs(rank, step, 1))
     grad = run.gradient()
-    run.step()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     return grad
 
 
-def _plain(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+def _plain(run: Ranked, first: torch.Tensor, second: torch.Tensor) -> None:
     with run.no_sync(True):
-        run.backward(run.loss(first))
-    run.backward(run.loss(second))
+        run.block(run.loss_of(first))
+    run.block(run.loss_of(second))
 
 
-def _another_block_between(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+def _another_block_between(run: Ranked, first: torch.Tensor, second: torch.Tensor) -> None:
     with run.no_sync(True):
-        run.backward(run.loss(first), delay=True)
-    loss = run.loss(second)
+        run.block(run.loss_of(first), delay=True)
+    loss = run.loss_of(second)
     run.elsewhere()  # ends a block of the engine, and may change the scale
-    run.backward(loss)
+    run.block(loss)
 
 
-def _another_loss_after_delay(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+def _another_loss_after_delay(run: Ranked, first: torch.Tensor, second: torch.Tensor) -> None:
     with run.no_sync(True):
-        run.backward(run.loss(first), delay=True)
-    run.backward(run.loss(second), 1)
+        run.block(run.loss_of(first), delay=True)
+    run.block(run.loss_of(second), 1)
 
 
-def _plain_then_delayed(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+def _plain_then_delayed(run: Ranked, first: torch.Tensor, second: torch.Tensor) -> None:
     with run.no_sync(True):
-        run.backward(run.loss(first))
-        run.backward(run.loss(second) * 0, delay=True)
-    run.backward(run.loss(second))
+        run.block(run.loss_of(first))
+        run.block(run.loss_of(second) * 0, delay=True)
+    run.block(run.loss_of(second))
 
 
-def _forward_inside_the_block(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+def _forward_inside_the_block(run: Ranked, first: torch.Tensor, second: torch.Tensor) -> None:
     for x, is_last in ((first, False), (second, True)):
         with run.no_sync(not is_last):
             one = torch.ones((), requires_grad=True)
             with preamp.scale_loss(one, run.optimizer) as scale:
-                (run.loss(x) * scale).backward()
+                (run.loss_of(x) * scale).backward()
 
 
 CASES = {
@@ -184,35 +171,35 @@ CASES = {
 }
 
 
-def _all_of_it(run: Run, x: torch.Tensor, factor: float) -> None:
+def _all_of_it(run: Ranked, x: torch.Tensor, factor: float) -> None:
     with run.no_sync(True):
-        run.backward(run.loss(x) * factor)
+        run.block(run.loss_of(x) * factor)
 
 
-def _left_scaled(run: Run, x: torch.Tensor, factor: float) -> None:
+def _left_scaled(run: Ranked, x: torch.Tensor, factor: float) -> None:
     with run.no_sync(True):
-        run.backward(run.loss(x) * factor, delay=True)
+        run.block(run.loss_of(x) * factor, delay=True)
 
 
-def _forward_alone(run: Run, x: torch.Tensor, factor: float) -> None:
+def _forward_alone(run: Ranked, x: torch.Tensor, factor: float) -> None:
     """It is the forward that tells `DistributedDataParallel` whether to reduce."""
     with run.no_sync(True):
-        loss = run.loss(x)
-    run.backward(loss * factor)
+        loss = run.loss_of(x)
+    run.block(loss * factor)
 
 
-def _two_losses_of_a_forward(run: Run, x: torch.Tensor, factor: float) -> None:
+def _two_losses_of_a_forward(run: Ranked, x: torch.Tensor, factor: float) -> None:
     with run.no_sync(True):
         output = run.forward(x)
-    run.backward((output / 64).sum(), retain=True)
-    run.backward((output / 64).sum() * factor)
+    run.block((output / 64).sum(), retain=True)
+    run.block((output / 64).sum() * factor)
 
 
-def _forward_alone_inside_the_block(run: Run, x: torch.Tensor, factor: float) -> None:
+def _forward_alone_inside_the_block(run: Ranked, x: torch.Tensor, factor: float) -> None:
     one = torch.ones((), requires_grad=True)
     with preamp.scale_loss(one, run.optimizer) as scale:
         with run.no_sync(True):
-            loss = run.loss(x)
+            loss = run.loss_of(x)
         (loss * factor * scale).backward()
 
 
@@ -230,13 +217,13 @@ def overflow_alone(rank: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     cases = combinations(("O1", "O2"), (False, True), UNREDUCED.items(), size=2)
     for level, inside, (mode, backward) in cases:
-        torch.manual_seed(0)
-        run = Run(level, "dynamic", inside=inside)
+        run = Ranked(level, "dynamic", inside=inside)
         for step in range(3):
             factor = torch.inf if step == 1 and rank == 0 else 1.0
             backward(run, inputs(rank, step, 0), factor)
-            run.backward(run.loss(inputs(rank, step, 1)))
-            run.step()
+            run.block(run.loss_of(inputs(rank, step, 1)))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
         (param,) = preamp.master_params(run.optimizer)
         found[f"{level}-{mode}-{inside}"] = [
             run.engine.loss_scale(),

@@ -324,19 +324,6 @@ def test_a_mask_of_everything_that_came_in() -> None:
     assert runs.told == ("", "forward", "softmax")
 
 
-@pytest.mark.parametrize("keyword", [False, True])
-def test_arguments_by_keyword(keyword: bool) -> None:
-    """What came in by keyword is not made by the function that got it."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        return torch.mul(input=y, other=y) if keyword else torch.mul(y, y)
-
-    runs = Runs(Function(function))
-    runs.step(runs.models[0](torch.full((4, 4), 1e30)).sum())
-    assert runs.told == ("Function", "forward", "exp")
-
-
 def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         both = torch.stack([x.exp() * math.inf, x])

@@ -297,15 +297,9 @@ def test_a_cause_as_a_record() -> None:
 def test_the_message(names: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(verbosity=1)
     capsys.readouterr()
-
-    def spoil(grad: torch.Tensor) -> torch.Tensor:
-        spoilt = torch.full_like(grad, 8.0)
-        spoilt.view(-1)[0] = math.inf
-        return spoilt
-
     run.step()
     for name in names:
-        run.model.get_parameter(name).register_hook(spoil)
+        run.damage(name)
     run.step()
     assert capsys.readouterr().out == (
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 8.0 "

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients applied as soon as they are made: the numbers of training without that, to the bit."""
 
-import copy
 import itertools
-import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -436,15 +434,6 @@ def test_a_body_that_raises(steps: int, storage: str) -> None:
     assert run.steps() == [steps, steps]
     assert_whole(run.play("iterate 0 1"))
     assert run.steps() == [steps + 2, steps + 2]
-
-
-def test_copies_have_no_hooks() -> None:
-    run = Training("O0").play("iterate 0 1")
-    for twin in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
-        loss_of(twin, 0).backward()
-        assert twin.first.weight.grad is not None
-    assert same(copy.deepcopy(run.optimizer).state_dict(), run.optimizer.state_dict())
-    assert pickle.loads(pickle.dumps(run.optimizer)).storage.release_gradients
 
 
 def test_files_are_refused_until_a_step_and_undo_what_has_no_step(tmp_path: Path) -> None:

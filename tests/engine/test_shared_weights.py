@@ -15,6 +15,7 @@ from cases.models import Parts
 from cases.tolerances import assert_same
 from kit.loops import scaled_backward
 from kit.pair import Build, sgd
+from kit.refusals import refused
 
 levels = pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # where weights stay float32
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
@@ -179,17 +180,7 @@ def test_optimizers_that_share_weights_share_delayed_gradients(level: str, losse
 # -- half weights, which one optimizer updates -----------------------------------------------------
 
 half_levels = pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-REFUSED = (
-    "The half weight {!r} is in two optimizers, an SGD and {}. Where weights are half, each is "
-    "updated by one optimizer. Give it to one of the two, or choose O1 (O4 for bfloat16), where "
-    "weights stay float32 and may be in both."
-)
-
-
-def refused(call: Callable[[], object], name: str, second: str) -> None:
-    with pytest.raises(preamp.PreampStateError) as found:
-        call()
-    assert str(found.value) == REFUSED.format(name, second)
+SHARED = "engine", "a half weight in two optimizers"
 
 
 @half_levels
@@ -204,9 +195,8 @@ def test_a_half_weight_in_two_optimizers_is_refused(
     ours = two_optimizers(model)
     before = copy.deepcopy(model.state_dict())
     options: Any = {"allow_half_model": allow_half_model, "verbosity": 0}
-    refused(
-        lambda: preamp.initialize(model, ours, opt_level=level, **options), "a.weight", "an Adam"
-    )
+    with refused(*SHARED, model, *ours, weight="a.weight", second="an Adam"):
+        preamp.initialize(model, ours, opt_level=level, **options)
     for name, value in model.state_dict().items():
         assert_same(value, before[name])
     preamp.initialize(model, ours, opt_level="O1", **options)
@@ -245,7 +235,8 @@ def test_a_half_weight_that_is_to_join_a_second_optimizer_is_refused(
     run.backward("ab")
     held: Any = run.ours[0].param_groups[0]["params"]
     weight = held[2] if as_masters else run.model.b.weight
-    refused(lambda: run.ours[1].add_param_group({"params": [weight]}), "0.b.weight", "an SGD")
+    with refused(*SHARED, changes=True, weight="0.b.weight", second="an SGD"):
+        run.ours[1].add_param_group({"params": [weight]})
     assert [len(one.param_groups) for one in run.ours] == [1, 1]
     run.ours[1].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     for optimizer in run.ours:
@@ -258,4 +249,5 @@ def test_a_half_weight_written_into_the_groups_of_a_second_optimizer_is_refused(
     """There is no call to refuse it in, so the next block does."""
     run = Sharing(level)
     run.ours[1].param_groups[0]["params"].append(run.model.b.weight)
-    refused(lambda: run.backward("ab", *run.ours), "0.b.weight", "an SGD")
+    with refused(*SHARED, changes=True, weight="0.b.weight", second="an SGD"):
+        run.backward("ab", *run.ours)

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import HALF_WEIGHTS, WITH_MASTERS
 from kit.compare import halves_match, same
-from kit.loops import make, started, train_plain, train_step
+from kit.loops import started, train_step
 from kit.run import Net, Run, assert_alike
-from preamp import amp
 from preamp.core.torch_private.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
@@ -145,37 +143,6 @@ def test_tied_weights(level: str) -> None:
 
 
 # -- files of Apex ---------------------------------------------------------------------------
-
-
-@ALL_LEVELS
-def test_file_in_the_format_of_apex(level: str) -> None:
-    """float32 model (widened halves), torch's optimizer dict, and the scalers' numbers."""
-    source, trained = make(optimizer="Adam")
-    train_plain(source, trained, 0)
-    file = io.BytesIO()
-    state = {
-        "model": {
-            k: v.half().float() if v.is_floating_point() else v
-            for k, v in source.state_dict().items()
-        },
-        "optimizer": trained.state_dict(),
-        "amp": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 17}},
-    }
-    torch.save(state, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    model, optimizer = make(1, "Adam")
-    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    model.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    amp.load_state_dict(loaded["amp"])
-    assert amp.state_dict() == state["amp"]
-    assert same(model.state_dict()["first.weight"], state["model"]["first.weight"]) or level in (
-        "O3",
-    )
-    train_step(model, optimizer, 1)
-    assert halves_match(model)
-    assert all(p.isfinite().all() for p in model.parameters())
 
 
 BUILDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

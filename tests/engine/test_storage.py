@@ -293,22 +293,6 @@ def test_a_write_to_a_half_weight_counts(level: str) -> None:
                 assert (param - halves[name]).abs().max() < 0.05
 
 
-# -- the end, and copies --------------------------------------------------------------------------
-
-
-def test_copies_have_plain_parameters_and_may_be_moved() -> None:
-    run = start("O5", "split").play("iterate")
-    copied = copy.deepcopy(run.optimizer)
-    pairs = zip(copied.param_groups[0]["params"], copy.deepcopy(run.params()), strict=True)
-    assert all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
-    run.play("train 0")
-    want = dict(run.model.state_dict())
-    run.play("move")
-    assert same(want, dict(run.model.state_dict()))
-    read: Any = pickle.loads(pickle.dumps(run.model))
-    assert read.double().first.weight.dtype is torch.float64
-
-
 # -- refusals, and what is said -------------------------------------------------------------------
 
 
@@ -402,35 +386,6 @@ def test_engines_say_their_storage(door: Any) -> None:
     run.play("iterate")
     assert "storage: 6 masters are split" in run.engine.explain()
     assert run.optimizer.storage == preamp.Storage(masters="split")
-
-
-class Slices(nn.Module):
-    """Weights that are slices of one tensor, and so count each other's writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        flat = torch.linspace(-1, 1, 24)
-        self.weights = nn.ParameterList([flat[8 * n : 8 * n + 8] for n in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([x.to(weight.dtype) * weight for weight in self.weights]).sum()
-
-
-@levels
-def test_slices_of_one_tensor_stay_exact(level: str) -> None:
-    weights: list[list[torch.Tensor]] = []
-    for storage in ("full", "split"):
-        run = start(level, storage, model=Slices, starts=False)
-        (group,) = run.optimizer.param_groups
-        # Groups are updated one after the other.
-        run.optimizer.param_groups[:] = [{**group, "params": [p]} for p in group["params"]]
-        run.initialize()
-        for number in range(4):
-            run.back(run.model(torch.arange(8.0) + number))
-            run.play("step; zero")
-        weights.append([twin.value().clone() for twin in run.twins()])
-    for mine, wanted in zip(*weights, strict=True):
-        torch.testing.assert_close(wanted, mine, rtol=2.0**-20, atol=2.0**-38)
 
 
 @levels

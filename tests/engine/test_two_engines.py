@@ -16,27 +16,13 @@ from torch import nn
 import preamp
 from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
 from kit.compare import differences, picture, same
-from kit.loops import everything, loss_of, make, started, train_step
+from kit.loops import everything, make, started, train_step
 from preamp import amp
 
 STEPS = 4
 
 
 Run = tuple[Any, Any]
-
-
-def test_what_has_no_argument_means_engines_made_through_amp() -> None:
-    one, two = make(), make(1)
-    amp.initialize(*one, opt_level="O2", verbosity=0)
-    amp.initialize(*two, opt_level="O1", verbosity=0, loss_scale=4.0)
-    started("O5", 2)  # preamp's own spelling is not among them
-    assert amp.state_dict() == {
-        "loss_scaler0": {"loss_scale": 4.0, "unskipped": 0},  # of the latest call
-        "loss_scaler1": {"loss_scale": 2.0**16, "unskipped": 0},
-    }
-    assert amp._amp_state.opt_properties.opt_level == "O1"
-    with amp.scale_loss(loss_of(one[0], 0), one[1]) as scaled:  # the first still has its own scale
-        assert scaled.item() == pytest.approx(2.0**16 * loss_of(one[0], 0).item(), rel=0.2)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
