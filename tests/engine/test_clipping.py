@@ -371,13 +371,20 @@ def test_clipping_for_two_optimizers_of_the_same_weights(level: str) -> None:
 
 
 def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, asked, census = Pair("O2", FusedAdam), list[bool](), ByDevice.census
+    """From the second clip on, which then takes no pass of its own."""
+    pair, asked, passes = Pair("O2", FusedAdam), list[bool](), list[int]()
+    census, l2norm = ByDevice.census, ByDevice.l2norm
 
     def note(self: Any, grads: Any, device: Any, **options: Any) -> Any:
         asked.append(options["with_norm"])
         return census(self, grads, device, **options)
 
+    def count(self: Any, grads: Any, *rest: Any) -> Any:
+        passes.append(len(grads))
+        return l2norm(self, grads, *rest)
+
     monkeypatch.setattr(ByDevice, "census", note)
+    monkeypatch.setattr(ByDevice, "l2norm", count)
     for clips in (True, True, False, False):
         pair.ours(0)
         if clips:
@@ -385,6 +392,7 @@ def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.M
         pair.optimizer.step()
         pair.optimizer.zero_grad()
     assert asked == [False, True, True, False]
+    assert len(passes) == 1
 
 
 def test_scaled_squares_that_overflow_are_not_believed() -> None:

@@ -14,7 +14,17 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND, CASTING_FUNCTIONS, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, batch
-from kit.loops import begin, make, scaled_backward, scaled_step, train_plain
+from kit.compare import same
+from kit.loops import (
+    begin,
+    make,
+    scaled_backward,
+    scaled_step,
+    started,
+    train_plain,
+    train_step,
+    weights,
+)
 from kit.refusals import assert_refused, refused
 from preamp import amp
 from preamp.optimizers import FusedAdam, FusedSGD
@@ -141,6 +151,21 @@ def test_zero_grad_keeps_its_label_and_whoever_replaced_it(monkeypatch: pytest.M
     )
     optimizer.zero_grad()
     assert called == [True]
+
+
+def test_a_hook_that_cannot_be_removed_keeps_no_weights() -> None:
+    model, optimizer = started("O2")
+    train_step(model, optimizer, 0)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fail() -> None:
+        raise RuntimeError("stuck")
+
+    engine = preamp.engine_of(model)
+    engine.undo.push(fail)
+    with pytest.raises(RuntimeError, match="stuck"):
+        engine.close()
+    assert same(weights(model), exact)
 
 
 # -- close, compared attribute by attribute ---------------------------------------------------

@@ -18,7 +18,6 @@ import preamp
 from cases.levels import LEVEL_NAMES, LEVELS
 from cases.models import Damage, Exact, loss_of
 from cases.optimizers import ALL, NO_ROW, OptimizerCase
-from kit.loops import begin, scaled_backward
 from kit.pair import Pair
 
 
@@ -91,19 +90,3 @@ def test_every_torch_optimizer_has_a_row() -> None:
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     } - {"Optimizer"}
     assert theirs <= {row.kind.__name__ for row in ALL} | set(NO_ROW)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-@pytest.mark.parametrize("scale", [1.0, 128.0])
-def test_a_static_scale_applies_infinite_gradients(level: str, scale: float) -> None:
-    model = Exact()
-    optimizer = begin(level, model, torch.optim.SGD(model.parameters(), lr=1.0), loss_scale=scale)
-    damage = Damage(model.linear.weight, math.inf)
-    damage.armed = True
-    scaled_backward(loss_of([model], 0), optimizer)
-    optimizer.step()
-    engine = preamp.engine_of(model)
-    assert not engine.last_step_skipped
-    assert engine.loss_scale() == scale
-    assert model.linear.weight[-1, -1].item() == -math.inf
-    assert torch.isfinite(model.linear.weight.view(-1)[:-1]).all()

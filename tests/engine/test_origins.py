@@ -397,6 +397,18 @@ class Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_mode_that_ends_within_a_function_does_not_stay() -> None:
+    """As where the engine is collected there: torch takes a mode off while it hears."""
+    first = OperationMode(lambda *_: first.leave())
+    second = OperationMode(lambda *_: None)
+    first.enter()
+    torch.ones(2).add(1.0)
+    second.enter()
+    second.leave()
+    stack = overrides._get_current_function_mode_stack()
+    assert not any(mode in (first, second) for mode in stack)
+
+
 @pytest.mark.parametrize("default", [None, "cpu"])
 def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -> None:
     """Which end by taking off the topmost."""

@@ -187,13 +187,6 @@ def test_preamp_off() -> None:
     assert run.lr == 0.05
 
 
-@pytest.mark.parametrize("level", ["O3", "O4", "O5"])
-def test_static_scales_skip_nothing(level: str) -> None:
-    run = Scheduled(level=level, loss_scale=1.0)
-    run.train()
-    assert preamp.step_scheduler(run.scheduler, run.optimizer)
-
-
 def test_training_that_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device decides, asking is when the end is noticed."""
     far_from_the_host(monkeypatch)

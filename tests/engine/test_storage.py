@@ -494,10 +494,6 @@ def test_wrong_storages(name: str, given: dict[str, Any]) -> None:
         preamp.Storage(**given)
 
 
-def test_seeds_may_be_of_any_whole_type() -> None:
-    assert preamp.Storage(seed=torch.tensor(7)).seed == 7  # pyright: ignore[reportArgumentType]
-
-
 def test_explain_counts_moments() -> None:
     model = nn.Linear(64, 128)
     optimizer = begin("O5", model, FusedAdam(model.parameters()), storage="compact")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES
 from kit.compare import differences, picture, same
 from kit.loops import everything, make, started, train_step
 from preamp import amp
@@ -165,16 +165,6 @@ def test_a_shared_layer_is_refused_where_one_engine_has_it_half(
     preamp.engine_of(one[0]).close()
     preamp.initialize(second, optimizer, opt_level=levels[1], verbosity=0)
     assert preamp.engine_of(second).policy.opt_level == levels[1]
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("first", F32_WEIGHTS)
-@pytest.mark.parametrize("second", F32_WEIGHTS)
-def test_a_shared_float32_layer_is_accepted(first: str, second: str) -> None:
-    one, two = pair()
-    preamp.initialize(*one, opt_level=first, verbosity=0)
-    preamp.initialize(*two, opt_level=second, verbosity=0)
-    assert preamp.engine_of(one[0]) is not preamp.engine_of(two[0])
 
 
 def test_a_layer_shared_with_a_model_that_has_changed_over_is_refused() -> None:
