@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import preamp
 import preamp.optimizers
+from cases.host_reads import far_from_the_host
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, batch, values
 from cases.tolerances import assert_same
@@ -393,6 +394,14 @@ def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.M
         pair.optimizer.zero_grad()
     assert asked == [False, True, True, False]
     assert len(passes) == 1
+
+
+def test_far_from_the_host_no_clip_enlarges(monkeypatch: pytest.MonkeyPatch) -> None:
+    far_from_the_host(monkeypatch)
+    pair = Pair("O2", loss_scale=64.0)
+    pair.backward(0)
+    preamp.clip_grad_norm_(pair.optimizer, 1e9)
+    pair.check_grads()
 
 
 def test_scaled_squares_that_overflow_are_not_believed() -> None:
