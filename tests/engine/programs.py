@@ -19,8 +19,8 @@ import math
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -274,11 +274,13 @@ def loss_of(
 
 @dataclass(frozen=True)
 class Call:
-    """Something a script does."""
+    """Something a script does, by a method of `World` that takes what the call has."""
+
+    method = ""
 
     def run(self, world: World) -> None:
         """Do it on both sides."""
-        raise NotImplementedError
+        getattr(world, self.method)(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -341,7 +343,7 @@ class Iteration(Call):
     index: int
     loss_id: int = 0
     max_norm: float | None = None
-    by: Literal["preamp", "torch", "preamp alone"] = "torch"
+    by: Literal["preamp", "torch", "alone"] = "torch"
     poison: bool = False
 
     def run(self, world: World) -> None:
@@ -352,11 +354,9 @@ class Iteration(Call):
 class Zero(Call):
     """Zero or drop gradients: of an optimizer (0, 1), of the model, or of a parameter."""
 
+    method = "zero"
     whose: int | str
     to_none: bool
-
-    def run(self, world: World) -> None:
-        world.zero(self.whose, to_none=self.to_none)
 
 
 @dataclass(frozen=True)
@@ -375,21 +375,17 @@ class Clip(Call):
 class Read(Call):
     """Compare the gradient of one parameter, which makes it."""
 
+    method = "read"
     name: str
-
-    def run(self, world: World) -> None:
-        world.read(self.name)
 
 
 @dataclass(frozen=True)
 class Write(Call):
     """Write to a weight of the model."""
 
+    method = "write"
     name: str
-    how: Literal["fill_", "mul_", "data =", "data.fill_", "exact"]
-
-    def run(self, world: World) -> None:
-        world.write(self.name, self.how)
+    how: Literal["fill_", "mul_", "assigned", "data.fill_", "exact"]
 
 
 @dataclass(frozen=True)
@@ -397,7 +393,7 @@ class WriteMasters(Call):
     """Write to what an optimizer holds."""
 
     optimizer: int
-    how: Literal["mul_", "copy_", "data =", "data.fill_"]
+    how: Literal["mul_", "copy_", "assigned", "data.fill_"]
 
     def run(self, world: World) -> None:
         world.write_masters(self.optimizer, self.how)
@@ -417,61 +413,72 @@ class Halve(Call):
 class Add(Call):
     """Give the model another layer, and an optimizer a group of its parameters."""
 
-    def run(self, world: World) -> None:
-        world.add()
+    method = "add"
 
 
 @dataclass(frozen=True)
 class Pair(Call):
     """Copy the model, and where there are no masters its optimizers with it, and train the copy."""
 
+    method = "train_copy"
     index: int
     how: Literal["deepcopy", "pickle", "save"] = "deepcopy"
-
-    def run(self, world: World) -> None:
-        world.train_copy(self.index, self.how)
 
 
 @dataclass(frozen=True)
 class Freeze(Call):
     """Freeze a parameter, or let it be trained again."""
 
+    method = "freeze"
     name: str
     trains: bool = False
-
-    def run(self, world: World) -> None:
-        world.freeze(self.name, trains=self.trains)
 
 
 @dataclass(frozen=True)
 class Look(Call):
     """A forward without gradients, a deep copy, or ``state_dict``."""
 
+    method = "look"
     through: Literal["forward", "deepcopy", "state_dict", "exact_weights"]
-
-    def run(self, world: World) -> None:
-        world.look(self.through)
 
 
 @dataclass(frozen=True)
 class Checkpoint(Call):
     """Save everything, load it, or go on in a new process: from there, or from a file of now."""
 
-    how: Literal["save", "load", "restart", "loaded before", "file"]
-
-    def run(self, world: World) -> None:
-        world.checkpoint(self.how)
+    method = "checkpoint"
+    how: Literal["save", "load", "restart", "loaded_before", "file"]
 
 
 @dataclass(frozen=True)
 class Again(Call):
     """Close the engine and initialize again, maybe at another level or with split masters."""
 
+    method = "again"
     level: str
     splits: bool = False
 
-    def run(self, world: World) -> None:
-        world.again(self.level, splits=self.splits)
+
+def program(text: str) -> list[Call]:
+    """Calls in words: ``"Backward ab 1 delay; Zero model to_none; Step 0"``.
+
+    Values stand in the order of a call's attributes; what is true or false is named where it is
+    true.
+    """
+    calls = list[Call]()
+    for name, *words in map(str.split, text.split(";")):
+        kind = next(kind for kind in Call.__subclasses__() if kind.__name__ == name)
+        flags = {field.name: field.name in words for field in fields(kind) if field.type == "bool"}
+        calls.append(kind(*[_value(word) for word in words if word not in flags], **flags))
+    return calls
+
+
+def _value(word: str) -> Any:
+    """A number where the word is one."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word
 
 
 # -- both sides ----------------------------------------------------------------------------------
@@ -806,7 +813,7 @@ class World:
             self.overflowed[i] = poison
             self.forget(i)
             if call.max_norm is not None:
-                if call.by != "preamp alone":
+                if call.by != "alone":
                     scaler.unscale_(self.opts[i])
                 if not poison:
                     self.clip_unscaled(i, call.max_norm, call.by)
@@ -817,7 +824,7 @@ class World:
 
     def clip_unscaled(self, i: int, max_norm: float, by: str) -> None:
         """Torch's clip takes the norm of half gradients in their dtype."""
-        first = "" if by == "preamp alone" else f"unscale_(opt{i}); "
+        first = "" if by == "alone" else f"unscale_(opt{i}); "
         self.log.append(f"{first}{by}.clip_grad_norm_(opt{i}, {max_norm})")
         grads = self.grads(i).values()
         norm = float(torch.stack([grad.double().norm() for grad in grads]).norm()) if grads else 0.0
@@ -1172,7 +1179,7 @@ class World:
                 self.restart()
                 preamp.load_checkpoint(f"{folder}/run", self.ours, self.opts, rng=False)
         elif how != "load":
-            self.restart(loads=how == "loaded before")
+            self.restart(loads=how == "loaded_before")
         (ours, opts, engine), (plain, plain_opts) = copy.deepcopy(self.saved)
         if how in ("load", "restart"):
             self.load(ours, opts)
@@ -1429,7 +1436,7 @@ def _write(param: torch.Tensor, how: str, value: float) -> None:
         param.mul_(0.5)
     elif how == "copy_":
         param.copy_(torch.full_like(param, value))
-    elif how == "data =":
+    elif how == "assigned":
         param.data = torch.full_like(param, value + 0.25)
     else:
         param.data.fill_(value)

@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``clip_grad_norm_`` of all that torch's takes, and with every kind of norm."""
+"""Clipping: what may be clipped, by every kind of norm, and clips of what is still scaled."""
+
+from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import preamp
-from cases.levels import BY_NAME, LEVEL_NAMES
-from cases.models import values
+import preamp.optimizers
+from cases.host_reads import far_from_the_host
+from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
+from cases.models import Parts, batch, values
 from cases.tolerances import assert_same
+from kit.loops import begin, scaled_backward
 from kit.pair import Pair
 from kit.refusals import assert_refused, refused
+from preamp.kernels.by_device import ByDevice
+from preamp.optimizers import FusedAdam, FusedSGD
+
+levels = pytest.mark.parametrize("level", LEVEL_NAMES)
+with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
+
+
+def masters_of(pair: Pair) -> list[Any]:
+    return list(preamp.master_params(pair.optimizer))
+
 
 FORMS: dict[str, Callable[[Pair], Any]] = {
     "optimizer": lambda pair: pair.optimizer,
@@ -73,6 +91,21 @@ def test_some_of_an_optimizer_are_clipped_and_no_others(
             assert_same(master.grad, grad)
 
 
+@with_masters
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_gradient_is_unscaled_by_its_own_factor(level: str, order: int) -> None:
+    """A clip of some parameters leaves the others theirs."""
+    late, made = (Pair(level, lambda ps: FusedSGD(ps, lr=0.5)) for _ in range(2))
+    for pair in (late, made):
+        pair.ours(0)
+        preamp.clip_grad_norm_(list(pair.model.parameters())[::order][:2], 2.0**-10)
+        if pair is made:
+            assert [master.grad for master in masters_of(pair)]
+        pair.optimizer.step()
+    for ours, wanted in zip(values(late.optimizer), values(made.optimizer), strict=True):
+        assert_same(ours, wanted)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_one_tensor_and_a_frozen_one(level: str) -> None:
     pair = Pair(level)
@@ -87,20 +120,6 @@ def test_one_tensor_and_a_frozen_one(level: str) -> None:
     assert preamp.clip_grad_norm_(params, 1.0).item() == 0.0
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_two_optimizers_of_an_engine_are_clipped_as_one_vector(level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in model]
-    preamp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
-    with preamp.scale_loss(model(torch.ones(2, 4)).sum(), optimizers) as scaled:
-        scaled.backward()
-    norm = preamp.clip_grad_norm_(model.parameters(), 0.5)
-    masters = [param for one in optimizers for param in preamp.master_params(one)]
-    clipped = torch.cat([m.grad.flatten() for m in masters]).norm()  # type: ignore[union-attr]
-    assert float(norm) > 1
-    assert float(clipped) == pytest.approx(0.5, rel=1e-4)
-
-
 def test_a_norm_that_is_not_finite_raises_where_asked_for() -> None:
     pair = Pair("O2")
     pair.overflow()
@@ -109,8 +128,33 @@ def test_a_norm_that_is_not_finite_raises_where_asked_for() -> None:
     assert not preamp.clip_grad_norm_(pair.model.parameters(), 1.0).isfinite()
 
 
+@levels
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("by", ["preamp", "torch"])
+def test_clipping_an_overflow_gives_its_norm_and_skips(
+    level: str, norm_type: float, by: str
+) -> None:
+    pair = Pair(level, loss_scale="dynamic")
+    before = values(pair.optimizer)
+    pair.overflow()
+    if by == "preamp":
+        norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(masters_of(pair), 1.0, norm_type)
+    assert not torch.isfinite(norm)
+    pair.optimizer.step()
+    assert pair.engine.last_step_skipped
+    for now, was in zip(values(pair.optimizer), before, strict=True):
+        assert_same(now, was)
+    pair.zero()
+    pair.train(1)
+    pair.check()
+
+
 STRAY = nn.Parameter(torch.ones(3))
 STRAY.grad = torch.ones(3)
+
+
 REFUSED: dict[str, Callable[[nn.Module, nn.Module], Any]] = {  # of two engines
     "models of two engines": lambda one, other: [*one.parameters(), *other.parameters()],
     "a parameter of no optimizer": lambda *_: nn.Parameter(torch.ones(3)),
@@ -133,7 +177,7 @@ def test_what_cannot_be_clipped_is_refused(name: str) -> None:
     assert_refused("clipping", name, lambda: preamp.clip_grad_norm_(params, 1.0), *models)
 
 
-# -- every kind of norm, at every level, against float64 --------------------------------------
+# -- every kind of norm, at every level, against float64 -------------------------------------------
 
 
 ORDERS = [0.5, 1, 2, 3, math.inf]
@@ -183,10 +227,8 @@ def test_norm_and_clipped_gradients(
 ) -> None:
     values = kind()
     model = Sums(*values)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    with preamp.scale_loss(model(*values), optimizer) as scaled:
-        scaled.backward()
+    optimizer = begin(level, model, torch.optim.SGD(model.parameters(), lr=1.0), loss_scale=1.0)
+    scaled_backward(model(*values), optimizer)
     expected = exact_norm(values, order)
     norm = preamp.clip_grad_norm_(optimizer, max_norm, norm_type=order)
     assert norm.dtype is torch.float32
@@ -216,3 +258,236 @@ def test_float64_and_empty_gradients_beside_half_ones(order: float) -> None:
         weight.grad = torch.ones_like(weight)
     norm = preamp.clip_grad_norm_(optimizer, 1e9, norm_type=order)
     assert float(norm) == pytest.approx(exact_norm([torch.ones(90_005)], order), rel=1e-5)
+
+
+@levels
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_counts_all_dtypes(level: str, norm_type: float) -> None:
+    extra = nn.Parameter(torch.tensor([0.0], dtype=torch.float64))
+    pair = Pair(level)
+    pair.optimizer.add_param_group({"params": [extra]})
+    x, coefficients = batch(0)
+    loss = (pair.model(x) * coefficients).sum().double() + extra.sum() * 3
+    scaled_backward(loss, pair.optimizer)
+    norm = preamp.clip_grad_norm_(pair.optimizer, 1.5, norm_type)
+    assert norm.item() == pytest.approx(3.0, rel=1e-3)
+    assert extra.grad is not None
+    assert extra.grad.dtype is torch.float64
+    assert extra.grad.item() == pytest.approx(1.5, rel=1e-3)
+
+
+# -- the norm that the census takes along ----------------------------------------------------------
+
+
+scaling = pytest.mark.parametrize("level", EXACT)
+
+
+def clipped(level: str) -> Pair:
+    """A pair that was clipped once, so that norms are taken along."""
+    pair = Pair(level, FusedAdam, loss_scale="dynamic")
+    pair.engine.scaler(0).set_scale(64.0)
+    pair.ours(0)
+    preamp.clip_grad_norm_(pair.optimizer, 0.1)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    return pair
+
+
+def assert_norm(pair: Pair) -> None:
+    norm = preamp.clip_grad_norm_(pair.optimizer, math.inf)
+    grads = [torch.zeros(1), *(m.grad for m in masters_of(pair) if m.grad is not None)]
+    assert float(norm) == pytest.approx(exact_norm(grads, 2), rel=1e-5)
+
+
+def penalty(pair: Pair) -> None:
+    """On the master of a weight whose half gradient is not there."""
+    pair.optimizer.zero_grad()
+    pair.ours(1, "a")
+    masters_of(pair)[2].double().square().sum().backward()
+
+
+def written_outside(pair: Pair) -> None:
+    """No loss scale is on what a backward outside of blocks makes."""
+    pair.optimizer.zero_grad()
+    pair.loss(1).backward()
+    params: Any = list(pair.model.parameters())
+    params[0].grad[1:] = 0
+    params[2].grad.mul_(1)
+
+
+def replaced(pair: Pair) -> None:
+    for master in masters_of(pair):
+        master.grad = None
+        master.grad = torch.full_like(master, 100.0)
+
+
+CHANGES: dict[str, Callable[[Pair], object]] = {
+    "drop": lambda pair: setattr(masters_of(pair)[0], "grad", None),
+    "accumulate": lambda pair: pair.ours(2),
+    "assign": lambda pair: setattr(first := masters_of(pair)[0], "grad", torch.ones_like(first)),
+    "write": lambda pair: masters_of(pair)[0].grad.mul_(3.0),
+    "penalty": penalty,
+    "written outside": written_outside,
+    "replaced": replaced,
+}
+
+
+@scaling
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_norm_of_other_gradients_is_taken_anew(level: str, change: str) -> None:
+    pair = clipped(level)
+    pair.ours(1)
+    CHANGES[change](pair)
+    assert_norm(pair)
+
+
+@scaling
+def test_gradients_reduced_by_hand_have_another_norm(level: str) -> None:
+    """all_reduce writes to gradients without raising their version."""
+    pair = clipped(level)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pair.ours(1)
+        for param in pair.model.parameters():
+            assert param.grad is not None
+            param.grad.data.mul_(3.0)  # as if there were more ranks
+        assert_norm(pair)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_clipping_for_two_optimizers_of_the_same_weights(level: str) -> None:
+    """What the first clip has shrunk is small already when the second one looks."""
+    model = Parts()
+    optimizers = begin(level, model, [FusedAdam(model.parameters()) for _ in range(2)])
+    preamp.engine_of(model).scaler(0).set_scale(64.0)
+    for _ in range(2):
+        scaled_backward(model(batch(0)[0]).float().sum(), optimizers)
+        first, second = (preamp.clip_grad_norm_(optimizer, 0.1) for optimizer in optimizers)
+        assert first > 0.1
+        torch.testing.assert_close(second, torch.tensor(0.1), rtol=1e-4, atol=0)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second clip on, which then takes no pass of its own."""
+    pair, asked, passes = Pair("O2", FusedAdam), list[bool](), list[int]()
+    census, l2norm = ByDevice.census, ByDevice.l2norm
+
+    def note(self: Any, grads: Any, device: Any, **options: Any) -> Any:
+        asked.append(options["with_norm"])
+        return census(self, grads, device, **options)
+
+    def count(self: Any, grads: Any, *rest: Any) -> Any:
+        passes.append(len(grads))
+        return l2norm(self, grads, *rest)
+
+    monkeypatch.setattr(ByDevice, "census", note)
+    monkeypatch.setattr(ByDevice, "l2norm", count)
+    for clips in (True, True, False, False):
+        pair.ours(0)
+        if clips:
+            preamp.clip_grad_norm_(pair.optimizer, 0.1)
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    assert asked == [False, True, True, False]
+    assert len(passes) == 1
+
+
+def test_far_from_the_host_no_clip_enlarges(monkeypatch: pytest.MonkeyPatch) -> None:
+    far_from_the_host(monkeypatch)
+    pair = Pair("O2", loss_scale=64.0)
+    pair.backward(0)
+    preamp.clip_grad_norm_(pair.optimizer, 1e9)
+    pair.check_grads()
+
+
+def test_scaled_squares_that_overflow_are_not_believed() -> None:
+    pair = clipped("O0")
+    pair.engine.scaler(0).set_scale(2.0**24)  # finite, but times that too large to be squared
+    scaled_backward(pair.loss(1) * 1e16, pair.optimizer)
+    assert_norm(pair)
+
+
+# -- clips of gradients that are still scaled ------------------------------------------------------
+
+
+def refused_at(level: str, name: str) -> Any:
+    half = str(BY_NAME[level].half).removeprefix("torch.")
+    return refused("doors", name, changes=True, half=half)
+
+
+OVERFLOWING = pytest.mark.parametrize(("level", "scale"), [("O2", 2.0**22), ("O5", 2.0**100)])
+"""Scales whose gradients are finite in half precision while their norm is not."""
+
+
+def signed(pair: Pair) -> Pair:
+    """Let gradients have both signs: by these zeros of a clip differ from a script's zeros."""
+    for model in (pair.model, pair.plain):
+        for param in model.parameters():
+            sign = torch.ones(param.shape)
+            sign.view(-1)[::2] = -1.0
+            param.register_hook(lambda grad, sign=sign: grad * sign.to(grad.dtype))
+    return pair
+
+
+@OVERFLOWING
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("door", ["step", "read", "clip", "backward"])
+def test_clipping_scaled_gradients_to_nothing_is_noticed_at_every_door(
+    level: str, scale: Any, read: bool, door: str
+) -> None:
+    pair = signed(Pair(level, loss_scale=scale))
+    pair.backward(0)
+    if read:
+        pair.check_grads()
+    before = values(pair.optimizer)
+    assert not clip_grad_norm_(pair.model.parameters(), 1.0).isfinite()
+    doors: dict[str, Callable[[], object]] = {
+        "step": pair.optimizer.step,
+        "read": lambda: [master.grad for master in preamp.master_params(pair.optimizer)],
+        "clip": lambda: preamp.clip_grad_norm_(pair.optimizer, 1.0),
+        "backward": lambda: pair.ours(1),
+    }
+    with refused_at(level, "a write to scaled gradients"):
+        doors[door]()
+    for now, was in zip(values(pair.optimizer), before, strict=True):
+        assert_same(now, was)
+    pair.zero()  # afterwards all is as it was
+    pair.train(2)
+    pair.check()
+
+
+class BodyError(Exception):
+    """What the body of a block raises; preamp itself never does."""
+
+
+@with_masters
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_clip_of_zeros_in_place_of_earlier_gradients_drops_nothing(
+    level: str, scale: float, failing: bool
+) -> None:
+    """They lie there where a block brought nothing new, and would stay zeros."""
+    pair = Pair(level, loss_scale=scale)
+    pair.backward(0, "a")
+    with suppress(BodyError), preamp.scale_loss(pair.loss(1, "b"), pair.optimizer) as scaled:
+        scaled.backward()
+        if failing:
+            raise BodyError
+    clip_grad_norm_(pair.model.get_submodule("a").parameters(), 2.0**-12)
+    with refused_at(level, "a clip of zeros"):
+        pair.optimizer.step()
+
+
+@with_masters
+def test_the_norm_of_accumulated_gradients_is_not_that_of_the_last(level: str) -> None:
+    """No scale is on them; clipped by it, their sum might be larger than allowed."""
+    pair = Pair(level, loss_scale=1.0)
+    pair.backward(0)
+    pair.backward(1)
+    clip_grad_norm_(pair.model.parameters(), math.inf)
+    with refused_at(level, "a clip of the last gradient"):
+        pair.optimizer.step()

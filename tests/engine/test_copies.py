@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models copied, pickled or saved, alone and with their optimizers."""
+"""Copies, files and compiled forms of models and optimizers, alone and with what refers to them."""
 
 import copy
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +17,12 @@ from torch import nn
 import preamp
 import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from kit.compare import same
-from kit.loops import train_plain, train_step, weights
-from kit.run import Net
+from kit.compare import halves_match, same
+from kit.loops import masters, train_plain, train_step, weights
+from kit.run import Net, batch_of
 
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 Build = Callable[[Any], torch.optim.Optimizer]
 
 BUILDS: dict[str, Build] = {
@@ -54,15 +57,6 @@ def started(level: str, build: str = "SGD", model: Any = Net, **more: Any) -> An
     trained = [param for param in net.parameters() if param.requires_grad]
     arguments = {"opt_level": level, "verbosity": 0, "backend": "reference"} | more
     return preamp.initialize(net, BUILDS[build](trained), **arguments)
-
-
-@calls
-def test_a_pair_without_masters_stays_half(call: Any) -> None:
-    model, optimizer = started("O3")
-    train_step(model, optimizer, 0)
-    made, made_optimizer = call((model, optimizer))
-    params = made_optimizer.param_groups[0]["params"]
-    assert all(a is b for a, b in zip(params, made.parameters(), strict=True))
 
 
 @MASTERS
@@ -154,20 +148,6 @@ def test_a_pickled_model_needs_no_preamp(level: str) -> None:
     assert same(weights(made), dict(model.state_dict()))
 
 
-@MASTERS
-def test_a_copy_of_a_copy_and_a_new_engine(level: str) -> None:
-    model, optimizer = started(level)
-    train_step(model, optimizer, 0)
-    made = copy.deepcopy(pickled(copy.deepcopy(model)))
-    assert same(weights(made), dict(model.state_dict()))
-    again, other = preamp.initialize(
-        made, BUILDS["SGD"](made.parameters()), opt_level=level, verbosity=0
-    )
-    train_step(again, other, 1)
-    preamp.engine_of(again).close()
-    assert "__reduce_ex__" not in vars(again) | vars(other)
-
-
 # -- optimizers of other kinds -----------------------------------------------------------------
 
 
@@ -241,17 +221,87 @@ def test_a_copied_pair_is_a_plain_float32_one(
     train_step(model, optimizer, 1)
 
 
-@MASTERS
-def test_a_copied_optimizer_is_that_of_no_model(level: str) -> None:
-    """As torch has it; its state can be loaded."""
+def is_plain(level: str) -> bool:
+    """Whether copies are plain float32 modules: wherever weights are float32 or have masters."""
+    return level != "O3"
+
+
+# -- models ----------------------------------------------------------------------------------
+
+
+@ALL_LEVELS
+@calls
+def test_a_copy_is_a_model_of_its_own(level: str, call: Any) -> None:
+    """It has the exact weights, nothing of ours, and neither of the two hears of the other."""
     model, optimizer = started(level)
     train_step(model, optimizer, 0)
-    made = copy.deepcopy(optimizer)
-    assert all(type(p) is nn.Parameter for p in made.param_groups[0]["params"])
-    before = dict(model.state_dict())
-    for param in made.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    made.step()
-    assert same(before, dict(model.state_dict()))
-    optimizer.load_state_dict(made.state_dict())
-    train_step(model, optimizer, 1)
+    twin = call(model)
+    assert type(twin) is Net
+    with pytest.raises(preamp.PreampStateError, match="has no engine"):
+        preamp.engine_of(twin)
+    assert {value.dtype for value in twin.state_dict().values()} == {torch.float32, torch.int64}
+    for part, plain in zip(twin.modules(), Net().modules(), strict=True):
+        assert {"__deepcopy__", "__reduce_ex__", "forward"}.isdisjoint(vars(part))
+        if is_plain(level):
+            assert not any(value for name, value in vars(part).items() if "hooks" in name)
+            assert vars(part).keys() <= vars(plain).keys()
+    exact = copy.deepcopy(dict(model.state_dict()) if is_plain(level) else weights(model))
+    assert same(weights(twin), exact)
+    x = batch_of(model, 7)
+    ours, its = model.eval()(x), twin.eval()(x)
+    assert its.dtype is torch.float32
+    torch.testing.assert_close(its, ours, rtol=0.1 * is_plain(level), atol=0.1 * is_plain(level))
+
+    train_step(model.train(), optimizer, 1)
+    assert same(weights(twin), exact)
+    before = weights(model), masters(optimizer)
+    train_plain(twin.train(), torch.optim.SGD(twin.parameters(), lr=0.125), 0)
+    assert not same(weights(twin), exact)
+    assert same((weights(model), masters(optimizer)), before)
+    twin.load_state_dict(model.state_dict())
+    assert same(weights(twin), dict(model.state_dict()) if is_plain(level) else before[0])
+
+    if is_plain(level):
+        preamp.initialize(twin, opt_level=level, verbosity=0)
+        assert preamp.engine_of(twin) is not preamp.engine_of(model)
+
+
+# -- compiled and wrapped --------------------------------------------------------------------
+
+
+@ALL_LEVELS
+def test_engine_is_found_through_data_parallel(level: str) -> None:
+    model, optimizer = started(level)
+    wrapped = nn.DataParallel(model)
+    assert preamp.engine_of(wrapped) is preamp.engine_of(optimizer)
+    train_step(wrapped, optimizer, 0)
+    assert halves_match(model)
+
+
+FIRST_COMPILED_UNDER_CASTS = """
+import sys, torch, preamp
+
+def normalized(x):
+    return torch.layer_norm(x, (4,))
+
+net = torch.nn.Linear(4, 4)
+preamp.initialize(net, opt_level="O1", verbosity=0)
+print("torch._dynamo" in sys.modules)
+torch.compile(normalized, backend="eager")(torch.randn(2, 4))
+preamp.engine_of(net).close()
+torch.compiler.reset()
+compiled = torch.compile(normalized, backend="eager", fullgraph=True)
+print(compiled(torch.randn(2, 4)).dtype)
+"""
+
+
+@pytest.mark.full
+def test_compiling_after_an_engine_that_was_compiled_under() -> None:
+    """The compiler's table of torch's functions may have been made while they were replaced."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_COMPILED_UNDER_CASTS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["False", "torch.float32"], done.stderr

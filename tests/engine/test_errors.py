@@ -105,6 +105,11 @@ def damage(run: Run, in_loss: int = 0) -> None:
 
 
 @act
+def lower(run: Run) -> None:
+    run.engine.scaler(0).set_scale(2.0**-23)
+
+
+@act
 def spoil(run: Run) -> None:
     with torch.no_grad():
         run.model.last.weight.fill_(float("inf"))
@@ -324,6 +329,10 @@ AFTER = {
         "step", "spoil; backward", changes=True, max_consecutive_skips=1, overflow="trace"
     ),
     "skips": refusal("damage", changes=True, max_consecutive_skips=1),
+    "three skips in a row": refusal(
+        "damage", "damage; damage; iterate; damage; damage", changes=True, max_consecutive_skips=3
+    ),
+    "the lowest scale": refusal("damage", "lower", changes=True, max_consecutive_skips=None),
 }
 
 

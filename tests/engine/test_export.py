@@ -21,6 +21,7 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND, BY_NAME, CASTING_FUNCTIONS
 from cases.tolerances import assert_same
+from kit.loops import scaled_backward
 from kit.refusals import refused
 from preamp import amp
 
@@ -61,8 +62,7 @@ def started(level: str, **more: Any) -> nn.Module:
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
     preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0, **more)
-    with preamp.scale_loss(model(X).sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).sum(), optimizer)
     optimizer.step()
     return model.eval()
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp.GradScaler``: loops written for ``torch.amp``, before and after the one changed line."""
 
-import contextlib
 import copy
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from cases.models import Damage, Exact, Parts, loss_of
 from cases.optimizers import clone_state
 from cases.selection import examples
 from cases.tolerances import assert_same
-from kit.pair import Pair
+from kit.loops import begin, scaled_backward
 from kit.refusals import assert_refused, refused
 from preamp.optimizers import FusedSGD
 
@@ -351,8 +349,7 @@ def test_scaling_of_containers_is_torchs() -> None:
 
 def test_without_scaling_it_lets_everything_through() -> None:
     model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    optimizer = begin("O5", model, torch.optim.SGD(model.parameters(), lr=0.5))
     scaler = preamp.GradScaler(optimizer, enabled=False)
     loss = loss_of([model], 0)
     assert scaler.scale(loss) is loss
@@ -371,16 +368,6 @@ def test_an_engine_that_is_off_turns_it_off() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     preamp.initialize(model, optimizer, enabled=False)
     assert not preamp.GradScaler(optimizer).is_enabled()
-
-
-@pytest.mark.parametrize("scale", [None, 1.0, 128.0])
-def test_a_static_scale_stays(scale: float | None) -> None:
-    """Whatever is loaded; how steps go with one, random programs show."""
-    pair = Pair("O5", loss_scale=scale)
-    scaler = preamp.GradScaler(pair.optimizer)
-    loaded = torch.amp.GradScaler("cpu").state_dict() | {"scale": 4.0}
-    scaler.load_state_dict(loaded)
-    assert scaler.get_scale() == (scale or 1.0)
 
 
 # -- what a script does to unscaled gradients -----------------------------------------------------
@@ -441,8 +428,7 @@ def test_changing_a_part_of_what_was_accumulated_is_warned_of_once(
     """In torch, where nothing is set aside, such a clip is of the whole; so are float32 ones."""
     warns &= BY_NAME[level].has_masters
     model = Parts(0)
-    optimizer = BUILDS["sgd"](model.parameters())
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer = begin(level, model, BUILDS["sgd"](model.parameters()))
     scaler = preamp.GradScaler(optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -484,29 +470,6 @@ def test_zeros_that_a_factor_has_left_keep_what_masters_have(is_zeroed: bool) ->
     torch.testing.assert_close(grads[1], expected, rtol=2.0**-10, atol=0)
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_in_a_step_that_overflowed_nothing_is_held_against_a_script(clips: bool) -> None:
-    """Such as to zero the gradients of masters and of the model, where either alone counts."""
-    model, optimizer, scaler = _uneven("O2")
-    for is_lost in (False, True, False):
-        if is_lost:
-            scaler.scale(model["large"].float().sum() * torch.inf).backward()
-        else:
-            _fill(model, scaler)
-        scaler.unscale_(optimizer)
-        if is_lost:
-            for param in (*preamp.master_params(optimizer), *model.parameters()):
-                if param.grad is not None:
-                    param.grad.zero_()
-        if clips:
-            preamp.clip_grad_norm_(optimizer, 1e9)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert scaler.get_scale() == 2.0**13
-    assert preamp.engine_of(optimizer).sessions[id(optimizer)].steps_applied == 2
-
-
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("max_norm", [0.37, 1e-4, 1e4])
@@ -529,38 +492,38 @@ def test_a_clip_reaches_what_the_half_gradient_cannot_hold(
     assert_same(model.state_dict()["large"], 1 - large)
 
 
-def _clamp(grad: torch.Tensor) -> torch.Tensor:
-    return grad.clamp_(-0.5, 0.5)
-
-
-def _shift(grad: torch.Tensor) -> torch.Tensor:
-    return grad.add_(0.25)
+OTHER_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "clamped": lambda grad: grad.clamp_(-0.5, 0.5),
+    "shifted": lambda grad: grad.add_(0.25),
+    "few values": lambda grad: grad[290:].clamp_(max=0.5),  # those looked at first tell nothing
+    "without a version": lambda grad: grad.data.clamp_(max=0.5),
+}
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("change", [_clamp, _shift])
+@pytest.mark.parametrize("change", OTHER_CHANGES)
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_another_change_is_refused_in_float16_and_taken_as_written_in_bfloat16(
-    level: str, change: Any, accumulates: bool
+    level: str, change: str, accumulates: bool
 ) -> None:
     model, optimizer, scaler = _uneven(level)
     _fill(model, scaler)
     if accumulates:
         _fill(model, scaler)
     scaler.unscale_(optimizer)
-    written = change(model["large"].grad).clone()
+    OTHER_CHANGES[change](model["large"].grad)
+    written = model["large"].grad.clone()
     if BY_NAME[level].half is torch.float16:
         with refused("grad_scaler", "another change than by a factor", model, optimizer):
             scaler.step(optimizer)
         return
-    with _quiet():
-        large, tiny = _gradients(optimizer)
-    assert_same(large, written.float())
-    assert_same(tiny, torch.full((5,), 2.0**-27 * (1 + accumulates)))
-    change(model["large"].grad)
-    with _quiet():
-        _gradients(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny = _gradients(optimizer)[1]
         scaler.step(optimizer)
+    assert_same(tiny, torch.full((5,), 2.0**-27 * (1 + accumulates)))
+    moved = 1 - model.state_dict()["large"]
+    torch.testing.assert_close(moved, written.float(), rtol=0, atol=2.0**-20)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -575,13 +538,6 @@ def test_values_are_clipped_in_float32(level: str, unscales: bool) -> None:
     assert_same(large, weights.clamp(-(2.0**-28), 2.0**-28).to(large.dtype))
     assert_same(tiny, torch.full((5,), 2.0**-28).to(tiny.dtype))
     scaler.step(optimizer)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
@@ -608,86 +564,7 @@ def test_gradients_may_be_zeroed_dropped_replaced_and_negated(level: str) -> Non
             torch.testing.assert_close(found[0], weights * factor, rtol=eps, atol=0)
 
 
-def test_backwards_add_up_in_float32() -> None:
-    """4,096 times 1 and then 1 again: float16 stays at 2,048."""
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    preamp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
-    scaler = preamp.GradScaler(optimizer, init_scale=1.0)
-    for value in (2048.0, 1.0, 1.0, 1.0):
-        scaler.scale(model(torch.full((1, 1), value)).sum()).backward()
-    scaler.unscale_(optimizer)
-    assert _gradients(optimizer)[0].item() == 2051.0
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_gradient_penalty(level: str) -> None:
-    """Torch's example: gradients of the scaled loss are unscaled by hand for a penalty."""
-    torch.manual_seed(0)
-    x, results = torch.randn(4, 3), []
-    for loop in both(level):
-        model, scaler = loop.models[0], loop.scaler
-        loss = model(x.to(model.a.weight.dtype)).float().square().mean()
-        grads = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
-        penalty = sum((grad.float() / scaler.get_scale()).square().sum() for grad in grads)
-        scaler.scale(loss + penalty.sqrt()).backward()
-        scaler.unscale_(loop.optimizers[0])
-        results.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
-        scaler.step(loop.optimizers[0])
-        scaler.update()
-    tolerance = 8 * torch.finfo(BY_NAME[level].half).eps
-    torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
-
-
 # -- what is told ---------------------------------------------------------------------------------
-
-
-def test_a_skipped_step_is_not_called_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    class Counting(torch.optim.SGD):
-        calls = 0
-
-        def step(self, closure: Any = None) -> Any:
-            self.calls += 1
-            return super().step(closure)
-
-    model = Parts()
-    optimizer = Counting(model.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    preamp.initialize(model, optimizer, opt_level="O2")
-    engine = preamp.engine_of(model)
-    scaler = preamp.GradScaler(optimizer, init_scale=2.0**10)
-    damage = Damage(model.b.weight, float("nan"))
-    taken = []
-    for step in range(3):
-        damage.armed = step == 1
-        scaler.scale(loss_of([model], step)).backward()
-        scaler.step(optimizer)
-        assert scaler.get_scale() == (2.0**10 if step < 2 else 2.0**9)  # until the update
-        scaler.update()
-        taken.append(preamp.step_scheduler(schedule, optimizer))
-    assert (taken, optimizer.calls) == ([True, False, True], 2)
-    assert (engine.steps_applied, engine.steps_skipped) == (2, 1)
-    text = capsys.readouterr().out
-    assert "nan first in 'b.weight'" in text
-    assert "reducing loss scale to 512.0" in text
-
-
-def test_a_loss_scale_that_cannot_go_on_ends_the_training() -> None:
-    model = Parts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    scaler = preamp.GradScaler(optimizer, backoff_factor=2.0**-24)
-    damage = Damage(model.b.weight, float("inf"))
-
-    def iterate() -> None:
-        damage.armed = True
-        scaler.scale(loss_of([model], 0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    iterate()
-    with refused("grad_scaler", "the lowest scale", changes=True):
-        iterate()
 
 
 def _start(count: int = 1, **options: Any) -> tuple[nn.Module, list[Any]]:
@@ -711,11 +588,11 @@ def _of_closed() -> Any:
     return scaler
 
 
-def _of_one_backward() -> Any:
+def _after_one_backward() -> Any:
     model, optimizers = _start()
     scaler = preamp.GradScaler(optimizers)
     scaler.scale(loss_of([model], 0)).backward()
-    return scaler
+    return scaler, model, optimizers
 
 
 GradScaler: Any = preamp.GradScaler
@@ -729,7 +606,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {  # wha
     "a pickle": (_scaler, pickle.dumps),
     "a closed engine": (_of_closed, lambda scaler: scaler.scale(torch.ones(1))),
     "a scale of zero": (_optimizers, lambda made: GradScaler(made, init_scale=0.0)),
-    "a scale in words": (_of_one_backward, lambda scaler: scaler.update("large")),
+    "a scale in words": (_after_one_backward, lambda made: made[0].update("large")),
+    "a closure by position": (
+        _after_one_backward,
+        lambda made: made[0].step(made[2][0], lambda: pytest.fail("was called")),
+    ),
+    "a file before a step": (
+        _after_one_backward,
+        lambda made: preamp.save_checkpoint("nowhere", *made[1:]),
+    ),
     "a growth below one": (_optimizers, lambda made: GradScaler(made, growth_factor=0.5)),
     "a backoff of one": (_scaler, lambda scaler: scaler.set_backoff_factor(1.0)),
     "half an interval": (_scaler, lambda scaler: scaler.set_growth_interval(2.5)),
@@ -782,47 +667,6 @@ def test_optimizers_are_not_stepped_past_it() -> None:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-STAGES: dict[str, Callable[[Loop], object]] = {
-    "accumulating": lambda loop: loop.backward((0,)),
-    "accumulated": lambda loop: loop.backward((0,)),
-    "unscaled": lambda loop: loop.scaler.unscale_(loop.optimizers[0]),
-    "clipped": lambda loop: loop.multiply(0, 0.75),
-    "stepped": lambda loop: loop.scaler.step(loop.optimizers[0]),
-    "updated": lambda loop: loop.scaler.update(),
-    "between": lambda loop: loop.zero(0),
-}
-"""An iteration, by what has been done."""
-
-
-@pytest.mark.parametrize("level", EXACT)
-@pytest.mark.parametrize("place", STAGES)
-def test_training_goes_on_bitwise_between_steps(level: str, place: str, tmp_path: Path) -> None:
-    straight, resumed = Loop(level, "adamw"), Loop(level, "adamw")
-    done = list(STAGES).index(place) + 1
-    for act in list(STAGES.values())[:done]:
-        act(straight)
-    path = tmp_path / "run.safetensors"
-    if done < list(STAGES).index("stepped") + 1:
-        with refused("grad_scaler", "a file before a step", changes=True):
-            preamp.save_checkpoint(path, straight.models, straight.optimizers)
-        for act in list(STAGES.values())[:done]:  # and goes on as if nobody had asked
-            act(resumed)
-    else:
-        preamp.save_checkpoint(path, straight.models, straight.optimizers)
-        preamp.load_checkpoint(path, resumed.models, resumed.optimizers)
-    resumed.index = straight.index
-    rest = dict(list(STAGES.items())[done:])
-    for loop in (straight, resumed):
-        for act in (*rest.values(), *STAGES.values()):
-            act(loop)
-        if place == "stepped" and loop is straight:
-            del rest["updated"]  # a load begins an iteration
-    assert resumed.scaler.get_scale() == straight.scaler.get_scale()
-    for mine, its in zip(resumed.models, straight.models, strict=True):
-        for name, value in mine.state_dict().items():
-            assert_same(value, its.state_dict()[name], name)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_no_backward_adds_to_unscaled_gradients(level: str, zeroes: bool) -> None:
@@ -857,8 +701,7 @@ def test_a_session_goes_on_after_an_exception_behind_unscale(level: str, again: 
     if again == "scaler":
         ours.scaler = preamp.GradScaler(optimizer)
     if again == "block":
-        with preamp.scale_loss(loss_of(ours.models[:1], 1), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss_of(ours.models[:1], 1), optimizer)
     else:
         ours.backward((0,))
         ours.scaler.unscale_(optimizer)
@@ -881,31 +724,6 @@ def _moved(model: nn.Linear, step: Callable[[], object]) -> torch.Tensor:
     before = model.state_dict()["weight"].clone()
     step()
     return before - model.state_dict()["weight"]
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: torch.nn.utils.clip_grad_value_([p], 2.0),
-        lambda p: p.grad[:, 40:].clamp_(max=2.0),
-        lambda p: p.grad.data.clamp_(max=2.0),  # leaves no version
-    ],
-)
-def test_a_change_of_few_values_counts(level: str, change: Any) -> None:
-    """Also where those that are looked at first, and versions, tell nothing of it."""
-    model, optimizer, scaler = _linear(level)
-    x = torch.full((1, 64), 2.0**-7)
-    x[0, 40] = 32.0
-    scaler.scale(model(x).sum()).backward()
-    scaler.unscale_(optimizer)
-    change(model.weight)
-    if BY_NAME[level].half is torch.float16:
-        with pytest.raises(preamp.PreampStateError, match="changed after unscale_"):
-            scaler.step(optimizer)
-        return
-    moved = _moved(model, lambda: scaler.step(optimizer))
-    torch.testing.assert_close(moved, x.clamp(max=2.0).expand(64, 64), rtol=0, atol=2.0**-20)
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
@@ -940,77 +758,3 @@ def test_a_scaled_loss_keeps_no_activations() -> None:
     del output
     optimizer.zero_grad()
     assert kept() is None
-
-
-def test_a_step_that_failed_can_be_taken_again() -> None:
-    class Failing(torch.optim.SGD):
-        fails = True
-
-        def step(self, closure: Any = None) -> Any:
-            if self.fails:
-                raise MemoryError
-            return super().step(closure)
-
-    model = nn.Linear(2, 1)
-    nn.init.zeros_(model.weight)
-    optimizer = Failing(model.parameters(), lr=1.0)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    scaler = preamp.GradScaler(optimizer, init_scale=4.0)
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    with pytest.raises(MemoryError):
-        scaler.step(optimizer)
-    optimizer.fails = False
-    before = model.state_dict()["weight"].clone()
-    scaler.step(optimizer)
-    assert_same(model.state_dict()["weight"], before - 1)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_blocks_of_scale_loss_may_stand_beside_it(level: str) -> None:
-    """An overflow in one is told to the loss scale once."""
-    model, optimizer, scaler = _linear(level)
-    scaler.scale(model(torch.ones(1, 64)).sum())
-    optimizer.zero_grad()
-    with preamp.scale_loss(model(torch.ones(1, 64)).sum() * float("inf"), optimizer) as scaled:
-        scaled.backward()
-    assert scaler.get_scale() == 8.0
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 8.0
-    assert preamp.engine_of(model).steps_skipped == 1
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_interrupted_scale_can_be_followed_by_another(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer, scaler = _linear(level)
-    with monkeypatch.context() as patched:
-        patched.setattr("preamp.engine.block.Block.part", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            scaler.scale(model(torch.ones(1, 64)).sum())
-    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
-    moved = _moved(model, lambda: scaler.step(optimizer))
-    assert_same(moved, torch.ones(64, 64))
-
-
-def _interrupt(*args: Any) -> None:
-    raise KeyboardInterrupt
-
-
-# -- closures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5"])
-@pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
-def test_a_closure_by_position_is_refused_in_the_same_words(level: str, scale: Any) -> None:
-    """Torch looks for the keyword alone."""
-    pair = Pair(level, loss_scale=scale)
-    scaler = preamp.GradScaler(pair.optimizer)
-    pair.theirs(0)
-    scaler.scale(pair.loss(0)).backward()
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(pair.optimizer, lambda: pytest.fail("was called"))
-    scaler.step(pair.optimizer, None)
-    pair.plain_step()
-    pair.check()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts see and do between ``scale_loss`` and ``step``: master gradients and clipping."""
+"""What scripts see of gradients between ``scale_loss`` and ``step``, and may do to them."""
+
+from __future__ import annotations
 
 import copy
-import math
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,50 +14,53 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from cases.models import batch, values
+import preamp.optimizers
+from cases.levels import BY_NAME, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.tolerances import assert_same
-from kit.pair import Pair
+from kit.loops import begin, scaled_backward
+from kit.pair import Pair, sgd
+from kit.refusals import refused
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
+
+
+def masters_of(pair: Pair) -> list[Any]:
+    return list(preamp.master_params(pair.optimizer))
 
 
 def plain_params(pair: Pair) -> list[torch.Tensor]:
     return [p for group in pair.plain_optimizer.param_groups for p in group["params"]]
 
 
-def masters(pair: Pair) -> list[Any]:
-    return list(preamp.master_params(pair.optimizer))
-
-
-# -- lazy master gradients -------------------------------------------------------------------
+# -- those of masters, which are made when somebody looks ------------------------------------------
 
 
 @with_masters
 def test_master_gradients_are_made_when_read(level: str) -> None:
     pair = Pair(level)
     pair.backward(0)
-    assert not any(master.has_materialized_grad for master in masters(pair))
-    first = masters(pair)[0]
+    assert not any(master.has_materialized_grad for master in masters_of(pair))
+    first = masters_of(pair)[0]
     assert_same(first.grad, plain_params(pair)[0].grad)
-    assert [master.has_materialized_grad for master in masters(pair)] == [True] * 4
+    assert [master.has_materialized_grad for master in masters_of(pair)] == [True] * 4
     pair.step()
-    assert not any(master.has_materialized_grad for master in masters(pair))
-    assert all(master.grad is None for master in masters(pair))
+    assert not any(master.has_materialized_grad for master in masters_of(pair))
+    assert all(master.grad is None for master in masters_of(pair))
     pair.check()
 
 
 @with_masters
-def test_master_gradient_is_not_there_inside_the_body(level: str) -> None:
-    """It would be scaled and incomplete; what came before is there."""
-    pair = Pair(level)
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_master_gradient_is_not_there_inside_the_body(level: str, zeroes: bool) -> None:
+    """It would be scaled and incomplete; what came before is there, until it is zeroed."""
+    pair = Pair(level, loss_scale=128.0)
     pair.backward(0)
-    earlier = [p.grad.clone() for p in plain_params(pair) if p.grad is not None]
     with preamp.scale_loss(pair.loss(1), pair.optimizer) as scaled:
+        if zeroes:
+            pair.zero()
         scaled.backward()
-        for master, was in zip(masters(pair), earlier, strict=True):
-            assert_same(master.grad, was)
+        pair.check_grads()
     pair.theirs(1)
     pair.check_grads()
 
@@ -64,7 +69,7 @@ def test_master_gradient_is_not_there_inside_the_body(level: str) -> None:
 def test_assigning_a_master_gradient_replaces_it(level: str) -> None:
     pair = Pair(level)
     pair.backward(0)
-    for master, plain in zip(masters(pair), plain_params(pair), strict=True):
+    for master, plain in zip(masters_of(pair), plain_params(pair), strict=True):
         for param in (master, plain):
             param.grad = torch.full_like(param, 0.125)
     pair.check_grads()
@@ -72,6 +77,42 @@ def test_assigning_a_master_gradient_replaces_it(level: str) -> None:
     pair.check_grads()
     pair.step()
     pair.check()
+
+
+@with_masters
+def test_masters_are_parameters_like_others(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    for master in masters_of(pair):
+        assert isinstance(master, nn.Parameter)
+        assert master.is_leaf
+        assert master.requires_grad
+        twin = pickle.loads(pickle.dumps(master))
+        assert type(twin) is nn.Parameter
+        assert_same(twin.detach(), master.detach())
+        assert_same(copy.deepcopy(master).detach(), master.detach())
+
+
+@levels
+def test_master_params_without_initialize(level: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert [id(p) for p in preamp.master_params(optimizer)] == [id(p) for p in model.parameters()]
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wanted = torch.float16 if level == "O3" else torch.float32
+    assert [p.dtype for p in preamp.master_params(optimizer)] == [wanted] * 2
+
+
+# -- half ones, and what a script does to them -----------------------------------------------------
+
+
+@with_masters
+def test_half_gradients_keep_the_scale(level: str) -> None:
+    pair = Pair(level, loss_scale=64.0)
+    pair.backward(0)
+    for half, plain in zip(pair.model.parameters(), plain_params(pair), strict=True):
+        assert plain.grad is not None
+        assert_same(half.grad, (plain.grad * 64).to(half.dtype))
 
 
 REWRITES: dict[str, Callable[[Any], object]] = {
@@ -98,6 +139,54 @@ def test_without_a_loss_scale_half_gradients_may_be_rewritten(
     pair.check()
 
 
+def refused_at(level: str, name: str) -> Any:
+    half = str(BY_NAME[level].half).removeprefix("torch.")
+    return refused("doors", name, changes=True, half=half)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "value": lambda p: p.grad.clamp_(-64.0, 64.0),
+    "norm asked for": lambda p: p.grad.mul_(1.0),
+    "all but the largest": lambda p: p.grad.mul_(p.grad == p.grad.max()),
+    "last element": lambda p: p.grad.view(-1)[-1:].mul_(0.5),
+    "decay": lambda p: p.grad.add_(2.0**-20),
+    "doubled": lambda p: p.grad.mul_(2.0),
+    "clipped to nothing": lambda p: p.grad.mul_(-1e-38),  # the zeros have a sign
+    "replaced": lambda p: setattr(p, "grad", p.grad * 2),
+}
+"""The first five leave nearly all values, or all, and the first ones and largest magnitude."""
+
+
+def wide_pair(level: str, **options: Any) -> Any:
+    """A weight of 4,096 elements whose gradient is small but for its last element, which is 1."""
+    model = nn.Linear(4096, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = sgd(model.parameters())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    inputs = torch.full((1, 4096), 2.0**-12)
+    inputs[0, -1] = 1.0
+    return model, optimizer, inputs
+
+
+@with_masters
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("read", [False, True])
+def test_any_write_to_scaled_gradients_is_refused(level: str, write: str, read: bool) -> None:
+    model, optimizer, inputs = wide_pair(level, loss_scale=128.0)
+    scaled_backward(model(inputs).sum(), optimizer)
+    if read:
+        assert [master.grad for master in preamp.master_params(optimizer)]
+    WRITES[write](model.weight)
+    with refused_at(level, "a write to scaled gradients"):
+        optimizer.step()
+    assert not model.weight.any()
+    optimizer.zero_grad()
+    scaled_backward(model(inputs).sum(), optimizer)
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    assert_same(model.weight.detach().float(), (-lr * inputs).to(model.weight.dtype).float())
+
+
 @with_masters
 def test_a_plain_backward_over_a_dropped_scaled_one_is_refused(level: str) -> None:
     pair = Pair(level, loss_scale=128.0)
@@ -108,97 +197,87 @@ def test_a_plain_backward_over_a_dropped_scaled_one_is_refused(level: str) -> No
         pair.optimizer.step()
 
 
-@with_masters
-def test_half_gradients_keep_the_scale(level: str) -> None:
-    pair = Pair(level, loss_scale=64.0)
-    pair.backward(0)
-    for half, plain in zip(pair.model.parameters(), plain_params(pair), strict=True):
-        assert plain.grad is not None
-        assert_same(half.grad, (plain.grad * 64).to(half.dtype))
-
-
-@with_masters
-def test_masters_are_parameters_like_others(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    for master in masters(pair):
-        assert isinstance(master, nn.Parameter)
-        assert master.is_leaf
-        assert master.requires_grad
-        twin = pickle.loads(pickle.dumps(master))
-        assert type(twin) is nn.Parameter
-        assert_same(twin.detach(), master.detach())
-        assert_same(copy.deepcopy(master).detach(), master.detach())
+# -- the wrong loss --------------------------------------------------------------------------------
 
 
 @levels
-def test_master_params_without_initialize(level: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert [id(p) for p in preamp.master_params(optimizer)] == [id(p) for p in model.parameters()]
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    wanted = torch.float16 if level == "O3" else torch.float32
-    assert [p.dtype for p in preamp.master_params(optimizer)] == [wanted] * 2
-
-
-# -- clipping --------------------------------------------------------------------------------
-
-
-@with_masters
-def test_clipping_makes_no_master_gradients(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    half_before = [p.grad.clone() for p in pair.model.parameters() if p.grad is not None]
-    preamp.clip_grad_norm_(pair.optimizer, 0.01)
-    assert not any(master.has_materialized_grad for master in masters(pair))
-    for param, was in zip(pair.model.parameters(), half_before, strict=True):
-        assert_same(param.grad, was)
-
-
-@levels
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("by", ["preamp", "torch"])
-def test_clipping_an_overflow_gives_its_norm_and_skips(
-    level: str, norm_type: float, by: str
-) -> None:
-    pair = Pair(level, loss_scale="dynamic")
-    before = values(pair.optimizer)
-    pair.overflow()
-    if by == "preamp":
-        norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(masters(pair), 1.0, norm_type)
-    assert not torch.isfinite(norm)
-    pair.optimizer.step()
-    assert pair.engine.last_step_skipped
-    for now, was in zip(values(pair.optimizer), before, strict=True):
-        assert_same(now, was)
-    pair.zero()
-    pair.train(1)
-    pair.check()
-
-
-@levels
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_clipping_without_gradients(level: str, norm_type: float) -> None:
-    pair = Pair(level)
-    assert preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type).item() == 0.0
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_backward_of_the_loss_itself_is_refused(level: str, scale: Any, earlier: bool) -> None:
+    pair = Pair(level, loss_scale=scale)
+    if earlier:
+        pair.backward(0)
+    loss = pair.loss(1)
+    with (
+        refused("doors", "a backward of the loss", changes=True),
+        preamp.scale_loss(loss, pair.optimizer),
+    ):
+        loss.backward()
+    pair.check_grads()  # those from before
+    pair.backward(2)
     pair.step()
     pair.check()
 
 
 @levels
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_counts_all_dtypes(level: str, norm_type: float) -> None:
-    extra = nn.Parameter(torch.tensor([0.0], dtype=torch.float64))
-    pair = Pair(level)
-    pair.optimizer.add_param_group({"params": [extra]})
-    x, coefficients = batch(0)
-    loss = (pair.model(x) * coefficients).sum().double() + extra.sum() * 3
-    with preamp.scale_loss(loss, pair.optimizer) as scaled:
+@pytest.mark.parametrize("scale", [None, "dynamic", 128.0])
+def test_other_ways_to_use_what_the_block_yields_are_fine(level: str, scale: Any) -> None:
+    pair = Pair(level, loss_scale=scale)
+    with preamp.scale_loss(pair.loss(3), pair.optimizer) as scaled:
+        params = [p for p in pair.model.parameters() if p.requires_grad]
+        for param, grad in zip(params, torch.autograd.grad(scaled, params), strict=True):
+            param.grad = grad
+    pair.theirs(3)
+    with preamp.scale_loss(pair.loss(0), pair.optimizer) as scaled:
+        (scaled * 2).backward()
+    for _ in range(2):
+        pair.theirs(0)
+    with preamp.scale_loss(pair.loss(1), pair.optimizer) as scaled:
+        torch.autograd.backward([scaled], retain_graph=True)
         scaled.backward()
-    norm = preamp.clip_grad_norm_(pair.optimizer, 1.5, norm_type)
-    assert norm.item() == pytest.approx(3.0, rel=1e-3)
-    assert extra.grad is not None
-    assert extra.grad.dtype is torch.float64
-    assert extra.grad.item() == pytest.approx(1.5, rel=1e-3)
+    for _ in range(2):
+        pair.theirs(1)
+    with preamp.scale_loss(pair.loss(2), pair.optimizer):
+        pass  # no backward: no gradients either
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+def _plain_steps(pair: Pair, count: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for index in range(count):
+            pair.loss(index).backward()
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+    return [str(warning.message) for warning in told]
+
+
+@levels
+def test_steps_without_any_scale_loss_are_warned_of_once(level: str) -> None:
+    """Not after a block, nor at a static scale."""
+    (text,) = _plain_steps(Pair(level, loss_scale="dynamic"), 3)
+    assert "scale_loss" in text
+    pair = Pair(level, loss_scale="dynamic")
+    pair.optimizer.step()  # no gradients: nothing to scale
+    pair.train(0)
+    for quiet in (pair, Pair(level, loss_scale=1.0), Pair(level, loss_scale=128.0)):
+        assert _plain_steps(quiet, 3) == []
+
+
+# -- gradients with a history ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+@pytest.mark.parametrize("level", F32_WEIGHTS)
+def test_a_penalty_on_gradients_made_with_create_graph(level: str) -> None:
+    """The gradient is unscaled as a function of the scaled one, not behind autograd's back."""
+    weight = nn.Parameter(torch.tensor([0.5, -0.25]))
+    optimizer = begin(level, [], torch.optim.SGD([weight], lr=0.5), loss_scale=128.0)
+    with preamp.scale_loss((weight**2).sum(), optimizer) as scaled:
+        torch.autograd.backward(scaled, inputs=[weight], create_graph=True)
+    penalty = (weight.grad**2).sum()  # 4 w²
+    optimizer.zero_grad()
+    scaled_backward(penalty, optimizer)
+    assert_same(weight.grad, 8 * weight.detach())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine leaves in its history, and that taking notes changes nothing."""
+"""What an engine leaves in its history and its report; nothing of it gets lost."""
 
-import json
-import re
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,21 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES
-from kit.loops import loss_of, make, started, train_plain, train_step
+from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from kit.loops import (
+    begin,
+    loss_of,
+    make,
+    scaled_backward,
+    scaled_step,
+    started,
+    train_plain,
+    train_step,
+)
+from kit.refusals import refused
 from kit.run import Net, batch_of
 from preamp.core.version import __version__
-from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.numerics import (
-    FORMATS,
     History,
     NumericsRecord,
     OverflowRecord,
@@ -28,7 +36,6 @@ from preamp.numerics import (
     TensorStatistics,
     read_history,
 )
-from preamp.watch import host_copies
 
 every_level = pytest.mark.parametrize("level", LEVEL_NAMES)
 
@@ -124,42 +131,6 @@ def test_disabled_engines_have_an_empty_history(tmp_path: Path) -> None:
 # -- statistics ------------------------------------------------------------------------------
 
 
-def test_statistics_come_every_so_many_steps() -> None:
-    model, optimizer = started("O2", numerics="light", numerics_every=3)
-    for step in range(8):
-        train_step(model, optimizer, step, poison=step == 3)
-    records = history_of(model).of(NumericsRecord)
-    assert [record.step for record in records] == [1, 4, 7]
-    assert all(t.what == "gradient" and t.histogram is None for r in records for t in r.tensors)
-    assert all(t.nonfinite == t.elements for t in records[1].tensors)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_are_measured_as_the_backward_left_them(level: str) -> None:
-    model, optimizer = started(level, numerics="full", loss_scale=1024.0)
-    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        scaled.backward()
-        raw = {name: param.grad.clone() for name, param in model.named_parameters()}  # type: ignore[union-attr]
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert record.step == 1
-    found = named(record)
-    assert [*found] == [*raw]
-    for name, grad in raw.items():
-        values, form = grad.double(), FORMATS["float16"]
-        tensor = found[name]
-        assert tensor.dtype == str(grad.dtype).removeprefix("torch.")
-        assert (tensor.scale, tensor.form) == (1024.0, "float16")
-        assert tensor.max_abs == values.abs().max().item()
-        assert tensor.zeros == (values == 0).sum()
-        assert tensor.rms == pytest.approx(values.square().mean().sqrt().item(), rel=1e-5)
-        nonzero = values[values != 0].abs()
-        assert tensor.below_normal == (nonzero < 2.0**form.min_exponent).sum()
-        assert tensor.unscaled_below_normal == (nonzero / 1024 < 2.0**form.min_exponent).sum()
-        assert tensor.histogram is not None
-        assert tensor.elements == sum(tensor.histogram.values()) + tensor.zeros
-
-
 @every_level
 def test_weights_are_measured_after_the_step(level: str) -> None:
     model, optimizer = started(level, numerics="full")
@@ -200,8 +171,7 @@ def test_weights_that_do_not_move_are_counted(level: str, fused: bool) -> None:
     steps = torch.tensor([0.0, ulp / 16, -ulp / 8, ulp / 8, ulp, -ulp])
     for _ in range(3):
         optimizer.zero_grad()
-        with preamp.scale_loss(model(steps).float().sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(steps).float().sum(), optimizer)
         optimizer.step()
     records = history_of(model).of(NumericsRecord)
     stalled = [named(record, "weight")["weight"].stalled for record in records]
@@ -209,109 +179,7 @@ def test_weights_that_do_not_move_are_counted(level: str, fused: bool) -> None:
     assert stalled == ([3, 3, 3] if level == "O3" else [3, 3, 2])
 
 
-def test_accumulated_gradients_count_for_the_stall_meter() -> None:
-    """The element whose last gradient is zero has an earlier one."""
-    model = Table(2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0, numerics="full")
-    for x in (torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])):
-        with preamp.scale_loss(model(x).float().sum(), optimizer) as scaled:
-            scaled.backward()
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert named(record, "weight")["weight"].stalled == 2
-
-
-def test_a_skipped_step_stalls_nothing() -> None:
-    model, optimizer = started("O2", numerics="full", numerics_every=1)
-    train_step(model, optimizer, 0, poison=True)
-    train_step(model, optimizer, 1)
-    skipped, taken = history_of(model).of(NumericsRecord)
-    assert {tensor.stalled for tensor in named(skipped, "weight").values()} == {None}
-    assert named(taken, "weight")["first.weight"].stalled is not None
-
-
-def test_sparse_gradients_are_left_out() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0, numerics="full")
-    with preamp.scale_loss(model(torch.tensor([1, 2])).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert [*named(record)] == ["1.weight", "1.bias"]
-    assert [*named(record, "weight")] == ["0.weight", "1.weight", "1.bias"]
-
-
-def test_parameters_of_no_model_are_named_by_their_place() -> None:
-    model, extra = Net(), nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, numerics="light")
-    with preamp.scale_loss(loss_of(model, 0) + extra.sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert "optimizers[0].param_groups[0][8]" in named(record)
-
-
-# -- numbers stay what they are --------------------------------------------------------------
-
-
-def test_far_numbers_are_read_at_the_next_due_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
-    model, optimizer = started("O5", numerics="light", numerics_every=3)
-    heard = list[Record]()
-    history_of(model).listen(heard.append)
-    counts = list[int]()
-    for step in range(7):
-        train_step(model, optimizer, step)
-        counts.append(sum(isinstance(record, StepRecord) for record in heard))
-    assert counts == [0, 0, 0, 3, 3, 3, 6]
-    preamp.engine_of(model).close()
-    assert sum(isinstance(record, StepRecord) for record in heard) == 7
-
-
 # -- files, checkpoints, the end -------------------------------------------------------------
-
-
-def test_closing_the_engine_closes_its_history(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    model, optimizer = started("O2", history=path)
-    engine = preamp.engine_of(model)
-    train_step(model, optimizer, 0)
-    engine.close()
-    engine.close()
-    assert len(engine.history.of(StepRecord)) == 1
-    started("O2", history=path)  # its file is free again
-
-
-def test_two_engines_do_not_write_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    model, optimizer = started("O2", history=path)
-    other, its_optimizer = make()
-    before = {name: param.clone() for name, param in other.named_parameters()}
-    with pytest.raises(preamp.PreampStateError, match="is being written already"):
-        preamp.initialize(other, its_optimizer, opt_level="O2", verbosity=0, history=path)
-    assert all(torch.equal(param, before[name]) for name, param in other.named_parameters())
-    with pytest.raises(preamp.PreampStateError, match="has no engine"):
-        preamp.engine_of(other)
-    train_step(model, optimizer, 0)
-    assert len(read_history(path)) == 2
-
-
-def test_a_failed_initialize_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(hooks: object, undo: object) -> None:
-        raise RuntimeError("no")
-
-    model, optimizer = make()
-    with monkeypatch.context() as patch:
-        patch.setattr(OptimizerHooks, "attach", fail)
-        with pytest.raises(RuntimeError, match="no"):
-            preamp.initialize(model, optimizer, verbosity=0, history=tmp_path / "run.jsonl")
-    assert list(tmp_path.iterdir()) == []
-    preamp.initialize(model, optimizer, verbosity=0, history=tmp_path / "run.jsonl")
 
 
 def test_a_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -371,65 +239,21 @@ def test_apexs_checkpoints_set_no_counter_and_take_nothing_back() -> None:
     assert [record.step for record in history.of(StepRecord)] == [1, 2]
 
 
-def test_giving_up_is_in_the_history(tmp_path: Path) -> None:
-    model, optimizer = started("O2", max_consecutive_skips=2, history=tmp_path / "run.jsonl")
-    train_step(model, optimizer, 0, poison=True)
-    with pytest.raises(preamp.LossScaleError, match="2 optimizer steps in a row"):
-        train_step(model, optimizer, 1, poison=True)
-    kinds = [record.kind for record in read_history(tmp_path / "run.jsonl")]
-    assert kinds == ["run", "overflow", "step", "overflow", "step"]
+REFUSED: dict[str, tuple[str, list[Any]]] = {
+    "no kind of statistics": ("numerics", ["heavy"]),
+    "no number of steps": ("numerics_every", [0, True, 2.0]),
+    "no path": ("history", [True, ""]),
+    "a folder": ("history", ["."]),
+}
 
 
-def test_a_listener_may_look_at_the_history_and_may_fail() -> None:
-    model, optimizer = started("O2", numerics="light")
-    seen = list[int]()
-
-    def listener(record: Record) -> None:
-        seen.append(len(history_of(model)))
-        if isinstance(record, NumericsRecord):
-            raise RuntimeError("from a listener")
-
-    history_of(model).listen(listener)
-    with pytest.raises(RuntimeError, match="from a listener"):
-        train_step(model, optimizer, 0)
-    train_step(model, optimizer, 1)
-    assert seen == [2, 3, 4]
-    assert preamp.engine_of(model).steps_applied == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        (
-            {"numerics": "heavy"},
-            ValueError,
-            "numerics='heavy' is not known. Choose one of 'off', 'light', 'full'. Pass 'light' "
-            "for statistics of gradients, 'full' for histograms and weights too.",
-        ),
-        (
-            {"numerics_every": 0},
-            ValueError,
-            "numerics_every=0 cannot be used. Allowed is a whole number from 1. Pass after how "
-            "many optimizer steps statistics are taken again, such as 100.",
-        ),
-        ({"numerics_every": True}, ValueError, "numerics_every=True cannot be used. "),
-        ({"numerics_every": 2.0}, ValueError, "numerics_every=2.0 cannot be used. "),
-        (
-            {"history": True},
-            TypeError,
-            "history=True is no path of a file. Allowed are the path of a file, which need not "
-            "exist, and None. Pass for example history='run.jsonl'; the records themselves are in "
-            "preamp.engine_of(optimizer).history.",
-        ),
-        ({"history": ""}, TypeError, "history='' is no path of a file. "),
-        ({"history": "."}, TypeError, "history='.' is no path of a file. "),
-    ],
-)
-def test_refusals(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    argument, values = REFUSED[name]
     model, optimizer = make()
-    with pytest.raises(kind, match="^" + re.escape(message)):
-        preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, **arguments)
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    for given in values:
+        with refused("history", name, model, optimizer, given=repr(given)):
+            begin("O2", model, optimizer, **{argument: given})
 
 
 def test_of_several_processes_the_first_one_writes(
@@ -442,9 +266,202 @@ def test_of_several_processes_the_first_one_writes(
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_the_file_is_plain_json(tmp_path: Path) -> None:
-    model, optimizer = started("O2", history=tmp_path / "run.jsonl", numerics="full")
-    train_step(model, optimizer, 0, poison=True)
-    lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    kinds = [json.loads(line, parse_constant=pytest.fail)["kind"] for line in lines]
-    assert kinds == ["run", "overflow", "step", "numerics"]
+def backward(model: nn.Module, optimizer: Any, step: int, **arguments: Any) -> torch.Tensor:
+    loss = loss_of(model, step)
+    scaled_backward(loss, optimizer, **arguments)
+    return loss.detach()
+
+
+# -- whose numbers they are --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_used_up_gradients_are_no_later_steps(level: str) -> None:
+    """The half ones stay where they are until they are zeroed."""
+    model, optimizer = started(level, numerics="light", numerics_every=1)
+    preamp.engine_of(model).scaler(0).set_scale(16.0)
+    backward(model, optimizer, 0)
+    optimizer.step()
+    optimizer.step()
+    first, second = history_of(model).of(NumericsRecord)
+    halves = {name for name, p in model.named_parameters() if p.dtype is not torch.float32}
+    assert halves <= {tensor.name for tensor in first.tensors}
+    assert not halves & {tensor.name for tensor in second.tensors}
+
+
+def test_gradients_whose_backward_was_not_measured_have_their_scale() -> None:
+    """Loading counters in between makes the step another one, a measured one perhaps."""
+    model, optimizer = started("O2", numerics="light", numerics_every=100)
+    preamp.engine_of(model).scaler(0).set_scale(16.0)
+    state = preamp.engine_of(model).state_dict()
+    train_step(model, optimizer, 0)
+    optimizer.zero_grad()
+    backward(model, optimizer, 1)
+    preamp.engine_of(model).load_state_dict(state)
+    optimizer.step()
+    record = history_of(model).of(NumericsRecord)[-1]
+    scales = {tensor.dtype: tensor.scale for tensor in record.tensors}
+    assert scales == {"float16": 16.0, "float32": 1.0}  # float32 ones are unscaled by now
+
+
+# -- nothing gets lost -------------------------------------------------------------------------
+
+
+def test_uncoalesced_gradients_are_counted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    model(torch.tensor([1, 1, 2])).sum().backward()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.is_coalesced()
+
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("coalescing waits for the device")
+
+    monkeypatch.setattr(torch.Tensor, "coalesce", refuse)
+    found = preamp.count_memory(preamp.engine_of(model))
+    assert found["gradients"] == 3 * 8 + 3 * 4 * 4  # places, values
+
+
+# -- the end -----------------------------------------------------------------------------------
+
+
+def test_closing_undoes_everything_whatever_fails(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"numerics": "light", "overflow": "trace", "history": tmp_path / "r"}
+    model, optimizer = started("O2", **options)
+    engine, closed = preamp.engine_of(model), list[str]()
+
+    class Listener:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, record: Record) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self.name)
+            raise RuntimeError(self.name)
+
+    for name in ("first", "last"):
+        engine.history.listen(Listener(name))
+    engine.on_close(lambda: closed.append("callback"))
+    for step in range(3):
+        train_step(model, optimizer, step)
+    with pytest.raises(RuntimeError, match="first"):
+        engine.close()
+    assert engine.closed
+    assert closed == ["callback", "first", "last"]
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(preamp.PreampStateError):
+        preamp.engine_of(model)
+    assert sum(isinstance(r, StepRecord) for r in read_history(tmp_path / "r")) == 3
+    History(tmp_path / "r").close()  # the file is free
+    engine.close()
+
+
+def test_a_failed_initialize_is_undone_where_the_disk_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "add", fail)
+        patch.setattr(History, "close", fail)
+        with pytest.raises(OSError, match="No space left"):
+            preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, history=tmp_path / "r")
+    for name, param in model.named_parameters():
+        assert param.dtype is torch.float32
+        assert torch.equal(param, before[name])
+    assert "step" not in vars(optimizer)
+
+
+# -- the stall meter ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf, math.nan])
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_clipping_is_no_loss_scale(level: str, factor: float) -> None:
+    """Without ``scale_loss``, where the factor that clips is zero or nan too."""
+    model, optimizer = started(level, numerics="light")
+    (loss_of(model, 0) * factor).backward()
+    made = {name: param.grad for name, param in model.named_parameters()}
+    norm = preamp.clip_grad_norm_(optimizer, 2.0**-6)
+    optimizer.step()
+    (record,) = history_of(model).of(NumericsRecord)
+    assert [tensor.scale for tensor in record.tensors] == [1.0] * len(made)
+    if factor == 1.0:
+        assert norm > 2.0**-6
+        found = {tensor.name: tensor.max_abs for tensor in record.tensors}
+        assert found == {name: grad.abs().max() for name, grad in made.items() if grad is not None}
+
+
+# -- the page, listeners, and what an optimizer may be ---------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_page_tells_the_run(level: str, tmp_path: Path) -> None:
+    """Of an engine that is closed, too."""
+    model, optimizer = started(level, numerics="full", numerics_every=2)
+    for step in range(5):
+        train_step(model, optimizer, step)
+    engine = preamp.engine_of(model)
+    engine.report(tmp_path / "report.html", title="One & only")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "One &amp; only" in page
+    assert f">{level}<" in page
+    engine.close()
+    engine.report(str(tmp_path / "closed.html"))
+    assert (tmp_path / "closed.html").stat().st_size > 1000
+
+
+def test_a_listener_that_fails_on_an_overflow_shifts_no_later_record() -> None:
+    model, optimizer = started("O2", numerics="light", numerics_every=50)
+    engine = preamp.engine_of(optimizer)
+
+    def fail(record: Record) -> None:
+        if isinstance(record, OverflowRecord) and record.step == 2:
+            raise RuntimeError("from a listener")
+
+    engine.history.listen(fail)
+    train_step(model, optimizer, 0)
+    with pytest.raises(RuntimeError, match="from a listener"):
+        train_step(model, optimizer, 1, poison=True)
+    train_step(model, optimizer, 2)
+    train_step(model, optimizer, 3, poison=True)
+    assert (engine.steps_applied, engine.steps_skipped) == (2, 2)
+    records = engine.history.of(StepRecord)
+    assert [(r.step, r.skipped) for r in records] == [(1, False), (2, True), (3, False), (4, True)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_models_with_sparse_buffers() -> None:
+    model = nn.Linear(4, 2)
+    model.register_buffer("graph", torch.eye(4).to_sparse_csr())
+    preamp.initialize(model, opt_level="O1", verbosity=0)
+    graph = model.graph
+    parts = (graph.crow_indices(), graph.col_indices(), graph.values())
+    held = sum(part.untyped_storage().nbytes() for part in parts)
+    assert preamp.count_memory(model)["buffers"] == held
+
+
+class PairOfRates(torch.optim.Optimizer):
+    """An optimizer with other ideas of a learning rate."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": (0.1, "slow")})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.data -= 0.1 * param.grad
+
+
+def test_a_learning_rate_of_an_unknown_kind_is_left_out() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = begin("O5", model, PairOfRates(model.parameters()), numerics="light")
+    scaled_step(model(torch.ones(2, 4)).square().mean(), optimizer)
+    (record,) = preamp.engine_of(optimizer).history.of(StepRecord)
+    assert record.lr is None

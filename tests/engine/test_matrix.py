@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import preamp
-from cases.levels import EXACT, LEVEL_NAMES, LEVELS
+from cases.levels import LEVEL_NAMES, LEVELS
 from cases.models import Damage, Exact, loss_of
 from cases.optimizers import ALL, NO_ROW, OptimizerCase
 from kit.pair import Pair
@@ -90,30 +90,3 @@ def test_every_torch_optimizer_has_a_row() -> None:
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     } - {"Optimizer"}
     assert theirs <= {row.kind.__name__ for row in ALL} | set(NO_ROW)  # type: ignore[attr-defined]
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("level", EXACT)
-def test_muon(level: str) -> None:
-    pair = Pair(level, lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]))
-    for index in range(3):
-        pair.train(index)
-        pair.check(f"step {index}")
-
-
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-@pytest.mark.parametrize("scale", [1.0, 128.0])
-def test_a_static_scale_applies_infinite_gradients(level: str, scale: float) -> None:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
-    damage = Damage(model.linear.weight, math.inf)
-    damage.armed = True
-    with preamp.scale_loss(loss_of([model], 0), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    engine = preamp.engine_of(model)
-    assert not engine.last_step_skipped
-    assert engine.loss_scale() == scale
-    assert model.linear.weight[-1, -1].item() == -math.inf
-    assert torch.isfinite(model.linear.weight.view(-1)[:-1]).all()

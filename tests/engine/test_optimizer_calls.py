@@ -4,23 +4,22 @@
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 import preamp
 import preamp.optimizers
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
 from cases.models import values
-from cases.tolerances import assert_same, assert_within_budget
+from cases.tolerances import assert_within_budget
 from kit.compare import halves_match
+from kit.loops import begin, scaled_backward
 from kit.pair import Build, Pair, adam, sgd
 from kit.refusals import assert_refused, refused
+from kit.run import Run
 from preamp.engine import serve_imitations
 from preamp.fp16_utils import FP16_Optimizer
 
@@ -64,76 +63,6 @@ def test_a_step_bound_before_initialize_is_refused_with_a_dynamic_one(level: str
     pair.step()
     pair.check()
     assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (1, 0)
-
-
-@levels
-def test_a_mock_of_an_optimizer(level: str) -> None:
-    """Tests of frameworks pass one and count its steps."""
-    model = nn.Linear(2, 2)
-    optimizer = MagicMock(spec=sgd(model.parameters()))
-    step = optimizer.step
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    with preamp.scale_loss(model.bias.float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step("argument")
-    step.assert_called_once_with("argument")
-    preamp.engine_of(model).close()
-
-
-# -- learning-rate schedulers ----------------------------------------------------------------
-
-SCHEDULERS: tuple[Callable[[Any], Any], ...] = (
-    lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
-    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
-    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10),
-    lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
-)
-
-
-# A scheduler counts calls of the step, and does not see the numbers that the level changes.
-@pytest.mark.threes
-@levels
-@pytest.mark.parametrize("make", SCHEDULERS, ids=["step", "lambda", "one_cycle", "cosine"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("skip_first", [False, True])
-def test_schedulers_see_the_optimizer(
-    level: str, make: Callable[[Any], Any], when: str, skip_first: bool
-) -> None:
-    """A-17: warnings are errors here, the one about the order of the two steps included."""
-    schedulers: list[Any] = []
-
-    def build(params: Any) -> torch.optim.Optimizer:
-        optimizer = sgd(params)
-        if when == "before":
-            schedulers.append(make(optimizer))
-        return optimizer
-
-    pair = Pair(level, build, loss_scale="dynamic")
-    optimizers = [pair.optimizer, pair.plain_optimizer]
-    schedulers = schedulers or [make(optimizer) for optimizer in optimizers]
-    for index in range(4):
-        if skip_first and index == 0:
-            pair.overflow()
-            pair.optimizer.step()
-            assert pair.engine.last_step_skipped
-            pair.plain_optimizer._opt_called = True  # type: ignore[attr-defined]
-        else:
-            pair.backward(index)
-            pair.step()
-        for scheduler in schedulers:
-            scheduler.step()
-        pair.zero()
-        ours, theirs = (optimizer.param_groups[0]["lr"] for optimizer in optimizers)
-        assert ours == theirs
-        pair.check(f"step {index}")
-
-
-@levels
-def test_scheduler_before_optimizer_is_still_warned_about(level: str) -> None:
-    pair = Pair(level)
-    scheduler = lr_scheduler.StepLR(pair.optimizer, 1)
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
-        scheduler.step()
 
 
 # -- subclasses ------------------------------------------------------------------------------
@@ -221,14 +150,8 @@ def test_a_closure_is_refused_at_a_dynamic_scale(
     def closure() -> None:
         pytest.fail("the closure was called")
 
-    with pytest.raises(preamp.PreampStateError) as refusal:
+    with refused("optimizer_calls", "a closure at a dynamic scale", pair.model, pair.optimizer):
         step(closure=closure) if by_keyword else step(closure)
-    assert str(refusal.value) == (
-        "optimizer.step() was called with a closure at a dynamic loss scale. A step whose "
-        "gradients overflow is skipped, which cannot be done from within it; closures work where "
-        "the loss scale is static, as it is by default at O0, O3, O4 and O5. Pass "
-        "loss_scale=128.0, or another number, to preamp.initialize, or choose O4 or O5."
-    )
     assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (0, 0)
     pair.step()
     pair.check()
@@ -253,73 +176,14 @@ def test_functions_are_cast_inside_a_closure_but_not_inside_the_step(level: str)
     assert seen == [row.half if row.casts_functions else torch.float32, torch.float32]
 
 
-class Bowl(nn.Module):
-    """A least-squares problem whose solution LBFGS finds in a few steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-        generator = torch.Generator().manual_seed(3)
-        self.register_buffer("x", torch.randint(-2, 3, (16, 4), generator=generator).float())
-        with torch.no_grad():
-            self.layer.weight.fill_(0.5)
-            self.layer.bias.fill_(-0.25)
-
-    def forward(self) -> torch.Tensor:
-        target = self.x @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]], dtype=self.x.dtype) + 1
-        return (self.layer(self.x).float() - target.float()).square().mean()
-
-
-def _lbfgs(model: nn.Module, *, search: bool) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(
-        model.parameters(), lr=0.5, max_iter=10, line_search_fn="strong_wolfe" if search else None
-    )
-
-
-def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model()
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss
-
-    return closure
-
-
 @pytest.mark.parametrize("level", EXACT)
-@pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
-def test_lbfgs(level: str, search: bool) -> None:
-    model = Bowl()
-    start = model().item()
-    optimizer = _lbfgs(model, search=search)
-    scale = 2.0**8 if level in ("O1", "O2") else None
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
-    engine = preamp.engine_of(model)
-    for _ in range(3):
-        optimizer.step(closure_of(model, optimizer))
-    assert engine.steps_applied == 3
-    assert model().item() < start * 0.01
-    assert halves_match(model)
-
-
-@pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
-def test_lbfgs_at_o0_equals_torch(search: bool) -> None:
-    model, plain = Bowl(), Bowl()
-    optimizer, oracle = _lbfgs(model, search=search), _lbfgs(plain, search=search)
-    preamp.initialize(model, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
-
-    def plain_closure() -> torch.Tensor:
-        oracle.zero_grad()
-        loss = plain()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure_of(model, optimizer))
-        oracle.step(plain_closure)
-    for ours, theirs in zip(values(model), values(plain), strict=True):
-        assert_same(ours, theirs)
+def test_lbfgs(level: str) -> None:
+    run = Run(level, "LBFGS", loss_scale=2.0**8 if level in ("O1", "O2") else None)
+    before = run.loss().item()
+    run.play(3 * "closure; ")
+    assert run.engine.steps_applied == 3
+    assert run.loss().item() < before / 2
+    assert halves_match(run.model)
 
 
 # -- rounding gradients: a budget instead of bits --------------------------------------------
@@ -349,8 +213,7 @@ def test_a_real_network_is_as_close_to_float64_as_torch_in_half(level: str) -> N
     )
     for _ in range(10):
         x, y = torch.randn(32, 8), torch.randn(32, 4)
-        with preamp.scale_loss((model(x) - y).square().mean(), optimizers[0]) as scaled:
-            scaled.backward()
+        scaled_backward((model(x) - y).square().mean(), optimizers[0])
         if level == "O3":
             output = low(x.to(half)).float()
         else:
@@ -437,8 +300,7 @@ def test_every_name_looks_into_a_wrapper(level: str, wrap: Any) -> None:
     pair = Pair(level)
     wrapped = wrap(pair.optimizer)
     assert preamp.engine_of(wrapped) is pair.engine
-    with preamp.scale_loss(pair.loss(0), [wrapped]) as scaled:
-        scaled.backward()
+    scaled_backward(pair.loss(0), [wrapped])
     pair.theirs(0)
     norm = preamp.clip_grad_norm_(wrapped, 1e9)
     assert float(norm) > 0
@@ -472,12 +334,10 @@ def test_initialize_and_a_grad_scaler_take_a_wrapper(wrap: Any) -> None:
 def test_an_optimizer_with_a_state_of_its_own_is_not_looked_through() -> None:
     model = nn.Linear(4, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.5)
-    outer = Lookahead(inner)
-    preamp.initialize(model, outer, opt_level="O2", verbosity=0)
+    outer = begin("O2", model, Lookahead(inner))
     engine = preamp.engine_of(outer)
     assert engine.optimizers == (outer,)
-    with preamp.scale_loss(model(torch.ones(3, 4)).sum() * torch.inf, outer) as scaled:
-        scaled.backward()
+    scaled_backward(model(torch.ones(3, 4)).sum() * torch.inf, outer)
     outer.step()
     assert outer.calls == 0  # a skipped step is a step that did not happen
     assert engine.steps_skipped == 1
@@ -513,8 +373,7 @@ def test_an_imitation_drops_gradients_and_adds_groups_as_the_optimizer_does(leve
 
 def test_an_imitated_class_is_the_optimizers_own_elsewhere() -> None:
     model = nn.Linear(4, 2)
-    inner = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, inner, opt_level="O2", verbosity=0)
+    inner = begin("O2", model, torch.optim.SGD(model.parameters(), lr=0.5))
     engine = preamp.engine_of(model)
     serve_imitations(engine)
     wrapped: Any = Imitates(inner)
@@ -628,21 +487,6 @@ def test_closed_it_is_as_before(build: Any) -> None:
         pair.plain_step()
         pair.plain_optimizer.zero_grad()
         assert all(map(torch.equal, pair.model.parameters(), pair.plain.parameters()))
-
-
-@BUILDS
-def test_it_may_share_a_call_and_have_a_scheduler(build: Any) -> None:
-    pair = Pair("O2", build, loss_scale=128.0)
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: 0.5**epoch)
-        for one in (pair.optimizer, pair.plain_optimizer)
-        if "lr" in one.param_groups[0]
-    ]
-    for index in range(3):
-        pair.train(index)
-        for scheduler in schedulers:
-            scheduler.step()
-    pair.check()
 
 
 def test_an_optimizer_inside_does_not_speak_for_one_around_it() -> None:

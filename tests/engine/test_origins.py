@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whom a watched step names: what led to the loss, and nobody where that was not seen."""
+"""Whom a watched step names, and nobody where that was not seen; losses that do no harm."""
 
 import gc
 import inspect
 import math
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import preamp
+from cases.levels import WITH_MASTERS
+from kit.loops import scaled_step
 from preamp.core.torch_private.operations import OperationMode
 from preamp.engine import Engine
 from preamp.numerics import TraceRecord
@@ -38,10 +39,7 @@ class Runs:
         self.engine: Engine = preamp.engine_of(self.optimizers[0])
 
     def step(self, loss: torch.Tensor, which: int = 0) -> None:
-        with preamp.scale_loss(loss, self.optimizers[which]) as scaled:
-            scaled.backward()
-        self.optimizers[which].step()
-        self.optimizers[which].zero_grad()
+        scaled_step(loss, self.optimizers[which])
 
     @property
     def trace(self) -> TraceRecord | None:
@@ -205,16 +203,6 @@ def test_data_are_what_no_function_has_made(
     assert "came in with the data" not in runs.trace.told()
 
 
-def test_what_another_engine_has_made_is_no_data() -> None:
-    generator, critic = Runs(bad_layer()), Runs(Function(torch.tanh))
-    for _ in range(2):
-        fake = generator.models[0](torch.ones(2, 4))
-        critic.step(critic.models[0](fake.detach()).square().sum())
-        generator.step(fake.square().sum())
-    assert critic.told == ("Function", "given", "")
-    assert generator.told == ("Linear", "forward", "")
-
-
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_weight_outside_of_the_watched_modules(is_frozen: bool) -> None:
     model, judge = Function(torch.tanh), bad_layer().requires_grad_(not is_frozen)
@@ -305,19 +293,6 @@ def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Ten
     assert runs.trace.where.endswith(line_of(function, 2))
 
 
-@pytest.mark.parametrize("before", [listed, by_numpy, causal, filled, largest])
-def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """But what turns it into nan."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        hidden = x.masked_fill(torch.ones_like(x, dtype=torch.bool), -math.inf)
-        return (before(x) + hidden.softmax(-1)).square()
-
-    runs = Runs(Function(function))
-    runs.step(runs.models[0](torch.ones(4, 4)).sum())
-    assert runs.told == ("Function", "forward", "softmax")
-
-
 def fill(values: torch.Tensor, by: float) -> None:
     values[:] = by
 
@@ -347,63 +322,6 @@ def test_a_mask_of_everything_that_came_in() -> None:
     mask[2] = -math.inf
     runs.step((runs.models[0](torch.ones(4, 4)) + mask).softmax(-1).square().sum())
     assert runs.told == ("", "forward", "softmax")
-
-
-def test_an_evaluation_does_not_add_up() -> None:
-    model = Function(torch.tanh)
-    runs = Runs(model)
-    runs.step(model(torch.ones(2, 4)).sum())
-    tracer = runs.engine.tracer
-    with torch.no_grad():
-        for _ in range(20):
-            model(torch.ones(2, 4))
-    assert len(tracer.observation.calls) == 2
-    assert len(tracer.values._fresh) + len(tracer.values._memory) < 20
-    runs.step(model(torch.ones(2, 4)).sum() * math.nan)
-    assert runs.told == ("", "forward", "mul")
-
-
-class Kept(nn.Module):
-    """Keeps a mask, and may have no row left to look at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("mask", torch.full((4, 4), -math.inf))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(x) + self.mask).softmax(-1)
-
-
-def test_a_mask_that_a_module_keeps() -> None:
-    runs = Runs(Kept())
-    runs.step(runs.models[0](torch.ones(4, 4)).sum())
-    assert runs.told == ("Kept", "forward", "softmax")
-
-
-@pytest.mark.parametrize("keyword", [False, True])
-def test_arguments_by_keyword(keyword: bool) -> None:
-    """What came in by keyword is not made by the function that got it."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        return torch.mul(input=y, other=y) if keyword else torch.mul(y, y)
-
-    runs = Runs(Function(function))
-    runs.step(runs.models[0](torch.full((4, 4), 1e30)).sum())
-    assert runs.told == ("Function", "forward", "exp")
-
-
-def test_views_and_attributes() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = (x.mT * 1e30).reshape(-1)
-        y[:2] *= 1e30
-        return y.view(4, 4).T[1:].chunk(3)[0].square()
-
-    runs = Runs(Function(function))
-    runs.step(runs.models[0](torch.ones(4, 4)).sum())
-    assert runs.told is not None
-    assert runs.told[2] in {"imul", "mul", "square"}
 
 
 def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
@@ -441,21 +359,6 @@ def test_the_backward_of_the_programs_own_function(after: Callable[[Any], Any]) 
     assert runs.told == ("", "backward", "Steep")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_casts_are_told_by_torchs_names(level: str) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, overflow="trace")
-    with preamp.scale_loss(model(torch.ones(2, 4)).float().sum() * 1e9, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    engine = preamp.engine_of(optimizer)
-    trace = engine.overflow_causes[-1].trace
-    assert trace is not None
-    assert trace.operation in {"to", "float", "half", ""}
-    engine.close()
-
-
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
     """What watching reads is no part of the graph."""
@@ -467,40 +370,7 @@ def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
     assert "aminmax" not in str(traced.inlined_graph)
 
 
-def test_nothing_is_said_of_a_range_where_nothing_floating_went_in() -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.words(x) * torch.full((4, 4), math.nan)
-
-    runs = Runs(Words())
-    runs.step(runs.models[0](torch.arange(4)).square().sum())
-    assert runs.trace is not None
-    assert runs.trace.input_max_abs is None
-    assert runs.trace.told() == (
-        "The first to go wrong was the forward of the Words itself, in full at "
-        f"{runs.trace.where}: nan in its float32 output."
-    )
-
-
 # -- several steps, and what stays -----------------------------------------------------------------
-
-
-def test_a_second_optimizer_of_one_forward() -> None:
-    """Its step comes after another one's, and no forward in between."""
-    model, head = Function(torch.tanh), Function(lambda x: x)
-    runs = Runs(model, head)
-    for index in range(2):
-        features = model(torch.ones(2, 4))
-        other = head(features.detach())
-        runs.step(features.sum(), 0)
-        runs.step(other.sum() * (math.inf if index else 1.0), 1)
-    (cause,) = runs.engine.overflow_causes
-    assert cause.was_watched
-    assert runs.told == ("", "forward", "mul")
 
 
 @pytest.mark.parametrize("way", ["validation", "backward"])
@@ -517,28 +387,6 @@ def test_a_forward_in_between(way: str) -> None:
     runs.step(other.sum() * (1.0 if way == "backward" else math.nan), 1)
     assert len(runs.engine.overflow_causes) == 1
     assert runs.told == (None if way == "backward" else ("", "forward", "mul"))
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_state_does_not_keep_all_that_ever_was(others: int) -> None:
-    """Else memory would grow with each step, also where another engine watches."""
-    model = Cell()
-    other = [Runs(Function(torch.tanh)) for _ in range(others)]
-    for one in other:
-        one.step(one.models[0](torch.ones(2, 4)).sum())
-    runs = Runs(model)
-    state, made = torch.zeros(2, 4), list[weakref.ref[Any]]()
-    for _ in range(32):
-        y, state = model(torch.ones(2, 4), state * 0.5)
-        runs.step(y.sum())
-        state = state.detach()
-        table = runs.engine.tracer.values.read([state])[0]._table
-        assert table is not None
-        made.append(weakref.ref(table))
-    gc.collect()
-    # The latest are there, and what was read of memory that lives on; not all that ever were.
-    assert made[-1]() is not None
-    assert sum(one() is not None for one in made) <= 8
 
 
 class Mode(TorchFunctionMode):
@@ -582,3 +430,169 @@ def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -
     assert runs.told == ("Function", "forward", "exp")
     runs.engine.close()
     assert not stack()
+
+
+Loss = Callable[[torch.Tensor, bool], torch.Tensor]
+
+
+def all_ignored(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
+    return F.cross_entropy(y, torch.full((3,), -100 if is_bad else 1))
+
+
+def hidden(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
+    zero = torch.zeros(3) if is_bad else torch.ones(3)
+    ratio = zero / zero
+    return torch.where(ratio == 1, y.square().mean(1), ratio).mean()
+
+
+def of_nothing(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
+    return y.square().mean(1)[: 0 if is_bad else 3].mean()
+
+
+def harmful(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
+    return y.square().mean() * (float("nan") if is_bad else 1.0)
+
+
+def train(level: str, loss_of: Loss, *, steps: int = 4, **options: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+    preamp.initialize(model, optimizer, opt_level=level, **options)
+    engine = preamp.engine_of(optimizer)
+    if engine.policy.is_dynamic:
+        engine.scaler(0).set_scale(2.0)
+    for index in range(steps):
+        step(engine, loss_of, is_bad=index > 1)
+    return engine
+
+
+def step(engine: Engine, loss_of: Loss, *, is_bad: bool = True) -> None:
+    (model,), (optimizer,) = engine.models, engine.optimizers
+    loss = loss_of(model(torch.ones(3, 4)).float(), is_bad)
+    scaled_step(loss, optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("loss_of", [all_ignored, hidden, of_nothing])
+def test_nothing_is_said_of_a_loss_whose_gradients_are_finite(
+    level: str, loss_of: Loss, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = train(level, loss_of)
+    assert "nan" not in capsys.readouterr().out
+    assert (engine.steps_skipped, engine.overflow_causes) == (0, [])
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_nothing_is_said_twice_of_a_loss_with_bad_gradients(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(level, harmful, steps=3, overflow="trace", verbosity=0)
+    out = capsys.readouterr().out
+    assert out.startswith("Gradient overflow.")
+    assert out.count("overflow") == 1
+    assert "in mul at " in out
+    train(level, harmful, steps=3, verbosity=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_tracing_that_was_asked_for_once_speaks_at_any_verbosity(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = train("O2", harmful, steps=0, verbosity=0)
+    for index in range(3):
+        if index == 1:
+            engine.trace_overflow()
+        step(engine, harmful)
+    out = capsys.readouterr().out
+    assert out.count("Gradient overflow.") == 1
+    assert "(step 2:" in out
+    assert [cause.step for cause in engine.overflow_causes[-2:]] == [2, 3]
+
+
+# -- what runs between a forward and its loss ------------------------------------------------------
+
+
+@torch.no_grad()
+def advantage(rewards: torch.Tensor) -> torch.Tensor:
+    centered = rewards - rewards.mean()
+    return centered / rewards.std(unbiased=False)
+
+
+def weighted(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
+    rewards = torch.ones(3) if is_bad else torch.arange(3.0)
+    return (y.square().mean(1) * advantage(rewards)).mean()
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_weight_that_the_program_computes_of_data(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = train(level, weighted, steps=3, overflow="trace", verbosity=0)
+    trace = engine.overflow_causes[0].trace
+    assert trace is not None
+    assert (trace.phase, trace.operation, trace.output_found) == ("forward", "div", "nan")
+    assert trace.where.endswith(f":{inspect.getsourcelines(advantage)[1] + 3}")
+    assert trace.told() in capsys.readouterr().out
+
+
+# -- derivatives of derivatives --------------------------------------------------------------------
+
+
+class Critic(nn.Module):
+    """Its derivative at zero is infinite, or finite with an infinite derivative of its own."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.power = power
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.factor
+        squares = y.square().sum(1)
+        if self.power == 0.5:
+            return torch.sqrt(squares)
+        return y.abs().pow(self.power).sum(1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+@pytest.mark.parametrize(
+    ("power", "operation", "line", "loss_is_finite"),
+    [(0.5, "sqrt", 4, False), (1.5, "pow", 5, True)],
+)
+def test_a_penalty_names_the_function_whose_derivative_it_was(
+    level: str, power: float, operation: str, line: int, loss_is_finite: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Critic(power)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-8)
+    preamp.initialize(
+        model, optimizer, opt_level=level, overflow="trace", loss_scale="dynamic", verbosity=0
+    )
+    engine = preamp.engine_of(optimizer)
+    engine.scaler(0).set_scale(2.0)
+    for factor in (1.0, 0.0):
+        model.factor = factor
+        x = torch.ones(3, 4, requires_grad=True)
+        y = model(x).float()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        norm = slope.square().sum(1)
+        penalty = norm.add(1.0)
+        loss = y.mean() + penalty.mean()
+        scaled_step(loss, optimizer)
+    (cause,) = engine.overflow_causes
+    assert cause.loss_was_finite is loss_is_finite
+    assert cause.trace is not None
+    assert (cause.trace.type, cause.trace.phase) == ("Critic", "backward")
+    assert cause.trace.operation == operation
+    assert cause.trace.where.endswith(f":{inspect.getsourcelines(Critic.forward)[1] + line}")
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_harmless_loss_does_not_silence_a_harmful_one(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = train(level, all_ignored)
+    capsys.readouterr()
+    step(engine, harmful)
+    assert "weights whose gradients are infinite or nan are lost" in capsys.readouterr().out

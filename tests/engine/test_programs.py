@@ -45,6 +45,7 @@ from engine.programs import (
     Write,
     WriteMasters,
     Zero,
+    program,
     run,
     values_of,
 )
@@ -121,7 +122,7 @@ class Dice:
                 program += [Clip(self.one([0, 1]), 2.0**-6)]
             program += [Step(0), Step(1), Zero("model", to_none=True)]
             if releases:
-                writes = Write(self.one(NAMES), self.one(["fill_", "mul_", "data ="]))
+                writes = Write(self.one(NAMES), self.one(["fill_", "mul_", "assigned"]))
                 program += [self.one([writes, self.between_steps()])]
         frozen: tuple[str, ...] = self.one([(), ("b.weight",), ("a.bias", "q")])
         loss_scale = self.one([1.0, 128.0] if releases else [128.0, "dynamic"])
@@ -166,7 +167,7 @@ class Dice:
             self.number(0, 5),
             loss_id=int(self.happens()),
             max_norm=self.one([None, 2.0**-12, 2.0**-6, 2.0**6, math.inf]),
-            by=self.one(["preamp", "torch", "preamp alone"]),
+            by=self.one(["preamp", "torch", "alone"]),
             poison=self.happens(rarely=True),
         )
 
@@ -183,7 +184,7 @@ class Dice:
                 ),
             ),
             (2, lambda: Read(self.one(NAMES))),
-            (1, lambda: Write(self.one(NAMES), self.one(["fill_", "mul_", "data =", "exact"]))),
+            (1, lambda: Write(self.one(NAMES), self.one(["fill_", "mul_", "assigned", "exact"]))),
             (1, self.write_masters),
             (1, lambda: Halve(self.one([0, 1]))),
             (1, Add),
@@ -198,7 +199,7 @@ class Dice:
             (
                 2,
                 lambda: Write(
-                    self.one(NAMES), self.one(["fill_", "mul_", "data =", "data.fill_", "exact"])
+                    self.one(NAMES), self.one(["fill_", "mul_", "assigned", "data.fill_", "exact"])
                 ),
             ),
             (2, self.write_masters),
@@ -213,7 +214,7 @@ class Dice:
         return self.one([make for _, make in makers], [weight for weight, _ in makers])()
 
     def write_masters(self) -> Call:
-        return WriteMasters(self.one([0, 1]), self.one(["mul_", "copy_", "data ="]))
+        return WriteMasters(self.one([0, 1]), self.one(["mul_", "copy_", "assigned"]))
 
     def freeze(self) -> Call:
         return Freeze(self.one(NAMES), self.one([True, False]))
@@ -222,7 +223,7 @@ class Dice:
         return Look(self.one(["forward", "deepcopy", "state_dict", "exact_weights"]))
 
 
-RESTARTS: list[Any] = ["restart", "loaded before", "file"]
+RESTARTS: list[Any] = ["restart", "loaded_before", "file"]
 RARE = ("poison", "fails", "outside", "checks_late", "zeroes")
 
 
@@ -461,158 +462,119 @@ def test_released_gradients_give_the_same_bits(
         assert_same_bits(case, replace(case, storage=f"{storage}, released"))
 
 
-FOUND: dict[str, list[Call]] = {
-    "an overflow beneath what was left scaled, all of it zeroed": [
-        Backward("b", 0, poison=True),
-        Backward("b", 0, delay=True),
-        Zero("model", to_none=False),
-        Backward("a", 0, both=True),
-        Backward("a", 0, both=True),
-    ],
-    "zeroed inside a block, of a weight that was frozen": [
-        Backward("a", 0),
-        Freeze("a.weight", trains=False),
-        Backward("ab", 0, zeroes=True),
-    ],
-    "a quiet write before a step without gradients": [
-        Write("a.weight", "data.fill_"),
-        Write("b.bias", "data.fill_"),
-        Step(0),
-        Backward("a", 0),
-    ],
-    "left scaled, and an overflow of another optimizer": [
-        Backward("b", 1, delay=True),
-        Backward("a", 2, poison=True),
-        Backward("b", 3),
-    ],
-    "a quiet write after a step without gradients": [
-        Step(0),
-        Write("a.weight", "data.fill_"),
-        Backward("a", 0),
-    ],
-    "an overflow zeroed after a block that failed": [
-        Backward("abqn", 3, poison=True),
-        Backward("a", 1, loss_id=1, delay=True, fails=True),
-        Zero("model", to_none=False),
-        Backward("n", 2),
-    ],
-    "masters written after loading over a write": [
-        Checkpoint("save"),
-        Write("q", "fill_"),
-        Checkpoint("load"),
-        WriteMasters(0, "mul_"),
-    ],
-    "zeros beside what was left scaled": [
-        Step(0),
-        Backward("a", 1),
-        Backward("b", 2, both=True, delay=True),
-        Zero("model", to_none=False),
-        Backward("b", 3, both=True),
-    ],
-    "dropped beside what was left scaled, and zeroed later": [
-        Backward("ab", 0),
-        Backward("ab", 1, delay=True),
-        Zero("a.weight", to_none=True),
-        Zero("b.bias", to_none=True),
-        Zero(0, to_none=False),
-        Zero(1, to_none=False),
-    ],
-    "left scaled, dropped one by one, and of another loss": [
-        Backward("ab", 1, delay=True),
-        *(Zero(name, to_none=True) for name in NAMES),
-        Backward("ab", 2, loss_id=1),
-    ],
-    "a norm that the script zeroes": [Backward("a", 0), Clip(0, 64.0), Step(0)],
-    "a clip before another backward": [Backward("a", 0), Clip(0, 0.5), Backward("a", 1), Step(0)],
-    "a clip before the model is zeroed": [
-        Backward("a", 0, loss_id=1),
-        Clip(0, 0.5),
-        Zero("model", to_none=True),
-        Step(0),
-    ],
-    "two losses to a step": [Backward("ab", 0), Backward("ab", 1, loss_id=1), Step(0), Step(1)],
-    "an overflow of the second optimizer": [Backward("a", 0), Backward("b", 0, poison=True)],
-    "restarted after a skipped step": [
-        Backward("ab", 0, poison=True),
-        *(Step(0), Step(1), Zero("model", to_none=True)),
-        *(Checkpoint("save"), Checkpoint("restart")),
-        Backward("ab", 1),
-    ],
-    "one optimizer of two is zeroed": [
-        Backward("ab", 0, both=True),
-        Zero(0, to_none=True),
-        Step(0),
-        Step(1),
-    ],
-    "an overflow of which one gradient is zeroed twice": [
-        Backward("aqn", 5, poison=True),
-        Zero("a.bias", to_none=False),
-        Look("exact_weights"),
-        Zero("model", to_none=False),
-        Backward("a", 3, loss_id=1),
-    ],
+FOUND_IN_WORDS = {
+    "an overflow beneath what was left scaled, all of it zeroed": (
+        "Backward b 0 poison; Backward b 0 delay; Zero model; Backward a 0 both; Backward a 0 both"
+    ),
+    "zeroed inside a block, of a weight that was frozen": (
+        "Backward a 0; Freeze a.weight; Backward ab 0 zeroes"
+    ),
+    "a quiet write before a step without gradients": (
+        "Write a.weight data.fill_; Write b.bias data.fill_; Step 0; Backward a 0"
+    ),
+    "left scaled, and an overflow of another optimizer": (
+        "Backward b 1 delay; Backward a 2 poison; Backward b 3"
+    ),
+    "a quiet write after a step without gradients": (
+        "Step 0; Write a.weight data.fill_; Backward a 0"
+    ),
+    "an overflow zeroed after a block that failed": (
+        "Backward abqn 3 poison; Backward a 1 1 delay fails; Zero model; Backward n 2"
+    ),
+    "masters written after loading over a write": (
+        "Checkpoint save; Write q fill_; Checkpoint load; WriteMasters 0 mul_"
+    ),
+    "zeros beside what was left scaled": (
+        "Step 0; Backward a 1; Backward b 2 delay both; Zero model; Backward b 3 both"
+    ),
+    "dropped beside what was left scaled, and zeroed later": (
+        "Backward ab 0; Backward ab 1 delay; Zero a.weight to_none; Zero b.bias to_none; Zero "
+        "0; Zero 1"
+    ),
+    "left scaled, dropped one by one, and of another loss": (
+        "Backward ab 1 delay; Zero a.weight to_none; Zero a.bias to_none; Zero q to_none; Zero "
+        "n.weight to_none; Zero n.bias to_none; Zero b.weight to_none; Zero b.bias to_none; "
+        "Backward ab 2 1"
+    ),
+    "a norm that the script zeroes": "Backward a 0; Clip 0 64.0; Step 0",
+    "a clip before another backward": "Backward a 0; Clip 0 0.5; Backward a 1; Step 0",
+    "a clip before the model is zeroed": "Backward a 0 1; Clip 0 0.5; Zero model to_none; Step 0",
+    "two losses to a step": "Backward ab 0; Backward ab 1 1; Step 0; Step 1",
+    "an overflow of the second optimizer": "Backward a 0; Backward b 0 poison",
+    "restarted after a skipped step": (
+        "Backward ab 0 poison; Step 0; Step 1; Zero model to_none; Checkpoint save; Checkpoint "
+        "restart; Backward ab 1"
+    ),
+    "one optimizer of two is zeroed": "Backward ab 0 both; Zero 0 to_none; Step 0; Step 1",
+    "an overflow of which one gradient is zeroed twice": (
+        "Backward aqn 5 poison; Zero a.bias; Look exact_weights; Zero model; Backward a 3 1"
+    ),
 }
-
-SHORT: dict[str, list[Call]] = {
-    "a backward": [Backward("ab", 1)],
-    "of a part": [Backward("aq", 2, both=True)],
-    "of another loss": [Backward("bn", 3, loss_id=1)],
-    "left scaled": [Backward("abqn", 4, delay=True)],
-    "a part left scaled": [Backward("b", 5, delay=True)],
-    "another loss left scaled": [Backward("ab", 1, loss_id=1, delay=True)],
-    "an overflow": [Backward("ab", 2, poison=True)],
-    "an overflow left scaled": [Backward("ab", 3, poison=True, delay=True)],
-    "an overflow told later": [Backward("abqn", 4, poison=True, checks_late=True)],
-    "a body that fails": [Backward("abqn", 5, fails=True)],
-    "an overflow in a body that fails": [Backward("ab", 1, poison=True, fails=True)],
-    "no block": [Backward("abqn", 2, outside=True)],
-    "zeroed in the body": [Backward("ab", 3, both=True, zeroes=True)],
-    "step": [Step(0), Step(1)],
-    "step of one": [Step(0)],
-    "steps before any gradient": [Zero("model", to_none=True), Step(0), Step(1)],
-    "closure": [Step(1, 4)],
-    "GradScaler": [Iteration("abqnc", 5, max_norm=2.0**-8, by="torch")],
-    "GradScaler, without unscale_": [Iteration("abqnc", 5, max_norm=2.0**-8, by="preamp alone")],
-    "GradScaler, an overflow": [Iteration("aqn", 1, loss_id=1, max_norm=1.0, poison=True)],
-    "model, None": [Zero("model", to_none=True)],
-    "model, zeros": [Zero("model", to_none=False)],
-    "optimizers, None": [Zero(0, to_none=True), Zero(1, to_none=True)],
-    "optimizer, zeros": [Zero(0, to_none=False)],
-    "some, None": [Zero("a.weight", to_none=True), Zero("b.bias", to_none=True)],
-    "some, zeros": [Zero("a.weight", to_none=False), Zero("n.weight", to_none=False)],
-    "clip": [Clip(0, 2.0**-8)],
-    "clip of masters": [Clip(1, 2.0**-8, "masters")],
-    "clip of the model": [Clip(0, math.inf, "model")],
-    "read": [Read(name) for name in NAMES],
-    "read one": [Read("a.weight")],
-    "filled": [Write("a.weight", "fill_"), Write("b.bias", "fill_")],
-    "multiplied": [Write("q", "mul_")],
-    "assigned": [Write("b.weight", "data =")],
-    "filled without a trace": [Write("a.bias", "data.fill_")],
-    "written exactly": [Write("a.weight", "exact")],
-    "masters multiplied": [WriteMasters(0, "mul_")],
-    "masters copied to": [WriteMasters(1, "copy_")],
-    "masters assigned": [WriteMasters(0, "data =")],
-    "masters filled without a trace": [WriteMasters(1, "data.fill_")],
-    "moved by the optimizer": [Halve(0)],
-    "a layer more": [Add()],
-    "frozen": [Freeze("a.weight")],
-    "thawed": [Freeze("b.weight", trains=True)],
-    "forward": [Look("forward")],
-    "copy": [Look("deepcopy")],
-    "state": [Look("state_dict")],
-    "exact weights": [Look("exact_weights")],
-    "copied": [Pair(3)],
-    "pickled": [Pair(2, "pickle")],
-    "loaded": [Checkpoint("save"), Checkpoint("load")],
-    "restarted": [Checkpoint("save"), Checkpoint("restart")],
-    "restarted, loaded before": [Checkpoint("save"), Checkpoint("loaded before")],
-    "from a file": [Checkpoint("file")],
-    "again": [Again("O2")],
-    "again, in float32": [Again("O0")],
-    "again, split": [Again("O5", splits=True)],
+"""What random programs have found."""
+FOUND = {name: program(text) for name, text in FOUND_IN_WORDS.items()}
+SHORT_IN_WORDS = {
+    "a backward": "Backward ab 1",
+    "of a part": "Backward aq 2 both",
+    "of another loss": "Backward bn 3 1",
+    "left scaled": "Backward abqn 4 delay",
+    "a part left scaled": "Backward b 5 delay",
+    "another loss left scaled": "Backward ab 1 1 delay",
+    "an overflow": "Backward ab 2 poison",
+    "an overflow left scaled": "Backward ab 3 delay poison",
+    "an overflow told later": "Backward abqn 4 poison checks_late",
+    "a body that fails": "Backward abqn 5 fails",
+    "an overflow in a body that fails": "Backward ab 1 poison fails",
+    "no block": "Backward abqn 2 outside",
+    "zeroed in the body": "Backward ab 3 both zeroes",
+    "step": "Step 0; Step 1",
+    "step of one": "Step 0",
+    "steps before any gradient": "Zero model to_none; Step 0; Step 1",
+    "closure": "Step 1 4",
+    "GradScaler": "Iteration abqnc 5 0 0.00390625",
+    "GradScaler, without unscale_": "Iteration abqnc 5 0 0.00390625 alone",
+    "GradScaler, an overflow": "Iteration aqn 1 1 1.0 poison",
+    "model, None": "Zero model to_none",
+    "model, zeros": "Zero model",
+    "optimizers, None": "Zero 0 to_none; Zero 1 to_none",
+    "optimizer, zeros": "Zero 0",
+    "some, None": "Zero a.weight to_none; Zero b.bias to_none",
+    "some, zeros": "Zero a.weight; Zero n.weight",
+    "clip": "Clip 0 0.00390625",
+    "clip of masters": "Clip 1 0.00390625 masters",
+    "clip of the model": "Clip 0 inf model",
+    "read": (
+        "Read a.weight; Read a.bias; Read q; Read n.weight; Read n.bias; Read b.weight; Read b.bias"
+    ),
+    "read one": "Read a.weight",
+    "filled": "Write a.weight fill_; Write b.bias fill_",
+    "multiplied": "Write q mul_",
+    "assigned": "Write b.weight assigned",
+    "filled without a trace": "Write a.bias data.fill_",
+    "written exactly": "Write a.weight exact",
+    "masters multiplied": "WriteMasters 0 mul_",
+    "masters copied to": "WriteMasters 1 copy_",
+    "masters assigned": "WriteMasters 0 assigned",
+    "masters filled without a trace": "WriteMasters 1 data.fill_",
+    "moved by the optimizer": "Halve 0",
+    "a layer more": "Add",
+    "frozen": "Freeze a.weight",
+    "thawed": "Freeze b.weight trains",
+    "forward": "Look forward",
+    "copy": "Look deepcopy",
+    "state": "Look state_dict",
+    "exact weights": "Look exact_weights",
+    "copied": "Pair 3",
+    "pickled": "Pair 2 pickle",
+    "loaded": "Checkpoint save; Checkpoint load",
+    "restarted": "Checkpoint save; Checkpoint restart",
+    "restarted, loaded before": "Checkpoint save; Checkpoint loaded_before",
+    "from a file": "Checkpoint file",
+    "again": "Again O2",
+    "again, in float32": "Again O0",
+    "again, split": "Again O5 splits",
 }
 """What a script may do, in few calls."""
+SHORT = {name: program(text) for name, text in SHORT_IN_WORDS.items()}
 SCALES = ("dynamic", 128.0, 1.0)
 
 
@@ -639,7 +601,6 @@ def test_each_thing_may_follow_each_other(level: str, first: str, turn: int) -> 
 @pytest.mark.parametrize("name", FOUND)
 @pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
 def test_programs_that_went_wrong(level: str, storage: str, name: str) -> None:
-    """What random programs have found."""
     optimizer = "SGD" if STORAGES[storage] == STORAGES["full"] else "FusedSGD"
     places: Any = {"storage": storage, "variant": VARIANTS["measured"]}
     run(FOUND[name], level, optimizer, loss_scale="dynamic", **places)

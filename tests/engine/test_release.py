@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients applied as soon as they are made: the numbers of training without that, to the bit."""
 
-import copy
-import gc
 import itertools
-import pickle
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -187,18 +182,6 @@ def test_training_is_that_without(
     assert_alike(*runs)
 
 
-def test_a_parameter_thawed_within_a_block_is_updated_by_the_step() -> None:
-    """It has no hook yet, so its gradient is an ordinary one."""
-    runs = both("O0")
-    for run in runs:
-        with preamp.scale_loss(run.loss(1), run.optimizer):
-            run.model.frozen.bias.requires_grad_(True)
-            run.outside(1)
-        assert run.model.frozen.bias.grad is not None
-        run.play("step; zero")
-    assert_alike(*runs)
-
-
 def test_zero_grad_is_harmless() -> None:
     runs = [Training(storage="compact") for _ in range(2)]
     runs[0].play("zero; backward; step; zero filled; backward 1; step; zero; backward 2; step")
@@ -234,29 +217,6 @@ def test_one_gradient_is_alive_at_a_time(level: str, monkeypatch: pytest.MonkeyP
     run.play("iterate 0 1")
     assert len(made) == 7 + 5  # all but the frozen ones; the second step does not use two
     assert max(alive) == 1
-
-
-def test_small_gradients_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to a bound: two of these weights at once, and the last one at the end of the block."""
-    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(5)])
-    optimizer = FusedAdam(model.parameters())
-    storage = preamp.Storage(release_gradients=True)
-    model, optimizer = preamp.initialize(
-        model, optimizer, opt_level="O5", verbosity=0, storage=storage
-    )
-    updated: list[int] = []
-    alone = FusedAdam.update_alone
-
-    def watched(self: FusedAdam, group: Any, entries: Any) -> None:
-        updated.append(len(entries))
-        alone(self, group, entries)
-
-    monkeypatch.setattr(FusedAdam, "update_alone", watched)
-    monkeypatch.setattr(release, "TOGETHER", 2 * 16 * 16 * 2 - 1)
-    with preamp.scale_loss(model(torch.ones(2, 16)).sum(), optimizer) as scaled:
-        scaled.backward()
-        assert updated == [2, 2]
-    assert updated == [2, 2, 1]
 
 
 def raising(run: Run) -> None:
@@ -300,47 +260,6 @@ def test_blocks_within_blocks_keep_what_waits(
     assert not torch.equal(one.weight, before[0])
 
 
-def test_threads_have_what_waits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "TOGETHER", 1 << 30)
-
-    def run(model: nn.Module, optimizer: Any) -> None:
-        for number in range(40):
-            loss = model(torch.full((2, 8), 0.1 * number)).float().square().mean()
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-
-    found: list[list[torch.Tensor]] = []
-    for together in (False, True):
-        torch.manual_seed(0)
-        pairs = small(2)
-        if together:
-            with ThreadPoolExecutor(2) as pool:
-                for done in [pool.submit(run, *pair) for pair in pairs]:
-                    done.result()
-        else:
-            for pair in pairs:
-                run(*pair)
-        found.append([model.weight.detach().clone() for model, _ in pairs])
-    assert same(*found)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_the_graph_of_a_block_is_let_go(raises: bool) -> None:
-    ((model, optimizer),) = small()
-    hidden = model(torch.ones(2, 8))
-    alive = weakref.ref(hidden)
-    with suppress(KeyError), preamp.scale_loss((hidden * 1.0).sum(), optimizer) as scaled:
-        scaled.backward()
-        if raises:
-            raise KeyError
-    if not raises:
-        optimizer.step()
-    del hidden, scaled
-    gc.collect()
-    assert alive() is None
-
-
 def test_gradients_that_no_update_can_take_are_refused() -> None:
     model = nn.Embedding(8, 4, sparse=True)
     optimizer = FusedAdam(model.parameters())
@@ -363,25 +282,6 @@ def test_a_gradient_given_to_a_parameter_without_one_is_refused() -> None:
     run.back(run.model.first.weight.sum())
     run.model.norm.weight.grad = torch.ones_like(run.model.norm.weight)
     assert_refused("release", "a gradient beside the updates", run.step, run.model, run.optimizer)
-
-
-def test_bytes_of_a_parameter() -> None:
-    model = nn.Linear(256, 4096, bias=False)
-    optimizer = FusedAdam(model.parameters())
-    storage = preamp.Storage(masters="split", moments="8bit", release_gradients=True)
-    policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
-    estimated = preamp.estimate(model, policy, optimizer)
-    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0, storage=storage)
-    counted = dict[str, int]()
-    for _ in range(2):
-        loss = model(torch.ones(2, 256)).float().square().mean()
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        counted = preamp.count_memory(preamp.engine_of(model))
-        optimizer.step()
-    assert counted["gradients"] == estimated.gradients == 0
-    assert sum(counted.values()) - counted["loss scaler"] == 6.0625 * 256 * 4096
-    assert estimated.categories == counted
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -534,40 +434,6 @@ def test_a_body_that_raises(steps: int, storage: str) -> None:
     assert run.steps() == [steps, steps]
     assert_whole(run.play("iterate 0 1"))
     assert run.steps() == [steps + 2, steps + 2]
-
-
-def test_between_backward_and_step_weights_are_whole() -> None:
-    run = Training(storage="compact")
-    for number in range(3):
-        run.backward(number)
-        assert_whole(run)
-        after = {name: value.clone() for name, value in run.model.state_dict().items()}
-        run.step()
-        assert same(after, run.model.state_dict())
-
-
-def test_close_takes_the_hooks_off() -> None:
-    run = Training().play("iterate 0 1; close; outside")
-    assert all(run.has_gradients())
-    run.step()
-
-
-def test_copies_have_no_hooks() -> None:
-    run = Training("O0").play("iterate 0 1")
-    for twin in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
-        loss_of(twin, 0).backward()
-        assert twin.first.weight.grad is not None
-    assert same(copy.deepcopy(run.optimizer).state_dict(), run.optimizer.state_dict())
-    assert pickle.loads(pickle.dumps(run.optimizer)).storage.release_gradients
-
-
-def test_a_model_that_changes_over_has_the_hooks_of_one_engine() -> None:
-    run = Training("O0").play("iterate 0 1")
-    run.optimizer = FusedAdam(run.model.parameters())
-    run.optimizers = [run.optimizer]
-    run.initialize(storage="full")
-    run.play("backward")
-    assert run.model.first.weight.grad is not None
 
 
 def test_files_are_refused_until_a_step_and_undo_what_has_no_step(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import preamp
 from cases.host_reads import far_from_the_host
 from cases.levels import LEVEL_NAMES
 from kit.refusals import refused
+from kit.run import Run
 from preamp.fp16_utils import FP16_Optimizer, network_to_half
-from preamp.optimizers import FusedAdam
-from preamp.parallel.LARC import LARC
 
 # Warnings are errors in all tests, so torch's warning of a wrong order would fail them.
 
@@ -36,35 +35,27 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Run:
-    """A model, an optimizer and a scheduler."""
+class Scheduled(Run):
+    """A training with a scheduler, which is built before ``initialize`` or after it."""
 
     def __init__(
         self,
         make: Callable[[Any], Any] = SCHEDULERS["StepLR"],
         level: str = "O2",
+        optimizer: str = "SGD",
         *,
         early: bool = True,
-        optimizer: Any = torch.optim.SGD,
         **options: Any,
     ) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(4, 2)
-        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        options = {"loss_scale": "dynamic", **options}
+        super().__init__(level, optimizer, lambda: nn.Linear(4, 2), starts=False, **options)
         inner = getattr(self.optimizer, "optim", self.optimizer)
-        if early:
-            self.scheduler = make(inner)
-        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
-        preamp.initialize(self.model, self.optimizer, opt_level=level, **settings)
-        if not early:
-            self.scheduler = make(inner)
+        self.scheduler = make(inner) if early else None
+        self.initialize()
+        self.scheduler = self.scheduler or make(inner)
 
     def train(self, *, overflow: bool = False) -> None:
-        self.optimizer.zero_grad()
-        loss = self.model(torch.ones(3, 4)).float().sum() * 1e-3
-        with preamp.scale_loss(loss, self.optimizer) as scaled:
-            (scaled * math.inf if overflow else scaled).backward()
-        self.optimizer.step()
+        self.play(f"zero; backward 0{' inf' * overflow}; step")
 
     @property
     def lr(self) -> float:
@@ -88,7 +79,7 @@ def plain_rates(make: Callable[[Any], Any], steps: int) -> list[float]:
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_schedule_counts_the_steps_that_were_taken(name: str, level: str, early: bool) -> None:
-    run = Run(SCHEDULERS[name], level, early=early)
+    run = Scheduled(SCHEDULERS[name], level, early=early)
     rates, taken = [run.lr], []
     for overflow in (True, True, False, False, True, False, False):
         run.train(overflow=overflow)
@@ -99,8 +90,29 @@ def test_the_schedule_counts_the_steps_that_were_taken(name: str, level: str, ea
     assert rates == plain_rates(SCHEDULERS[name], 4)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_step_of_its_own_follows_a_skipped_one(name: str, level: str, early: bool) -> None:
+    """A-17: warnings are errors here, the one about the order of the two steps included."""
+    run = Scheduled(SCHEDULERS[name], level, early=early)
+    rates = [run.lr]
+    for overflow in (True, False, False, False):
+        run.train(overflow=overflow)
+        run.scheduler.step()
+        rates.append(run.lr)
+    assert rates == plain_rates(SCHEDULERS[name], 4)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_scheduler_before_the_optimizer_is_still_warned_about(level: str) -> None:
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        Scheduled(level=level).scheduler.step()
+
+
 def test_a_plateau_gets_its_metric() -> None:
-    run = Run(lambda o: S.ReduceLROnPlateau(o, factor=0.5, patience=0))
+    run = Scheduled(lambda o: S.ReduceLROnPlateau(o, factor=0.5, patience=0))
     rates = []
     for metric in (1.0, 2.0, 3.0):
         run.train()
@@ -114,7 +126,7 @@ def test_a_plateau_gets_its_metric() -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_several_schedulers(kind: Any) -> None:
-    run = Run()
+    run = Scheduled()
     other = S.ExponentialLR(run.optimizer, 0.5)
     for overflow in (True, False):
         run.train(overflow=overflow)
@@ -123,7 +135,7 @@ def test_several_schedulers(kind: Any) -> None:
 
 
 def test_anything_with_a_step() -> None:
-    run = Run()
+    run = Scheduled()
     calls: list[tuple[Any, ...]] = []
     schedule = types.SimpleNamespace(step=lambda *args: calls.append(args))
     run.train()
@@ -135,7 +147,7 @@ def test_anything_with_a_step() -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_larc(early: bool) -> None:
-    run = Run(optimizer=lambda params, lr: LARC(torch.optim.SGD(params, lr=lr)), early=early)
+    run = Scheduled(optimizer="LARC SGD", early=early)
     for overflow, wanted in ((True, 0.1), (False, 0.05)):
         run.train(overflow=overflow)
         assert preamp.step_scheduler(run.scheduler, run.optimizer) != overflow
@@ -143,46 +155,15 @@ def test_larc(early: bool) -> None:
     assert preamp.step_scheduler(run.scheduler, run.optimizer.optim)
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_a_step_bound_before_initialize(level: str) -> None:
-    """It cannot be kept from running, and changes nothing then; that is a skipped step too."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = S.StepLR(optimizer, 1, 0.5)
-    step = optimizer.step
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    for overflow in (True, False):
-        optimizer.zero_grad()
-        with preamp.scale_loss(model(torch.ones(3, 4)).float().sum() * 1e-3, optimizer) as scaled:
-            (scaled * math.nan if overflow else scaled).backward()
-        step()
-        assert preamp.step_scheduler(scheduler, optimizer) != overflow
-
-
 def test_where_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     far_from_the_host(monkeypatch)
-    run = Run(optimizer=FusedAdam)
+    run = Scheduled(optimizer="FusedAdam")
     taken = []
     for overflow in (True, False, True):
         run.train(overflow=overflow)
         taken.append(preamp.step_scheduler(run.scheduler, run.optimizer))
     assert taken == [False, True, False]
-    assert run.lr == 0.05
-
-
-def test_each_optimizer_by_itself() -> None:
-    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    preamp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
-    schedulers = [S.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
-    for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-        loss = model(torch.ones(3, 4)).float().sum() * 1e-3
-        with preamp.scale_loss(loss, optimizer, index) as scaled:
-            (scaled * math.inf if index == 0 else scaled).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    taken = [preamp.step_scheduler(*pair) for pair in zip(schedulers, optimizers, strict=True)]
-    assert taken == [False, True]
+    assert run.lr == 0.005
 
 
 def test_fp16_optimizer() -> None:
@@ -200,23 +181,16 @@ def test_fp16_optimizer() -> None:
 
 
 def test_preamp_off() -> None:
-    run = Run(enabled=False)
+    run = Scheduled(enabled=False)
     run.optimizer.step()
     assert preamp.step_scheduler(run.scheduler, run.optimizer)
     assert run.lr == 0.05
 
 
-@pytest.mark.parametrize("level", ["O3", "O4", "O5"])
-def test_static_scales_skip_nothing(level: str) -> None:
-    run = Run(level=level, loss_scale=1.0)
-    run.train()
-    assert preamp.step_scheduler(run.scheduler, run.optimizer)
-
-
 def test_training_that_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device decides, asking is when the end is noticed."""
     far_from_the_host(monkeypatch)
-    run = Run(optimizer=FusedAdam, max_consecutive_skips=1)
+    run = Scheduled(optimizer="FusedAdam", max_consecutive_skips=1)
     run.train(overflow=True)
     with refused("schedulers", "a limit of skips", run.model):
         preamp.step_scheduler(run.scheduler, run.optimizer)
@@ -225,14 +199,14 @@ def test_training_that_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def trained() -> Run:
-    run = Run()
+def trained() -> Scheduled:
+    run = Scheduled()
     run.train()
     return run
 
 
-REFUSED: dict[str, tuple[Callable[[], Run], Callable[[Run], Any]]] = {
-    "before the first step": (Run, lambda run: run.scheduler),
+REFUSED: dict[str, tuple[Callable[[], Scheduled], Callable[[Scheduled], Any]]] = {
+    "before the first step": (Scheduled, lambda run: run.scheduler),
     "nothing": (trained, lambda _: None),
     "the name of a scheduler": (trained, lambda _: "StepLR"),
     "a list of nothing": (trained, lambda _: [None]),

@@ -11,9 +11,11 @@ from torch import nn
 
 import preamp
 from cases.levels import WITH_MASTERS
-from cases.models import Damage, Parts
+from cases.models import Parts
 from cases.tolerances import assert_same
+from kit.loops import scaled_backward
 from kit.pair import Build, sgd
+from kit.refusals import refused
 
 levels = pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # where weights stay float32
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
@@ -26,100 +28,6 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         torch.optim.SGD(params, lr=0.5, momentum=0.9),
         torch.optim.Adam(params, lr=0.05, eps=1e-4),
     ]
-
-
-@levels
-def test_two_optimizers_of_one_model_see_one_gradient(level: str) -> None:
-    """As in plain torch: each step uses the gradient, and zeroing by either ends it."""
-    model = Parts()
-    plain = copy.deepcopy(model)
-    ours, theirs = two_optimizers(model), two_optimizers(plain)
-    preamp.initialize(model, ours, opt_level=level, loss_scale=128.0, verbosity=0)
-    for step in range(4):
-        for part in "ab" if step % 2 else "ba":
-            loss = model(X, part).float().sum() / 8
-            with preamp.scale_loss(loss, ours) as scaled:
-                scaled.backward()
-            (plain(X, part).sum() / 8).backward()
-        for optimizer, other in zip(ours, theirs, strict=True):
-            optimizer.step()
-            with preamp.disable_casts():
-                other.step()
-        ours[step % 2].zero_grad()
-        theirs[0].zero_grad()
-        for mine, wanted in zip(preamp.master_params(ours[0]), plain.parameters(), strict=True):
-            assert_same(mine.detach(), wanted.detach(), f"step {step}")
-    engine = preamp.engine_of(model)
-    engine.close()
-    for optimizer in ours:
-        own = optimizer.param_groups[0]["params"]
-        assert all(a is b for a, b in zip(own, model.parameters(), strict=True))
-        assert all(param in optimizer.state for param in model.parameters())
-
-
-@levels
-def test_an_exception_restores_a_shared_gradient_once(level: str) -> None:
-    model = Parts()
-    ours = two_optimizers(model)
-    preamp.initialize(model, ours, opt_level=level, loss_scale=128.0, verbosity=0)
-    with preamp.scale_loss(model(X).float().sum() / 8, ours) as scaled:
-        scaled.backward()
-    before = [param.grad.clone() for param in preamp.master_params(ours[0])]
-
-    def fail() -> None:
-        with preamp.scale_loss(model(X).float().sum(), ours) as scaled:
-            scaled.backward()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    for param, grad in zip(preamp.master_params(ours[0]), before, strict=True):
-        assert_same(param.grad, grad)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_the_cause_and_the_scale_are_those_of_the_loss_that_overflowed(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Loss 0 is clean, loss 1 overflows: its scaler is halved, told of and checked for limits."""
-    model = Parts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(
-        model, optimizer, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0
-    )
-    engine = preamp.engine_of(model)
-    engine.verbosity = 1
-    engine.scaler(0).set_scale(4.0)
-    engine.scaler(1).set_scale(2.0**-23)
-    with preamp.scale_loss(model(X, "a").float().sum(), optimizer, loss_id=0) as scaled:
-        scaled.backward()
-    damage = Damage(model.b.weight, float("inf"))
-    damage.armed = True
-    with preamp.scale_loss(model(X, "b").float().sum(), optimizer, loss_id=1) as scaled:
-        scaled.backward()
-    with pytest.raises(preamp.LossScaleError, match=r"2\*\*-24"):
-        optimizer.step()
-    (cause,) = engine.overflow_causes
-    assert (cause.loss_id, cause.old_scale, cause.new_scale) == (1, 2.0**-23, 2.0**-24)
-    assert cause.parameters == ("b.weight",)
-    assert engine.loss_scale(0) == 4.0
-    assert f"loss scaler 1 reducing loss scale to {2.0**-24}" in capsys.readouterr().out
-
-
-@levels
-def test_an_overflow_names_a_shared_weight_once(level: str) -> None:
-    model = Parts()
-    ours = two_optimizers(model)
-    preamp.initialize(model, ours, opt_level=level, loss_scale="dynamic", verbosity=0)
-    with preamp.scale_loss(model(X, "a").float().sum() * float("inf"), ours) as scaled:
-        scaled.backward()
-    for optimizer in ours:
-        optimizer.step()
-    overflowed = {name for name, p in model.named_parameters() if p.grad is not None}
-    for cause in preamp.engine_of(model).overflow_causes:
-        assert len(cause.parameters) == len(set(cause.parameters))
-        assert set(cause.parameters) <= overflowed
-    assert len(preamp.engine_of(model).overflow_causes) == 2
 
 
 # -- weights that come to a second optimizer between a backward and a step ------------------------
@@ -138,8 +46,7 @@ class Sharing:
         self.engine = preamp.engine_of(self.model)
 
     def backward(self, part: str, *optimizers: torch.optim.Optimizer) -> None:
-        with preamp.scale_loss(self.loss(self.model, part), optimizers or self.ours[0]) as scaled:
-            scaled.backward()
+        scaled_backward(self.loss(self.model, part), optimizers or self.ours[0])
         with preamp.disable_casts():
             self.loss(self.plain, part).backward()
 
@@ -240,8 +147,7 @@ def test_weights_are_not_shared_in_a_block(level: str) -> None:
 @levels
 def test_an_overflow_is_shared_too(level: str) -> None:
     run = Sharing(level, loss_scale="dynamic")
-    with preamp.scale_loss(run.loss(run.model, "ab") * torch.inf, run.ours[0]) as scaled:
-        scaled.backward()
+    scaled_backward(run.loss(run.model, "ab") * torch.inf, run.ours[0])
     run.share()
     for optimizer in run.ours:
         optimizer.step()
@@ -253,20 +159,28 @@ def test_an_overflow_is_shared_too(level: str) -> None:
     run.check()
 
 
+@levels
+@pytest.mark.parametrize("losses", ["other loss", "other scale"])
+def test_optimizers_that_share_weights_share_delayed_gradients(level: str, losses: str) -> None:
+    model, plain = Parts(), Parts()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.25)]
+    preamp.initialize(model, optimizers, opt_level=level, num_losses=2, loss_scale=64, verbosity=0)
+    scaled_backward(model(X).float().sum(), optimizers, delay_unscale=True)
+    if losses == "other scale":
+        preamp.engine_of(model).scaler(0).set_scale(32.0)
+    loss_id = 1 if losses == "other loss" else 0
+    scaled_backward(model(X).float().sum() * 2, optimizers, loss_id)
+    with preamp.disable_casts():
+        (plain(X).sum() * 3).backward()
+    for optimizer in optimizers:
+        for param, wanted in zip(preamp.master_params(optimizer), plain.parameters(), strict=True):
+            assert_same(param.grad, wanted.grad)
+
+
 # -- half weights, which one optimizer updates -----------------------------------------------------
 
 half_levels = pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-REFUSED = (
-    "The half weight {!r} is in two optimizers, an SGD and {}. Where weights are half, each is "
-    "updated by one optimizer. Give it to one of the two, or choose O1 (O4 for bfloat16), where "
-    "weights stay float32 and may be in both."
-)
-
-
-def refused(call: Callable[[], object], name: str, second: str) -> None:
-    with pytest.raises(preamp.PreampStateError) as found:
-        call()
-    assert str(found.value) == REFUSED.format(name, second)
+SHARED = "engine", "a half weight in two optimizers"
 
 
 @half_levels
@@ -281,9 +195,8 @@ def test_a_half_weight_in_two_optimizers_is_refused(
     ours = two_optimizers(model)
     before = copy.deepcopy(model.state_dict())
     options: Any = {"allow_half_model": allow_half_model, "verbosity": 0}
-    refused(
-        lambda: preamp.initialize(model, ours, opt_level=level, **options), "a.weight", "an Adam"
-    )
+    with refused(*SHARED, model, *ours, weight="a.weight", second="an Adam"):
+        preamp.initialize(model, ours, opt_level=level, **options)
     for name, value in model.state_dict().items():
         assert_same(value, before[name])
     preamp.initialize(model, ours, opt_level="O1", **options)
@@ -300,8 +213,7 @@ def test_float32_weights_of_a_half_model_may_be_in_two_optimizers(level: str) ->
     preamp.initialize(model, ours, opt_level=level, loss_scale=128.0, **options)
     ours[1].add_param_group({"params": [late]})
     plain = [nn.Parameter(param.detach().clone()) for param in (*shared, late)]
-    with preamp.scale_loss(model(X).float().sum() * (outside + late).sum(), ours) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).float().sum() * (outside + late).sum(), ours)
     for mine, wanted in zip((*shared, late), plain, strict=True):
         assert mine.grad is not None
         wanted.grad = mine.grad.clone()
@@ -323,7 +235,8 @@ def test_a_half_weight_that_is_to_join_a_second_optimizer_is_refused(
     run.backward("ab")
     held: Any = run.ours[0].param_groups[0]["params"]
     weight = held[2] if as_masters else run.model.b.weight
-    refused(lambda: run.ours[1].add_param_group({"params": [weight]}), "0.b.weight", "an SGD")
+    with refused(*SHARED, changes=True, weight="0.b.weight", second="an SGD"):
+        run.ours[1].add_param_group({"params": [weight]})
     assert [len(one.param_groups) for one in run.ours] == [1, 1]
     run.ours[1].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     for optimizer in run.ours:
@@ -336,4 +249,5 @@ def test_a_half_weight_written_into_the_groups_of_a_second_optimizer_is_refused(
     """There is no call to refuse it in, so the next block does."""
     run = Sharing(level)
     run.ours[1].param_groups[0]["params"].append(run.model.b.weight)
-    refused(lambda: run.backward("ab", *run.ours), "0.b.weight", "an SGD")
+    with refused(*SHARED, changes=True, weight="0.b.weight", second="an SGD"):
+        run.backward("ab", *run.ours)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one iteration may look like: accumulation, delays, exceptions, frozen parts, skips."""
+"""What one iteration may look like: blocks, accumulation, parameters that join, skips."""
+
+from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +14,24 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
-from cases.models import Damage, Exact, Parts, batch, loss_of
+import preamp.optimizers
+from cases.levels import EXACT, F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
+from cases.models import Damage, Exact, Parts, batch, loss_of, values
 from cases.tolerances import assert_same
 from kit.compare import differences, picture
+from kit.loops import begin, scaled_backward
 from kit.pair import Pair, sgd
 from kit.refusals import refused
+from kit.run import Run
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
+exact_levels = pytest.mark.parametrize("level", EXACT)
 
 
-# -- accumulation and delays ------------------------------------------------------------------
+X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
+
+
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 @levels
@@ -44,8 +54,7 @@ def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     preamp.initialize(models, optimizers, opt_level=level, loss_scale=4.0, verbosity=0)
     for index in range(2):
-        with preamp.scale_loss(loss_of(models, index), container(optimizers)) as scaled:
-            scaled.backward()
+        scaled_backward(loss_of(models, index), container(optimizers))
         with preamp.disable_casts():
             loss_of(plain, index).backward()
     for model, oracle, optimizer in zip(models, plain, optimizers, strict=True):
@@ -56,7 +65,81 @@ def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any
         assert model.linear.weight.isfinite().all()
 
 
-# -- which parameters take part --------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
+    pair = Pair(level)
+    with preamp.scale_loss(pair.loss(0), pair.optimizer) as scaled:
+        with (
+            refused("step_semantics", "a block in a block", pair.model, pair.optimizer),
+            preamp.scale_loss(pair.loss(1), pair.optimizer),
+        ):
+            pass
+        scaled.backward()
+    pair.theirs(0)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@exact_levels
+@pytest.mark.parametrize("inner", [1.0, float("inf")])
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_block_keeps_the_scale_it_began_with(level: str, inner: float, growing: bool) -> None:
+    """Another block of the same scaler ends in between, and halves or doubles the scale."""
+    pairs = [Parts(0), Parts(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in pairs]
+    preamp.initialize(pairs, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
+    engine = preamp.engine_of(pairs[0])
+    engine.scaler(0).set_scale(1024.0)
+    engine.scaler(0).growth_tracker.fill_(1999 if growing else 0)
+    with preamp.scale_loss(pairs[0](X).float().sum(), optimizers[0]) as outer:
+        scaled_backward(pairs[1](X).float().sum() * inner, optimizers[1])
+        outer.backward()
+    assert engine.loss_scale() == (512.0 if inner > 1 else 2048.0 if growing else 1024.0)
+    plain = Parts(0)
+    with preamp.disable_casts():
+        plain(X).sum().backward()
+    for param, wanted in zip(preamp.master_params(optimizers[0]), plain.parameters(), strict=True):
+        assert_same(param.grad, wanted.grad)
+
+
+INSIDE = "was called inside a scale_loss block. Gradients are unscaled when the block ends"
+
+
+@pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level not in ("O0", "O4")])
+@pytest.mark.parametrize(
+    "call", [lambda o: o.step(), lambda o: preamp.clip_grad_norm_(o, 1.0)], ids=["step", "clip"]
+)
+def test_steps_and_clipping_inside_a_block_are_refused(
+    level: str, call: Callable[[Any], Any]
+) -> None:
+    model = Parts()
+    optimizer = begin(level, model, torch.optim.SGD(model.parameters(), lr=0.5), loss_scale=128.0)
+    before = values(model)
+    with preamp.scale_loss(model(X).float().sum(), optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(preamp.PreampStateError, match=re.escape(INSIDE)):
+            call(optimizer)
+    for param, old in zip(values(model), before, strict=True):
+        assert_same(param, old)
+    optimizer.step()
+
+
+@exact_levels
+def test_large_earlier_gradients_survive_a_delayed_block(level: str) -> None:
+    """Multiplied by the scale they would overflow in float16, and lose digits in bfloat16."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for value, delay in ((0.875, False), (0.875, False), (2.0**-8, True), (2.0**-8, False)):
+        loss = model(torch.ones(1, 1)).float().sum() * value
+        scaled_backward(loss, optimizer, delay_unscale=delay)
+    (param,) = preamp.master_params(optimizer)
+    assert_same(param.grad, torch.tensor([[1.75 + 2.0**-7]]))
+    assert preamp.engine_of(model).loss_scale() == 2.0**16
+
+
+# -- which parameters take part --------------------------------------------------------------------
 
 
 @levels
@@ -82,30 +165,6 @@ def test_parameters_of_no_model_stay_as_they_are(level: str, dtype: Any, scale: 
     assert_same(extra.detach(), torch.tensor([1.0, 2.0], dtype=dtype) - 0.5 * slope)
 
 
-def test_parameters_of_three_dtypes_in_one_optimizer() -> None:
-    model = Exact()
-    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    brain = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    optimizer = torch.optim.Adam([*model.parameters(), wide, brain], lr=0.1, foreach=True)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    dtypes = [p.dtype for p in preamp.master_params(optimizer)]
-    assert dtypes == [torch.float32] * 4 + [torch.float64, torch.float32]
-    for index in range(2):
-        loss = loss_of([model], index) + (wide.float() + brain.float()).sum() * 2.0**-8
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model.linear.weight.dtype is torch.float16
-    assert model.norm.weight.dtype is torch.float32
-    assert brain.dtype is torch.bfloat16
-    torch.testing.assert_close(wide.detach(), torch.full_like(wide, 0.8), rtol=0, atol=1e-5)
-    assert_same(brain.detach(), torch.full((2,), 0.8, dtype=torch.bfloat16))
-
-
-# -- add_param_group -------------------------------------------------------------------------
-
-
 @levels
 @pytest.mark.parametrize("form", ["list", "generator", "one"])
 def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
@@ -127,17 +186,17 @@ def test_a_group_may_be_given_in_each_form(level: str, form: str) -> None:
     assert pair.optimizer.param_groups[1]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_weights_that_stayed_float32_may_join(level: str) -> None:
-    model = Exact()
-    optimizer = sgd(model.linear.parameters())
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    optimizer.add_param_group({"params": list(model.norm.parameters())})
-    before = model.norm.weight.detach().clone()
-    with preamp.scale_loss(loss_of([model], 0), optimizer) as scaled:
-        scaled.backward()
+@exact_levels
+def test_a_parameter_joins_without_the_scaled_gradient_it_had(level: str) -> None:
+    """The blocks before did not know of it, so nobody has unscaled what it got."""
+    model = Parts()
+    optimizer = begin(level, model, torch.optim.SGD(model.a.parameters(), lr=0.5), loss_scale=64.0)
+    scaled_backward(model(X).float().sum(), optimizer)
+    before = values(model.b)
+    optimizer.add_param_group({"params": list(model.b.parameters())})
     optimizer.step()
-    assert not torch.equal(model.norm.weight, before)
+    for param, old in zip(values(model.b), before, strict=True):
+        assert_same(param, old)
 
 
 def replaced(model: Any) -> list[nn.Parameter]:
@@ -178,83 +237,61 @@ def test_a_layer_that_joins_later_trains_as_in_float32(level: str, change: Any) 
         pair.check(f"after step {index}")
 
 
-# -- skipped steps ---------------------------------------------------------------------------
+# -- skipped steps ---------------------------------------------------------------------------------
 
 
 @levels
 def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
-    pair = Pair(level, loss_scale="dynamic")
-    scaler = pair.engine.scaler(0)
-    rule: Any = scaler.rule
-    assert rule.growth_interval == 2000
-    scaler.rule = type(rule)(growth_interval=3)
+    run = Run(level, loss_scale="dynamic")
+    scaler = run.engine.scaler(0)
+    assert scaler.rule.growth_interval == 2000
+    scaler.rule = type(scaler.rule)(growth_interval=3)
     scaler.set_scale(2.0**8)
     scales = []
     for index in range(7):
-        if index == 1:
-            pair.overflow()
-            pair.optimizer.step()
-            pair.zero()
-        else:
-            pair.train(index)
-        scales.append(pair.engine.loss_scale())
+        run.play(f"backward {index}{' inf' * (index == 1)}; step; zero")
+        scales.append(run.engine.loss_scale())
     assert scales == [2.0**n for n in (8, 7, 7, 7, 8, 8, 8)]
-    pair.check()
-
-
-# -- when scaling cannot go on ---------------------------------------------------------------
-
-
-def _skip(pair: Pair) -> None:
-    pair.ours(0)
-    pair.optimizer.step()
 
 
 @levels
-def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
-    pair = Pair(level, loss_scale="dynamic", max_consecutive_skips=3)
-    damage = Damage(pair.model.get_parameter("b.weight"), math.nan)
-    for _ in range(2):
-        damage.armed = True
-        _skip(pair)
-        pair.zero()
-    pair.train(1)  # the count starts anew
-    for _ in range(2):
-        damage.armed = True
-        _skip(pair)
-        pair.zero()
-    damage.armed = True
-    with refused("step_semantics", "three skips in a row", changes=True):
-        _skip(pair)
-    pair.check()
-
-
-def test_the_scale_falling_to_its_minimum_is_an_error() -> None:
-    pair = Pair("O2", max_consecutive_skips=None)
-    pair.engine.scaler(0).set_scale(2.0**-22)
-    damage = Damage(pair.model.get_parameter("a.bias"), math.inf)
-    damage.armed = True
-    _skip(pair)
-    pair.zero()
-    damage.armed = True
-    with refused("step_semantics", "the lowest scale", changes=True):
-        _skip(pair)
-    pair.check()
+@pytest.mark.parametrize("then", ["", "zero; "])
+def test_one_overflow_halves_the_scale_once(level: str, then: str) -> None:
+    run = Run(level, loss_scale="dynamic")
+    run.play(f"backward 0 inf; {then}backward 1 delay; backward 2; step")
+    assert run.engine.loss_scale() == 2.0**15
+    assert run.engine.last_step_skipped is not bool(then)
 
 
 def test_an_infinite_loss_with_finite_gradients_is_not_the_cause() -> None:
     pair = Pair("O2")
-    with preamp.scale_loss(pair.loss(0) + math.inf, pair.optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(pair.loss(0) + math.inf, pair.optimizer)
     assert pair.engine.loss_scale() == 2.0**16
     Damage(pair.model.get_parameter("a.bias"), math.inf).armed = True
-    _skip(pair)
+    pair.ours(0)
+    pair.optimizer.step()
     (cause,) = pair.engine.overflow_causes
     assert cause.parameters == ("a.bias",)
     assert cause.loss_was_finite
 
 
-# -- sparse gradients ------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_asks_the_device_once(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(level)
+    pair.ours(0)
+    asked, item = list[object](), torch.Tensor.item
+
+    def count(tensor: torch.Tensor) -> Any:
+        if tensor.dtype is torch.float32 and tensor.dim() == 0:
+            asked.append(tensor)
+        return item(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", count)
+    pair.optimizer.step()
+    assert len(asked) == 1
+
+
+# -- sparse and complex gradients ------------------------------------------------------------------
 
 
 class Sparse(nn.Module):
@@ -291,8 +328,7 @@ def test_sparse_gradients(level: str, scale: Any, build: Any, accumulate: int) -
     preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
     for step in range(3):
         for part in range(accumulate):
-            with preamp.scale_loss(_sparse_loss(model, step + part), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(_sparse_loss(model, step + part), optimizer)
             _sparse_loss(plain, step + part).backward()
         assert model.embedding.weight.grad is not None
         assert model.embedding.weight.grad.is_sparse
@@ -308,50 +344,13 @@ def test_sparse_gradients(level: str, scale: Any, build: Any, accumulate: int) -
         assert_same(model.embedding.weight.detach(), plain.embedding.weight.detach())
 
 
-# -- blocks that do not end well -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
-    pair = Pair(level)
-    with preamp.scale_loss(pair.loss(0), pair.optimizer) as scaled:
-        with (
-            refused("step_semantics", "a block in a block", pair.model, pair.optimizer),
-            preamp.scale_loss(pair.loss(1), pair.optimizer),
-        ):
-            pass
-        scaled.backward()
-    pair.theirs(0)
-    pair.check_grads()
-    pair.step()
-    pair.check()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_asks_the_device_once(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(level)
-    pair.ours(0)
-    asked: list[object] = []
-    item = torch.Tensor.item
-
-    def count(tensor: torch.Tensor) -> Any:
-        if tensor.dtype is torch.float32 and tensor.dim() == 0:
-            asked.append(tensor)
-        return item(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "item", count)
-    pair.optimizer.step()
-    assert len(asked) == 1
-
-
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
 def test_complex_parameters_keep_their_imaginary_part(scale: float | str) -> None:
     weight = nn.Parameter(torch.tensor([1 + 2j, -3 + 0.5j]))
     plain = nn.Parameter(weight.detach().clone())
     optimizer, other = torch.optim.SGD([weight], lr=0.5), torch.optim.SGD([plain], lr=0.5)
     preamp.initialize([], optimizer, opt_level="O1", verbosity=0, loss_scale=scale)
-    with preamp.scale_loss(weight.abs().pow(2).sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(weight.abs().pow(2).sum(), optimizer)
     plain.abs().pow(2).sum().backward()
     norm = preamp.clip_grad_norm_(optimizer, 1.0)
     expected = torch.nn.utils.clip_grad_norm_([plain], 1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Split masters: what training makes of weights is what it makes of them in full storage.
+"""Storage: split masters, moments in fewer bits, `place="host"`, and what goes wrong with them.
 
 What they are compared with is an engine in full storage whose masters and half weights are brought
 to what split ones can hold after each step (`settle`): at O5 half weights that lie half way, at O2
@@ -9,19 +9,26 @@ also masters below float16's normal range.
 import copy
 import itertools
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import preamp
+import preamp.parallel
 from kit.compare import same
-from kit.refusals import refused
-from kit.run import MASTERS, PLAIN, Run, act, assert_alike, assert_same_program, where
+from kit.loops import begin, everything, scaled_backward, train_step
+from kit.refusals import assert_refused, refused
+from kit.run import MASTERS, PLAIN, Net, Run, act, assert_alike, assert_same_program, where
 from preamp.kernels.stored import join, split
 from preamp.optim import LARC
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS as SPLITS
+from preamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 
 BOOK = "engine"
 levels = pytest.mark.parametrize("level", MASTERS)
@@ -119,12 +126,6 @@ def test_training_is_that_of_full_storage(level: str, name: str, moments: Any) -
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(level: str, name: str) -> None:
     assert_same_program(PROGRAMS[name], *pair(level))
-
-
-@levels
-def test_closures(level: str) -> None:
-    program = "closure 0 | closure 1 | closure 2 | closure 3"
-    assert_same_program(program, *pair(level, loss_scale=128.0), after="settle")
 
 
 # Random programs combine levels and moments freely; here each optimizer needs each of them once.
@@ -232,16 +233,6 @@ def test_a_weight_that_was_frozen_at_first_trains_later(
             torch.testing.assert_close(value, wanted.detach(), rtol=2.0**-6, atol=0)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_state_of_ones_own_may_have_any_keys(level: str) -> None:
-    run = Run(level).play("iterate")
-    for param in run.params():
-        run.optimizer.state[param][0] = param.detach().float() + 1
-    state = copy.deepcopy(run.optimizer.state_dict())
-    run.optimizer.load_state_dict(state)
-    assert same(run.optimizer.state_dict(), state)
-
-
 # -- what steps and scripts do to split masters ---------------------------------------------------
 
 
@@ -256,16 +247,6 @@ def test_no_step_makes_float32_masters(
         for op in ("join_", "split_", "cast_copy_", "take_over_"):
             patch.setattr(table.ops, op, lambda *lists: pytest.fail("masters were touched"))
         run.play("train 1; train 2; train 3")
-
-
-@levels
-def test_bytes_between_steps(level: str) -> None:
-    run = start(level, "split").play("train 0; train 1; backward 2")
-    kept = preamp.count_memory(run.engine)
-    halves = sum(twin.half.numel() for twin in run.twins())
-    wide = sum(p.numel() for p in run.model.parameters() if p.dtype is torch.float32)
-    assert kept["weights"] == kept["gradients"] == 2 * halves + 4 * wide
-    assert (kept["masters"], kept["optimizer state"]) == (2 * halves, 8 * (halves + wide))
 
 
 READS: dict[str, Any] = {
@@ -296,18 +277,6 @@ def test_split_masters_have_a_form_and_a_gradient_and_no_values(level: str, read
 
 
 @levels
-def test_clips_of_masters_by_torch_count(level: str) -> None:
-    """They ask gradients alone."""
-    runs = pair(level)
-    for index in range(3):
-        for run in runs:
-            run.play(f"backward {index}")
-            nn.utils.clip_grad_norm_(preamp.master_params(run.optimizer), 0.25)
-            run.play("step; zero; settle")
-    assert_alike(*runs)
-
-
-@levels
 def test_a_write_to_a_half_weight_counts(level: str) -> None:
     """However it is made; no element is further than half a unit from its half weight."""
     run = start(level, "split").play("train 0")
@@ -322,47 +291,6 @@ def test_a_write_to_a_half_weight_counts(level: str) -> None:
             run.play(f"train {index}")
             for name, param in run.model.named_parameters():
                 assert (param - halves[name]).abs().max() < 0.05
-
-
-@levels
-def test_who_reads_weights_makes_no_master(level: str) -> None:
-    """Forwards, statistics, states and copies."""
-    run = start(level, "split", numerics="full", numerics_every=1)
-    for _ in range(2):
-        run.play("iterate; forward")
-        want = {t.name: t.value() for t in run.twins()}
-        for weights in (dict(copy.deepcopy(run.model).named_parameters()), run.model.state_dict()):
-            assert all(torch.equal(weights[name], value) for name, value in want.items())
-    assert len(run.engine.history)
-
-
-# -- the end, and copies --------------------------------------------------------------------------
-
-
-@levels
-@pytest.mark.parametrize("floats", [False, True])
-def test_close_gives_exact_weights_back(level: str, floats: bool) -> None:
-    run = start(level, "split").play("train 0")
-    want = dict(run.model.state_dict())
-    if floats:
-        run.model.float()
-    run.close()
-    assert same(want, dict(run.model.state_dict()))
-    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
-    assert run.optimizer.storage.masters == "float32"
-
-
-def test_copies_have_plain_parameters_and_may_be_moved() -> None:
-    run = start("O5", "split").play("iterate")
-    copied = copy.deepcopy(run.optimizer)
-    pairs = zip(copied.param_groups[0]["params"], copy.deepcopy(run.params()), strict=True)
-    assert all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
-    run.play("train 0")
-    want = dict(run.model.state_dict())
-    run.play("move")
-    assert same(want, dict(run.model.state_dict()))
-    read: Any = pickle.loads(pickle.dumps(run.model))
-    assert read.double().first.weight.dtype is torch.float64
 
 
 # -- refusals, and what is said -------------------------------------------------------------------
@@ -458,3 +386,200 @@ def test_engines_say_their_storage(door: Any) -> None:
     run.play("iterate")
     assert "storage: 6 masters are split" in run.engine.explain()
     assert run.optimizer.storage == preamp.Storage(masters="split")
+
+
+@levels
+def test_states_of_float64_load(level: str) -> None:
+    runs = [start(level, "split").play("iterate") for _ in range(2)]
+    state = runs[0].model.state_dict()
+    runs[0].model.load_state_dict({name: value.double() for name, value in state.items()})
+    assert_same_program("iterate 1", *runs)
+
+
+def test_codes_load_into_optimizers_without_moments_in_fewer_bits() -> None:
+    """As float32 values: codes taken for values would be wrong by orders of magnitude."""
+    model = nn.Linear(64, 128)
+    optimizer = FusedAdam(model.parameters())
+    model, optimizer = preamp.initialize(
+        model, optimizer, opt_level="O0", storage=preamp.Storage(moments="8bit"), verbosity=0
+    )
+    model(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert state["state"][0]["exp_avg"].dtype is torch.int8
+    preamp.engine_of(model).close()
+
+    other = nn.Linear(64, 128)
+    lamb = preamp.optimizers.FusedMixedPrecisionLamb(other.parameters())
+    lamb.load_state_dict(state)
+    gradient = next(iter(model.parameters())).grad
+    assert gradient is not None
+    loaded = lamb.state[next(iter(other.parameters()))]
+    assert loaded["exp_avg"].dtype is torch.float32
+    assert not [key for key in loaded if key.endswith("_scales")]
+    # A tenth of the gradient, by the betas; a code has 5 bits of mantissa
+    torch.testing.assert_close(
+        loaded["exp_avg"], 0.1 * gradient, rtol=2.0**-5, atol=2.0**-5 * float(gradient.abs().max())
+    )
+
+
+def _with_codes() -> dict[str, Any]:
+    """The state of an SGD with moments in 8 bits, after a step."""
+    model = nn.Linear(64, 128)
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    preamp.initialize(model, optimizer, opt_level="O5", storage="compact", verbosity=0)
+    scaled_backward(model(torch.ones(2, 64)).square().mean(), optimizer)
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert state["state"][0]["momentum_buffer"].dtype is torch.int8
+    preamp.engine_of(model).close()
+    return state
+
+
+def test_codes_load_into_torchs_optimizers_as_values() -> None:
+    state = _with_codes()
+    wanted = FusedSGD(nn.Linear(64, 128).parameters(), lr=0.1, momentum=0.9)
+    wanted.load_state_dict(state)
+    other = nn.Linear(64, 128)
+    sgd = begin("O5", other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    sgd.load_state_dict(state)
+    loaded, expected = (list(optimizer.state.values()) for optimizer in (sgd, wanted))
+    assert same(loaded, expected)
+    assert state["state"][0]["momentum_buffer"].dtype is torch.int8  # as it was given
+    preamp.engine_of(other).close()
+    assert not sgd._optimizer_load_state_dict_pre_hooks  # pyright: ignore
+
+
+@pytest.mark.parametrize("scales", [None, torch.ones(3, 1), torch.ones(128)])
+def test_codes_whose_scales_do_not_fit_are_refused(scales: Any) -> None:
+    state = _with_codes()
+    state["state"][0]["momentum_buffer_scales"] = scales
+    other = nn.Linear(64, 128)
+    sgd = begin("O5", other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"momentum_buffer in 8 bits .* nothing was loaded\. Load"):
+        sgd.load_state_dict(state)
+    assert not sgd.state
+
+
+def test_a_failed_load_tells_of_nothing_rounded(capsys: pytest.CaptureFixture[str]) -> None:
+    run = start("O5", "full").play("iterate")
+    state = run.optimizer.state_dict()
+    state["param_groups"].append(state["param_groups"][0])
+    run.close()
+
+    other = start("O5", preamp.Storage(moments="bfloat16")).optimizer
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        other.load_state_dict(state)
+    assert "are rounded" not in capsys.readouterr().out
+    state["param_groups"].pop()
+    other.load_state_dict(state)
+    assert "moments of float32 are rounded to bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("misspelt masters", {"masters": "Split"}),
+        ("masters of None", {"masters": None}),
+        ("moments of a number", {"moments": 8}),
+        ("unknown moments", {"moments": "int4"}),
+        ("a seed in words", {"seed": "0"}),
+        ("a seed out of range", {"seed": -1}),
+        ("a seed out of range", {"seed": 2**32}),
+    ],
+)
+def test_wrong_storages(name: str, given: dict[str, Any]) -> None:
+    with refused("engine", name, **given):
+        preamp.Storage(**given)
+
+
+def test_explain_counts_moments() -> None:
+    model = nn.Linear(64, 128)
+    optimizer = begin("O5", model, FusedAdam(model.parameters()), storage="compact")
+    scaled_backward(model(torch.ones(2, 64)).sum(), optimizer)
+    optimizer.step()
+    told = preamp.engine_of(model).explain()
+    assert "2 masters are split" in told
+    assert "2 of 4 moments are 8bit now" in told  # vectors keep float32 ones
+
+
+HOST = preamp.Storage(place="host")
+adam = partial(FusedAdam, lr=0.01)
+
+
+def on_host(build: Callable[..., Any] = adam, **more: Any) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    options: dict[str, Any] = {"opt_level": "O5", "verbosity": 0, "storage": HOST, **more}
+    return preamp.initialize(model, build(model.parameters()), **options)
+
+
+@pytest.mark.parametrize("masters", ["float32", "split"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_are_released_beside_it(level: str, masters: Any) -> None:
+    """Without a device nothing goes anywhere, and all works that needs gradients of a step."""
+    runs: list[tuple[Net, Any]] = []
+    for place, releases in (("device", False), ("host", True)):
+        storage = preamp.Storage(masters=masters, place=place, release_gradients=releases)
+        model, optimizer = on_host(opt_level=level, storage=storage)
+        for step in range(4):
+            train_step(model, optimizer, step, poison=step == 1)
+            preamp.clip_grad_norm_(optimizer, 0.1)
+        runs.append((model, optimizer))
+    assert same(*[everything(*run) for run in runs])
+
+
+def test_one_line_says_that_nothing_was_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = on_host(verbosity=1)
+    said = 'place="host" moved nothing, all is on the CPU'
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if said in line] == [printed.rstrip("\n")]
+    text = preamp.engine_of(model).explain()
+    assert f"storage: {said}" in text
+    assert "no synchronisation" in text
+
+
+def test_an_unknown_place_is_refused() -> None:
+    with refused("host_storage", "an unknown place"):
+        preamp.Storage(place="cpu")  # pyright: ignore[reportArgumentType]
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "AdamW of torch": (partial(torch.optim.AdamW, lr=0.01), {}),
+    "LARC": (lambda params: LARC(FusedSGD(params, lr=0.1)), {}),
+    "copies": (FusedMixedPrecisionLamb, {}),
+    "own masters": (partial(FusedAdam, capturable=True, master_weights=True), {}),
+    "triton": (adam, {"backend": "triton"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_host_cannot_update_is_refused(name: str) -> None:
+    build, more = REFUSED[name]
+    model = Net()
+    optimizer = build(model.parameters())
+    options = {"opt_level": "O5", "verbosity": 0, "storage": HOST, **more}
+    with refused("host_storage", name, model):
+        preamp.initialize(model, optimizer, **options)
+    preamp.initialize(model, adam(model.parameters()), opt_level="O5", verbosity=0)
+
+
+def test_larc_around_it_later_is_refused() -> None:
+    model, optimizer = on_host(partial(FusedSGD, lr=0.1))
+    assert_refused("host_storage", "LARC later", LARC(optimizer).step, model, optimizer)
+
+
+def test_what_ranks_share_out_is_taken() -> None:
+    """By one rank; more are in ``tests/distributed`` and ``tests/devices``."""
+    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        fully_shard(model)
+        preamp.initialize(
+            model, adam(model.parameters()), opt_level="O5", storage=HOST, verbosity=0
+        )
+        assert preamp.engine_of(model).policy.storage == HOST
+    finally:
+        dist.destroy_process_group()

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Watching the modules: what is told, and nothing else changes; test_attribution_cases has whom."""
 
-import copy
 import dataclasses
 import functools
 import gc
 import inspect
-import io
 import math
 import re
 import weakref
@@ -22,6 +20,7 @@ from torch.nn import functional as F
 
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from kit.loops import begin, scaled_backward, scaled_step
 from preamp.engine import Engine
 from preamp.numerics import Float32Record, TraceRecord
 
@@ -92,10 +91,7 @@ class Run:
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(3, 4, generator=generator)
         loss = self.forward(x).float().square().mean() * factor
-        with preamp.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        scaled_step(loss, self.optimizer)
         return loss.detach()
 
     @property
@@ -158,41 +154,6 @@ def test_frames_are_of_what_was_seen_before() -> None:
     assert relu.weights == []
 
 
-class Product(nn.Module):
-    """A function of a tensor that is full of one number."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], value: float) -> None:
-        super().__init__()
-        self.last = nn.Linear(4, 2)
-        self.function = function
-        self.value = value
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self.last(x).mul(0.0).add(self.value))
-
-
-PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "matmul": lambda x: x @ x.T,
-    "einsum": lambda x: torch.einsum("ij,kj", x, x),
-    "addmm": lambda x: torch.addmm(input=x[:, :1], mat1=x, mat2=x.T),
-    "conv1d": lambda x: F.conv1d(x.T[None], x.T[None]),
-}
-
-
-@pytest.mark.parametrize("operation", PRODUCTS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("lacks", [False, True])
-def test_what_the_program_has_given_a_product(
-    operation: str, level: str, lacks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not what was made of it before the result was rounded."""
-    monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
-    run = Run(level, nn.Sequential(Product(PRODUCTS[operation], 300.0)), overflow="trace")
-    run.step()
-    assert (run.where, run.trace.operation) == (("0", "forward"), operation)
-    assert run.trace.operation_max_abs == 300.0
-
-
 @pytest.mark.parametrize("lacks", [False, True])
 def test_a_float16_overflow_in_the_backward(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' gradient is the sum over the batch: 3 · 2 · 16384."""
@@ -201,8 +162,7 @@ def test_a_float16_overflow_in_the_backward(lacks: bool, monkeypatch: pytest.Mon
     run.engine.scaler(0).set_scale(2.0**14)
     run.engine.trace_overflow()
     loss = run.model(torch.full((3, 4), 2.0)).float().sum()
-    with preamp.scale_loss(loss, run.optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss, run.optimizer)
     run.optimizer.step()
     assert (run.trace.phase, run.trace.type, run.trace.output_found) == (
         "backward",
@@ -214,18 +174,6 @@ def test_a_float16_overflow_in_the_backward(lacks: bool, monkeypatch: pytest.Mon
     assert run.trace.input_max_abs == 2.0**14  # and not the weights' gradient before rounding
     (cause,) = run.engine.overflow_causes
     assert cause.parameters == ("weight",)
-
-
-def test_the_loss_function() -> None:
-    """The gradient of the loss is too large for the half output of the last layer."""
-    run = Run("O1", nn.Linear(4, 2), scope="thread")  # else the output is float32
-    run.engine.scaler(0).set_scale(2.0**15)
-    run.engine.trace_overflow()
-    run.forward = lambda x: run.model(torch.full_like(x, 4.0)) * 64.0
-    run.step()
-    assert (run.trace.module, run.trace.type, run.trace.phase) == ("", "", "backward")
-    assert run.trace.input_max_abs is not None
-    assert 65504 <= run.trace.input_max_abs < math.inf
 
 
 def test_a_loss_that_is_not_finite_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,20 +249,6 @@ def test_what_a_module_keeps_is_told_by_name(name: str, value: float, level: str
     )
 
 
-def test_what_a_loss_function_uses_of_a_model_is_told_by_name() -> None:
-    model = nn.Linear(4, 2)
-    model.register_buffer("classes", torch.tensor([1.0, math.nan]))
-    run = Run("O1", model, overflow="trace")
-    run.forward = lambda x: F.cross_entropy(
-        model(x).float(), torch.tensor([0, 1, 1]), weight=model.classes
-    )
-    run.step()
-    assert run.trace.held == "classes"
-    assert re.match(
-        r"'classes' was nan in float32 already when cross_entropy at \S+ used it:", run.trace.told()
-    )
-
-
 # -- operations ------------------------------------------------------------------------------------
 
 
@@ -343,23 +277,6 @@ def test_all_calls_that_led_to_an_operation_are_told(capsys: pytest.CaptureFixtu
     assert any("in test_all_calls_that_led" in call for call in stack)
     assert not any(part in call for call in stack for part in ("/torch/", "src/preamp/"))
     assert capsys.readouterr().out.count(f"\n  {stack[0]}\n  {stack[1]}\n") == 1
-
-
-@levels
-def test_an_operation_in_the_backward(level: str) -> None:
-    """The square root of zero has an infinite slope, though its value is fine."""
-    run = Run(level, Plain(), overflow="trace")
-    run.step()
-    run.model.limit = 0.0
-    with torch.no_grad():
-        run.model.last.weight.fill_(0.0)
-        run.model.last.bias.fill_(0.0)
-    run.step()
-    line = inspect.getsourcelines(Plain.forward)[1] + 3
-    trace = run.trace
-    assert (trace.module, trace.type, trace.phase) == ("", "Plain", "backward")
-    assert trace.operation == "sqrt"
-    assert trace.where.endswith(f"test_trace.py:{line}")
 
 
 def test_an_argument_that_its_function_cast_while_the_loss_stayed_finite() -> None:
@@ -484,29 +401,10 @@ def test_an_overflow_whose_forward_was_not_watched_does_not_count() -> None:
     run.model.spoil.forward_by = math.inf
     loss = run.model(torch.ones(3, 4)).float().sum()
     run.engine.trace_overflow()
-    with preamp.scale_loss(loss, run.optimizer) as scaled:
-        scaled.backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    scaled_step(loss, run.optimizer)
     assert not run.engine.overflow_causes[0].was_watched
     run.step()
     assert run.engine.overflow_causes[1].trace is not None
-
-
-def test_closing_removes_the_hooks() -> None:
-    run = Run()
-    run.engine.trace_overflow()
-    run.engine.close()
-    assert set(hooks_of(run.model)) == {0}
-
-
-def test_a_model_that_changes_engines_is_let_go() -> None:
-    run = Run("O1", overflow="trace")
-    preamp.initialize(run.model, opt_level="O0", verbosity=0)
-    other = preamp.engine_of(run.model)
-    assert other is not run.engine
-    other.close()
-    assert set(hooks_of(run.model)) == {0}
 
 
 @pytest.mark.parametrize("scales", [True, False])
@@ -531,22 +429,6 @@ def test_static_scales(level: str, scale: float, way: str, scales: bool) -> None
     assert (run.engine.steps_applied, run.engine.steps_skipped) == (1, 0)
 
 
-def test_with_a_static_scale_each_optimizer_is_told_its_own() -> None:
-    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    preamp.initialize(models, optimizers, opt_level="O0", overflow="trace", verbosity=0)
-    engine = preamp.engine_of(optimizers[0])
-    heard: list[tuple[object, tuple[str, ...]]] = []
-    engine.ledger.on_overflow.append(lambda s, cause: heard.append((s, cause.parameters)))
-    models[1].bias.register_hook(lambda grad: grad * math.inf)
-    loss = sum((model(torch.ones(3, 4)).sum() for model in models), torch.zeros(()))
-    with preamp.scale_loss(loss, optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert heard == [(engine.sessions[id(optimizers[1])], ("1.bias",))]
-
-
 @pytest.mark.parametrize("value", ["stop", True, []])
 def test_other_words_are_refused(value: Any) -> None:
     text = (
@@ -565,41 +447,6 @@ def test_preamp_off() -> None:
 
 
 # -- nothing changes ---------------------------------------------------------------------------
-
-
-@levels
-def test_evaluations_are_told_apart(level: str) -> None:
-    run = Run(level, overflow="trace")
-    run.step()
-    with torch.no_grad():
-        run.model(torch.ones(3, 4))
-    assert not any(call.has_grad for call in run.engine.tracer.observation.calls)
-    run.model(torch.ones(3, 4))
-    assert any(call.has_grad for call in run.engine.tracer.observation.calls)
-
-
-def test_a_dropped_engine_is_collected_and_its_hooks_sleep() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, overflow="trace")
-    tracer = weakref.ref(preamp.engine_of(model).tracer)
-    twin = copy.deepcopy(model)
-    del model, optimizer
-    gc.collect()
-    assert tracer() is None
-    twin(torch.ones(3, 4))
-
-
-def test_a_copy_and_a_saved_model_watch_nothing() -> None:
-    run = Run("O1", overflow="trace")
-    twin = copy.deepcopy(run.model)
-    file = io.BytesIO()
-    torch.save(run.model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for model in (twin, loaded):
-        model(torch.ones(3, 4))
-        assert len(run.engine.tracer.observation.calls) == 0
 
 
 def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
@@ -679,21 +526,6 @@ def test_of_a_model_that_is_compiled_as_a_whole_nothing_is_seen(
     assert "). No module was seen to turn finite values into others: " in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_what_a_compiled_models_loss_does_is_seen_from_the_first_step_on() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    run = Run("O1", model, scope="thread")  # else the output is float32
-    run.forward = torch.compile(run.model, backend="aot_eager")
-    run.engine.trace_overflow()
-    run.engine.scaler(0).set_scale(2.0**24)
-    run.step(factor=1e30)
-    (cause,) = run.engine.overflow_causes
-    assert cause.loss_was_finite
-    assert cause.trace is not None  # where the loss hands its gradient to the model
-    assert (cause.trace.type, cause.trace.dtype) == ("", "float16")
-
-
 def test_a_scripted_part() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
     run = Run("O1", model, overflow="trace")
@@ -707,8 +539,7 @@ def test_a_scripted_part() -> None:
 def test_what_a_step_computed_goes_with_the_step() -> None:
     """Nothing of it waits for Python's garbage collector, which on a GPU would cost memory."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    preamp.initialize(model, optimizer, opt_level="O2", overflow="trace", verbosity=0)
+    optimizer = begin("O2", model, torch.optim.SGD(model.parameters(), lr=0.125), overflow="trace")
     kept: list[weakref.ref[torch.Tensor]] = []
     gc.collect()
     gc.disable()
@@ -737,8 +568,7 @@ def test_a_static_scale_above_one_may_be_smaller(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     options: dict[str, Any] = {"loss_scale": scale, "overflow": "trace", "verbosity": 0}
     preamp.initialize(model, optimizer, opt_level="O2", **options)
-    with preamp.scale_loss(model(torch.ones(2, 4)).float().sum() * 1e6, optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(torch.ones(2, 4)).float().sum() * 1e6, optimizer)
     optimizer.step()
     out = capsys.readouterr().out
     assert "The step is taken, since the loss scale is static" in out

@@ -4,8 +4,6 @@
 That each trains as alone, `test_programs` shows.
 """
 
-import copy
-import io
 import re
 import threading
 from collections.abc import Callable
@@ -16,32 +14,15 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES
 from kit.compare import differences, picture, same
-from kit.loops import everything, loss_of, make, started, train_step
+from kit.loops import everything, make, started, train_step
 from preamp import amp
 
 STEPS = 4
 
 
-HALF_PAIRS = [("O1", "O4"), ("O2", "O4"), ("O3", "O4"), ("O2", "O5"), ("O1", "O5")]
-
-
 Run = tuple[Any, Any]
-
-
-def test_what_has_no_argument_means_engines_made_through_amp() -> None:
-    one, two = make(), make(1)
-    amp.initialize(*one, opt_level="O2", verbosity=0)
-    amp.initialize(*two, opt_level="O1", verbosity=0, loss_scale=4.0)
-    started("O5", 2)  # preamp's own spelling is not among them
-    assert amp.state_dict() == {
-        "loss_scaler0": {"loss_scale": 4.0, "unskipped": 0},  # of the latest call
-        "loss_scaler1": {"loss_scale": 2.0**16, "unskipped": 0},
-    }
-    assert amp._amp_state.opt_properties.opt_level == "O1"
-    with amp.scale_loss(loss_of(one[0], 0), one[1]) as scaled:  # the first still has its own scale
-        assert scaled.item() == pytest.approx(2.0**16 * loss_of(one[0], 0).item(), rel=0.2)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
@@ -65,58 +46,6 @@ def test_a_step_is_not_cast_by_another_engine(level: str) -> None:
 
 
 # -- half dtypes side by side ----------------------------------------------------------------
-
-
-def tensors_of(run: Run, half: torch.dtype) -> list[torch.Tensor]:
-    """Tensors of an engine's half dtype, as a forward and its backward make them."""
-    made = [param.detach().to(half) for param in run[0].parameters()]
-    return [tensor.reshape(-1) for tensor in made]
-
-
-def joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Joins, sums and norms of tensors, as code around models makes them."""
-    return [
-        torch.cat(tensors),
-        torch.stack([tensor[:2] for tensor in tensors]),
-        torch.hstack(tensors),
-        torch.column_stack([tensor[:2] for tensor in tensors]),
-        torch.nn.utils.parameters_to_vector(tensors),
-        torch.nn.utils.get_total_norm(tensors),
-        tensors[0].index_copy(0, torch.tensor([0]), tensors[1][:1]),
-    ]
-
-
-def clipped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients after a clip, and their norm before it."""
-    params = [nn.Parameter(tensor.clone()) for tensor in tensors]
-    for param in params:
-        param.grad = param.detach() * 8
-    norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
-    return [norm, *(param.grad for param in params if param.grad is not None)]
-
-
-@pytest.mark.parametrize(("first", "second"), [*HALF_PAIRS, *((b, a) for a, b in HALF_PAIRS)])
-@pytest.mark.parametrize("scope", ["model", "thread"])
-def test_tensors_of_another_half_dtype_are_plain(first: str, second: str, scope: str) -> None:
-    """But for float functions, under the casts of either engine, wherever they are on."""
-    with_plain: dict[torch.dtype, list[torch.Tensor]] = {}
-    tensors: dict[torch.dtype, list[torch.Tensor]] = {}
-    for half in (torch.float16, torch.bfloat16):
-        tensors[half] = tensors_of(make(), half)
-        with_plain[half] = [*joined(tensors[half]), *clipped(tensors[half])]
-    runs = [started(level, seed, scope=scope) for seed, level in enumerate((first, second))]
-    active = {torch.get_autocast_dtype("cpu")} if torch.is_autocast_enabled("cpu") else set()
-    assert bool(active) is (scope == "thread" and bool({"O1", "O4"} & {first, second}))
-    for half, plain in with_plain.items():
-        if active:  # norms are float32
-            assert same(joined(tensors[half])[:5], plain[:5])
-            clipped(tensors[half])
-        else:
-            assert same([*joined(tensors[half]), *clipped(tensors[half])], plain)
-    mixed = [*tensors[torch.float16], *tensors[torch.bfloat16]]
-    assert torch.cat(mixed).dtype is torch.float32
-    for run in runs:
-        train_step(*run, 0)
 
 
 class WithScores(nn.Module):
@@ -228,16 +157,6 @@ def test_a_shared_layer_is_refused_where_one_engine_has_it_half(
     assert preamp.engine_of(second).policy.opt_level == levels[1]
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("first", F32_WEIGHTS)
-@pytest.mark.parametrize("second", F32_WEIGHTS)
-def test_a_shared_float32_layer_is_accepted(first: str, second: str) -> None:
-    one, two = pair()
-    preamp.initialize(*one, opt_level=first, verbosity=0)
-    preamp.initialize(*two, opt_level=second, verbosity=0)
-    assert preamp.engine_of(one[0]) is not preamp.engine_of(two[0])
-
-
 def test_a_layer_shared_with_a_model_that_has_changed_over_is_refused() -> None:
     (model, optimizer), two = pair()
     preamp.initialize(model, opt_level="O0", verbosity=0)
@@ -246,15 +165,3 @@ def test_a_layer_shared_with_a_model_that_has_changed_over_is_refused() -> None:
         preamp.initialize(*two, opt_level="O2", verbosity=0)
     preamp.initialize(model, opt_level="O2", verbosity=0)  # the same model may change over
     assert model[0].weight.dtype is torch.float16
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_copies_share_nothing(level: str) -> None:
-    (model, optimizer), _ = pair()
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    file = io.BytesIO()
-    torch.save(model[0], file)
-    file.seek(0)
-    for made in (copy.deepcopy(model[0]), torch.load(file, weights_only=False)):
-        preamp.initialize(made.float(), opt_level="O2", verbosity=0)
-        assert made.weight.dtype is torch.float16

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
 
@@ -34,24 +33,6 @@ def one_row(model: Any, master: Any, found: list[Any]) -> None:
     master[0].zero_()
     master[1] = 0.5
     master[[0, 1]] = 0.25
-
-
-@program
-def rows(model: Any, master: Any, found: list[Any]) -> None:
-    master[:2].mul_(0.5)
-    master.narrow(0, 0, 1).squeeze(0).clamp_(-1, 1)
-
-
-@program
-def transposed(model: Any, master: Any, found: list[Any]) -> None:
-    master.t().mul_(0.5)
-    master.view(2, -1).transpose(0, 1)[1:].neg_()
-
-
-@program
-def diagonal(model: Any, master: Any, found: list[Any]) -> None:
-    master.diagonal().fill_(0.25)
-    master.index_fill_(0, torch.tensor([0]), 0.1)
 
 
 @program
@@ -206,26 +187,6 @@ def subclasses(model: Any, master: Any, found: list[Any]) -> None:
     double[0].zero_()
     found += [double.as_subclass(torch.Tensor), nn.Identity()(double).as_subclass(torch.Tensor)]
     found.append(Listening.heard)
-
-
-class Counting(TorchDispatchMode):
-    """Hears of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.heard.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@program
-def counted(model: Any, master: Any, found: list[Any]) -> None:
-    with Counting() as counting:
-        found.append(model(torch.ones(2, 4)))
-        master[0].mul_(0.5)
-    found.append(counting.heard)
 
 
 class Programmed(nn.Module):

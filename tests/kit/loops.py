@@ -66,3 +66,22 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers as they are stored."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def begin(level: str, model: Any, optimizer: Any, **options: Any) -> Any:
+    """Initialize quietly; return the optimizer."""
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return optimizer
+
+
+def scaled_backward(loss: torch.Tensor, owners: Any, loss_id: int = 0, **scaling: Any) -> None:
+    """A block of its own for the backward of one loss."""
+    with preamp.scale_loss(loss, owners, loss_id, **scaling) as scaled:
+        scaled.backward()
+
+
+def scaled_step(loss: torch.Tensor, optimizer: Any) -> None:
+    """A whole iteration of one loss."""
+    scaled_backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
