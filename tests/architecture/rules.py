@@ -52,6 +52,7 @@ LATE_IMPORTS_IN = (
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
     "preamp.report.drawing",  # matplotlib, as the next one
     "preamp.report.page",  # jinja2, which the library is imported without
+    "preamp.watch.casts",  # records
     "preamp.watch.inventory",  # records
     "preamp.watch.makers",  # watchers load with the first engine
 )

@@ -199,7 +199,7 @@ FAULTY = (
     Case("no-step-taken", "No step was taken, since step 1", do="lower scale", steps=4,
         scale=2.0**40),
     Case("search-from-2^40", "Many steps in a row were skipped, since step 1", do=r"[Bb]egin",
-        steps=60, scale=2.0**40),
+        steps=60, scale=2.0**40, options={"max_loss_scale": 2.0**40}),
     # losses that are infinite or nan
     Case("forward-traced", "The forward of blocks.1.spot makes inf, since step 26",
         where="blocks.1.spot", do="float32", never=f"overflow=.?.trace|{A_SCALE}",

@@ -221,6 +221,22 @@ def test_a_copied_pair_is_a_plain_float32_one(
     train_step(model, optimizer, 1)
 
 
+@MASTERS
+def test_a_copied_optimizer_is_that_of_no_model(level: str) -> None:
+    """As torch has it; its state can be loaded."""
+    model, optimizer = started(level)
+    train_step(model, optimizer, 0)
+    made = copy.deepcopy(optimizer)
+    assert all(type(p) is nn.Parameter for p in made.param_groups[0]["params"])
+    before = dict(model.state_dict())
+    for param in made.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    made.step()
+    assert same(before, dict(model.state_dict()))
+    optimizer.load_state_dict(made.state_dict())
+    train_step(model, optimizer, 1)
+
+
 def is_plain(level: str) -> bool:
     """Whether copies are plain float32 modules: wherever weights are float32 or have masters."""
     return level != "O3"

@@ -242,8 +242,7 @@ def test_apexs_checkpoints_set_no_counter_and_take_nothing_back() -> None:
 REFUSED: dict[str, tuple[str, list[Any]]] = {
     "no kind of statistics": ("numerics", ["heavy"]),
     "no number of steps": ("numerics_every", [0, True, 2.0]),
-    "no path": ("history", [True, ""]),
-    "a folder": ("history", ["."]),
+    "no path": ("history", [True, "", "."]),
 }
 
 

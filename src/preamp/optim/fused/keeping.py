@@ -47,7 +47,7 @@ class Kept:
     # ``"lows"``, and the keys of the state
     lists: dict[str, list[Any] | None] = field(default_factory=dict[str, "list[Any] | None"])
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict[str, "torch.dtype | None"])
-    homes: Any = None  # where the parameters were, where moments are kept in fewer bits
+    homes: Any = None  # a reference to where they were, if moments are kept in fewer bits
     numbers: list[int] = field(default_factory=list[int])  # of these, see `Stored`
     starts: list[int] = field(default_factory=list[int])
     standing: Standing | None = None  # from the second step on, while all is the same
@@ -73,7 +73,7 @@ _MOST_KEPT = 256
 _referred_to: Any = cast("Any", weakref.ref).__call__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class _Homes:
     """Where an optimizer's parameters are, as long as nothing of `made_for` changes."""
 
@@ -210,10 +210,10 @@ class KeepsMoments(torch.optim.Optimizer):
             self._column(kept, states, key + SCALES, torch.float32) if kind.has_scales else None
             for key, kind in zip(self.moments, formats, strict=True)
         ]
-        if kept.homes is not homes:
+        if kept.homes is None or kept.homes() is not homes:
             own = [homes.by_id[id(param)] for param in params]
             kept.numbers, kept.starts = [h.number for h in own], [h.start for h in own]
-            kept.homes, kept.standing = homes, None
+            kept.homes, kept.standing = weakref.ref(homes), None
         others = len(self._more_state)
         stored = replace(
             update.stored or Stored(),
