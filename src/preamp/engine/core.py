@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -78,6 +78,16 @@ class ParameterNames:
         return id(param) in self._names
 
 
+def _first_device(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> torch.device:
+    """The device of the first parameter."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    every = chain(*(m.parameters() for m in models), *(g["params"] for g in groups))
+    first = next(every, None)
+    return torch.device("cpu") if first is None else first.device
+
+
 class EngineCore:
     """The parts of an `Engine`."""
 
@@ -108,17 +118,12 @@ class EngineCore:
         self.process_undo.push(self.cast_undo.unwind)
         self.conversion = Conversion()  # what was cast in the models
         self.ops, splits = kernels
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        every = chain(*(m.parameters() for m in self.models), *(g["params"] for g in groups))
-        first = next(every, None)
-        # Where loss scales and flags live: that of the first parameter
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = _first_device(self.models, self.optimizers)  # of loss scales and flags
         self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
         limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
         self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told)
         self.events = Events()  # whom to tell what happens
-        # Which gradients ranks have exchanged
-        self.reductions = Reductions(self.models, splits)
+        self.reductions = Reductions(self.models, splits)  # which gradients ranks have exchanged
         # Of each optimizer, by its ``id``
         self.sessions = make_sessions(
             self.optimizers,

@@ -526,8 +526,8 @@ def make_sessions(
             others=tables,
             rewriting=rewriting,
             has_masters=has_masters,
-            updates_halves=isinstance(optimizer, FusedOptimizer),
         )
+        table.updates_halves = isinstance(optimizer, FusedOptimizer)
         tables.append(table)
         sessions[id(optimizer)] = OptimizerSession(optimizer, ops, table, reductions)
     return sessions

@@ -212,19 +212,17 @@ class WeightTable(WeightPairs):
         others: list[WeightTable] | None = None,
         rewriting: Rewriting | None = None,
         has_masters: bool = False,
-        updates_halves: bool = False,
     ) -> None:
         """Start without rows; `adopt` makes them, if half weights are to have masters.
 
-        ``others`` are the tables of the engine: no weight may be in two. ``updates_halves`` says
-        whether the optimizer's kernels take half weights for the truth and round new masters into
-        them.
+        ``others`` are the tables of the engine: no weight may be in two.
         """
         super().__init__(ops)
         self.optimizer = optimizer
         self.has_masters = has_masters
         self.are_on_host = storage.place == "host"
-        self.updates_halves = updates_halves
+        # Whether kernels take half weights for the truth, and round masters into them
+        self.updates_halves = False
         self.twins: list[Twin] = []  # the rows as objects
         # Of each row what is beside its half weight, int16, where masters are split. Of a sharded
         # tensor this rank's part.
