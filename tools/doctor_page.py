@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from preamp.doctor import RULES, Rule
@@ -31,9 +32,18 @@ def render(page: str) -> str:
 
 
 def _section(rule: Rule) -> str:
-    return (
-        f"#### {rule.id}\n\n**{rule.title}** ({rule.severity.value}). {rule.why}\n\n"
-        f"- *How it is seen.* {rule.how}\n- *What to do.* {rule.do}\n"
+    lines = (
+        _wrapped(f"**{rule.title}** ({rule.severity.value}). {rule.why}"),
+        _wrapped(f"- *How it is seen.* {rule.how}", "  "),
+        _wrapped(f"- *What to do.* {rule.do}", "  "),
+    )
+    return f"#### {rule.id}\n\n{lines[0]}\n\n{lines[1]}\n{lines[2]}\n"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """``text`` in lines of a page, which are no longer than 120 characters."""
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -54,6 +54,6 @@ class EngineHook:
                 "torch.jit.script reached a model with the hooks of an engine of preamp",
                 "TorchScript compiles hooks as well, and these cannot be",
                 "Script copy.deepcopy(model), which has none at any level but O3, or the model "
-                "after engine.close(); torch.jit.trace and torch.export.export take it as it is",
+                "after engine.close(); torch.jit.trace takes it as it is",
             )
         )

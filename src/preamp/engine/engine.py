@@ -139,9 +139,8 @@ class Engine(EngineCore):
 
         From the next forward on, hooks read what goes in and out of all modules. The first to
         turn finite values into others is its skipped step's `OverflowCause.trace`; then the hooks
-        go, as they do once a loss was told that is not finite, though its gradients are. With a
-        static loss scale the step is taken, and told in the same way. Changes nothing, waits for
-        nobody. What is compiled or scripted is not looked into.
+        go. With a static loss scale the step is taken, and told in the same way. Changes nothing,
+        waits for nobody. What is compiled or scripted is not looked into.
 
         Raises:
             PreampStateError: The engine is closed, or gradients are applied as they are made.

@@ -133,7 +133,7 @@ def initialize(
             rounded values.
         hard_override: Warn instead of refusing an override that contradicts the level.
         backend: Kernels for gradients and fused updates: ``"triton"``, ``"jit"``
-            (CPUs, with numba), ``"blocks"``, ``"reference"``, or ``"auto"`` for the fastest one
+            (CPUs, with numba), ``"plain"`` (torch's operations), or ``"auto"`` for the fastest one
             on each device.
         overflow: ``"skip"`` (default), or ``"trace"``: every forward and backward is watched
             by module hooks, and a skipped step tells which module was the first to go wrong, at

@@ -2,7 +2,7 @@
 """The op table: what every back end computes, and in which precision.
 
 A back end is a class of `Ops` in a package under ``preamp.kernels``. Ops are stateless arithmetic
-on lists of tensors; none of them waits for a device. The reference back end is the definition:
+on lists of tensors; none of them waits for a device. The back end ``plain`` is the definition:
 the others agree with it bitwise, or within the ulps stated here.
 
 Precision contract, for every op: load in the tensor's own dtype, compute in float32 (float64 for
@@ -20,7 +20,7 @@ update=...)``. What holds for all of them:
 * `Update` says what ``inv_scale``, ``found_inf`` and ``halves`` do. A gradient that is not finite
   spoils its own tensors only; skipping is ``found_inf``'s business.
 
-Norms have the precision of sums. Back ends agree with the reference within 4 ulps, in the stored
+Norms have the precision of sums. Back ends agree with ``plain`` within 4 ulps, in the stored
 dtype, of the sum's largest term.
 """
 

@@ -35,15 +35,15 @@ class Storage:
             can be clipped or accumulated. With ``place="host"`` each gradient waits on the host
             for its step instead, and all of that is possible.
         place: ``"device"``, beside the weights; or ``"host"``: masters and moments lie in the
-            host's memory, and its processors make the update. In each step gradients travel there
-            and new half weights back, 2 bytes of each parameter either way; with split masters the
-            weights there too. Float32 weights and their gradients take 4 bytes each way. What is
-            accumulated over backwards adds up on the host. Pinned memory is that of three runs of
-            32 MiB, or of the largest tensor. Each step waits until the device has made its
-            gradients; with ``release_gradients`` the host is at most two of them ahead of the
-            device in a backward. Numbers are those that the back end for CPUs makes of the same
-            gradients. Fused optimizers only; refused beside `LARC` and in a CUDA graph, and with
-            ``release_gradients`` also beside sharded weights and in process groups.
+            host's memory, and its processors make the update. In each step half weights and their
+            gradients travel there, 2 bytes each for a parameter, and new half weights back. Of
+            float32 weights it is 4 bytes each. What is accumulated over backwards adds up on the
+            host. Pinned memory is that of three runs of 32 MiB, or of the largest tensor. Each step
+            waits until the device has made its gradients; with ``release_gradients`` the host is at
+            most two of them ahead of the device in a backward. Numbers are those that the back end
+            for CPUs makes of the same gradients. Fused optimizers only; refused beside `LARC` and
+            in a CUDA graph, and with ``release_gradients`` also beside sharded weights and in
+            process groups.
     """
 
     masters: MasterStorage = "float32"

@@ -23,7 +23,7 @@ HALFBATCH_NORM = define_rule(
     title="BatchNorm keeps weights or statistics in half",
     why="""The running mean and variance move by a tenth of a difference per step. In half precision
     small differences round away, so the statistics that evaluation uses are not those of the
-    training; a variance above 65504 is infinite in float16.""",
+    training. A variance above 65504 is infinite in float16.""",
     how="""A BatchNorm layer was called in training mode, and its running statistics or its weight
     are float16 or bfloat16. Half inputs to a float32 BatchNorm are fine.""",
     do="""Keep BatchNorm in float32: preamp's O2 and O5 do (keep_batchnorm_fp32). By hand, call
@@ -37,7 +37,7 @@ HALF_LOSS = define_rule(
     precision large terms overflow, small ones drop out of the sum, and what is printed has two or
     three digits. Its first derivative starts the whole backward.""",
     how="""The tensor that backward starts from, or that a loss scaler is given, is float16 or
-    bfloat16, or a function of torch such as cross_entropy has computed it so before it was cast; or
+    bfloat16. Or a function of torch such as cross_entropy has computed it so before it was cast, or
     a loss module of torch.nn returned one. Losses that are written by hand and then cast are not
     seen.""",
     do="""Hand the loss function float32: criterion(output.float(), target). Loss functions of torch
@@ -49,8 +49,8 @@ FIRST_WEIGHTS = define_rule(
     title="An autocast region around the loop keeps the weights of its first step",
     why="""Autocast casts each float32 weight once, and keeps the half copy until the outermost
     region ends. If that is around the whole loop, all forwards compute with the weights of the
-    first one: the optimizer moves weights that nobody reads, and the loss stays, but for what
-    layers learn that are not cast.""",
+    first one. The optimizer moves weights that nobody reads. Only layers that are not cast
+    learn.""",
     how="""A backward begins inside of a region, and the graphs of losses in three steps of its
     optimizer have the same cast of a weight. Looked at is the first loss of each of the first 16
     steps. What is compiled is not seen.""",

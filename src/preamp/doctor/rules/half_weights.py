@@ -27,8 +27,8 @@ EPS_IS_ZERO = define_rule(
     zero, or small enough for its square to be, is then divided by zero and becomes nan.""",
     how="""An optimizer of torch.optim that divides by a root plus eps updates float16 parameters,
     and eps rounds to zero in float16: 0 <= eps <= 2**-25. Left out are fused optimizers, which
-    compute in float32, subclasses with a step of their own, and Adagrad if its initial accumulator
-    value is above that, since its sum of squares is then never zero.""",
+    compute in float32, and subclasses with a step of their own. So is Adagrad if its initial
+    accumulator value is above that, since its sum of squares is then never zero.""",
     do="""Update float32 masters (preamp's O2), or keep the weights in float32 and use autocast.
     Where float16 weights are wanted, pass eps=1e-4 or a fused optimizer.""",
 )
@@ -40,12 +40,12 @@ UPDATE_IS_LOST = define_rule(
     float16, 1/256 in bfloat16. An update of less than half of that rounds away, every time anew,
     however many steps are taken. Training slows down or stops without an error.""",
     how="""Up to a million half weights without a master are compared before and after steps 1, 2,
-    4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more than
-    half of the weights with a gradient stayed bit for bit what they were, at a learning rate that
-    is not zero; up to nine tenths are a warning. The report says as well how many have not moved
-    since the first step. Optimizers whose step is not torch's or preamp's own may keep what is
-    rounded away, and are left out. In float32, or at a rate of zero, it is reported if no weight
-    with a gradient has moved by step 8; masters of preamp are not looked at.""",
+    4, 8 and so on. Looked at are those with a gradient, at a learning rate that is not zero.
+    Reported if more than half of them stayed bit for bit what they were, in the majority of these
+    steps and in the last. Up to nine tenths are a warning. The report says as well how many have
+    not moved since the first step. Optimizers whose step is not torch's or preamp's own may keep
+    what is rounded away, and are left out. In float32, or at a rate of zero, it is reported if no
+    weight with a gradient has moved by step 8. Masters of preamp are not looked at.""",
     do="""Look at the learning rate. Update float32 masters (preamp's O2, or O5 for bfloat16, and no
     model.half() or model.bfloat16() before), or use autocast over float32 weights. A larger rate
     helps only while training can bear it.""",

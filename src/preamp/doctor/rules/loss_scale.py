@@ -31,7 +31,7 @@ CLIPPED_SCALED = define_rule(
     from a scaled loss has left, and nobody but clipping has written to them since. An infinite
     limit only asks for the norm and is left out. Inside a scale_loss block, and for half gradients
     whose float32 masters carry the unscaled values, the engine is asked. Clipping by hand is told
-    from the values just before they are unscaled: one in a hundred is exactly the largest
+    from the values just before they are unscaled. One in a hundred is exactly the largest
     magnitude, or their norm is the same in three steps. The script must have written to them or
     have hooks on them, or half of all tensors have that magnitude in them.""",
     do="""With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip after
@@ -46,11 +46,11 @@ NOT_SCALED = define_rule(
     networks have many of these. Without a loss scale they are lost before the optimizer sees
     them.""",
     how="""An optimizer step used gradients as a backward without a loss scale had left them,
-    clipped or not, and they are float16 or were on their way through the graph, as under autocast.
-    So it is where a GradScaler begins with a scale of 1 or less and grows by the hundreds of steps.
-    The graphs of the first 64 backwards are read. A loss that the script multiplies by 64 or more,
-    which may be a scale, or gradients that it changes afterwards, are left out, and so is the
-    inside of what is compiled.""",
+    clipped or not. They are float16, or were on their way through the graph, as under autocast. So
+    it is where a GradScaler begins with a scale of 1 or less and grows by the hundreds of steps.
+    The graphs of the first 64 backwards are read. Left out are losses that the script multiplies by
+    64 or more, which may be a scale, gradients that it changes afterwards, and the inside of what
+    is compiled.""",
     do="""With torch.amp use torch.amp.GradScaler. With preamp or apex call backward inside
     scale_loss. Or train in bfloat16, which needs no loss scale.""",
 )
@@ -59,12 +59,12 @@ BYPASSED = define_rule(
     severity=Severity.ERROR,
     title="optimizer.step() passes by the GradScaler",
     why="""GradScaler.step unscales the gradients and leaves the step out if they overflowed. A
-    direct call of optimizer.step does neither: weights move by an update that is as many times too
-    large as the loss scale says, or become infinite with the first overflow.""",
-    how="""optimizer.step ran outside scaler.step on gradients that carry the scale, that
-    scaler.step had used already or used after it, or that scaler.unscale_ had unscaled for a step
-    that was to follow. The last is an info where no gradient overflowed, since the script may look
-    for that by itself.""",
+    direct call of optimizer.step does neither. The update is too large by the factor of the loss
+    scale, or infinite at the first overflow.""",
+    how="""optimizer.step ran outside scaler.step, on gradients that carry the scale or that
+    scaler.step used before or afterwards. Or scaler.unscale_ had unscaled them for a step that was
+    to follow. The last is an info where no gradient overflowed, since the script may look for that
+    by itself.""",
     do="Call scaler.step(optimizer) and then scaler.update() in place of optimizer.step().",
 )
 
@@ -294,15 +294,16 @@ SCHEDULED_SKIP = define_rule(
     id="PA104",
     severity=Severity.WARNING,
     title="The learning-rate schedule runs ahead of the steps",
-    why="""After an overflow the optimizer's step is left out, and the first steps of a dynamic loss
-    scale often are; where gradients are accumulated most batches have none. A schedule that goes on
-    all the same runs ahead of the training: warm-up ends too early, and its first, smallest rates
-    are never used.""",
-    how="""scheduler.step was called when since its last call the optimizer had skipped its step. A
-    schedule that is mostly called after several steps, as once in an epoch, is left out. Steps that
-    an FP16_Optimizer leaves out are not seen. Or half of all calls followed a backward without a
-    step: an info unless there were more calls than the schedule's total_steps or T_max, and nothing
-    at all if it has them and there were not, since it may have been planned in batches.""",
+    why="""After an overflow the optimizer's step is left out, as the first steps of a dynamic loss
+    scale often are. Where gradients are accumulated most batches have no step. A schedule that goes
+    on all the same runs ahead of the training: warm-up ends too early, and its first, smallest
+    rates are never used.""",
+    how="""scheduler.step was called although the optimizer had skipped its step since the last
+    call. A schedule that is mostly called after several steps, as once in an epoch, is left out.
+    Steps that an FP16_Optimizer leaves out are not seen. Or half of all calls followed a backward
+    without a step. That is an info if the schedule has neither total_steps nor T_max, and a warning
+    if there were more calls than these say. Else nothing is reported, since the schedule may have
+    been planned in batches.""",
     do="""Step the schedule once for each step of the optimizer. With torch.amp the scale has shrunk
     after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp call
     preamp.step_scheduler(scheduler, optimizer).""",

@@ -29,13 +29,14 @@ NO_STEP = define_rule(
     why="""A few skipped steps are part of finding the loss scale. If none follows that is applied,
     the loss or the weights are not finite or the scale does not adjust, and the run trains
     nothing.""",
-    how="""All steps of an optimizer were skipped, or the last eight or more; up to three, all
-    skipped, are a warning, since the scale may be on its way. So are eight or more, and more than
-    were applied, that were skipped after the first that was applied. Or there was no step at all,
-    after eight backwards in training mode whose gradients the script did not look at either, or
-    after eight calls of optimizer.zero_grad, or of a model in training mode, without a backward. Or
-    the last eight calls of the model, of backward or of step raised errors that the script went on
-    from; those of the model count in lines that have trained, or where none ever went well.""",
+    how="""All steps of an optimizer were skipped, or the last eight or more. If there were up to
+    three in all, it is a warning, since the scale may be on its way. So are eight or more, and more
+    than were applied, that were skipped after the first that was applied. Or there was no step at
+    all after eight backwards in training mode, and the script did not look at the gradients either.
+    Or there was none after eight calls of optimizer.zero_grad, or of a model in training mode,
+    without a backward. Or the last eight calls of the model, of backward or of step raised errors
+    that the script went on from. Those of the model count in lines that have trained, or where none
+    ever went well.""",
     do="""Look at the loss of the step named. If it is finite, start from a smaller scale and see
     that scaler.update() is called; if not, no loss scale can help. Where errors are caught, print
     them.""",
@@ -48,11 +49,11 @@ BAD_WEIGHTS = define_rule(
     checkpoints from there on are worthless. Running averages are destroyed by a single batch, even
     if its step is skipped, and show in the evaluation only.""",
     how="""After each step the largest magnitude is taken of what the optimizer updates and has had
-    a gradient, of half weights with masters, and of the running means and variances of its
+    a gradient. So it is of half weights with masters, and of the running means and variances of the
     model. Reported if it is not finite in the end, no later optimizer has taken over, and no copy
-    of the model was evaluated in its place. Left out is a trial that was given up: another training
-    went well whose optimizer was built by the same lines, or that came later, when these weights
-    were gone.""",
+    of the model was evaluated in its place. Left out is a trial that was given up. Another training
+    then went well, whose optimizer was built by the same lines, or which came later, when these
+    weights were gone.""",
     do="""Go back to a checkpoint from before the step named. Make a static loss scale smaller, or
     use a dynamic one, which skips such steps; look at the learning rate, and at PA201.""",
 )
@@ -62,11 +63,12 @@ BAD_LOSS = define_rule(
     title="The loss is infinite or nan, and the loop goes on",
     why="""Such a loss has no useful gradient. A dynamic loss scale skips the step, a script that
     looks leaves it out, any other destroys its weights: in no case is there training.""",
-    how="""The last three losses of a line, or all, were infinite or nan where a backward began, or
-    were zero and computed from such a value, or from outputs that are nan throughout. Values that
-    the script reads, and outputs of a model, count as well where no backward followed, if one did
-    before, or none ever: metrics may be nan. Left out is what ended in weights restored, or in a
-    trial that was given up as in PA602, and what began after a step that PA602 names.""",
+    how="""The last three losses of a line, or all, were infinite or nan where a backward began. Or
+    they were zero and computed from such a value, or from outputs that are nan throughout. Values
+    that the script reads, and outputs of a model, count too where no backward followed. They do if
+    a backward had followed earlier ones, or none ever did, since metrics may be nan. Left out is
+    what ended in weights restored, or in a trial that was given up as in PA602, and what began
+    after a step that PA602 names.""",
     do="""Stop the loop. Look at the data of that step, at what overflows in half (preamp's
     trace_overflow names it), and at the learning rate.""",
 )

@@ -34,11 +34,11 @@ REPLACED = define_rule(
     id="PA402",
     severity=Severity.ERROR,
     title="The optimizer updates parameters that the model no longer has",
-    why="""The optimizer was built first, and then the model's parameters were replaced: by a copy
-    of the model, a new layer, a parametrization, or a conversion that makes new Parameter objects.
-    Its steps change tensors that nobody reads, and the model does not learn.""",
+    why="""The optimizer was built first, and then the model's parameters were replaced. A copy of
+    the model, a new layer, a parametrization, or a conversion that makes new Parameter objects does
+    so. Its steps change tensors that nobody reads, and the model does not learn.""",
     how="""In its first steps the optimizer has parameters that never have a gradient and belong to
-    no model that was called, and the model has as many trainable ones of the same shapes, with
+    no model that was called. The model has as many trainable ones of the same shapes, with
     gradients, that are in no optimizer.""",
     do="Build the optimizer after the model has its final device, dtype and layers.",
 )
@@ -51,9 +51,9 @@ DROPPED = define_rule(
     decay go on moving the weights. Where gradients are accumulated, and set to zero for each batch,
     nothing is learned from any but the last.""",
     how="""A backward gave gradients to the optimizer's parameters, or to half ones that it has
-    copies of, and in most steps all were gone or zero when the step began. Or before most steps as
-    many backwards of the same line, for other batches, had their gradients set to zero, while no
-    weight was changed.""",
+    copies of. In most steps all were gone or zero when the step began. Or before most steps as many
+    backwards of the same line, for other batches, had their gradients set to zero, while no weight
+    was changed.""",
     do="Call zero_grad before the first backward of a step, or after the step.",
 )
 NEVER_ZEROED = define_rule(
@@ -62,8 +62,8 @@ NEVER_ZEROED = define_rule(
     title="Gradients are never set to zero",
     why="""backward adds to what is there. Without zero_grad each step gets the sum of all gradients
     so far, most of them of weights of long ago.""",
-    how="""In three steps or more, and most, gradients, or a part of them, still had in them what
-    the step before had used, and that was not zero.""",
+    how="""In three steps or more, and in most, gradients or a part of them still contained what the
+    step before had used, which was not zero.""",
     do="Call optimizer.zero_grad() once for each step, of the optimizer that has all parameters.",
 )
 NOT_COPIED = define_rule(
@@ -73,8 +73,8 @@ NOT_COPIED = define_rule(
     why="""The optimizer updates float32 copies of half weights. If they are not copied back after
     the step, the model computes with its first weights for ever.""",
     how="""An optimizer's parameters have the shapes, or the number of elements, of half parameters
-    that are in no optimizer. Looked at in steps 2, 4, 8 and so on: those have not moved in any bit,
-    and are not the rounded values of the copies, or the copies have been set back to them.""",
+    that are in no optimizer. In steps 2, 4, 8 and so on the half ones have not moved in any bit,
+    and are not the rounded values of the copies. Or the copies have been set back to them.""",
     do="After the step call p.copy_(master) under torch.no_grad(), or let preamp's O2 do it.",
 )
 NOT_DIVIDED = define_rule(
@@ -84,7 +84,7 @@ NOT_DIVIDED = define_rule(
     why="""The sum of the gradients of k batches is k times that of one large batch. The learning
     rate is k times what it seems, and overflow is nearer.""",
     how="""In most steps the gradients are sums of several backwards of one line, each with a
-    forward of its own and a loss that is a mean, and neither losses nor gradients were divided.""",
+    forward of its own. Each loss is a mean, and neither losses nor gradients were divided.""",
     do="Divide the loss by the number of backwards, or the gradients once before the step.",
 )
 

@@ -25,11 +25,11 @@ NEVER_SCALED = define_rule(
     gradients divided before. Every update is then too small by that factor, 65,536 at the
     beginning.""",
     how="""scaler.unscale_ or scaler.step was called while gradients were as a backward had left
-    them, and their loss had not been multiplied by the scale, by the scaler or by hand. A scale of
-    1 is left out, and so are steps in which a scaled loss had gradients for no parameter: another
-    loss may have been made of them. Or the script had divided each gradient by the scale, before
-    the scaler did or after it: seen on CPUs, where the loss is an undivided mean, or at two
-    scales.""",
+    them. Their loss had not been multiplied by the scale, neither by the scaler nor by hand. A
+    scale of 1 is left out. So are steps in which a scaled loss had gradients for no parameter,
+    since another loss may have been made of them. Or the script had divided each gradient by the
+    scale, before the scaler did or after it. This is seen on CPUs, where the loss is an undivided
+    mean, or at two scales.""",
     do="""Call scaler.scale(loss).backward() in place of loss.backward(), and leave unscaling to
     scaler.unscale_ and scaler.step.""",
 )
@@ -40,7 +40,7 @@ MIXED = define_rule(
     why="""A gradient that carries the loss scale is many thousand times one that does not: nothing
     of the other loss is left in the sum.""",
     how="""A scaler was about to unscale sums of gradients from scaled and unscaled losses, or from
-    scaled losses with an update of the scaler between them; or an unscaled loss was added to a
+    scaled losses with an update of the scaler between them. Or an unscaled loss was added to a
     scaled one.""",
     do="""Scale every loss of a step, call unscale_ after its last backward, and update once after
     it.""",
@@ -70,11 +70,10 @@ NOT_SAVED = define_rule(
     id="PA110",
     severity=Severity.WARNING,
     title="A checkpoint has the optimizer's state and no loss scale",
-    why="""A run that goes on from it starts with the scale of a new run: steps are skipped, or
+    why="""A run that goes on from it starts with the scale of a new run. Steps are skipped, or
     small gradients are lost until the scale has grown back.""",
-    how="""torch.save was given the state of an optimizer, there is a GradScaler or an engine with a
-    dynamic loss scale, and no file of the run got the scaler's state. Other ways to save are not
-    seen.""",
+    how="""torch.save was given the state of an optimizer, and no file of the run got the state of
+    its GradScaler, or of its engine with a dynamic loss scale. Other ways to save are not seen.""",
     do="""Save scaler.state_dict(), amp.state_dict() or engine.state_dict() too, or use
     preamp.save_checkpoint.""",
 )
@@ -96,8 +95,8 @@ HALF_RESUMED = define_rule(
     why="""Without its state Adam begins with averages of zero, and its first steps are as large as
     those of a new run. Without the loss scale steps are skipped, or small gradients are lost until
     the scale has grown back.""",
-    how="""torch.load returned the states of an optimizer and of a scaler, a model loaded its
-    weights, and load_state_dict was called of one of the two alone before the first step of the
+    how="""torch.load returned the states of an optimizer and of a scaler, and a model loaded its
+    weights. But only one of the two had its load_state_dict called before the first step of the
     other, which was new. If neither was restored, the weights may be all that is wanted.""",
     do="Call load_state_dict of the optimizer and of the scaler too.",
 )
