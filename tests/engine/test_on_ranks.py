@@ -262,6 +262,25 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(tmp_path: Path) -> None:
     assert all(values[:2] == [2.0**15, 1.0] for values in first.values())
 
 
+def test_the_scale_of_a_loss_hears_at_the_step_of_its_own_optimizer() -> None:
+    """Of gradients that nobody reduces; the other optimizer's step says nothing of them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = Run("O2", "SGD", Inner, count=2, loss_scale="dynamic", num_losses=2)
+        wrappers = [DistributedDataParallel(model) for model in run.models]
+        before = run.engine.loss_scale()
+        for number, factor in enumerate((1.0, torch.inf)):
+            with wrappers[number].no_sync():
+                loss = wrappers[number](torch.ones(1, 2)).float().sum() / 64 * factor
+                scaled_backward(loss, run.optimizers[number], number)
+        for optimizer in run.optimizers:
+            optimizer.step()
+        assert [scaler.value() for scaler in run.engine.scalers] == [before, before / 2]
+        run.engine.close()
+    finally:
+        dist.destroy_process_group()
+
+
 Params = list[nn.Parameter]
 
 

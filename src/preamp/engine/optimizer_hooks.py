@@ -332,12 +332,13 @@ def skips_step(engine: EngineCore, session: OptimizerSession, step: Any) -> bool
 
 
 def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
-    late = engine.late_scalers
-    while late:  # nobody has reduced what they have not heard of
-        scaler, is_due = late.popitem()
+    for scaler, late in tuple(engine.late_scalers.items()):
+        if session not in late.sessions:
+            continue
+        del engine.late_scalers[scaler]  # nobody has reduced what it has not heard of
         if session.found_inf is not None:
             scaler.record(session.found_inf)
-        if is_due:
+        if late.is_due:
             scaler.react()
     for tell in engine.events.step_over:
         tell(session)
