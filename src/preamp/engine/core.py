@@ -80,10 +80,10 @@ class ParameterNames:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What a scaler that has not heard of some gradients does when they are used at the latest."""
+    """Gradients that a scaler has not heard of; their steps tell it at the latest."""
 
-    sessions: frozenset[OptimizerSession]  # that have these gradients
-    is_due: bool  # whether it has to react then
+    sessions: frozenset[OptimizerSession]  # that have them
+    is_due: bool  # whether it has to react when all of these have stepped
 
 
 class EngineCore:

@@ -26,7 +26,7 @@ from preamp.core.errors import LossScaleError
 from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_step_hooks
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
-from preamp.engine.core import EngineCore
+from preamp.engine.core import EngineCore, Late
 from preamp.engine.session import OptimizerSession
 from preamp.optim import leaves_of
 
@@ -338,7 +338,10 @@ def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
         del engine.late_scalers[scaler]  # nobody has reduced what it has not heard of
         if session.found_inf is not None:
             scaler.record(session.found_inf)
-        if late.is_due:
+        others = {one for one in late.sessions if one is not session and one.awaits_step}
+        if others:  # which may have found an overflow that this one has not
+            engine.late_scalers[scaler] = Late(frozenset(others), is_due=late.is_due)
+        elif late.is_due:
             scaler.react()
     for tell in engine.events.step_over:
         tell(session)
