@@ -401,3 +401,40 @@ def test_tensors_on_other_devices_are_not_cast(level: str) -> None:
     matrix = torch.randn(4, 4)
     assert torch.mm(matrix, matrix).dtype is torch.float32
     assert torch.mm(matrix.cuda(), matrix.cuda()).dtype in (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("build", [FusedSGD, torch.optim.SGD])
+def test_what_was_written_to_masters_moves_with_the_model(
+    level: str, build: Callable[..., torch.optim.Optimizer]
+) -> None:
+    net = nn.Linear(8, 8)
+    optimizer = build(net.parameters(), lr=0.1)
+    preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    for master in preamp.master_params(optimizer):
+        with torch.no_grad():
+            master.fill_(0.3)
+    net.cuda()
+    for value in net.state_dict().values():
+        assert torch.equal(value.cpu(), torch.full_like(value, 0.3, device="cpu"))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_one_layer_moves_to_where_others_are(level: str) -> None:
+    """Then a model is on the same devices as before, and some weights are not."""
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    optimizer = FusedSGD(layers.parameters(), lr=0.1)
+    preamp.initialize(layers, optimizer, opt_level=level, verbosity=0)
+    layers[2].cuda()
+    for turn in range(4):
+        if turn == 2:
+            layers[1].cuda()
+        x = torch.ones(2, 8)
+        for layer in layers:
+            x = layer(x.to(next(layer.parameters()).device))
+        with preamp.scale_loss(x.float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    places = [master.device.type for master in preamp.master_params(optimizer)]
+    assert places == ["cpu"] * 2 + ["cuda"] * 4

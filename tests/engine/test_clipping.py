@@ -371,6 +371,26 @@ def test_clipping_for_two_optimizers_of_the_same_weights(level: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_the_norm_of_weights_of_which_another_optimizer_has_some(level: str) -> None:
+    """A census reads each gradient once, for the first of the two."""
+    model, other = Parts(), Parts()
+    every = [*model.parameters(), *other.parameters()]
+    both = [FusedAdam(model.parameters()), FusedAdam(every)]
+    optimizers = begin(level, [model, other], both, loss_scale="dynamic")
+    preamp.engine_of(model).scaler(0).set_scale(64.0)
+    x, norm = batch(0)[0], torch.zeros(())
+    for _ in range(3):
+        scaled_backward(model(x).float().sum() + other(x).float().sum(), optimizers)
+        wanted = torch.stack([p.grad.norm() for p in every if p.grad is not None]).norm()
+        for optimizer in optimizers:
+            norm = preamp.clip_grad_norm_(optimizer, 1e9)
+        torch.testing.assert_close(norm, wanted)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second clip on, which then takes no pass of its own."""
     pair, asked, passes = Pair("O2", FusedAdam), list[bool](), list[int]()

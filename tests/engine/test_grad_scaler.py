@@ -727,6 +727,40 @@ def _moved(model: nn.Linear, step: Callable[[], object]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("how", ["assigned", "by a penalty"])
+def test_what_masters_get_before_unscale_counts(level: str, how: str) -> None:
+    """Though half gradients are gone, which backwards have reached that had earlier ones."""
+    model, optimizer, scaler = _linear(level)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(1, 64)).sum()).backward()
+    (master,) = preamp.master_params(optimizer)
+    if how == "assigned":
+        master.grad = torch.full_like(master, 3.0)
+    else:
+        optimizer.zero_grad()
+        (master.sum() * 3.0).backward()
+    moved = _moved(model, lambda: scaler.step(optimizer))
+    assert_same(moved, torch.full((64, 64), 3.0))
+
+
+def test_a_backward_that_could_not_begin_ends_no_later_one() -> None:
+    """One that it would end is a block's, whose gradients would be gone without a word."""
+    model, optimizer, scaler = _linear("O2")
+    ones = torch.ones(1, 64)
+    scaled_backward(model(ones).sum(), optimizer)
+    assert model.weight.grad is not None
+    model.weight.grad.mul_(0.5)
+    with pytest.raises(preamp.PreampStateError, match="was changed in place"):
+        scaler.scale(model(ones).sum())
+    optimizer.zero_grad()
+    with preamp.scale_loss(model(ones).sum(), optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(preamp.PreampStateError, match="inside a scale_loss block"):
+            preamp.clip_grad_norm_(optimizer, 1.0)
+    assert_same(_moved(model, optimizer.step), torch.ones(64, 64))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_what_is_done_to_masters_after_unscale_counts(level: str) -> None:
     model, optimizer, scaler = _linear(level)
     scaler.scale(model(torch.ones(1, 64)).sum()).backward()

@@ -262,6 +262,44 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(tmp_path: Path) -> None:
     assert all(values[:2] == [2.0**15, 1.0] for values in first.values())
 
 
+@pytest.mark.product
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("how", ["two losses", "one loss", "a block", "GradScaler"])
+def test_scales_hear_of_what_nobody_reduces_by_the_steps(bad: int, how: str) -> None:
+    """The scale of a loss by those of its own optimizers, and by all of them, once."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = Run("O2", "SGD", Inner, count=2, loss_scale="dynamic", num_losses=2)
+        wrappers = [DistributedDataParallel(model) for model in run.models]
+        before, amp = run.engine.loss_scale(), preamp.GradScaler(run.optimizers)
+        with wrappers[0].no_sync(), wrappers[1].no_sync():
+            losses = [wrapper(torch.ones(1, 2)).float().sum() / 64 for wrapper in wrappers]
+            losses[bad] = losses[bad] * torch.inf
+            if how == "GradScaler":
+                amp.scale(losses[0] + losses[1]).backward()
+            elif how == "a block":
+                scaled_backward(losses[0] + losses[1], run.optimizers)
+            else:
+                for number in range(2):
+                    loss_id = number if how == "two losses" else 0
+                    scaled_backward(losses[number], run.optimizers[number], loss_id)
+        if how == "GradScaler":
+            for optimizer in run.optimizers:
+                amp.unscale_(optimizer)
+            for optimizer in run.optimizers:
+                amp.step(optimizer)
+            amp.update()
+        else:
+            for optimizer in run.optimizers:
+                optimizer.step()
+        wanted = [before, before]
+        wanted[bad if how == "two losses" else 0] /= 2
+        assert [scaler.value() for scaler in run.engine.scalers] == wanted
+        run.engine.close()
+    finally:
+        dist.destroy_process_group()
+
+
 Params = list[nn.Parameter]
 
 

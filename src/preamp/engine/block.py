@@ -20,6 +20,7 @@ from preamp.core.ranks import has_process_group
 from preamp.core.tensors import all_finite
 from preamp.core.undo import Step, UndoStack, run_all
 from preamp.engine import refusals
+from preamp.engine.core import Late
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import as_optimizers, common_engine
 from preamp.engine.order import released
@@ -256,7 +257,9 @@ class Block:
         """
         late, unreduced = self._engine.late_scalers, self._engine.unreduced
         if (unreduced.models and unreduced.end(self.scaler)) or is_local:
-            late[self.scaler] = adjust or late.get(self.scaler, False)
+            before = late.get(self.scaler, Late(frozenset(), is_due=False))
+            sessions = before.sessions.union(self.begun)
+            late[self.scaler] = Late(sessions, is_due=adjust or before.is_due)
             return
         if found_inf is not None:
             record(found_inf)

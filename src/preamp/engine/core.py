@@ -18,7 +18,7 @@ from preamp.engine.events import Events
 from preamp.engine.ledger import Ledger
 from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
-from preamp.engine.session import make_sessions
+from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.kernels import Ops
 from preamp.optim import Twin
@@ -88,6 +88,14 @@ def _first_device(
     return torch.device("cpu") if first is None else first.device
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Gradients that a scaler has not heard of; their steps tell it at the latest."""
+
+    sessions: frozenset[OptimizerSession]  # that have them
+    is_due: bool  # whether it has to react when all of these have stepped
+
+
 class EngineCore:
     """The parts of an `Engine`."""
 
@@ -135,9 +143,8 @@ class EngineCore:
             ignores_rewriting=entrance.ignores_rewriting,
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
-        # Scalers that have not heard of gradients that ranks have yet to reduce, and whether they
-        # have to react at the next step at the latest
-        self.late_scalers: dict[LossScaler, bool] = {}
+        # Scalers that have not heard of gradients that ranks have yet to reduce
+        self.late_scalers: dict[LossScaler, Late] = {}
         self.has_scaled = False  # whether there was a ``scale_loss`` block
         # Memory for gradients that wait there, which stays from step to step, by ``id`` of the leaf
         self.kept_on_host: dict[int, torch.Tensor] = {}

@@ -294,7 +294,13 @@ class GradScaler(torch.amp.GradScaler):
         for session in sessions:
             session.end_left_open()
             session.end_backward = partial(self._end, session)  # also after an interrupt from here
-        block.begin(is_held_open=True)
+        try:
+            block.begin(is_held_open=True)
+        except BaseException:
+            for session in sessions:
+                if not session.is_open:  # or a later block of others would be ended for this one
+                    session.end_backward = None
+            raise
         for session in sessions:
             self._blocks[id(session)] = block.part(session)
         return block.note.scale

@@ -26,7 +26,7 @@ from preamp.core.errors import LossScaleError
 from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_step_hooks
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine import refusals
-from preamp.engine.core import EngineCore
+from preamp.engine.core import EngineCore, Late
 from preamp.engine.session import OptimizerSession
 from preamp.optim import leaves_of
 
@@ -332,12 +332,16 @@ def skips_step(engine: EngineCore, session: OptimizerSession, step: Any) -> bool
 
 
 def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
-    late = engine.late_scalers
-    while late:  # nobody has reduced what they have not heard of
-        scaler, is_due = late.popitem()
+    for scaler, late in tuple(engine.late_scalers.items()):
+        if session not in late.sessions:
+            continue
+        del engine.late_scalers[scaler]  # nobody has reduced what it has not heard of
         if session.found_inf is not None:
             scaler.record(session.found_inf)
-        if is_due:
+        others = {one for one in late.sessions if one is not session and one.awaits_step}
+        if others:  # which may have found an overflow that this one has not
+            engine.late_scalers[scaler] = Late(frozenset(others), is_due=late.is_due)
+        elif late.is_due:
             scaler.react()
     for tell in engine.events.step_over:
         tell(session)

@@ -280,7 +280,8 @@ class OptimizerSession:
             if note.watched is not None:
                 self.look(leaves, scaler.device, note, is_joint=False)
             return None
-        wants_norm = self.clips or self.has_clipped
+        # What is another optimizer's as well counts in this one's norm, and is not read here.
+        wants_norm = (self.clips or self.has_clipped) and not self._has_claimed
         grads, census = self.look(leaves, scaler.device, note, with_norm=wants_norm)
         if census.norm is not None and not self.holds_earlier() and _is_sound(census.norm, grads):
             # What ranks have yet to reduce a script may reduce, and torch counts no such write.

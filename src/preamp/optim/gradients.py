@@ -458,6 +458,7 @@ class HalfGradients:
                 self.state = State.MADE
         self._halves[row].grad = None
         self._zeroed.discard(row)
+        self._reached.discard(row)  # the half one is not dropped by a script
         self._note(row, None)
         self._keep(row, grad)
 
@@ -631,6 +632,7 @@ class HalfGradients:
         self._new = None
         self._clear_halves()
         self._carried.clear()
+        self._reached.clear()
         self._drop_bases()
 
     def _drop_bases(self) -> None:

@@ -92,8 +92,11 @@ class WeightPairs:
         if not is_half(half):
             raise self.became_wide(row)
         if master.device != self.home_of(half):
+            was_written = self._master_marks.is_changed(row, master)
             set_data(master, master.detach().to(self.home_of(half)))
             self.note_written((row,))
+            if was_written:  # and not rounded into the half weight yet
+                self._master_marks.expect_change(row)
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
@@ -395,7 +398,7 @@ class WeightTable(WeightPairs):
         if self.is_exact:
             return
         forms = kinds_of(dtype_of, self.halves), devices_of(self.halves)
-        if forms != self._forms:
+        if forms != self._forms or not self.are_alike:  # of several devices one row may change
             for row in range(len(self)):
                 self.come_along(row)
             self._forms = forms
