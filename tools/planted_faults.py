@@ -21,7 +21,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
             "self._reaction = self._reaction or self.scaler.reaction()",
             "self._reaction = self.scaler.reaction()",
         ),
-        ("adjust or late.get(self.scaler, False)", "adjust"),
+        ("is_due=adjust or before.is_due", "is_due=adjust"),
     ),
     "src/preamp/engine/clipping.py": (
         ("norm + _EPS", "norm"),

@@ -1146,7 +1146,7 @@ class World:
     # -- checkpoints and engines -----------------------------------------------------------------
 
     def checkpoint(self, how: str) -> None:
-        if how == "loaded before" and hasattr(self.ours, "c"):
+        if how == "loaded_before" and hasattr(self.ours, "c"):
             how = "restart"  # the new model has no such layer yet
         if how == "save":
             self.log.append("save")
