@@ -17,7 +17,6 @@ import preamp
 from cases.fused import FUSED, variant_id
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from cases.waits import waits_refused
-from preamp.engine import ledger
 from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -209,15 +208,6 @@ def test_no_step_in_fewer_bits_waits(level: str, kind: Any, storage: str) -> Non
     run = Training(level, lambda p: kind(p, lr=1e-2, **given), storage).train(clipped, waits=False)
     found = {v.itemsize for state in run.optimizer.state.values() for v in state.values()}
     assert found == ({1, 4} if storage == "compact" else {4})
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_to_look_at_each_loss_waits_for_nothing(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of losses that are not finite, and gradients that are."""
-    monkeypatch.setattr(ledger, "_LOOKS", 2)
-    Training(level).train(clipped, waits=False)
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O1", "dynamic"), ("O5", None)])

@@ -217,8 +217,8 @@ class OptimizerSession:
     ) -> None:
         """Make room for a backward, in which a hook ``may_reduce`` over ranks.
 
-        Where the block ``is_held_open``, float32 gradients are summed in place and scaled, as by
-        torch: what a script drops or zeroes counts for all that was accumulated.
+        Where the block ``is_held_open``, and no hook may reduce, float32 gradients are summed in
+        place and scaled, as by torch: what a script zeroes counts for all that was accumulated.
         ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
         Mutates the parameters' ``grad``.
         """
@@ -236,7 +236,7 @@ class OptimizerSession:
         self.halves.take_in()  # may refuse before anything is moved
         self.exit = block_exit or Exit()
         self.is_open = True  # for `undo`, which takes back as much as was done
-        held = scale if is_held_open else carry
+        held = scale if is_held_open and not may_reduce else carry
         self.direct.begin(own, held, may_be_overwritten=may_reduce)
         if self.table.is_fresh:
             self._start_weights()

@@ -359,6 +359,8 @@ class HalfGradients:
         But for those whose values are away: no script can read these. Called again after a clip, it
         shows the clipped ones. What the script does counts; see `_read_back`.
         """
+        if not self._halves:
+            return
         self.take_in()
         if self.state is State.HALF and self._is_plain and not self._is_clipped:
             return  # they mean what they say
