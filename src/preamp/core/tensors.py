@@ -6,13 +6,15 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from preamp.core.torch_private.subclasses import unhooked
 
 # The descriptor itself, reached through Any because torch's type stubs show only its value.
 _GRAD_SLOT = cast("Any", torch.Tensor).grad
@@ -51,18 +53,6 @@ def with_gradients(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         return params, grads
     pairs = [pair for pair in zip(params, grads, strict=True) if pair[1] is not None]
     return [param for param, _ in pairs], [grad for _, grad in pairs]
-
-
-def runs_of(tensors: Sequence[torch.Tensor], most: int) -> Iterator[slice]:
-    """Cut a list into runs of no more than ``most`` elements; a larger tensor is one by itself."""
-    start, elements = 0, 0
-    for place, tensor in enumerate(tensors):
-        elements += tensor.numel()
-        if place > start and elements > most:
-            yield slice(start, place)
-            start, elements = place, tensor.numel()
-    if tensors:
-        yield slice(start, len(tensors))
 
 
 def devices_of(tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
@@ -254,12 +244,6 @@ class WeightMarks:
         with unhooked():
             return list(map(_address_of, locals_of(tensors) if self._has_sharded else tensors))
 
-
-unhooked: Callable[[], Any] = cast("Any", torch)._C.DisableTorchFunctionSubclass  # noqa: SLF001
-"""A context in which classes of tensors are not asked what their attributes are.
-
-Each question to a tensor of a class of its own, as a master, costs a third then.
-"""
 
 _address_of = torch.Tensor.data_ptr
 _is_expired: Callable[[int], bool] = cast("Any", torch.UntypedStorage)._expired  # noqa: SLF001

@@ -204,8 +204,9 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or each tensor of a list, a tuple or an iterator, by the loss scale.
 
-        The next backward is expected to be of the result. Gradients of earlier ones are kept apart
-        until then, in float32.
+        The next backward is expected to be of the result. Gradients of half weights from earlier
+        ones are kept apart until then, in float32. Those of float32 weights stay in place and are
+        scaled, as by torch; they are kept apart where several processes may reduce them.
 
         Args:
             outputs: Floating tensors of any shape and device.
@@ -219,7 +220,7 @@ class GradScaler(torch.amp.GradScaler):
             PreampStateError: The engine was closed.
 
         Mutates:
-            Gradients, which are set aside. Synchronises only where a script has changed unscaled
+            Gradients, as above. Synchronises only where a script has changed unscaled
             half gradients and taken no step since.
         """
         if not self._enabled:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from preamp.core.errors import bad_state, bad_value
-from preamp.core.tensors import unhooked
+from preamp.core.torch_private.subclasses import unhooked
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """What kernels load and store."""

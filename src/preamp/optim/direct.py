@@ -59,7 +59,8 @@ class DirectGradients:
     Set aside, an earlier gradient is away during the backward and added afterwards: losses with
     any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
     scale; exact for powers of two. That is for gradients which a hook reduces over ranks: it must
-    find the whole sum, or what this rank alone has accumulated would never be reduced.
+    find the whole sum, or what this rank alone has accumulated would never be reduced. And for a
+    block that a `GradScaler` holds open: what a script zeroes or drops in it must be all there is.
     """
 
     def __init__(self, ops: Ops) -> None:

@@ -14,6 +14,12 @@ _C: Any = cast("Any", torch)._C
 hears_no_functions: Any = _C._disabled_torch_function_impl
 """The ``__torch_function__`` of a class that hears of operations only."""
 
+unhooked: Any = _C.DisableTorchFunctionSubclass
+"""A context in which classes of tensors are not asked what their attributes are.
+
+Each question to a tensor of a class of its own, as a master, costs a third then.
+"""
+
 
 def made_like(kind: type[T], like: torch.Tensor) -> T:
     """A tensor of ``kind`` that has no memory, and all else as ``like``.
