@@ -51,25 +51,18 @@ def test_remove_restores_everything(path: str | None, monkeypatch: pytest.Monkey
         monkeypatch.setenv("PYTHONPATH", path)
     before = ours()
     preamp.install_apex_alias()
-    assert ours() != before
+    once = ours()
+    preamp.install_apex_alias()
+    assert ours() == once != before
     importlib.import_module("apex")
     assert metadata.version("apex") == "0.1"
-    preamp.remove_apex_alias()
-    assert ours() == before
+    for _ in range(2):
+        preamp.remove_apex_alias()
+        assert ours() == before
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("apex")
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("apex")
-
-
-def test_twice_is_once() -> None:
-    preamp.remove_apex_alias()
-    preamp.install_apex_alias()
-    once = ours()
-    preamp.install_apex_alias()
-    assert ours() == once
-    preamp.remove_apex_alias()
-    preamp.remove_apex_alias()
 
 
 def test_entries_added_meanwhile_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,21 +177,6 @@ def test_an_apex_without_amp_that_is_imported_already(today: Path) -> None:
     check_completed(apex, today)
     preamp.remove_apex_alias()
     assert {k: v for k, v in vars(apex).items() if k != "transformer"} == before
-
-
-def test_the_loader_of_an_installed_apex_can_still_be_asked(today: Path) -> None:
-    preamp.install_apex_alias()
-    spec = importlib.util.find_spec("apex")
-    assert spec is not None
-    assert spec.loader.is_package("apex")  # type: ignore[union-attr]
-    assert "mine = True" in spec.loader.get_source("apex")  # type: ignore[union-attr]
-
-
-def test_a_broken_apex_stays_broken(today: Path) -> None:
-    today.joinpath("__init__.py").write_text("import no_such_extension\n", "utf-8")
-    preamp.install_apex_alias()
-    with pytest.raises(ModuleNotFoundError, match="no_such_extension"):
-        importlib.import_module("apex")
 
 
 @pytest.mark.parametrize("imported", [False, True])

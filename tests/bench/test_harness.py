@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import table
-from preamp_bench import harness, records
+from preamp_bench import records
 from preamp_bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
 from preamp_bench.memory import Peak
 
@@ -38,17 +38,6 @@ def test_variants_take_turns() -> None:
     assert calls.count("a") == calls.count("b") == FEWEST_ROUNDS + 1
 
 
-def test_only_the_work_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(harness, "perf_counter", lambda: clock[0])
-
-    def passing(seconds: float):
-        return lambda: clock.__setitem__(0, clock[0] + seconds)
-
-    timed = stopwatch(passing(0.004), prepare=passing(1.0), synchronize=passing(0.001))
-    assert timed() == pytest.approx(0.005)
-
-
 def test_ratios_are_to_the_first_of_the_group() -> None:
     variants = [taking(4, "slow"), taking(1, "fast"), taking(2, "other", "h")]
     rows = measure(variants, SHORT)
@@ -57,23 +46,6 @@ def test_ratios_are_to_the_first_of_the_group() -> None:
     assert [row.best_ratio for row in rows] == pytest.approx([1, 0.25, 1])
     assert rows[1].ratio_p20 == pytest.approx(0.25)
     assert rows[1].ratio_p80 == pytest.approx(0.25)
-
-
-def test_time_ends_a_measurement_and_rounds_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(harness, "perf_counter", lambda: clock[0])
-
-    def second() -> float:
-        clock[0] += 1.0
-        return 1.0
-
-    variants = [Variant(name="a", group="g", seconds=second)]
-    for effort, rounds in (
-        (Effort(seconds=7.5, most=50), 8),
-        (Effort(seconds=1e9, most=9), 9),
-        (Effort(seconds=0, most=50), FEWEST_ROUNDS),
-    ):
-        assert measure(variants, effort)[0].rounds == rounds
 
 
 def test_rows_carry_their_provenance(tmp_path: Path) -> None:

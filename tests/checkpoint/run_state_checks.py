@@ -6,7 +6,6 @@ Checks that begin with ``own_`` are of files that each rank has for itself.
 
 import os
 import random
-import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from cases.selection import combinations
 from cases.tolerances import assert_same
 from kit.compare import same
 from kit.saved import STEP, SavedRun
-from preamp.checkpoint import stop_on_signal
 from preamp.optimizers import FusedAdam, FusedSGD
 from preamp.parallel import DistributedDataParallel
 
@@ -230,14 +228,3 @@ def own_parts_are_referred_to_run_state() -> None:
     preamp.save_checkpoint(path, plain)
     with pytest.raises(preamp.PreampStateError, match=f"load_checkpoint {text}"):
         preamp.load_checkpoint(path, sharded)
-
-
-def own_a_signal_to_one_rank_stops_all() -> None:
-    with stop_on_signal() as stop:
-        assert not stop.requested
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-        with pytest.raises(SystemExit) as exit_:
-            stop.exit()
-    assert exit_.value.code == 143

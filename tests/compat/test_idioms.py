@@ -382,13 +382,6 @@ def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
 
 
-def test_applier_maps_nested_batches() -> None:
-    given = {"a": [torch.ones(1), "text"], "b": (torch.zeros(1),)}
-    got = amp._initialize.applier(given, lambda x: x + 1)
-    assert (got["a"][0].item(), got["a"][1], got["b"][0].item()) == (2.0, "text", 1.0)
-    assert given["a"][0].item() == 1.0
-
-
 def test_module_as_an_object_with_state() -> None:
     """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
     _kept_alive = started("O2")
@@ -416,26 +409,6 @@ def test_add_param_group(level: str) -> None:
 
 
 # -- registration ----------------------------------------------------------------------------
-
-
-def test_functions_registered_after_initialize() -> None:
-    _kept_alive = started("O1")
-    x = torch.ones(2, dtype=torch.float16)
-    assert torch.sigmoid(x).dtype is torch.float16
-    handle = amp.register_float_function(torch, "sigmoid")
-    try:
-        assert torch.sigmoid(x).dtype is torch.float32
-    finally:
-        if handle is not None:
-            handle.remove()
-
-    @amp.float_function
-    def widen(x: torch.Tensor) -> torch.dtype:
-        return x.dtype
-
-    assert widen(x) is torch.float32
-    with amp.disable_casts():
-        assert widen(x) is torch.float16
 
 
 # -- backward by hand ------------------------------------------------------------------------
@@ -480,22 +453,3 @@ def test_a26_scale_factor_and_floor() -> None:
         scaler._has_overflow = True
         scaler.update_scale()
     assert scaler.loss_scale() == 2.0**-24
-
-
-@pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a26_no_gradient_is_left_unwritten_behind_a_bad_one(bad: int) -> None:
-    scaler = amp.LossScaler("dynamic", init_scale=4.0)
-    grads = [torch.full((2,), float("inf") if i == bad else 8.0) for i in range(3)]
-    out = [torch.full((2,), float("nan")) for _ in range(3)]
-    scaler.unscale(grads, out, 1.0)
-    assert [t[0].item() for i, t in enumerate(out) if i != bad] == [2.0, 2.0]
-    assert scaler.update_scale() is True
-
-
-def test_a26_finite_gradients_with_a_huge_sum_are_no_overflow() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    first()._loss_scale = 1.0
-    backward(model.weight.sum(), optimizer, 3e38)
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 1.0, "unskipped": 1}

@@ -143,18 +143,6 @@ def test_every_field_survives() -> None:
 
 
 @BOTH
-def test_the_tensors_of_a_state_are_not_copied_and_have_what_was_written(kind: str) -> None:
-    model, optimizer = wrapped(kind)
-    with torch.no_grad():
-        model.low.fill_(3.0)
-    saved = masters_of(optimizer)
-    assert saved[0].tolist() == [3.0, 3.0]
-    own = optimizer.all_fp32_from_fp16_params if kind == "general" else optimizer.fp32_groups_flat
-    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in own]
-    assert not any(t.requires_grad for t in saved)
-
-
-@BOTH
 def test_sparse_gradients(kind: str) -> None:
     model = nn.Embedding(4, 2, sparse=True).half()
     before = model.weight.detach().clone()
@@ -260,19 +248,6 @@ def test_gradients(name: str) -> None:
     for each in acts:
         act(model, optimizer, *each)
     assert gradients(optimizer) == [[] if value is None else [value] * 2 for value in wanted]
-
-
-def test_a_parameter_without_a_gradient_stays() -> None:
-    model, optimizer = wrapped(static_loss_scale=8.0)
-    optimizer.backward(model.loss(0.5))
-    assert model.low.grad.tolist() == [4.0, 4.0]  # scaled, and still half
-    assert model.low.grad.dtype is torch.float16
-    assert model.wide.grad.tolist() == [0.5, 0.5]
-    optimizer.step()
-    model.zero_grad()  # only the model
-    optimizer.backward(model.wide.sum())
-    optimizer.step()
-    assert (model.low.tolist(), model.wide.tolist()) == ([0.5, 0.5], [-0.5, -0.5])
 
 
 @pytest.mark.parametrize("ways", ["hh", "ho", "oh", "hhh", "hoh", "ohh"])

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 import preamp
-from integrations.contract import ByScript, Contract
-from integrations.small import (
+from integrations.contract import (
     START,
     WARNINGS,
     ByHand,
+    ByScript,
+    Contract,
     Net,
     assert_same_models,
     batches,
