@@ -36,8 +36,7 @@ from cases.tolerances import assert_same
 from distributed.ranks import each, shard, whole
 from kit.refusals import refused
 from preamp import optimizers
-from preamp.core.tensors import local_of, storage_key
-from preamp.kernels.wide_half import native_products
+from preamp.core.tensors import local_of
 from preamp.numerics import NumericsRecord, measure
 from preamp.optimizers import FusedAdam
 
@@ -634,33 +633,3 @@ def full_an_overflow_is_traced() -> None:
         assert cause.was_watched
         seen = cause.trace and (cause.trace.module, cause.trace.phase)
         assert seen == (("0", "forward") if run.rank == 1 else None)
-
-
-def full_what_casts_keep_until_the_backward() -> None:
-    """Whole half copies of weights at O4, and none where weights are gathered in half."""
-    side, layers = 32, 3
-    for level, dtype, copies in (
-        ("O0", None, 0),
-        ("O4", None, layers - 1),  # the first layer's input has no gradient
-        ("O4", torch.bfloat16, 0),
-        ("O5", None, 0),
-    ):
-        options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-        net = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(layers)])
-        model = shard(net, **options)
-        preamp.initialize(model, sgd(model.parameters()), opt_level=level, verbosity=0)
-        saved: list[torch.Tensor] = []
-
-        def pack(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
-            saved.append(tensor)
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with native_products(), hooks:  # wide ones keep float32 copies
-            loss = model(torch.ones(2, side)).float().sum()
-        # What fully_shard gathered for a layer is released when its forward ends.
-        kept = [t.untyped_storage() for t in saved if t.numel() == side * side]
-        weights = {storage_key(storage): storage.nbytes() for storage in kept}
-        assert sum(weights.values()) == copies * 2 * side * side, (level, dtype)
-        loss.backward()
-        preamp.engine_of(model).close()

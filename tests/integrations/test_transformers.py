@@ -184,9 +184,15 @@ def test_other_precisions_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_mixin_serves_other_trainers(tmp_path: Path) -> None:
-    kind = type("Own", (TrainerMixin, transformers.Seq2SeqTrainer), {})
-    trainer, _ = train(tmp_path, "O5", kind=kind, max_steps=1, save_strategy="no")
-    assert preamp.engine_of(trainer.model).policy.opt_level == "O5"
+    kind: Any = type("Own", (TrainerMixin, transformers.Seq2SeqTrainer), {})
+    args = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True
+    )
+    own = kind(
+        model=make_model(), args=args, train_dataset=sequences(8), opt_level="O5", options=START
+    )
+    own.train()
+    assert preamp.engine_of(own.model).policy.opt_level == "O5"
 
 
 def on_two(rank: int) -> dict[str, Any]:
