@@ -89,6 +89,8 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
         try:
             with Held() as held:
                 cast("Any", loss_fn(twin, values).float()).backward()
+            grads = [param.grad for param in twin.parameters()]
+            misses = not policy.storage.release_gradients and not any(g is not None for g in grads)
         except Exception as error:
             failed = f"A step cannot be traced without running it: {_first_line(error)}"
             if batch is None:
@@ -106,7 +108,7 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
         finally:
             engine.close()
             reaches = _put_back(given)
-    if reaches:
+    if reaches or misses:
         raise bad_value(
             "loss_fn takes the loss of a model that it knows, not of the one that it is given",
             "A step is traced on a copy, which loss_fn(model, batch) gets as its first argument",
