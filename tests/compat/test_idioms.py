@@ -100,26 +100,17 @@ def test_scale_window_and_counter_are_written() -> None:
 
 
 @ALL_LEVELS
-def test_options_are_read(level: str) -> None:
-    _kept_alive = started(level)
-    properties = amp._amp_state.opt_properties
-    assert properties.enabled is True
-    assert properties.opt_level == level
+def test_options_are_read_and_written(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limits: dict[str, Any] = {"min_loss_scale": 128.0, "max_loss_scale": 1024.0}
+    model, optimizer = started(level, loss_scale="dynamic", **limits)
+    state, properties = amp._amp_state, amp._amp_state.opt_properties
+    assert (properties.enabled, properties.opt_level) == (True, level)
     assert properties.options["cast_model_type"] == preamp.OPT_LEVELS[level].cast_model_type
     assert properties.master_weights is (level in WITH_MASTERS)
-    assert properties.options["loss_scale"] == preamp.OPT_LEVELS[level].loss_scale
-
-
-def test_range_is_read() -> None:
-    _kept_alive = started("O2", min_loss_scale=128.0, max_loss_scale=1024.0)
-    assert amp._amp_state.min_loss_scale == first()._min_loss_scale == 128.0
-    assert amp._amp_state.max_loss_scale == first()._max_loss_scale == 1024.0
-    assert first().loss_scale() == 1024.0
-
-
-def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = started("O2")
-    amp._amp_state.verbosity = 1
+    assert properties.options["loss_scale"] == "dynamic"
+    assert state.min_loss_scale == first()._min_loss_scale == 128.0
+    assert state.max_loss_scale == first()._max_loss_scale == first().loss_scale() == 1024.0
+    state.verbosity = 1
     backward(loss_of(model, 0), optimizer, torch.inf)
     optimizer.step()
     assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 ")

@@ -23,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import kit.run
 import preamp
-from cases.levels import BY_NAME, CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, batch, values
 from cases.tolerances import assert_same
 from distributed.ranks import RUNS_ON_CPUS, assert_equal_everywhere, by_rank, each
 from kit.engines import close_engines
+from kit.pair import Pair, adam, sgd
 from kit.refusals import refused
 from preamp.parallel import DistributedDataParallel, Reducer
 from preamp.parallel.LARC import LARC
@@ -35,14 +36,6 @@ from preamp.parallel.LARC import LARC
 RANKS = 2
 STEPS = 3
 WRAPS = (TorchDDP, DistributedDataParallel)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.01)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.05, eps=1e-4)
 
 
 def on_rank_1(value: float) -> float:
@@ -54,8 +47,8 @@ def loss_of(model: Any, index: int, **use: Any) -> torch.Tensor:
     return (model(x, **use).float() * coefficients).sum()
 
 
-class Run:
-    """A model on two ranks under a wrapper, and beside it on each rank alone with both batches.
+class Run(Pair):
+    """A `Pair` on two ranks under a wrapper, whose plain side has both batches on each rank alone.
 
     ``wrap`` of None reduces by hand.
     """
@@ -71,14 +64,9 @@ class Run:
         scale: float | None = None,
         **wrapping: Any,
     ) -> None:
-        row = BY_NAME[level]
-        self.model = model(dist.get_rank())  # the first rank's weights are those that count
-        self.plain = model(0).to(torch.float32 if row.has_masters else row.weight)
-        self.optimizer = build(self.model.parameters())
-        self.plain_optimizer = build(self.plain.parameters())
         options: dict[str, Any] = {"loss_scale": "dynamic", "num_losses": num_losses}
-        preamp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0, **options)
-        self.engine = preamp.engine_of(self.model)
+        super().__init__(level, build, lambda: model(dist.get_rank()), **options)
+        self.plain.load_state_dict(model(0).state_dict())  # the first rank's weights count
         if scale is not None:
             self.engine.scaler(0).set_scale(scale)
         self.reducer = None if wrap else Reducer(self.model)
@@ -102,10 +90,8 @@ class Run:
     def step(self, *, plain: bool = True) -> None:
         self.optimizer.step()
         if plain:
-            with preamp.disable_casts():
-                self.plain_optimizer.step()
-        self.optimizer.zero_grad()
-        self.plain_optimizer.zero_grad()
+            self.plain_step()
+        self.zero()
 
     def train(
         self,
