@@ -4,6 +4,7 @@
 import argparse
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from kit.compare import halves_match, same
 from kit.loops import loss_of, make, masters, weights
-from kit.refusals import refused
+from kit.refusals import assert_approved, refused
 from kit.run import Net, batch_of
 from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
+from preamp.casting.functions import FUNCTION_CASTS
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
@@ -444,3 +446,67 @@ def test_a26_scale_factor_and_floor() -> None:
         scaler._has_overflow = True
         scaler.update_scale()
     assert scaler.loss_scale() == 2.0**-24
+
+
+# -- the handle of amp.initialize, and Apex's first interface --------------------------------------
+
+
+def product() -> torch.dtype:
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_a08_disabled_blocks_nest_and_survive_exceptions() -> None:
+    _kept_alive = started("O1")
+    handle = amp._amp_state.handle
+    with handle._disable_casts():
+        with pytest.raises(KeyError), handle._disable_casts():
+            raise KeyError
+        assert product() is torch.float32
+        assert not handle.is_active()
+    handle._clear_cache()
+    assert product() is torch.float16
+    assert handle.is_active()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_a09_models_at_other_levels_are_not_touched(level: str) -> None:
+    seen: list[torch.dtype] = []
+
+    class Sees(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(product())
+            return super().forward(x)
+
+    _kept_alive = started("O1")
+    handle = amp._amp_state.handle
+    model = amp.initialize(Sees(2, 2), opt_level=level, verbosity=0)
+    model(torch.ones(1, 2))
+    handle._deactivate()
+    model(torch.ones(1, 2))
+    preamp.engine_of(model).close()
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
+    original = torch.mm
+    amp.register_float_function(torch, "mm")
+    try:
+        _kept_alive = started("O1")
+        handle = amp._amp_state.handle
+        assert product() is torch.float32
+        handle._deactivate()
+    finally:
+        FUNCTION_CASTS.discard((id(torch), "mm"))
+    assert torch.mm is original
+    assert not handle.is_active()
+
+
+def test_the_first_interface_is_refused_with_the_edited_lines() -> None:
+    """Whose handles had ``scale_loss`` and ``wrap_optimizer``, which gave an OptimWrapper."""
+    with pytest.raises(preamp.PreampUnavailableError) as got:
+        amp.init(enabled=False)
+    assert_approved("compat", "amp.init", f"PreampUnavailableError: {got.value}")
+    page = (Path(__file__).parents[2] / "docs" / "from-apex.md").read_text(encoding="utf-8")
+    lines = [line for line in str(got.value).splitlines() if line[:2] in ("- ", "+ ")]
+    assert len(lines) == 5
+    assert "\n".join(lines) in page

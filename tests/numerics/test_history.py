@@ -130,18 +130,6 @@ def test_listeners() -> None:
 # -- on disk ---------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_in_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    first = History(str(path))
-    first.add(step(1))
-    first.close()
-    second = History(path)
-    second.add(step(2))
-    assert steps_of(second) == [1, 2]
-    assert read_history(path) == [step(1), step(2)]
-    second.close()
-
-
 def test_all_is_on_disk_at_once_and_in_memory_is_only_the_end(tmp_path: Path) -> None:
     kept = History(tmp_path / "run.jsonl", kept=2)
     for number in range(1, 6):
@@ -149,8 +137,11 @@ def test_all_is_on_disk_at_once_and_in_memory_is_only_the_end(tmp_path: Path) ->
         assert len(read_history(tmp_path / "run.jsonl")) == number  # before it is closed
     assert steps_of(kept) == [4, 5]
     kept.close()
-    again = History(tmp_path / "run.jsonl", kept=2)
+    again = History(str(tmp_path / "run.jsonl"), kept=2)
     assert steps_of(again) == [4, 5]
+    again.add(step(6))
+    assert steps_of(again) == [5, 6]
+    assert read_history(tmp_path / "run.jsonl") == [step(number) for number in range(1, 7)]
     again.close()
 
 

@@ -38,32 +38,6 @@ def lines_of(kind: str, cases: int, folder: Path) -> list[str]:
     return list(attack(kind, cases, 1, own))
 
 
-SCALERS = ("engines", 0, "scalers", "$ordered")
-STATE = ("models", 0, "state")
-BROKE: list[tuple[tuple[str | int, ...], Any]] = [
-    ((*SCALERS, 0, 1, "loss_scale"), {"$size": [1, 2]}),
-    ((*SCALERS, 0, 1, "loss_scale"), "x"),
-    (STATE, {"$dict": [[5, {"$tensor": "models/0/state/0.weight"}]]}),
-    (("schedulers", 0, "class"), 5),
-]
-"""What to change in a manifest so that a reader raised a raw error once, and to what."""
-
-
-@pytest.mark.parametrize("change", BROKE, ids=["size", "word", "name", "class"])
-def test_what_broke_a_reader_once_does_no_more(change: Any, tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
-    target = Target("O2", 0)
-    target.save(good)
-    end, value = change
-    _, manifest = attack_cases.contents_of(good)
-    (place,) = (p for p in attack_cases.nodes(manifest) if p[-len(end) :] == end)
-    attack_cases.rewrite(good, bad, "manifest", place, value)
-    guard = Guard(target=target)
-    for act in (target.load, read_checkpoint):
-        guard.attempt(lambda act=act: act(bad), bad)
-    target.close()
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("kind", CASES)
 def test_hostile_files_are_refused_or_load(kind: str, tmp_path: Path) -> None:
