@@ -3,8 +3,8 @@
 
 Weights have few bits, so that sums do not depend on their order; with norms, and where a part ends
 within a vector of the processor, they are equal up to the last bit. What
-``torch.distributed.checkpoint`` reads and writes goes on bitwise. ``full_`` ones are of the full
-suite.
+``torch.distributed.checkpoint`` reads and writes goes on bitwise. What begins with ``full_`` or
+``records_`` is of the full suite.
 """
 
 import copy
@@ -509,12 +509,7 @@ def _go_on_alike(where: str, *runs: tuple[Any, Any]) -> None:
 
 def full_state_dicts_resume_bitwise() -> None:
     for level, storage, kind, name, is_new in each(
-        ("O2", "O5"),
-        ("full", "compact", "split"),
-        (FusedAdam, optim.AdamW),
-        OPTIONS,
-        (True, False),
-        size=2,
+        ("O2", "O5"), ("full", "compact"), (FusedAdam, optim.AdamW), OPTIONS, (True, False), size=2
     ):
         storage = storage if kind is FusedAdam else "full"
         model, optimizer = _started(level, storage, kind, 0)
@@ -552,7 +547,7 @@ def largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def full_statistics_are_of_this_rank_s_part() -> None:
+def records_statistics_are_of_this_rank_s_part() -> None:
     for level, kind in each(("O0", "O1", "O2", "O5"), ("light", "full"), size=2):
         run = Run(level, scale=8.0, numerics=kind, numerics_every=1)
         run.backward()
@@ -578,7 +573,7 @@ def full_statistics_are_of_this_rank_s_part() -> None:
                 assert told.stalled <= weight.numel()
 
 
-def full_memory_is_this_rank_s() -> None:
+def records_memory_is_this_rank_s() -> None:
     """As estimated where parts are even; what a forward has gathered is no master."""
     for level, name in each(LEVEL_NAMES, EVEN, size=2):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
@@ -600,7 +595,7 @@ def full_memory_is_this_rank_s() -> None:
         assert preamp.count_memory(engine)["masters"] == wanted["masters"]
 
 
-def full_reports_and_audits() -> None:
+def records_reports_and_audits() -> None:
     """A parameter whose part is empty here is not one without gradients."""
     for level in each(("O1", "O2")):
         run = Run(level, scale=8.0, numerics="full", numerics_every=1)
@@ -614,7 +609,7 @@ def full_reports_and_audits() -> None:
             assert "A gradient is always zero" not in path.read_text(encoding="utf-8")
 
 
-def full_an_overflow_is_traced() -> None:
+def records_an_overflow_is_traced() -> None:
     """Each rank watches the modules that it runs; a rank alone sees what its own rows lead to."""
     for watches_always in each((True, False)):
         run = Run("O2", scale=8.0, **({"overflow": "trace"} if watches_always else {}))

@@ -32,7 +32,8 @@ ROWS: dict[str, tuple[int, Any, str, tuple[pytest.MarkDecorator, ...]]] = {
     "optimizers over sharded parameters": (2, sharded_params_checks, "check_", ()),
     "meshes": (4, sharded_params_checks, "four_", (full,)),
     "fully_shard": (2, fully_sharded_checks, "check_", (more, under_fully_shard)),
-    "more under fully_shard": (2, fully_sharded_checks, "full_", (full, under_fully_shard)),
+    "programs under fully_shard": (2, fully_sharded_checks, "full_", (full, under_fully_shard)),
+    "records under fully_shard": (2, fully_sharded_checks, "records_", (full, under_fully_shard)),
 }
 
 
