@@ -179,6 +179,13 @@ def test_an_apex_without_amp_that_is_imported_already(today: Path) -> None:
     assert {k: v for k, v in vars(apex).items() if k != "transformer"} == before
 
 
+def test_a_broken_apex_stays_broken(today: Path) -> None:
+    today.joinpath("__init__.py").write_text("import no_such_extension\n", "utf-8")
+    preamp.install_apex_alias()
+    with pytest.raises(ModuleNotFoundError, match="no_such_extension"):
+        importlib.import_module("apex")
+
+
 @pytest.mark.parametrize("imported", [False, True])
 def test_an_apex_with_amp_is_refused(today: Path, imported: bool) -> None:
     (today / "amp.py").write_text("", "utf-8")

@@ -132,6 +132,13 @@ atexit.register(use)
     assert (done.stdout, done.stderr) == ("True\nTrue\n", "")
 
 
+@pytest.mark.full
+def test_safe_path_is_kept(python: Run, tmp_path: Path) -> None:
+    script = written(tmp_path, "look.py", "import sys\nprint(sys.path[0])\n")
+    done = python(*RUN, script, PYTHONSAFEPATH="1")
+    assert done.stdout == python(script, PYTHONSAFEPATH="1").stdout
+
+
 # -- what cannot be started ------------------------------------------------------------------
 
 

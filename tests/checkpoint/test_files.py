@@ -445,6 +445,7 @@ def test_hostile_and_foreign_files(disk: Disk) -> None:
 
 def test_a_folder_and_a_missing_file(disk: Disk) -> None:
     run, nowhere = SavedRun("O0"), disk.folder / "nowhere"
+    assert latest_checkpoint(nowhere) is None
     with unchanged(run), pytest.raises(CheckpointError, match="it is a folder"):
         run.load(disk.folder)
     with unchanged(run), pytest.raises(FileNotFoundError, match="There is no other complete"):

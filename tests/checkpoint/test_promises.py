@@ -144,6 +144,16 @@ def test_a_clock_that_is_behind_changes_no_order(
     assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
 
 
+def test_files_are_read_where_open_ones_have_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preamp.save_checkpoint(tmp_path / NAME, extra=torch.arange(3))
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: "/dev/fd" not in str(path) and exists(path))
+    assert preamp.load_checkpoint(tmp_path / NAME).tolist() == [0, 1, 2]
+    assert latest_checkpoint(tmp_path) == tmp_path / NAME
+
+
 @pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="open files cannot be counted here")
 def test_what_was_read_holds_no_file_open(tmp_path: Path) -> None:
     """A process may open few files at once, and keep what it has read of many."""
@@ -178,6 +188,19 @@ def test_objects_of_any_form_load_what_they_saved(tmp_path: Path) -> None:
     scheduler = Listed(0)
     preamp.load_checkpoint(tmp_path / "a.safetensors", Named(1, 1), schedulers=scheduler)
     assert scheduler.number == 3
+
+
+def test_errors_of_this_machine_are_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preamp.save_checkpoint(tmp_path / "a.safetensors", extra=torch.ones(2))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(torch.Tensor, "clone", fail)
+    with pytest.raises(RuntimeError, match=r"^can't allocate memory$"):
+        preamp.load_checkpoint(tmp_path / "a.safetensors")
 
 
 # -- all or nothing -------------------------------------------------------------------------------

@@ -441,6 +441,9 @@ def test_a26_scale_factor_and_floor() -> None:
     scaler = amp.LossScaler("dynamic", init_scale=16.0, scale_factor=8.0, scale_window=1)
     scaler.update_scale()
     assert scaler.loss_scale() == 128.0
+    scaler._has_overflow = True
+    assert scaler.update_scale() is True
+    assert scaler.loss_scale() == 16.0
     scaler = amp.LossScaler("dynamic", init_scale=2.0**-23)
     for _ in range(5):
         scaler._has_overflow = True

@@ -186,8 +186,10 @@ def check_a_step_costs_one_small_all_reduce() -> None:
         sizes.append(tensor.numel() * tensor.element_size())
         return original(tensor, *args, **more)
 
-    for level in each(LEVEL_NAMES):
-        runs = pair(level, scale=16.0)
+    split: dict[str, Any] = {"optimize": partial(FusedAdam, lr=0.25), "storage": "split"}
+    for level in each((*LEVEL_NAMES, "split")):
+        more = split if level == "split" else {}
+        runs = pair("O5" if more else level, scale=16.0, **more)
         for number in range(3):
             norms = []
             for run in runs:

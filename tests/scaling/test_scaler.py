@@ -229,11 +229,15 @@ class ApexMachine(Machine):
         self.scaler._has_overflow = flag
         self.model.overflow = flag
 
-    @rule()
-    def overflow_in_the_buffer(self) -> None:
-        self.scaler._overflow_buf.fill_(1)
+    @rule(assigns=st.booleans())
+    def overflow_in_the_buffer(self, assigns: bool) -> None:
+        if assigns:
+            self.scaler._overflow_buf = torch.ones(1, dtype=torch.int32)
+        else:
+            self.scaler._overflow_buf.fill_(1)
         self.model.overflow = True
         assert self.do_update() == self.model.update()
+        assert self.scaler._overflow_buf.tolist() == [0]
 
     @rule()
     def clear(self) -> None:
