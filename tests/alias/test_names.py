@@ -15,7 +15,7 @@ import torch
 
 import preamp
 from kit.refusals import refused
-from preamp import amp, fp16_utils
+from preamp import amp
 from preamp.compat.alias import table
 from preamp.compat.amp_state import amp_state
 
@@ -319,18 +319,6 @@ def test_objects_outlive_the_alias() -> None:
     text = pickle.dumps(scaler)
     assert b"apex" not in text
     assert pickle.loads(text) is scaler
-
-
-@pytest.mark.parametrize(
-    ("file", "name", "here"),
-    [
-        ("apex.amp.scaler", "LossScaler", amp),
-        ("apex.fp16_utils.loss_scaler", "DynamicLossScaler", fp16_utils),
-    ],
-)
-def test_pickles_of_apex_find_their_classes(file: str, name: str, here: Any) -> None:
-    """Checkpoints of Apex's FP16_Optimizer hold its scaler, by the name of the file."""
-    assert pickle.loads(f"c{file}\n{name}\n.".encode()) is getattr(here, name)
 
 
 def test_reload() -> None:

@@ -90,5 +90,7 @@ def run_each(*texts: str) -> list[dict[str, object]]:
 def test_import_is_light_and_the_rest_loads_when_it_is_asked_for() -> None:
     facades = ", ".join(f"preamp.{name}" for name in FACADES.split())
     looks = [LOOK % "preamp, preamp.amp", LOOK % facades]
+    looks.append(LOOK % "preamp; preamp.install_apex_alias(); import apex")
+    told = {**LIGHT, "foreign": ["apex"], "environment": True}  # for processes that it starts
     programs = (APEX_NAMES, PUBLIC, LATE)
-    assert run_each(*looks, *programs) == [LIGHT, LIGHT]
+    assert run_each(*looks, *programs) == [LIGHT, LIGHT, told]

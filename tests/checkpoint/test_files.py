@@ -156,13 +156,6 @@ def test_other_data_are_refused(disk: Disk) -> None:
     assert disk.names() == []
 
 
-def test_any_name_is_one_of_safetensors(disk: Disk) -> None:
-    for name in ("a.safetensors", "a.pt", "a"):
-        disk.save(2.0, disk.folder / name)
-        with safe_open(disk.folder / name, framework="pt") as file:
-            assert torch.equal(file.get_tensor("models/0/state/weight"), torch.full((2, 3), 2.0))
-
-
 def test_permissions_are_those_of_ordinary_files(disk: Disk) -> None:
     disk.play("-plain 1")
     modes = [stat.S_IMODE((disk.folder / name).stat().st_mode) for name in disk.names()]

@@ -72,13 +72,14 @@ def test_other_programs_read_safetensors(tmp_path: Path) -> None:
         "d": torch.tensor(True),
         "e": torch.randn(5).bfloat16(),
     }
-    preamp.save_checkpoint(tmp_path / "a.safetensors", extra=given)
-    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
-        assert file.metadata()["format"] == "pt"
-        for name, value in given.items():
-            found = file.get_tensor(f"extra/{name}")
-            assert found.dtype == value.dtype
-            assert torch.equal(found, value)
+    for place in (tmp_path / "a.safetensors", tmp_path / "a.pt", tmp_path / "a"):
+        preamp.save_checkpoint(place, extra=given)
+        with safe_open(place, framework="pt") as file:
+            assert file.metadata()["format"] == "pt"
+            for name, value in given.items():
+                found = file.get_tensor(f"extra/{name}")
+                assert found.dtype == value.dtype
+                assert torch.equal(found, value)
 
 
 def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,40 @@ def _name_rank(rank: int, port: int, world: int) -> None:
 # -- the contract ----------------------------------------------------------------------------------
 
 
-class ByScript:
+class Loop:
+    """A loop with these settings; ``build`` makes what it needs.
+
+    Args:
+        level: Of ``preamp.initialize``.
+        folder: For what it writes.
+        every: Batches for a step.
+        clip: A norm.
+        gamma: Of a schedule that multiplies the rate in each step.
+        world: Processes.
+        options: Of ``preamp.initialize``.
+    """
+
+    def __init__(
+        self,
+        level: str,
+        folder: Any = None,
+        *,
+        every: int = 1,
+        clip: float | None = None,
+        gamma: float = 1.0,
+        world: int = 1,
+        **options: Any,
+    ) -> None:
+        self.level, self.folder, self.every, self.clip = level, folder, every, clip
+        self.gamma, self.world, self.options = gamma, world, {**START, **options}
+        self.losses: list[float] = []
+        self.build()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+
+class ByScript(Loop):
     """What is asked of a loop whose script owns the model, the optimizer and the schedule."""
 
     net: Any
@@ -221,12 +254,10 @@ class ByScript:
 class Contract:
     """A test class of a framework derives from this, and says its ``Loop``.
 
-    That trains a `small.Net`, its ``net``, as the framework's documentation has it, and notes the
-    ``losses``. It is made with a level, a folder and, by name, ``every`` (batches for a step),
-    ``clip`` (a norm), ``gamma`` (of a schedule), ``world`` (processes) and options of
-    ``preamp.initialize``. ``run(data, factor)`` trains on all batches, ``save(path)`` and
-    ``load(path)`` are the framework's own, ``state()`` is what it saves of the engine, and
-    ``skipped()`` and ``rate()`` are asked after a run.
+    That trains a `Net`, its ``net``, as the framework's documentation has it, and notes the
+    ``losses``: ``run(data, factor)`` on all batches. ``save(path)`` and ``load(path)`` are the
+    framework's own, ``state()`` is what it saves of the engine, and ``skipped()`` and ``rate()``
+    are asked after a run.
     """
 
     Loop: ClassVar[Any]

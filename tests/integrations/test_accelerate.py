@@ -19,6 +19,7 @@ from integrations.contract import (
     START,
     WARNINGS,
     Contract,
+    Loop,
     Net,
     batches,
     be_accelerators,
@@ -77,40 +78,29 @@ class Deep(nn.Module):
         return self.last(x)
 
 
-class Run:
+class Run(Loop):
     """A training script as Accelerate's documentation has it; the ``plugin`` may shard it."""
 
-    def __init__(
-        self,
-        level: str,
-        folder: Any = None,
-        every: int = 1,
-        clip: float | None = None,
-        gamma: float = 1.0,
-        world: int = 1,
-        **options: Any,
-    ) -> None:
+    def build(self) -> None:
         forget_accelerators()
-        if world > 1:
+        if self.world > 1:
             os.environ["ACCELERATE_USE_CPU"] = "true"
-        plugin, make = options.pop("plugin", None), options.pop("make", make_optimizer)
+        plugin, make = self.options.pop("plugin", None), self.options.pop("make", make_optimizer)
         self.accelerator = Accelerator(
             cpu=plugin is None,
-            opt_level=level,
-            options={**START, **options},
-            gradient_accumulation_steps=every,
+            opt_level=self.level,
+            options=self.options,
+            gradient_accumulation_steps=self.every,
             fsdp_plugin=plugin,
         )
         self.net: Any = Net() if plugin is None else Deep()
         optimizer = make(self.net.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=gamma)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=self.gamma)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
             self.net, optimizer, scheduler
         )
-        name = "Net" if world == 1 else "DistributedDataParallel"
+        name = "Net" if self.world == 1 else "DistributedDataParallel"
         assert plugin is not None or type(self.model).__name__ == name
-        self.clip, self.every = clip, every
-        self.losses: list[float] = []
         self.norms: list[float] = []
 
     def run(self, data: Any, factor: float = 1.0) -> Run:
