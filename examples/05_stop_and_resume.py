@@ -8,13 +8,15 @@ status 143. Killed, it goes on from the newest complete file. Here it stops itse
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 
 import torch
 from torch.nn import functional as F
 
 import preamp
-from preamp.checkpoint import latest_checkpoint, stop_on_signal
+from preamp.checkpoint import latest_checkpoint
 
 
 def train(folder: str, steps: int, until: int, opt_level: str) -> tuple[int, list[float]]:
@@ -33,22 +35,23 @@ def train(folder: str, steps: int, until: int, opt_level: str) -> tuple[int, lis
         extra = preamp.load_checkpoint(path, model, optimizer, scheduler)
         start, losses = extra["step"], extra["losses"]
 
-    with stop_on_signal() as stop:
-        for step in range(start + 1, until + 1):
-            batch = torch.randint(len(inputs), (128,))
-            loss = F.mse_loss(model(inputs[batch]), targets[batch])
-            with preamp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            preamp.step_scheduler(scheduler, optimizer)
-            losses.append(loss.item())
-            if stop.requested or step % 20 == 0 or step == until:
-                extra = {"step": step, "losses": losses}
-                file = f"{folder}/step_{step}.safetensors"
-                preamp.save_checkpoint(file, model, optimizer, scheduler, extra, keep_last=2)
-            if stop.requested:
-                stop.exit()
+    asked: list[int] = []  # to stop, after the step under way
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    for step in range(start + 1, until + 1):
+        batch = torch.randint(len(inputs), (128,))
+        loss = F.mse_loss(model(inputs[batch]), targets[batch])
+        with preamp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        preamp.step_scheduler(scheduler, optimizer)
+        losses.append(loss.item())
+        if asked or step % 20 == 0 or step == until:
+            extra = {"step": step, "losses": losses}
+            file = f"{folder}/step_{step}.safetensors"
+            preamp.save_checkpoint(file, model, optimizer, scheduler, extra, keep_last=2)
+        if asked:
+            sys.exit(128 + asked[0])
     return start, losses
 
 

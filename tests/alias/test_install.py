@@ -14,7 +14,6 @@ import pytest
 
 import preamp
 import preamp.amp.__version__  # which is an attribute of the package from then on
-from alias.harness import Run
 from kit.refusals import refused
 from preamp.compat.alias.finder import STARTUP
 from preamp.compat.alias.table import REFUSED
@@ -51,25 +50,18 @@ def test_remove_restores_everything(path: str | None, monkeypatch: pytest.Monkey
         monkeypatch.setenv("PYTHONPATH", path)
     before = ours()
     preamp.install_apex_alias()
-    assert ours() != before
+    once = ours()
+    preamp.install_apex_alias()
+    assert ours() == once != before
     importlib.import_module("apex")
     assert metadata.version("apex") == "0.1"
-    preamp.remove_apex_alias()
-    assert ours() == before
+    for _ in range(2):
+        preamp.remove_apex_alias()
+        assert ours() == before
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("apex")
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("apex")
-
-
-def test_twice_is_once() -> None:
-    preamp.remove_apex_alias()
-    preamp.install_apex_alias()
-    once = ours()
-    preamp.install_apex_alias()
-    assert ours() == once
-    preamp.remove_apex_alias()
-    preamp.remove_apex_alias()
 
 
 def test_entries_added_meanwhile_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,27 +83,6 @@ def test_metadata() -> None:
     assert owners["apex"] == owners["amp_C"] == owners["apex_C"] == ["apex"]
     assert list(metadata.distributions(path=["/nowhere"])) == []
     assert metadata.version("torch")
-
-
-def test_installing_imports_nothing_and_importing_changes_nothing(python: Run) -> None:
-    """No GPU is touched, no function of torch is replaced, nothing foreign is loaded."""
-    done = python("-c", """
-import sys, torch, preamp
-from torch import nn
-before = set(sys.modules)
-owners = (torch, torch.Tensor, nn.functional, nn.Module, torch.optim.Optimizer, sys)
-names = {o: {k: id(v) for k, v in vars(o).items()} for o in owners}
-preamp.install_apex_alias()
-assert set(sys.modules) == before
-import apex
-new = {n.partition(".")[0] for n in set(sys.modules) - before}
-assert new <= {"preamp", "apex"}, new
-for o, old in names.items():
-    now = {k: id(v) for k, v in vars(o).items() if k in old}
-    assert now == old, o
-assert not torch.cuda.is_initialized()
-""")  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 # -- an installed Apex -----------------------------------------------------------------------
@@ -184,14 +155,6 @@ def test_an_apex_without_amp_that_is_imported_already(today: Path) -> None:
     check_completed(apex, today)
     preamp.remove_apex_alias()
     assert {k: v for k, v in vars(apex).items() if k != "transformer"} == before
-
-
-def test_the_loader_of_an_installed_apex_can_still_be_asked(today: Path) -> None:
-    preamp.install_apex_alias()
-    spec = importlib.util.find_spec("apex")
-    assert spec is not None
-    assert spec.loader.is_package("apex")  # type: ignore[union-attr]
-    assert "mine = True" in spec.loader.get_source("apex")  # type: ignore[union-attr]
 
 
 def test_a_broken_apex_stays_broken(today: Path) -> None:

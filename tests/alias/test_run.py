@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import preamp
 from alias.harness import Run
 from kit.refusals import assert_approved
 from preamp.cli import main as main_module
-from preamp.cli.app import app
 from preamp.compat.alias import table
 from preamp.compat.alias.finder import STARTUP
 
@@ -65,15 +63,6 @@ def test_a_script_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None
     plain = seen(python("sub/look.py", *OPTIONS))
     assert plain["argv"] == ["sub/look.py", *OPTIONS]
     assert seen(python(*RUN, "sub/look.py", *OPTIONS)) == plain
-
-
-@pytest.mark.full
-def test_a_module_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None:
-    written(tmp_path, "pkg/__init__.py", "")
-    written(tmp_path, "pkg/look.py", WHAT_IT_SEES)
-    plain = seen(python("-m", "pkg.look", *OPTIONS))
-    assert plain["spec"] == ["pkg.look", str(tmp_path / "pkg" / "look.py")]
-    assert seen(python(*RUN, "-m", "pkg.look", *OPTIONS)) == plain
 
 
 def test_a_package_runs_its_main(python: Run, preamp_run: Run, tmp_path: Path) -> None:
@@ -184,13 +173,6 @@ def test_bad_usage(
     assert (sys.path, sys.meta_path) == before
 
 
-def test_an_option_that_there_is_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "-x", "script.py") == 2
-    assert "No such option: -x" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "json.no_such"])
 def test_no_such_module(preamp_run: Run, name: str) -> None:
     done = preamp_run("-m", name)
@@ -258,12 +240,6 @@ def test_a_run_records_what_its_options_ask_for(preamp_run: Run, tmp_path: Path)
         assert {"run", "step", "numerics"} <= kinds
 
 
-def test_the_command_is_listed() -> None:
-    assert (
-        "Run a program written for Apex, unchanged." in CliRunner().invoke(app, ["--help"]).output
-    )
-
-
 # -- Python processes that a program starts see the alias as well -----------------------------
 
 
@@ -323,17 +299,6 @@ def test_workers_of_a_script(python: Run, tmp_path: Path) -> None:
         "[0, 1] apex.amp apex.amp",
         "[4, 9] apex.amp apex.amp",
     ]
-
-
-@pytest.mark.full
-def test_workers_of_a_module(python: Run, tmp_path: Path) -> None:
-    """They import the module again by its name, not by its file."""
-    short = WORKERS.replace('("spawn", "forkserver")', '("spawn",)').partition("    loader")[0]
-    end = "\n\nif __name__ == '__main__':\n    main()\n"
-    (tmp_path / "workers.py").write_text(short + end, "utf-8")
-    done = python("-m", "preamp", "run", "-m", "workers")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "spawn preamp.compat.scaler apex.amp __mp_main__\n"
 
 
 @pytest.fixture

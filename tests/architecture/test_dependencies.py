@@ -39,10 +39,8 @@ def test_every_room_has_a_row_and_every_row_a_room(sources: list[rules.Source]) 
 
 PLANTED = [
     (rules.dependency_violations, "core/x.py", "from preamp.policy import Policy", "point down"),
-    (rules.dependency_violations, "core/x.py", "import preamp.policy", "point down"),
     (rules.dependency_violations, "core/x.py", "from preamp import policy", "point down"),
     (rules.dependency_violations, "optim/x.py", "from preamp.casting import a", "one row"),
-    (rules.dependency_violations, "compat/x.py", "from preamp.cli import a", "one row"),
     (rules.dependency_violations, "engine/x.py", "from preamp import amp", "a facade"),
     (rules.dependency_violations, "engine/x.py", "from preamp import initialize", "sees its rooms"),
     (rules.dependency_violations, "engine/x.py", "from . import step", "absolute"),
@@ -53,7 +51,6 @@ PLANTED = [
         "point down",
     ),
     (rules.dependency_violations, "attic/x.py", "import preamp.core", "no row"),
-    (rules.dependency_violations, "cli/x.py", "import preamp.attic", "no row"),
     (
         rules.dependency_violations,
         "core/x.py",
@@ -61,12 +58,10 @@ PLANTED = [
         "point down",
     ),
     (rules.forbidden_imports, "kernels/plain/x.py", "import triton.language as tl", "triton"),
-    (rules.forbidden_imports, "engine/x.py", "from torch import distributed", "distributed"),
     (rules.forbidden_imports, "engine/x.py", "import torch.distributed as dist", "distributed"),
     (rules.late_imports, "engine/x.py", "def f():\n    import math", "math"),
     (rules.late_imports, "cli/x.py", "def f():\n    import preamp.watch", "preamp.watch"),
     (rules.private_torch, "engine/x.py", "import torch\ntorch._foreach_mul_(1, 2)", "_foreach"),
-    (rules.private_torch, "optim/x.py", "import torch\ntorch.amp._x.y", "torch.amp._x"),
     (rules.private_torch, "engine/x.py", "from torch.nn import functional as F\nF._x", "F._x"),
     (rules.private_torch, "engine/x.py", "from torch.utils import _pytree", "_pytree"),
     (rules.private_torch, "engine/x.py", "import torch\ngetattr(torch, '_C')", "torch._C"),

@@ -110,17 +110,6 @@ def test_code_is_within_the_limits() -> None:
     assert [line for path in CODE for line in too_long_or_wide(path)] == []
 
 
-@pytest.mark.full
-def test_no_exception_is_stale() -> None:
-    wide = {
-        function.name
-        for path in CODE
-        for function in functions_in(ast.parse(path.read_text(encoding="utf-8")))
-        if parameter_count(function) > PARAMETERS and KERNELS not in path.parents
-    }
-    assert wide >= WIDE_SIGNATURES
-
-
 def test_examples_are_short() -> None:
     lengths = {
         p.name: len(p.read_text(encoding="utf-8").splitlines()) for p in files_in("examples")
@@ -138,6 +127,7 @@ def test_every_file_names_its_licence() -> None:
     ("text", "expected"),
     [
         ("def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
+        ('def f():\n    """One.\n' + "\n" * 60 + '    """\n' + "    x = 1\n" * 50, "has 51 lines"),
         ("def f(a, b, c, d, e, *, g, h, i): ...", "f has 8 parameters"),
     ],
 )
@@ -147,9 +137,3 @@ def test_planted_violation_is_found(text: str, expected: str, tmp_path: Path) ->
     found = too_long_or_wide(path)
     assert len(found) == 1
     assert expected in found[0]
-
-
-def test_a_docstring_does_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "documented.py"
-    path.write_text('def f():\n    """One.\n' + "\n" * 60 + '    """\n    return 1\n', "utf-8")
-    assert too_long_or_wide(path) == []

@@ -51,119 +51,78 @@ class RuleRow:
         return "-".join([self.op, *chosen])
 
 
-_MOMENTS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3}
-
-
-def _adam(correction: BiasCorrection, decay: float, decoupled: bool, inside: bool) -> RuleRow:
-    rule = AdamRule(
-        **_MOMENTS,
-        weight_decay=decay,
-        decoupled=decoupled,
-        bias_correction=correction,
-        eps_inside_sqrt=inside,
-    )
-    return RuleRow(op="adam_", rule=rule, states=2)
-
-
-def _lamb(decay: float, decoupled: bool, corrects: bool, averages: bool, trusts: bool) -> RuleRow:
-    rule = LambRule(
-        **_MOMENTS,
-        weight_decay=decay,
-        decoupled=decoupled,
-        bias_correction=corrects,
-        grad_averaging=averages,
-        uses_trust_ratio=trusts,
-    )
-    return RuleRow(op="lamb_", rule=rule, states=2)
-
-
-def _sgd(momentum: float, decay: float, nesterov: bool, after: bool) -> RuleRow:
-    rule = SgdRule(
-        lr=0.1,
-        momentum=momentum,
-        dampening=0.25,
-        weight_decay=decay,
-        nesterov=nesterov,
-        decays_after_momentum=after,
-    )
-    return RuleRow(op="sgd_", rule=rule)
-
-
-def _novograd(corrects: bool, averages: bool, inside: bool, largest: bool) -> RuleRow:
-    rule = NovoGradRule(
-        **_MOMENTS,
-        weight_decay=0.1,
-        bias_correction=corrects,
-        grad_averaging=averages,
-        decays_inside_moment=inside,
-        uses_max_norm=largest,
-    )
-    return RuleRow(op="novograd_", rule=rule, states=2)
-
-
-def _adagrad(decay: float, decoupled: bool) -> RuleRow:
-    rule = AdagradRule(lr=0.1, eps=1e-3, weight_decay=decay, decoupled=decoupled)
-    return RuleRow(op="adagrad_", rule=rule)
-
-
-def _lars(nesterov: bool, trusts: bool) -> RuleRow:
-    rule = LarsRule(
-        lr=0.1,
-        momentum=0.9,
-        weight_decay=0.1,
-        nesterov=nesterov,
-        trust_coefficient=0.1,
-        eps=1e-8,
-        uses_trust_ratio=trusts,
-    )
-    return RuleRow(op="lars_", rule=rule)
-
-
-def _lion(decay: float) -> RuleRow:
-    return RuleRow(op="lion_", rule=LionRule(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=decay))
-
-
-def _adopt(decay: float, decoupled: bool, bounded: bool) -> RuleRow:
+MOMENTS, STEP_SIZE = BiasCorrection.MOMENTS, BiasCorrection.STEP_SIZE
+_MOMENTS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1}
+USUAL: dict[Any, tuple[int, dict[str, Any]]] = {
+    AdamRule: (
+        2,
+        {**_MOMENTS, "decoupled": True, "bias_correction": MOMENTS, "eps_inside_sqrt": False},
+    ),
+    LambRule: (
+        2,
+        {**_MOMENTS, "decoupled": True, "bias_correction": True}
+        | {"grad_averaging": True, "uses_trust_ratio": True},
+    ),
+    SgdRule: (
+        1,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1}
+        | {"nesterov": False, "decays_after_momentum": False},
+    ),
+    NovoGradRule: (
+        2,
+        {**_MOMENTS, "bias_correction": True, "grad_averaging": True}
+        | {"decays_inside_moment": True, "uses_max_norm": False},
+    ),
+    AdagradRule: (1, {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.1, "decoupled": False}),
+    LarsRule: (
+        1,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+        | {"trust_coefficient": 0.1, "eps": 1e-8, "uses_trust_ratio": True},
+    ),
+    LionRule: (1, {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
     # An eps amid the roots of second moments: of two values the larger one counts.
-    numbers = {**_MOMENTS, "eps": 0.5, "weight_decay": decay}
-    rule = AdoptRule(**numbers, decoupled=decoupled, is_bounded=bounded)
-    return RuleRow(op="adopt_", rule=rule, states=2)
+    AdoptRule: (2, {**_MOMENTS, "eps": 0.5, "decoupled": False, "is_bounded": False}),
+}
+"""How many lists of state a rule has, and its options unless a row says others."""
+
+
+def row(kind: Any, **options: Any) -> RuleRow:
+    states, usual = USUAL[kind]
+    op = f"{kind.__name__.removesuffix('Rule').lower()}_"
+    return RuleRow(op=op, rule=kind(**{**usual, **options}), states=states)
 
 
 ROWS = (
-    _adam(BiasCorrection.NONE, 0.0, decoupled=False, inside=False),
-    _adam(BiasCorrection.MOMENTS, 0.1, decoupled=False, inside=True),
-    _adam(BiasCorrection.MOMENTS, 0.1, decoupled=True, inside=False),
-    _adam(BiasCorrection.STEP_SIZE, 0.1, decoupled=False, inside=False),
-    _adam(BiasCorrection.STEP_SIZE, 0.1, decoupled=True, inside=True),
-    _lamb(0.0, decoupled=False, corrects=False, averages=True, trusts=True),
-    _lamb(0.1, decoupled=False, corrects=True, averages=False, trusts=True),
-    _lamb(0.1, decoupled=True, corrects=True, averages=True, trusts=False),
-    _lamb(0.1, decoupled=True, corrects=True, averages=True, trusts=True),
-    _sgd(0.0, 0.1, nesterov=False, after=False),
-    _sgd(0.9, 0.1, nesterov=False, after=True),
-    _sgd(0.9, 0.1, nesterov=True, after=False),
-    _novograd(corrects=False, averages=True, inside=False, largest=False),
-    _novograd(corrects=True, averages=False, inside=False, largest=False),
-    _novograd(corrects=True, averages=False, inside=True, largest=True),
-    _novograd(corrects=True, averages=True, inside=True, largest=False),
-    _adagrad(0.0, decoupled=False),
-    _adagrad(0.1, decoupled=False),
-    _adagrad(0.1, decoupled=True),
-    _lars(nesterov=False, trusts=True),
-    _lars(nesterov=True, trusts=True),
-    _lars(nesterov=True, trusts=False),
-    _lion(0.0),
-    _lion(0.1),
-    _adopt(0.0, decoupled=False, bounded=True),
-    _adopt(0.1, decoupled=False, bounded=False),
-    _adopt(0.1, decoupled=True, bounded=True),
+    row(AdamRule, weight_decay=0.0, decoupled=False, bias_correction=BiasCorrection.NONE),
+    row(AdamRule, decoupled=False, eps_inside_sqrt=True),
+    row(AdamRule),
+    row(AdamRule, decoupled=False, bias_correction=STEP_SIZE),
+    row(AdamRule, eps_inside_sqrt=True, bias_correction=STEP_SIZE),
+    row(LambRule, weight_decay=0.0, decoupled=False, bias_correction=False),
+    row(LambRule, decoupled=False, grad_averaging=False),
+    row(LambRule, uses_trust_ratio=False),
+    row(LambRule),
+    row(SgdRule, momentum=0.0),
+    row(SgdRule, decays_after_momentum=True),
+    row(SgdRule, nesterov=True),
+    row(NovoGradRule, bias_correction=False, decays_inside_moment=False),
+    row(NovoGradRule, grad_averaging=False, decays_inside_moment=False),
+    row(NovoGradRule, grad_averaging=False, uses_max_norm=True),
+    row(NovoGradRule),
+    row(AdagradRule, weight_decay=0.0),
+    row(AdagradRule),
+    row(AdagradRule, decoupled=True),
+    row(LarsRule, nesterov=False),
+    row(LarsRule),
+    row(LarsRule, uses_trust_ratio=False),
+    row(LionRule, weight_decay=0.0),
+    row(LionRule),
+    row(AdoptRule, weight_decay=0.0, is_bounded=True),
+    row(AdoptRule),
+    row(AdoptRule, decoupled=True, is_bounded=True),
 )
 
-FUSED = (
-    _adam(BiasCorrection.MOMENTS, 0.1, decoupled=True, inside=False),
-    _adagrad(0.1, decoupled=False),
-)
+FUSED = (row(AdamRule), row(AdagradRule))
 """Rules that the cpu back end leaves to kernels of torch's, where others of the op take none."""
 
 ONE_EACH = (*{row.op: row for row in ROWS}.values(), *FUSED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors, optimizers and models of unusual kinds come back as they were."""
+"""What is of an unusual kind comes back as it was: tensors, optimizers, models, fewer bits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +11,10 @@ from torch import nn, optim
 
 import preamp
 from cases.levels import F32_WEIGHTS
-
-
-def test_a_lazy_conjugate_is_another_tensor(tmp_path: Path) -> None:
-    """It has the memory, shape and strides of what it is of, and other values."""
-    value = torch.tensor([1 + 2j, 3 - 1j])
-    given = [value, value.conj(), value.imag, value.conj().imag]
-    preamp.save_checkpoint(tmp_path / "a.safetensors", extra=given)
-    back = preamp.load_checkpoint(tmp_path / "a.safetensors")
-    assert all(torch.equal(old, new) for old, new in zip(given, back, strict=True))
-
+from distributed.storage_checks import STORAGES, MomentRun
+from kit.compare import same
+from preamp.checkpoint import read_checkpoint
+from preamp.kernels.stored import Format, decode
 
 SPARSE: list[Callable[[Any], optim.Optimizer]] = [
     lambda params: optim.SGD(params, lr=0.1),
@@ -136,3 +130,84 @@ def test_optimizers_that_were_not_initialized_do_not_load(
         preamp.load_checkpoint(path, models, optimizers)
     after = [weight for model in models for weight in model.parameters()]
     assert all(map(torch.equal, before, after))
+
+
+# -- masters and moments in fewer bits: bits come back, or conversions are told --------------------
+
+
+def save(run: MomentRun, path: Path) -> None:
+    preamp.save_checkpoint(path, run.model, run.optimizer)
+
+
+def load(run: MomentRun, path: Path) -> None:
+    preamp.load_checkpoint(path, run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_resumed_run_is_the_uninterrupted_one(storage: str, kind: str, tmp_path: Path) -> None:
+    run = MomentRun(storage, kind=kind)
+    run.step(0)
+    run.step(1)
+    run.optimizer.zero_grad()
+    save(run, tmp_path / "a")
+    saved = read_checkpoint(tmp_path / "a")["optimizers"][0]["state"]["state"]
+    live = run.optimizer.state_dict()["state"]
+    assert same({n: dict(s) for n, s in saved.items()}, {n: dict(s) for n, s in live.items()})
+    resumed = MomentRun(storage, seed=1, kind=kind)
+    resumed.step(7)
+    load(resumed, tmp_path / "a")
+    assert same(resumed.whole(), run.whole())
+    for number in (2, 3):
+        run.step(number)
+        resumed.step(number)
+    assert same(resumed.whole(), run.whole())
+
+
+def moments_of(run: MomentRun) -> list[torch.Tensor]:
+    """The moments of all parameters as float32."""
+    found: list[torch.Tensor] = []
+    for state in run.optimizer.state.values():
+        for key, kind in (("exp_avg", Format.SIGNED), ("exp_avg_sq", Format.UNSIGNED)):
+            codes = state.get(key + "_scales") is not None
+            found.append(decode(state[key], state[key + "_scales"], kind) if codes else state[key])
+    return [value.float().clone() for value in found]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("saved", STORAGES)
+@pytest.mark.parametrize("loaded", STORAGES)
+def test_into_another_storage(
+    saved: str, loaded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = MomentRun(saved)
+    run.step(0)
+    save(run, tmp_path / "a")
+    other = MomentRun(loaded, seed=1)
+    other.step(7)
+    capsys.readouterr()
+    load(other, tmp_path / "a")
+    told = capsys.readouterr().out
+    sizes = {"float32": 4, "bfloat16": 2, "8bit": 1}
+    source, target = STORAGES[saved].moments, STORAGES[loaded].moments
+    is_rounded = sizes[target] < sizes[source] or (source, target) == ("8bit", "bfloat16")
+    assert told.count("are rounded to") == is_rounded
+    assert same(other.whole()["weights"], run.whole()["weights"])
+    for found, exact in zip(moments_of(other), moments_of(run), strict=True):
+        far = (2**-5 * exact.abs() + 2**-6 * exact.abs().max()) * is_rounded
+        assert ((found - exact).abs() <= far).all()
+    other.step(1)
+
+
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    run = MomentRun("compact")
+    run.step(0)
+    scales = next(iter(run.optimizer.state.values()))
+    scales["exp_avg_scales"] = scales["exp_avg_scales"][:-1]
+    save(run, tmp_path / "a")
+    other = MomentRun("compact", seed=1)
+    other.step(7)
+    before = other.whole()
+    with pytest.raises(ValueError, match=r"that does not fit: .* nothing was loaded"):
+        load(other, tmp_path / "a")
+    assert same(other.whole(), before)

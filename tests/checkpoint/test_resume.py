@@ -173,24 +173,20 @@ def test_saving_between_steps(level: str, case: str, tmp_path: Path) -> None:
     run.save(tmp_path / "run.safetensors")
 
 
-def test_loading_drops_gradients(tmp_path: Path) -> None:
-    run = SavedRun("O2")
-    run.save(tmp_path / "run.safetensors")
-    run.play("random_backward 0 inf")
-    run.load(tmp_path / "run.safetensors")
-    assert {type(grad) for grads in run.numbers()["gradients"] for grad in grads} == {type(None)}
-    run.play("random_backward; scheduled_step")
-    assert (run.engine.steps_applied, run.engine.steps_skipped) == (1, 0)
-
-
 def test_random_states_of_all_libraries(tmp_path: Path) -> None:
     import numpy as np
 
     run = SavedRun("O1")
+    np.random.standard_normal(3)  # one is kept for the next call
     run.save(tmp_path / "run.safetensors")
 
     def draw() -> tuple[Any, ...]:
-        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand()
+        return (
+            torch.rand(3).tolist(),
+            random.random(),
+            random.gauss(0, 1),
+            np.random.standard_normal(3).tolist(),
+        )
 
     expected = draw()
     run.load(tmp_path / "run.safetensors")

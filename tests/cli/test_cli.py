@@ -22,9 +22,8 @@ import preamp
 from kit.refusals import assert_approved
 from preamp.cli import main as main_module
 from preamp.cli.app import app
-from preamp.cli.console import make_console, print_table
+from preamp.cli.console import print_table
 from preamp.cli.run import own_part
-from preamp.doctor import RULES, explain_text
 from preamp.numerics import History, StepRecord
 
 
@@ -220,23 +219,10 @@ def test_commands_follow_columns(
     assert "…" not in prose.replace("xpu, …", "")
 
 
-def test_a_wider_terminal_gets_wider_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("estimate", "help", "help of run"):
-        narrow, wide = (printed(monkeypatch, width, *COMMANDS[command]) for width in (60, 120))
-        assert widest(narrow) < widest(wide), command
-
-
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_a_narrow_terminal_gets_all_numbers(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wide, narrow = (printed(monkeypatch, width, *COMMANDS["estimate"]) for width in (200, columns))
     assert set(NUMBER.findall(wide)) == set(NUMBER.findall(narrow))
-
-
-def test_a_pipe_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    monkeypatch.setattr("sys.__stdout__", None)
-    assert make_console().width == 80
 
 
 @pytest.mark.parametrize(
@@ -250,11 +236,3 @@ def test_a_table_goes_on_below_with_its_first_column(columns: int, heads: list[s
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert [line for line in lines if line.startswith("name")] == heads
     assert next(line for line in lines if line.startswith("[a]")).startswith("[a] 1 22")
-
-
-@COLUMNS
-def test_texts_of_the_doctor(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for rule in RULES.values():
-        _, *paragraphs = explain_text(rule).splitlines()
-        assert widest("\n".join(paragraphs)) <= min(columns, 96)

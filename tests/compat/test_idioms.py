@@ -4,6 +4,7 @@
 import argparse
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from kit.compare import halves_match, same
 from kit.loops import loss_of, make, masters, weights
-from kit.refusals import refused
+from kit.refusals import assert_approved, refused
 from kit.run import Net, batch_of
 from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
+from preamp.casting.functions import FUNCTION_CASTS
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
@@ -100,26 +102,17 @@ def test_scale_window_and_counter_are_written() -> None:
 
 
 @ALL_LEVELS
-def test_options_are_read(level: str) -> None:
-    _kept_alive = started(level)
-    properties = amp._amp_state.opt_properties
-    assert properties.enabled is True
-    assert properties.opt_level == level
+def test_options_are_read_and_written(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    limits: dict[str, Any] = {"min_loss_scale": 128.0, "max_loss_scale": 1024.0}
+    model, optimizer = started(level, loss_scale="dynamic", **limits)
+    state, properties = amp._amp_state, amp._amp_state.opt_properties
+    assert (properties.enabled, properties.opt_level) == (True, level)
     assert properties.options["cast_model_type"] == preamp.OPT_LEVELS[level].cast_model_type
     assert properties.master_weights is (level in WITH_MASTERS)
-    assert properties.options["loss_scale"] == preamp.OPT_LEVELS[level].loss_scale
-
-
-def test_range_is_read() -> None:
-    _kept_alive = started("O2", min_loss_scale=128.0, max_loss_scale=1024.0)
-    assert amp._amp_state.min_loss_scale == first()._min_loss_scale == 128.0
-    assert amp._amp_state.max_loss_scale == first()._max_loss_scale == 1024.0
-    assert first().loss_scale() == 1024.0
-
-
-def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = started("O2")
-    amp._amp_state.verbosity = 1
+    assert properties.options["loss_scale"] == "dynamic"
+    assert state.min_loss_scale == first()._min_loss_scale == 128.0
+    assert state.max_loss_scale == first()._max_loss_scale == first().loss_scale() == 1024.0
+    state.verbosity = 1
     backward(loss_of(model, 0), optimizer, torch.inf)
     optimizer.step()
     assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 ")
@@ -382,13 +375,6 @@ def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
 
 
-def test_applier_maps_nested_batches() -> None:
-    given = {"a": [torch.ones(1), "text"], "b": (torch.zeros(1),)}
-    got = amp._initialize.applier(given, lambda x: x + 1)
-    assert (got["a"][0].item(), got["a"][1], got["b"][0].item()) == (2.0, "text", 1.0)
-    assert given["a"][0].item() == 1.0
-
-
 def test_module_as_an_object_with_state() -> None:
     """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
     _kept_alive = started("O2")
@@ -416,26 +402,6 @@ def test_add_param_group(level: str) -> None:
 
 
 # -- registration ----------------------------------------------------------------------------
-
-
-def test_functions_registered_after_initialize() -> None:
-    _kept_alive = started("O1")
-    x = torch.ones(2, dtype=torch.float16)
-    assert torch.sigmoid(x).dtype is torch.float16
-    handle = amp.register_float_function(torch, "sigmoid")
-    try:
-        assert torch.sigmoid(x).dtype is torch.float32
-    finally:
-        if handle is not None:
-            handle.remove()
-
-    @amp.float_function
-    def widen(x: torch.Tensor) -> torch.dtype:
-        return x.dtype
-
-    assert widen(x) is torch.float32
-    with amp.disable_casts():
-        assert widen(x) is torch.float16
 
 
 # -- backward by hand ------------------------------------------------------------------------
@@ -475,6 +441,9 @@ def test_a26_scale_factor_and_floor() -> None:
     scaler = amp.LossScaler("dynamic", init_scale=16.0, scale_factor=8.0, scale_window=1)
     scaler.update_scale()
     assert scaler.loss_scale() == 128.0
+    scaler._has_overflow = True
+    assert scaler.update_scale() is True
+    assert scaler.loss_scale() == 16.0
     scaler = amp.LossScaler("dynamic", init_scale=2.0**-23)
     for _ in range(5):
         scaler._has_overflow = True
@@ -482,20 +451,65 @@ def test_a26_scale_factor_and_floor() -> None:
     assert scaler.loss_scale() == 2.0**-24
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a26_no_gradient_is_left_unwritten_behind_a_bad_one(bad: int) -> None:
-    scaler = amp.LossScaler("dynamic", init_scale=4.0)
-    grads = [torch.full((2,), float("inf") if i == bad else 8.0) for i in range(3)]
-    out = [torch.full((2,), float("nan")) for _ in range(3)]
-    scaler.unscale(grads, out, 1.0)
-    assert [t[0].item() for i, t in enumerate(out) if i != bad] == [2.0, 2.0]
-    assert scaler.update_scale() is True
+# -- the handle of amp.initialize, and Apex's first interface --------------------------------------
 
 
-def test_a26_finite_gradients_with_a_huge_sum_are_no_overflow() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    first()._loss_scale = 1.0
-    backward(model.weight.sum(), optimizer, 3e38)
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 1.0, "unskipped": 1}
+def product() -> torch.dtype:
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_a08_disabled_blocks_nest_and_survive_exceptions() -> None:
+    _kept_alive = started("O1")
+    handle = amp._amp_state.handle
+    with handle._disable_casts():
+        with pytest.raises(KeyError), handle._disable_casts():
+            raise KeyError
+        assert product() is torch.float32
+        assert not handle.is_active()
+    handle._clear_cache()
+    assert product() is torch.float16
+    assert handle.is_active()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_a09_models_at_other_levels_are_not_touched(level: str) -> None:
+    seen: list[torch.dtype] = []
+
+    class Sees(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(product())
+            return super().forward(x)
+
+    _kept_alive = started("O1")
+    handle = amp._amp_state.handle
+    model = amp.initialize(Sees(2, 2), opt_level=level, verbosity=0)
+    model(torch.ones(1, 2))
+    handle._deactivate()
+    model(torch.ones(1, 2))
+    preamp.engine_of(model).close()
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
+    original = torch.mm
+    amp.register_float_function(torch, "mm")
+    try:
+        _kept_alive = started("O1")
+        handle = amp._amp_state.handle
+        assert product() is torch.float32
+        handle._deactivate()
+    finally:
+        FUNCTION_CASTS.discard((id(torch), "mm"))
+    assert torch.mm is original
+    assert not handle.is_active()
+
+
+def test_the_first_interface_is_refused_with_the_edited_lines() -> None:
+    """Whose handles had ``scale_loss`` and ``wrap_optimizer``, which gave an OptimWrapper."""
+    with pytest.raises(preamp.PreampUnavailableError) as got:
+        amp.init(enabled=False)
+    assert_approved("compat", "amp.init", f"PreampUnavailableError: {got.value}")
+    page = (Path(__file__).parents[2] / "docs" / "from-apex.md").read_text(encoding="utf-8")
+    lines = [line for line in str(got.value).splitlines() if line[:2] in ("- ", "+ ")]
+    assert len(lines) == 5
+    assert "\n".join(lines) in page

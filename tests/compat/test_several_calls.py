@@ -301,39 +301,6 @@ def test_scales_are_written_while_an_earlier_run_is_alive(
     assert engine_of(_alive[0]).loss_scale() == 2.0  # as it was left
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_two_models_and_losses_tried_in_turn(level: str) -> None:
-    """Each try poisons one loss's backward, and expects its scale alone to fall from 4."""
-    for loss_id in (0, 1):
-        models = [make(0)[0], make(1)[0]]
-        params = [param for model in models for param in model.parameters()]
-        optimizer = torch.optim.SGD(params, lr=0.125)
-        options: dict[str, Any] = {"loss_scale": "dynamic", "num_losses": 2, "verbosity": 0}
-        _alive.append(amp.initialize(models, optimizer, opt_level=level, **options))
-        for number in range(2):
-            write(number, 4.0)
-        for number, model in enumerate(models):
-            with amp.scale_loss(loss_of(model, 0), optimizer, loss_id=number) as scaled:
-                (scaled * float("inf") if number == loss_id else scaled).backward()
-        optimizer.step()
-        assert scales()[:2] == [2.0 if number == loss_id else 4.0 for number in range(2)]
-        assert amp._amp_state.engine is preamp.engine_of(optimizer)
-
-
-def test_a_file_written_beside_an_earlier_run_is_of_the_latest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    runs = [started(), started(num_losses=2)]
-    write(1, 16.0)
-    state = amp.state_dict()
-    for run in runs:
-        engine_of(run).close()
-    started(num_losses=2)
-    amp.load_state_dict(state)
-    assert scales() == [2.0**16, 16.0]
-    assert capsys.readouterr().out.endswith(SKIPPED.format(2))
-
-
 # -- engines that end ---------------------------------------------------------------------------
 
 

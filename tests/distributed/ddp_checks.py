@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from distributed.ranks import assert_equal_everywhere, by_rank, each, everywhere
+from distributed.ranks import assert_equal_everywhere, by_rank, everywhere
 from kit.refusals import refused
 from preamp.parallel import DistributedDataParallel, Reducer, create_syncbn_process_group
 from preamp.parallel.distributed import flat_dist_call
@@ -51,6 +51,8 @@ def check_parameters_come_from_rank_0_and_buffers_do_not() -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(float(dist.get_rank()))
     ddp = DistributedDataParallel(model)
+    assert isinstance(ddp, nn.parallel.DistributedDataParallel)
+    assert list(ddp.state_dict()) == ["module.first", "module.second", "module.count"]
     ddp(1.0).backward()
     assert [p.unique().tolist() for p in model.parameters()] == [[0.0], [0.0]]
     assert model.count.item() == dist.get_rank()
@@ -87,10 +89,11 @@ def check_half_sums_stay_in_range() -> None:
 
 
 def check_retained_buffers_are_torchs() -> None:
-    ddp = wrapped(retain_allreduce_buffers=True)
-    assert gradients(ddp, 1.0) == [1.0]
-    assert ddp.module.first.grad._base is not None  # a view of the bucket
-    assert not hasattr(ddp, "allreduce_buffers")
+    for arguments, wanted in (({}, [1.5]), ({"delay_allreduce": True, **SUM}, [3.0])):
+        ddp = wrapped(retain_allreduce_buffers=True, **arguments)
+        assert gradients(ddp, 1.0 + dist.get_rank()) == wanted
+        assert ddp.module.first.grad._base is not None  # a view of the bucket
+        assert not hasattr(ddp, "allreduce_buffers")
 
 
 def check_triggers_and_communicators_reduce() -> None:
@@ -149,13 +152,6 @@ def check_copies_through_pickle_reduce_as_told() -> None:
         torch.save(ddp, file)
         file.seek(0)
         assert gradients(torch.load(file, weights_only=False), mine) == expected
-
-
-def check_it_is_torchs_class() -> None:
-    ddp = wrapped()
-    assert isinstance(ddp, nn.parallel.DistributedDataParallel)
-    assert isinstance(ddp.module, Scale)
-    assert list(ddp.state_dict()) == ["module.first", "module.second", "module.count"]
 
 
 def check_a01_initialize_comes_before_wrapping() -> None:
@@ -278,6 +274,7 @@ USES: tuple[Use, ...] = (
     _two_forwards_through_different_parts,
     _one_part_by_each_rank,
     _after_a_backward_that_failed,
+    _both_batches_through_the_first,  # the second part has no gradient
 )
 
 
@@ -307,14 +304,6 @@ def check_every_backward_is_reduced() -> None:
             assert_means(model, use)
 
 
-def check_delayed_reduction_needs_no_gradient_for_every_parameter() -> None:
-    ddp = wrapped(delay_allreduce=True)
-    for _ in range(2):
-        ddp(float(dist.get_rank()), only_first=True).backward()
-    assert ddp.module.first.grad.tolist() == [1.0, 1.0]
-    assert ddp.module.second.grad is None
-
-
 def check_the_moment_of_the_backward_counts() -> None:
     """Turned off and on between forward and backward, as scripts of Apex may."""
     rank, model = dist.get_rank(), Parts()
@@ -339,14 +328,6 @@ def check_local_gradients_wait_for_a_parameter_left_out_later() -> None:
     assert_equal_everywhere(*[param.grad for param in model.parameters()])
 
 
-def check_sums_and_views() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    ddp = delayed(model, gradient_average=False, retain_allreduce_buffers=True)
-    ddp(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
-    assert model.weight.grad.tolist() == [[3.0, 3.0]]
-    assert model.weight.grad._base is not None
-
-
 def check_sparse_gradients() -> None:
     model = nn.Embedding(3, 2, sparse=True)
     ddp = delayed(model)
@@ -368,32 +349,3 @@ def check_what_belongs_to_torchs_reducer_is_refused() -> None:
     for method, arguments in (("register_comm_hook", (None, print)), ("join", ())):
         with refused("distributed", "a method of torch's reducer", ddp, method=method):
             getattr(ddp, method)(*arguments)
-
-
-def check_several_backwards_in_a_block_at_every_level() -> None:
-    """Ranks stay equal, and get what one process with both batches gets."""
-    for level in each(("O0", "O1", "O2", "O5")):
-        weights = []
-        for accumulates in (False, True):
-            model = Parts()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-            preamp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-            ddp = delayed(model)
-            for step in range(2):
-                out = ddp(batch(dist.get_rank(), step), "first").float()
-                if accumulates:
-                    ddp.disable_allreduce()
-                with preamp.scale_loss(out.sum(), optimizer) as scaled:
-                    scaled.backward(retain_graph=True)
-                    if not accumulates:
-                        (out.square().sum() * 4.0).backward()
-                if accumulates:
-                    ddp.enable_allreduce()
-                    with preamp.scale_loss(out.square().sum(), optimizer) as scaled:
-                        scaled.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            weights.append(next(iter(preamp.master_params(optimizer))).detach().float())
-            assert_equal_everywhere(weights[-1])
-            preamp.engine_of(model).close()
-        torch.testing.assert_close(*weights, atol=0.05, rtol=0.05)

@@ -1,27 +1,43 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What two ranks check of models under ``fully_shard``: they are those of one process.
+"""What two ranks check of models under ``fully_shard``: they are those of one process or of DDP.
 
-Weights have few bits, so that sums do not depend on their order.
+Weights have few bits, so that sums do not depend on their order; with norms, and where a part ends
+within a vector of the processor, they are equal up to the last bit. What
+``torch.distributed.checkpoint`` reads and writes goes on bitwise. What begins with ``full_`` or
+``records_`` is of the full suite.
 """
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.tolerances import assert_same
 from distributed.ranks import each, shard, whole
 from kit.refusals import refused
+from preamp import optimizers
 from preamp.core.tensors import local_of
+from preamp.numerics import NumericsRecord, measure
 from preamp.optimizers import FusedAdam
 
 RANKS = 2
@@ -50,7 +66,10 @@ def batch(rank: int | None) -> torch.Tensor:
 
 
 class Run:
-    """A model in training, sharded or not; ``scale`` is where a dynamic scale begins."""
+    """A model in training, sharded, or with all rows in one process, or ``beside`` one under DDP.
+
+    ``scale`` is where a dynamic scale begins, ``first_only`` leaves the optimizer the first layer.
+    """
 
     def __init__(
         self,
@@ -59,25 +78,31 @@ class Run:
         *,
         is_sharded: bool = True,
         scale: float | None = None,
-        mp_policy: Any = None,
+        model: Any = None,
         **options: Any,
     ) -> None:
-        self.rank = dist.get_rank() if is_sharded else None
-        self.model = make()
+        beside, first_only = options.pop("beside", False), options.pop("first_only", False)
+        self.rank = dist.get_rank() if is_sharded or beside else None
+        self.model = make() if model is None else model
+        policy = options.pop("mp_policy", None)
         if is_sharded:
-            shard(self.model, **({} if mp_policy is None else {"mp_policy": mp_policy}))
-        self.optimizer = optimize(self.model.parameters())
+            shard(self.model, **({} if policy is None else {"mp_policy": policy}))
+        self.optimizer = optimize((self.model.first if first_only else self.model).parameters())
         options = {"loss_scale": 8.0 if scale is None else "dynamic", "verbosity": 0} | options
         preamp.initialize(self.model, self.optimizer, opt_level=level, **options)
-        self.engine = preamp.engine_of(self.model)
-        if scale is not None:
-            self.engine.scaler(0).set_scale(scale)
+        self.engine = preamp.engine_of(self.optimizer)
+        for scaler in self.engine.scalers if scale is not None else ():
+            scaler.set_scale(scale)
+        ddp = DistributedDataParallel
+        self.forward = ddp(self.model, find_unused_parameters=True) if beside else self.model
 
     def loss(self) -> torch.Tensor:
-        return self.model(batch(self.rank)).float().mean()
+        return self.forward(batch(self.rank)).float().mean()
 
-    def backward(self, damage: Callable[[], None] | None = None) -> None:
-        with preamp.scale_loss(self.loss(), self.optimizer) as scaled:
+    def backward(
+        self, factor: float = 1.0, damage: Callable[[], None] | None = None, **options: Any
+    ) -> None:
+        with preamp.scale_loss(self.loss() * factor, self.optimizer, **options) as scaled:
             scaled.backward()
             if damage is not None:
                 damage()
@@ -161,8 +186,10 @@ def check_a_step_costs_one_small_all_reduce() -> None:
         sizes.append(tensor.numel() * tensor.element_size())
         return original(tensor, *args, **more)
 
-    for level in each(LEVEL_NAMES):
-        runs = pair(level, scale=16.0)
+    split: dict[str, Any] = {"optimize": partial(FusedAdam, lr=0.25), "storage": "split"}
+    for level in each((*LEVEL_NAMES, "split")):
+        more = split if level == "split" else {}
+        runs = pair("O5" if more else level, scale=16.0, **more)
         for number in range(3):
             norms = []
             for run in runs:
@@ -188,7 +215,7 @@ def check_an_overflow_in_one_rank_s_part_skips_everywhere() -> None:
             if dist.get_rank() == 1:
                 local_of(run.model[0].weight.grad)[0, 0] = math.nan
 
-        run.backward(damage)
+        run.backward(damage=damage)
         run.optimizer.step()
         assert run.engine.last_step_skipped
         assert run.engine.loss_scale() == 8.0
@@ -254,19 +281,6 @@ def check_unreduced_gradients_keep_their_scale() -> None:
         pass
     run.model.set_requires_gradient_sync(True)
     run.step()
-
-
-def check_closures() -> None:
-    runs = pair("O5")
-    for one in runs:
-
-        def closure(one: Run = one) -> torch.Tensor:
-            one.optimizer.zero_grad()
-            one.backward()
-            return one.loss()
-
-        one.optimizer.step(closure)
-    assert same(*[one.weights() for one in runs])
 
 
 def check_gathering_in_half_by_torch() -> None:
@@ -341,3 +355,278 @@ def check_copies_and_odd_meshes() -> None:
     for param in model.parameters():
         param.grad = torch.ones_like(param) * 2
     assert float(preamp.clip_grad_norm_(optimizer, 1.0)) == 8.0
+
+
+# -- programs, each as under DDP -------------------------------------------------------------------
+
+
+STEPS = 3
+LAST_BIT = 2e-7  # of weights around one, after three steps
+
+
+class Net(nn.Module):
+    """Three layers, the middle one recomputed if asked for, and a layer that nothing uses."""
+
+    def __init__(self, *, recomputes: bool = False, freezes: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.middle = nn.Linear(5, 7)
+        self.last = nn.Linear(7, 1)
+        self.idle = nn.Linear(3, 3)
+        self.recomputes = recomputes
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randint(-2, 3, param.shape, generator=generator) / 4)
+        self.first.requires_grad_(not freezes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.recomputes:
+            x = cast("Any", checkpoint)(self.middle, x, use_reentrant=False)
+        else:
+            x = self.middle(x)
+        return self.last(x)
+
+
+Program = Callable[[Run, int], object]
+
+
+def _several_losses(run: Run, step: int) -> None:
+    run.engine.scaler(1).set_scale(2.0 ** (4 + step))
+    run.backward(loss_id=0)
+    run.backward(2.0, loss_id=1)
+
+
+def _delayed(run: Run, step: int) -> None:
+    run.backward(delay_unscale=True)
+    run.backward()
+
+
+def _clipped(run: Run, step: int) -> None:
+    run.backward()
+    preamp.clip_grad_norm_(run.optimizer, 0.25)
+
+
+def _groups_added_later(run: Run, step: int) -> None:
+    if step == 1:
+        run.optimizer.add_param_group({"params": list(run.model.last.parameters()), "lr": 0.5})
+    run.backward()
+
+
+def _plain(run: Run, step: int) -> None:
+    run.backward()
+
+
+BUILDS: dict[str, Any] = {
+    "adam": lambda p: optimizers.FusedAdam(p, lr=0.1),
+    "lamb": lambda p: optimizers.FusedLAMB(p, lr=0.1),
+    "fused adam of torch": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "foreach adam of torch": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
+}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "several losses with scales of their own": {"program": _several_losses, "num_losses": 2},
+    # Summed scaled: at O5 in bfloat16, where torch's DDP adds up before it averages.
+    "delayed unscaling": {"program": _delayed, "tolerance": 2.0**-8},
+    "clipping": {"program": _clipped, "tolerance": LAST_BIT},
+    "frozen parameters": {"freezes": True},
+    "recomputed layers": {"recomputes": True},
+    "groups added later": {"program": _groups_added_later, "first_only": True},
+    "groups added later to a fused one": {
+        "program": _groups_added_later,
+        "first_only": True,
+        "build": lambda params: optimizers.FusedSGD(params, lr=0.25),
+    },
+    **{name: {"build": build, "tolerance": LAST_BIT} for name, build in BUILDS.items()},
+}
+
+
+def full_programs_are_those_under_ddp() -> None:
+    for name, row in PROGRAMS.items():
+        row: dict[str, Any] = {
+            "program": _plain,
+            "build": sgd,
+            "tolerance": 0.0,
+            "first_only": False,
+        } | row
+        net = {key: row.pop(key) for key in ("freezes", "recomputes") if key in row}
+        program, build, tolerance = row.pop("program"), row.pop("build"), row.pop("tolerance")
+        for level in each(("O1", "O2", "O5")):
+            found: list[list[torch.Tensor]] = []
+            for way in ({}, {"is_sharded": False, "beside": True}):
+                run = Run(level, build, model=Net(**net), scale=2.0**10, **row, **way)
+                for step in range(STEPS):
+                    program(run, step)
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                assert run.engine.steps_skipped == 0
+                found.append(list(map(whole, run.model.state_dict().values())))
+                run.engine.close()
+            for own, wanted in zip(*found, strict=True):
+                where = f"{name}, {level}"
+                torch.testing.assert_close(own, wanted, rtol=0, atol=tolerance, msg=where)
+
+
+# -- torch.distributed.checkpoint ----------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, bool]] = {
+    "sharded": {},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "whole": {"full_state_dict": True},
+    "whole, from the first rank": {"full_state_dict": True, "cpu_offload": True},
+}
+
+
+def _started(level: str, storage: str, kind: Any, seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5))
+    fully_shard(model[0])
+    fully_shard(model)
+    params = list(model.parameters())
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003}]
+    more: Any = {"storage": storage, "verbosity": 0, "backend": "reference"}
+    return preamp.initialize(model, kind(groups, lr=0.01), opt_level=level, **more)
+
+
+def _train(model: Any, optimizer: Any, numbers: range) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        loss = model(torch.randn(4, 7, generator=generator)).square().mean()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _go_on_alike(where: str, *runs: tuple[Any, Any]) -> None:
+    found = []
+    for model, optimizer in runs:
+        _train(model, optimizer, range(2, 4))
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        values = [*model.state_dict().values(), *model.parameters(), *state]
+        found.append([whole(value) for value in values if isinstance(value, torch.Tensor)])
+    for ours, wanted in zip(*found, strict=True):
+        assert_same(ours, wanted, where)
+
+
+def full_state_dicts_resume_bitwise() -> None:
+    for level, storage, kind, name, is_new in each(
+        ("O2", "O5"), ("full", "compact"), (FusedAdam, optim.AdamW), OPTIONS, (True, False), size=2
+    ):
+        storage = storage if kind is FusedAdam else "full"
+        model, optimizer = _started(level, storage, kind, 0)
+        _train(model, optimizer, range(2))
+        told = dict(OPTIONS[name])
+        weights, state = get_state_dict(model, optimizer, options=StateDictOptions(**told))
+        if "full_state_dict" in told and (dist.get_rank() == 0 or "cpu_offload" not in told):
+            assert weights["0.weight"].dtype is torch.float32
+            assert weights["0.weight"].shape == (9, 7)
+        weights, state = copy.deepcopy(weights), copy.deepcopy(state)
+        other, others = _started(level, storage, kind, 1)
+        if not is_new:
+            _train(other, others, range(5, 6))
+        if told.pop("cpu_offload", False):  # other ranks have nothing
+            told["broadcast_from_rank0"] = True
+        options = StateDictOptions(**told)
+        set_model_state_dict(other, weights, options=options)
+        set_optimizer_state_dict(other, others, state, options=options)
+        preamp.engine_of(other).load_state_dict(preamp.engine_of(model).state_dict())
+        where = f"{level}, {storage}, {kind}, {name}"
+        _go_on_alike(where, (model, optimizer), (other, others))
+
+
+# -- records of this rank's part -------------------------------------------------------------------
+
+
+EVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
+}
+
+
+def largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def records_statistics_are_of_this_rank_s_part() -> None:
+    for level, kind in each(("O0", "O1", "O2", "O5"), ("light", "full"), size=2):
+        run = Run(level, scale=8.0, numerics=kind, numerics_every=1)
+        run.backward()
+        named = dict(run.model.named_parameters())
+        scale = 8.0 if level in WITH_MASTERS else 1.0  # what is still on the gradients
+        grads = {name: local_of(param.grad) / scale for name, param in named.items()}
+        run.optimizer.step()
+        (record,) = [r for r in run.engine.history if isinstance(r, NumericsRecord)]
+        found = {(t.what, t.name): t for t in record.tensors}
+        for name, grad in grads.items():
+            told = found["gradient", name]
+            assert told.elements == grad.numel()
+            assert told.zeros == int(measure([grad])[0].tally.counts[0])
+            assert told.max_abs / told.scale == largest(grad)
+        assert any(not grad.numel() for grad in grads.values()) is (dist.get_rank() == 1)
+        assert (("weight", "0.weight") in found) is (kind == "full")
+        for name, param in named.items() if kind == "full" else ():
+            told, weight = found["weight", name], local_of(param)
+            assert told.elements == weight.numel()
+            assert told.max_abs == largest(weight)
+            if level in WITH_MASTERS:
+                assert told.stalled is not None
+                assert told.stalled <= weight.numel()
+
+
+def records_memory_is_this_rank_s() -> None:
+    """As estimated where parts are even; what a forward has gathered is no master."""
+    for level, name in each(LEVEL_NAMES, EVEN, size=2):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        planned = EVEN[name](model.parameters())
+        shares: Any = {"world_size": dist.get_world_size(), "sharding": "fsdp"}
+        wanted = preamp.estimate(model, level, planned, **shares).categories
+        optimizer = EVEN[name](shard(model).parameters())
+        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+        engine = preamp.engine_of(model)
+        for step in range(2):
+            with preamp.scale_loss(model(batch(0)).float().mean(), optimizer) as scaled:
+                scaled.backward()
+            if step:
+                assert preamp.count_memory(engine) == wanted, (level, name)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(0))
+        assert preamp.count_memory(engine)["masters"] == wanted["masters"]
+
+
+def records_reports_and_audits() -> None:
+    """A parameter whose part is empty here is not one without gradients."""
+    for level in each(("O1", "O2")):
+        run = Run(level, scale=8.0, numerics="full", numerics_every=1)
+        with preamp.audit_casts() as casts:
+            for _ in range(3):
+                run.step()
+        assert {cast.function for cast in casts} == ({"linear"} if level == "O1" else set())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "report.html"
+            run.engine.report(path)
+            assert "A gradient is always zero" not in path.read_text(encoding="utf-8")
+
+
+def records_an_overflow_is_traced() -> None:
+    """Each rank watches the modules that it runs; a rank alone sees what its own rows lead to."""
+    for watches_always in each((True, False)):
+        run = Run("O2", scale=8.0, **({"overflow": "trace"} if watches_always else {}))
+        if not watches_always:
+            run.engine.trace_overflow()
+        run.step()
+        with torch.no_grad():
+            local_of(run.model[0].weight).fill_(4.0)
+            rows = batch(run.rank)
+            rows[0] = 2.0**14 if run.rank == 1 else 1.0
+        with preamp.scale_loss(run.model(rows).float().mean(), run.optimizer) as scaled:
+            scaled.backward()
+        run.optimizer.step()
+        assert run.engine.last_step_skipped
+        (cause,) = run.engine.overflow_causes
+        assert cause.was_watched
+        seen = cause.trace and (cause.trace.module, cause.trace.phase)
+        assert seen == (("0", "forward") if run.rank == 1 else None)

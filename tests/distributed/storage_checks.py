@@ -14,117 +14,26 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from cases.tolerances import assert_same
 from distributed.ranks import each, whole
 from kit.compare import same
 from kit.refusals import refused
 from preamp import Storage
-from preamp.core.tensors import local_of
-from preamp.kernels.stored import join, split
-from preamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from preamp.optimizers import FusedAdam, FusedSGD
 
 # fully_shard of torch 2.6 needs events of streams, which its CPUs lack
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
 WAYS = ("ddp", "fully_shard") if SHARDS else ("ddp",)
 
 
-class Run:
-    """A small model whose optimizer keeps its values as ``storage`` says."""
-
-    def __init__(self, way: str, level: str, storage: Any, kind: Any) -> None:
-        torch.manual_seed(0)
-        self.way, self.level, self.storage = way, level, storage
-        layers = nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5)
-        self.model: Any = nn.Sequential(*layers)
-        if way == "fully_shard":
-            fully_shard(self.model[0])
-            fully_shard(self.model)
-        self.optimizer = kind(self.model.parameters(), lr=0.01)
-        options: dict[str, Any] = {"storage": storage, "backend": "reference", "verbosity": 0}
-        preamp.initialize(self.model, self.optimizer, opt_level=level, **options)
-        self.wrapped = self.model if way == "fully_shard" else DistributedDataParallel(self.model)
-
-    def step(self, number: int, *, clips: bool = True) -> None:
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        loss = self.wrapped(torch.randn(4, 7, generator=generator)).square().mean()
-        overflows = number == 1 and self.level == "O2"
-        with preamp.scale_loss(loss, self.optimizer) as scaled:
-            (scaled * float("inf") if overflows else scaled).backward()
-        if clips:
-            preamp.clip_grad_norm_(self.optimizer, 0.5)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def bring_to_split(self) -> None:
-        """Let full storage have what a split one can hold; torch counts no write."""
-        for session in preamp.engine_of(self.optimizer).sessions.values():
-            for twin in session.table.twins:
-                own, master = local_of(twin.half.detach()), local_of(twin.master.detach())
-                half, low = split(master, twin.half.dtype)
-                own.data.copy_(half)
-                master.data.copy_(join(half, low))
-
-    def values(self) -> list[torch.Tensor]:
-        return list(map(whole, self.model.state_dict().values()))
-
-    def play(self) -> list[torch.Tensor]:
-        """Train; half weights, exact ones, and those after the end."""
-        for number in range(4):
-            self.step(number)
-            if self.storage == "full":
-                self.bring_to_split()
-        found = [*map(whole, self.model.parameters()), *self.values()]
-        preamp.engine_of(self.optimizer).close()
-        return found + self.values()
-
-
-def assert_alike(*runs: list[torch.Tensor], where: object) -> None:
-    for one, other in zip(*runs, strict=True):
-        assert_same(one, other, str(where))
-
-
-def check_split_masters_are_full_ones() -> None:
-    for way, level, kind in each(WAYS, ("O2", "O5"), (FusedAdam, FusedLAMB)):
-        found = [Run(way, level, storage, kind).play() for storage in ("full", "split")]
-        assert_alike(*found, where=(way, level, kind))
-
-
-def check_the_host_of_cpus_on_ranks() -> None:
-    """Where nothing moves, ``place="host"`` is the same training."""
-    for way, kind in each(WAYS, (FusedAdam, FusedLAMB), size=2):
-        places = [Storage(masters="split", place=place) for place in ("device", "host")]
-        assert_alike(*[Run(way, "O2", place, kind).play() for place in places], where=(way, kind))
-
-
-READS: dict[str, Callable[[Any], Any]] = {
-    "nothing": lambda master: master.detach(),
-    "to_local": lambda master: master.to_local(),
-    "full_tensor": lambda master: master.full_tensor(),
-    "_local_tensor": lambda master: master._local_tensor,
-    "redistribute": lambda master: master.redistribute(placements=master.placements),
-    "a flattened wrapper": lambda master: getattr(master, master.__tensor_flatten__()[0][0]),
-}
-
-
-def check_reading_split_masters_is_refused() -> None:
-    """Methods of a ``DTensor`` take this rank's part past torch's own door."""
-    for storage in ("split", "compact") if SHARDS else ():
-        run = Run("fully_shard", "O5", storage, FusedAdam)
-        run.step(0, clips=False)
-        for master in preamp.master_params(run.optimizer):
-            assert master.shape == master.twin.half.shape  # type: ignore[attr-defined]
-            for name, read in READS.items():
-                with pytest.raises(preamp.PreampStateError, match="that is split"):
-                    raise AssertionError(f"{storage}: {name}: {read(master)}")
-
-
-# -- moments --------------------------------------------------------------------------------------
-
 STORAGES = {
     "compact": Storage(masters="split", moments="8bit", seed=5),
     "8bit": Storage(moments="8bit", seed=5),
     "bfloat16": Storage(moments="bfloat16", seed=5),
     "full": Storage(),
+}
+SPLIT = {
+    "split": Storage(masters="split"),
+    "host": Storage(masters="split", place="host"),  # where nothing moves, the same training
 }
 BUILDS: dict[str, Any] = {
     "adam": lambda params: FusedAdam(params, lr=0.0625, eps=1e-4),
@@ -168,7 +77,7 @@ class MomentRun:
         if strided:  # which fully_shard does not take
             self.inner.conv.to(memory_format=torch.channels_last)
         self.optimizer = BUILDS[kind](self.inner.parameters())
-        options: dict[str, Any] = {"storage": STORAGES[storage], "verbosity": 0}
+        options: dict[str, Any] = {"storage": {**STORAGES, **SPLIT}[storage], "verbosity": 0}
         # On gradients that are put in place no other scale can be.
         preamp.initialize(self.inner, self.optimizer, opt_level=level, loss_scale=1.0, **options)
         self.model = DistributedDataParallel(self.inner) if way == "ddp" else self.inner
@@ -200,9 +109,11 @@ def _plain(value: Any) -> Any:
 
 
 def check_all_ways_to_share_have_the_same_bits() -> None:
-    for storage, kind, level in each(STORAGES, BUILDS, ("O5", "O4")):
+    """As one process alone, whose split masters are full ones."""
+    for storage, kind, level in each((*STORAGES, *SPLIT), BUILDS, ("O5", "O4")):
         for strided, ways in ((False, WAYS), (True, ("ddp",))):
-            if (storage == "compact" and level == "O4") or (strided and kind == "sgd"):
+            is_split = storage in (*SPLIT, "compact")
+            if (is_split and level == "O4") or (strided and kind == "sgd"):
                 continue
             found = []
             for way in ways:
@@ -211,7 +122,35 @@ def check_all_ways_to_share_have_the_same_bits() -> None:
                     run.step(number)
                 found.append(run.whole())
                 preamp.engine_of(run.inner).close()
-            assert same(found[-1], found[0]), (storage, kind, level, strided)
+            alone = MomentRun(
+                "split" if storage == "host" else storage, level=level, kind=kind, strided=strided
+            )
+            for number in range(3):
+                alone.step(number)
+            assert all(same(one, alone.whole()) for one in found), (storage, kind, level, strided)
+            preamp.engine_of(alone.inner).close()
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda master: master.detach(),
+    "to_local": lambda master: master.to_local(),
+    "full_tensor": lambda master: master.full_tensor(),
+    "_local_tensor": lambda master: master._local_tensor,
+    "redistribute": lambda master: master.redistribute(placements=master.placements),
+    "a flattened wrapper": lambda master: getattr(master, master.__tensor_flatten__()[0][0]),
+}
+
+
+def check_reading_split_masters_is_refused() -> None:
+    """Methods of a ``DTensor`` take this rank's part past torch's own door."""
+    for storage in ("split", "compact") if SHARDS else ():
+        run = MomentRun(storage, "fully_shard")
+        run.step(0)
+        for master in preamp.master_params(run.optimizer):
+            assert master.shape == master.twin.half.shape  # type: ignore[attr-defined]
+            for name, read in READS.items():
+                with pytest.raises(preamp.PreampStateError, match="that is split"):
+                    raise AssertionError(f"{storage}: {name}: {read(master)}")
 
 
 def check_columns_are_refused() -> None:

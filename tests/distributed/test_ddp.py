@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """DistributedDataParallel, Reducer, groups and SyncBatchNorm, as far as one process shows them."""
 
-import copy
 import inspect
 import warnings
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import preamp
-from cases.levels import LEVELS, LevelCase
 from cases.tolerances import assert_same
 from kit.refusals import assert_refused
 from preamp.parallel import (
@@ -26,6 +23,7 @@ from preamp.parallel import (
 
 
 def test_signature_is_that_of_apex() -> None:
+    assert ReduceOp is torch.distributed.ReduceOp
     parameters = list(inspect.signature(DistributedDataParallel).parameters.values())
     assert [(p.name, p.default) for p in parameters[1:]] == [
         ("message_size", 10000000),
@@ -76,10 +74,7 @@ def test_refused_arguments(name: str) -> None:
 )
 def test_without_a_process_group(what: str, call: Any) -> None:
     assert_refused("distributed", "no process group", call, what=what)
-
-
-def test_reduce_op_is_torchs() -> None:
-    assert ReduceOp is torch.distributed.ReduceOp
+    assert create_syncbn_process_group(0) is None  # which needs none
 
 
 # -- SyncBatchNorm on one process is a plain batch norm to the bit ----------------------------
@@ -179,10 +174,6 @@ def test_signatures_are_those_of_apex() -> None:
     assert "channel_last=False, fuse_relu=True" in repr(SyncBatchNorm(3, fuse_relu=True))
 
 
-def test_no_group_needs_no_process_group() -> None:
-    assert create_syncbn_process_group(0) is None
-
-
 # -- conversion --------------------------------------------------------------------------------
 
 
@@ -223,17 +214,15 @@ def test_conversion_carries_everything_over() -> None:
 
 
 def test_conversion_of_a_batch_norm_returns_its_replacement() -> None:
+    """Again it changes the arguments only."""
+    first = filled(SyncBatchNorm(3, fuse_relu=True))
+    again = convert_syncbn_model(first, channel_last=True)
+    assert (again.fuse_relu, again.channel_last) == (True, True)
+    assert_same(again.weight.detach(), first.weight.detach())
     old = nn.BatchNorm1d(2, dtype=torch.float64)
     new = convert_syncbn_model(old)
     assert type(new) is SyncBatchNorm
     assert new.weight.dtype is torch.float64
-
-
-def test_conversion_again_changes_the_arguments_only() -> None:
-    old = filled(SyncBatchNorm(3, fuse_relu=True))
-    new = convert_syncbn_model(old, channel_last=True)
-    assert (new.fuse_relu, new.channel_last) == (True, True)
-    assert_same(new.weight.detach(), old.weight.detach())
 
 
 def test_lazy_batch_norms_are_refused() -> None:
@@ -242,37 +231,3 @@ def test_lazy_batch_norms_are_refused() -> None:
         model = nn.Sequential(nn.BatchNorm1d(2), nn.LazyBatchNorm1d())
     assert_refused("distributed", "a lazy batch norm", lambda: convert_syncbn_model(model))
     assert type(model[0]) is nn.BatchNorm1d
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 3, 2)
-        self.norm = nn.BatchNorm2d(3)
-        self.last = nn.Linear(12, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(F.relu(self.norm(self.conv(x))).flatten(1))
-
-
-@pytest.mark.parametrize("row", LEVELS, ids=lambda row: row.name)
-def test_levels_treat_it_as_a_batch_norm(row: LevelCase) -> None:
-    plain = Net()
-    models = [plain, convert_syncbn_model(copy.deepcopy(plain))]
-    found = []
-    x = torch.randn(4, 1, 3, 3)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = preamp.initialize(model, optimizer, opt_level=row.name, verbosity=0)
-        assert model.norm.weight.dtype is row.norm
-        assert model.conv.weight.dtype is row.weight
-        for _ in range(2):
-            loss = model(x).float().square().mean()
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(model.state_dict())
-        preamp.engine_of(model).close()
-    for name, value in found[0].items():
-        assert_same(found[1][name], value, name)

@@ -5,38 +5,37 @@ Gradients are exact (see ``cases.models``), so runs that round nothing on the wa
 with both batches to the bit.
 """
 
+import importlib
 import io
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import kit.run
 import preamp
-from cases.levels import BY_NAME, CASTING_FUNCTIONS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, batch, values
 from cases.tolerances import assert_same
-from distributed.ranks import assert_equal_everywhere, each
+from distributed.ranks import RUNS_ON_CPUS, assert_equal_everywhere, by_rank, each
+from kit.engines import close_engines
+from kit.pair import Pair, adam, sgd
+from kit.refusals import refused
 from preamp.parallel import DistributedDataParallel, Reducer
 from preamp.parallel.LARC import LARC
 
 RANKS = 2
 STEPS = 3
 WRAPS = (TorchDDP, DistributedDataParallel)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.01)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.05, eps=1e-4)
 
 
 def on_rank_1(value: float) -> float:
@@ -48,8 +47,8 @@ def loss_of(model: Any, index: int, **use: Any) -> torch.Tensor:
     return (model(x, **use).float() * coefficients).sum()
 
 
-class Run:
-    """A model on two ranks under a wrapper, and beside it on each rank alone with both batches.
+class Run(Pair):
+    """A `Pair` on two ranks under a wrapper, whose plain side has both batches on each rank alone.
 
     ``wrap`` of None reduces by hand.
     """
@@ -65,14 +64,9 @@ class Run:
         scale: float | None = None,
         **wrapping: Any,
     ) -> None:
-        row = BY_NAME[level]
-        self.model = model(dist.get_rank())  # the first rank's weights are those that count
-        self.plain = model(0).to(torch.float32 if row.has_masters else row.weight)
-        self.optimizer = build(self.model.parameters())
-        self.plain_optimizer = build(self.plain.parameters())
         options: dict[str, Any] = {"loss_scale": "dynamic", "num_losses": num_losses}
-        preamp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0, **options)
-        self.engine = preamp.engine_of(self.model)
+        super().__init__(level, build, lambda: model(dist.get_rank()), **options)
+        self.plain.load_state_dict(model(0).state_dict())  # the first rank's weights count
         if scale is not None:
             self.engine.scaler(0).set_scale(scale)
         self.reducer = None if wrap else Reducer(self.model)
@@ -96,10 +90,8 @@ class Run:
     def step(self, *, plain: bool = True) -> None:
         self.optimizer.step()
         if plain:
-            with preamp.disable_casts():
-                self.plain_optimizer.step()
-        self.optimizer.zero_grad()
-        self.plain_optimizer.zero_grad()
+            self.plain_step()
+        self.zero()
 
     def train(
         self,
@@ -179,12 +171,12 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # how it is wrapped, and 
 EXACT_ROWS = [  # not in bfloat16
     ({**OURS, **way}, {})
     for way in (
-        {"delay_allreduce": True},
         {"message_size": 1},
         {"allreduce_always_fp32": True},
         {"gradient_predivide_factor": 2.0},
     )
 ]
+EXACT_ROWS.append(({**OURS, "delay_allreduce": True}, {"parts": 2}))
 
 
 def check_trainings_equal_one_process_with_both_batches() -> None:
@@ -235,7 +227,7 @@ def check_a_step_adds_no_communication() -> None:
         assert_equal_everywhere(norm)
 
 
-# -- overflows ------------------------------------------------------------------------------------
+# -- overflows -----------------------------------------------------------------------------------
 
 
 def _in_loss(run: Run) -> None:
@@ -369,3 +361,328 @@ def check_a_forward_on_one_rank_is_traced_there() -> None:
             assert cause.trace is None
             assert "a rank that has seen where it was made prints it" in lines
             assert "Gradient overflow." in again
+
+
+# -- wrappers that are made, used or left at other times than usual --------------------------------
+
+
+class Wrapped(kit.run.Run):
+    """Rows of its own on each rank; the wrapper is made ``before`` `initialize`, after or never."""
+
+    def __init__(
+        self,
+        level: str,
+        *,
+        wraps: str = "after",
+        wrap: Any = TorchDDP,
+        model: Any = None,
+        **more: Any,
+    ) -> None:
+        layers = lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))  # noqa: E731
+        more = {"loss_scale": "dynamic", **more}
+        super().__init__(level, model=model or layers, starts=False, **more)
+        self.wrapped: Any = wrap(self.model) if wraps == "before" else self.model
+        if wraps != "with others":
+            self.initialize()
+        if wraps == "after":
+            self.wrapped = wrap(self.model)
+
+    def loss(self, index: int = 0) -> torch.Tensor:
+        del index
+        return self.wrapped(torch.randn(4, 8) + dist.get_rank()).float().square().mean()
+
+    def overflow(self, **scaling: Any) -> None:
+        """On the second rank, unreduced."""
+        with self.wrapped.no_sync():
+            self.backward(0, *(["inf"] if dist.get_rank() else []), **scaling)  # type: ignore[list-item]
+
+    def train(self, steps: int = 3) -> None:
+        self.iterate(*range(steps))
+
+    def agree(self) -> None:
+        states = [scaler.state_dict() for scaler in self.engine.scalers]
+        scales = torch.tensor([float(state[key]) for state in states for key in state])
+        own = [*preamp.master_params(self.optimizer), *self.model.parameters()]
+        assert_equal_everywhere(scales, *own)
+
+
+def check_wrapping_comes_after_a_cast() -> None:
+    """Casting a parameter takes the reducer's hooks off it: ranks would train alone."""
+    for level in each(LEVEL_NAMES):
+        run = Wrapped(level, wraps="before")
+        if level in HALF_WEIGHTS:
+            with refused("distributed", "a wrapper before a cast", changes=True):
+                run.wrapped(torch.ones(1, 8))
+        else:
+            run.train()
+            run.agree()
+
+
+def check_wrappers_inside_a_model_come_after_a_cast() -> None:
+    for level in each(("O1", "O2")):
+        model: Any = nn.Sequential(TorchDDP(nn.Linear(8, 8)), TorchDDP(nn.Linear(8, 4)))
+        if level == "O2":
+            with refused("distributed", "wrappers inside a model", model):
+                Wrapped(level, model=lambda model=model: model, wraps="never")
+            assert model[0].module.weight.dtype is torch.float32
+        else:
+            run = Wrapped(level, model=lambda model=model: model, wraps="never")
+            run.train()
+            run.agree()
+
+
+def check_a_delayed_reduction_may_be_made_before_a_cast() -> None:
+    run = Wrapped(
+        "O2", wraps="before", wrap=lambda m: DistributedDataParallel(m, delay_allreduce=True)
+    )
+    run.train()
+    run.agree()
+    run.engine.close()
+    run.wrapped(torch.ones(1, 8))
+
+
+def check_a_wrapper_ends_with_the_casts_it_was_made_for() -> None:
+    for level in each(LEVEL_NAMES):
+        run = Wrapped(level)
+        run.train(steps=1)
+        run.engine.close()
+        run.wrapped.eval()(torch.ones(1, 8))
+        run.wrapped.train()
+        wrapped = run.wrapped
+        if level in HALF_WEIGHTS:
+            with refused("distributed", "a wrapper after close", changes=True):
+                wrapped(torch.ones(1, 8))
+            wrapped = TorchDDP(run.model)
+        wrapped(torch.ones(1, 8) + dist.get_rank()).sum().backward()
+        assert_equal_everywhere(run.model[1].weight.grad)
+
+
+def check_masters_are_made_equal_also_where_training_is_in_evaluation_mode() -> None:
+    """As with batch norms and dropout that a fine-tuning leaves frozen; without blocks, too."""
+    for level in each(WITH_MASTERS):
+        run = Wrapped(level, seed=dist.get_rank())
+        run.wrapped.eval()
+        if dist.get_rank() == 0:
+            run.loss()
+        torch.manual_seed(0)
+        run.train()
+        run.agree()
+    run = Wrapped("O5", seed=dist.get_rank(), loss_scale=1.0)
+    run.wrapped.eval()
+    torch.manual_seed(0)
+    for _ in range(3):
+        run.loss().backward()
+        run.play("step; zero")
+    run.agree()
+
+
+def check_an_overflow_that_is_dropped_before_the_reduction_leaves_no_trace() -> None:
+    """Other ranks never hear of it, and keep the scale."""
+    for level in each(LEVEL_NAMES):
+        run = Wrapped(level)
+        run.train(steps=1)
+        scale = run.engine.loss_scale()
+        for overflows in (False, True):
+            if overflows:
+                run.overflow()
+            run.optimizer.zero_grad()
+            run.train()
+            run.agree()
+            assert run.engine.loss_scale() == scale
+
+
+def check_an_overflow_of_one_loss_that_another_loss_reduces() -> None:
+    """All losses that the reduction is of react, on every rank."""
+    for level, delays in each(("O1", "O2"), (False, True), size=2):
+        run = Wrapped(level, num_losses=3)
+        run.train(steps=1)
+        run.overflow(delay_unscale=delays)
+        run.backward(loss_id=1)
+        run.play("step; zero")
+        assert run.engine.steps_skipped == 1
+        run.train(steps=2)
+        run.agree()
+        scales = [run.engine.loss_scale(index) for index in range(3)]
+        assert scales == [2.0**15, 2.0**15, 2.0**16]
+
+
+def check_an_overflow_that_another_optimizer_does_not_reduce() -> None:
+    """One scale for two models, as Apex's default: it waits for the model that overflowed."""
+    for level in each(("O1", "O2")):
+        one, other = (Wrapped(level, wraps="with others") for _ in range(2))
+        preamp.initialize(
+            [one.model, other.model],
+            [one.optimizer, other.optimizer],
+            opt_level=level,
+            loss_scale="dynamic",
+            verbosity=0,
+        )
+        for run in (one, other):
+            run.wrapped = TorchDDP(run.model)
+        one.overflow()
+        other.train(steps=1)
+        assert one.engine.loss_scale() == 2.0**16
+        one.iterate()
+        assert one.engine.loss_scale() == 2.0**15
+        assert one.engine.steps_skipped == 1
+        one.agree()
+        other.agree()
+
+
+def check_ranks_that_step_alone_react_alone() -> None:
+    for level in each(("O1", "O2")):
+        run = Wrapped(level)
+        run.train(steps=1)
+        run.overflow()
+        run.optimizer.step()
+        rank = dist.get_rank()
+        assert (run.engine.steps_skipped, run.engine.loss_scale()) == (rank, 2.0 ** (16 - rank))
+
+
+def check_torchs_own_sharding() -> None:
+    """It has an optimizer inside, which does not see masters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script, which torch's own import calls
+        kind: Any = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    for level in WITH_MASTERS:
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), optim.SGD, lr=0.1)
+        with refused("distributed", "ZeroRedundancyOptimizer", model):
+            preamp.initialize(model, optimizer, opt_level=level)
+
+
+# -- ranks that do not train the same: both are told, and what differs -----------------------------
+
+
+class Named(nn.Module):
+    """Linear layers in an order of their own."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(size, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).sum() for layer in self.children()]).sum()
+
+
+def start(model: nn.Module, optimizer: Any = torch.optim.SGD, **options: Any) -> Any:
+    updated = optimizer(model.parameters(), lr=0.1)
+    options = {"opt_level": "O1", "loss_scale": 8.0, "verbosity": 0, **options}
+    preamp.initialize(model, updated, **options)
+    return preamp.engine_of(updated)
+
+
+MODELS = {"ab": {"a": 2, "b": 2}, "ac": {"a": 2, "c": 2}, "ba": {"b": 2, "a": 2}}
+MODELS |= {"2": {"a": 2}, "3": {"a": 3}}
+ALONE = (DistributedDataParallel,)
+DIFFERENT: dict[str, tuple[Sequence[Any], dict[str, Any]]] = {
+    # what both ranks are told, whose wrapper, and what the ranks train
+    "levels O1 and O4": (WRAPS, {"opt_level": ("O1", "O4")}),
+    "levels O2 and O1": (ALONE, {"opt_level": ("O2", "O1")}),
+    "levels O2 and O5": (WRAPS, {"opt_level": ("O2", "O5")}),
+    "floors of the scale": (WRAPS, {"loss_scale": ("dynamic",) * 2, "min_loss_scale": (None, 2.0)}),
+    "static scales": (WRAPS, {"loss_scale": (8.0, 4.0)}),
+    "parameters of other names": (WRAPS, {"model": ("ab", "ac")}),
+    "parameters in another order": (WRAPS, {"model": ("ab", "ba")}),
+    "optimizers of other kinds": (WRAPS, {"optimizer": (torch.optim.SGD, torch.optim.Adam)}),
+    "parameters of other shapes": (ALONE, {"model": ("2", "3")}),
+}
+
+
+def check_first_forwards() -> None:
+    for name, (wraps, ranks) in DIFFERENT.items():
+        for wrap in wraps:
+            mine = {key: by_rank(*values) for key, values in ranks.items()}
+            model = Named(**MODELS[mine.pop("model", "ab")])
+            start(model, **mine)
+            with refused("distributed", name):
+                wrap(model)(torch.ones(1, 2))
+            close_engines()
+
+
+def check_counts_towards_a_higher_scale() -> None:
+    """A file that one rank alone has loaded would let its scale grow before the others'."""
+    for wrap in each(WRAPS):
+        engine = start(model := Named(a=2), opt_level="O2", loss_scale="dynamic")
+        if dist.get_rank() == 1:
+            engine.scalers[0].load_state_dict({"loss_scale": 65536.0, "unskipped": 7})
+        with refused("distributed", "counts towards a higher scale"):
+            wrap(model)(torch.ones(1, 2))
+
+
+def check_states_that_are_loaded_later() -> None:
+    for wrap in each(WRAPS):
+        engine = start(model := Named(a=2), opt_level="O2", loss_scale="dynamic")
+        wrapped = wrap(model)
+        wrapped(torch.ones(1, 2)).backward()
+        model.zero_grad()
+        engine.load_state_dict({"loss_scaler0": {"loss_scale": by_rank(8.0, 4.0), "unskipped": 0}})
+        with refused("distributed", "scales loaded later"):
+            wrapped(torch.ones(1, 2))
+
+
+def check_a_rank_without_preamp() -> None:
+    model = Named(a=2)
+    if dist.get_rank() == 0:
+        start(model)
+    with refused("distributed", "a rank without preamp"):
+        DistributedDataParallel(model)(torch.ones(1, 2))
+
+
+def check_initialize_itself_asks_nobody() -> None:
+    """Ranks of a pipeline have different models, and some may have none."""
+    if dist.get_rank() == 0:
+        engine = start(model := Named(a=2), opt_level="O2")
+        (optimizer,) = engine.optimizers
+        with preamp.scale_loss(model(torch.ones(1, 2)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def check_evaluating_on_one_rank_asks_nobody() -> None:
+    model = Named(a=2)
+    preamp.initialize(model, opt_level="O2", verbosity=0)
+    wrapped = TorchDDP(model)
+    if dist.get_rank() == 0:
+        wrapped.eval()(torch.ones(1, 2))
+        with torch.no_grad():
+            wrapped.train()(torch.ones(1, 2))
+    wrapped.train()(torch.ones(1, 2)).backward()
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "sharded levels": {"opt_level": ("O2", "O5")},
+    "sharded scales": {"loss_scale": (8.0, 16.0)},
+    "sharded widths": {"width": (1, 4)},
+    "sharded optimizers": {"optimizer": (torch.optim.SGD, torch.optim.Adam)},
+    "sharded parts": {"parts": (1, 2)},
+}
+
+
+def sharded(evaluates_first: bool = False, **ranks: tuple[Any, Any]) -> Any:
+    """The first forward of a sharded model."""
+    mine = {key: by_rank(*values) for key, values in ranks.items()}
+    width, parts = mine.pop("width", 1), mine.pop("parts", 2)
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, width, bias=False))
+    for part in [*model.children()][:parts]:
+        fully_shard(part)
+    fully_shard(model)
+    engine = start(model, **{"opt_level": "O2", **mine})
+    if evaluates_first:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    return engine
+
+
+def check_first_sharded_forwards() -> None:
+    """Told before anything is gathered, also after an evaluation has left weights gathered."""
+    if not RUNS_ON_CPUS:
+        return
+    for name, ranks in SHARDED.items():
+        with refused("distributed", name, changes=True):
+            sharded(**ranks)
+        close_engines()
+    sharded()
+    sharded(evaluates_first=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every example runs as a user would run it, and shows that it learns."""
+"""Every example, and what pages show on several ranks, runs as a user would run it, and learns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import runpy
 import subprocess
 import sys
 import warnings
-from argparse import Namespace
-from concurrent.futures import Future
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cases.ranks import start_ranks
+import preamp
+from cases.ranks import run_ranks, start_ranks
+from cases.tolerances import assert_same
+from code_blocks import blocks_of
 from distributed.ranks import RUNS_ON_CPUS
 from preamp.kernels import cpu_lacks_matmul
 
@@ -26,9 +29,9 @@ DEMO, *EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 LEARNT = 0.7  # what is left of the first value, at most
 
 
-def skip_where_it_needs_gpus(example: Path) -> None:
-    if example.stem == "06_fully_sharded" and not RUNS_ON_CPUS:
-        pytest.skip("fully_shard of this torch needs GPUs")
+needs_fully_shard = pytest.mark.skipif(
+    not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
+)
 
 
 def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
@@ -66,7 +69,8 @@ def begin(_: int, example: str, arguments: tuple[str, ...], printed: str) -> Non
 @pytest.mark.parametrize("arguments", [(), ("--opt-level", "O5", "--steps", "250")], ids=str)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_learns(example: Path, arguments: tuple[str, ...], tmp_path: Path) -> None:
-    skip_where_it_needs_gpus(example)
+    if example.stem == "06_fully_sharded" and not RUNS_ON_CPUS:
+        pytest.skip("fully_shard of this torch needs GPUs")
     if example == EXAMPLES[0]:
         printed = run(example, *arguments)
     else:
@@ -81,10 +85,10 @@ def test_example_learns(example: Path, arguments: tuple[str, ...], tmp_path: Pat
 
 
 @pytest.mark.full
+@needs_fully_shard
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_sharded_example_goes_on_bitwise_on_two_ranks(level: str) -> None:
     (example,) = [path for path in EXAMPLES if path.stem == "06_fully_sharded"]
-    skip_where_it_needs_gpus(example)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     printed = run(example, "--steps", "12", "--opt-level", level, launcher=launcher)
     assert "started anew after 6 steps, went on bitwise as without: True" in printed
@@ -99,11 +103,6 @@ def test_an_example_says_which_package_it_needs() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "The digits are scikit-learn's: pip install scikit-learn\n"
-
-
-def test_there_are_examples() -> None:
-    assert DEMO.stem == "00_demo"
-    assert len(EXAMPLES) >= 3
 
 
 BYTES = ("weights", "masters", "gradients", "optimizer state", "sum")
@@ -141,41 +140,116 @@ def test_the_demo_tells_each_level_and_what_it_holds(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text("utf-8")
 
 
-def test_the_demo_stops_a_level_that_would_hold_up_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    demo = runpy.run_path(str(DEMO))
-    taken: list[str] = []
+# -- the example of reinforcement learning, on two ranks -------------------------------------------
 
-    class Pool:
-        """In place of a process: every step of autocast is slow."""
 
-        def __init__(self, _count: int, _context: object, _begin: object, given: tuple) -> None:
-            self.level, self.steps = given[0], 0
+FP16_RL = Path(__file__).parents[2] / "examples" / "07_fp16_rl.py"
 
-        def __enter__(self) -> Pool:
-            return self
 
-        def __exit__(self, *_: object) -> None:
-            pass
+def fp16_rl() -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(compile(FP16_RL.read_text("utf-8"), str(FP16_RL), "exec"), names)
+    return names
 
-        def submit(self, _: object, method: str, *arguments: int) -> Future:
-            taken.append(f"{self.level} {method}")
-            self.steps += method == "turn"
-            ms = 60.0 if self.level == "autocast" else 10.0
-            done: Future = Future()
-            done.set_result({"ms": ms, "losses": [8.0] * 10 * self.steps, "held_out": 5.0})
-            return done
 
-    measure = demo["measure"]
-    monkeypatch.setitem(measure.__globals__, "ProcessPoolExecutor", Pool)
-    given = Namespace(levels=None, steps=20, device="cpu", small=True)
-    measure(given)
-    turns = ["O0 turn", "O5 turn", "O2 turn"]
-    assert taken == ["O0 turn", "autocast turn", *turns[1:], *turns] + [
-        f"{level} finish" for level in ("O0", "O5", "O2")
-    ]
-    assert "step 20 of 20: O0 8.000, O5 8.000, O2 8.000\n" in capsys.readouterr().out
-    taken.clear()
-    measure(Namespace(**{**vars(given), "levels": ["O0", "autocast"]}))
-    assert taken == ["O0 turn", "autocast turn"] * 2 + ["O0 finish", "autocast finish"]
+def train_on(rank: int, *, folder: str, stops: tuple[int, ...], breaks: int) -> dict[str, float]:
+    """Train up to each of ``stops``; the last rank's first ``breaks`` rewards are too large."""
+    names = fp16_rl()
+    reward_of = names["reward_of"]
+    left = breaks if rank == 1 else 0
+
+    def rewards(states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        return reward_of(states, actions) * (1e6 if left >= 0 else 1.0)
+
+    names["reward_of"] = rewards
+    result: dict[str, float] = {}
+    for stop in stops:
+        result = names["train"](folder, stop)
+    return result
+
+
+def trained(tmp_path: Path, name: str, stops: tuple[int, ...], breaks: int = 0) -> list[Any]:
+    meeting = tmp_path / f"meet-{name}"
+    meeting.mkdir()
+    folder = str(tmp_path / name)
+    return run_ranks(partial(train_on, folder=folder, stops=stops, breaks=breaks), meeting)
+
+
+@pytest.mark.full
+@needs_fully_shard
+def test_it_learns_and_resumes_bitwise(tmp_path: Path) -> None:
+    straight = trained(tmp_path, "straight", (60,))
+    assert straight == trained(tmp_path, "resumed", (20, 60))
+    assert all(rank["reward"] > 0.5 for rank in straight)
+    assert straight[0]["applied"] + straight[0]["skipped"] == 60
+
+
+@pytest.mark.full
+@needs_fully_shard
+def test_all_ranks_skip_what_one_overflows_and_the_schedule_waits(tmp_path: Path) -> None:
+    first, second = trained(tmp_path, "overflow", (20,), breaks=1)
+    assert first["skipped"] > 0
+    for name in ("applied", "skipped", "scale", "scheduled"):
+        assert first[name] == second[name]
+    assert first["scheduled"] == first["applied"] == 20 - first["skipped"]
+
+
+# -- the blocks of around-training.md that need several ranks --------------------------------------
+
+
+AROUND = Path(__file__).parents[2] / "docs" / "around-training.md"
+
+
+def blocks_of_the_page() -> tuple[Any, list[Any]]:
+    """The page's first block, and those that need several ranks."""
+    first, *others = blocks_of(AROUND.read_text(encoding="utf-8"))
+    found = [other for other in others if "torch.distributed" in other.code]
+    assert all(block.reason for block in found)
+    return first, found
+
+
+def broadcast(rank: int) -> list[list[torch.Tensor]]:
+    """Run them from other weights on each rank, with a step on the same data after each."""
+    first, others = blocks_of_the_page()
+    names: dict[str, Any] = {}
+    exec(first.code, names)
+    found: list[list[torch.Tensor]] = []
+    for number, block in enumerate(others):
+        torch.manual_seed(rank)
+        if number:  # nothing reduces gradients here
+            names["train_step"](names["model"], names["optimizer"])
+            names["optimizer"].state.clear()
+        start, step, rest = block.code.partition("train_step(model, optimizer)\n")
+        exec(start, names)
+        if step:
+            torch.manual_seed(0)
+            names["train_step"](names["model"], names["optimizer"])
+            found.append(weights(names))
+            torch.manual_seed(rank)
+            names["train_step"](names["model"], names["optimizer"])
+            names["optimizer"].state.clear()
+            exec(rest, names)
+        torch.manual_seed(0)
+        names["train_step"](names["model"], names["optimizer"])
+        found.append(weights(names))
+    return found
+
+
+def weights(names: dict[str, Any]) -> list[torch.Tensor]:
+    halves = [param.detach().clone() for param in names["model"].parameters()]
+    return halves + [p.detach().clone() for p in preamp.master_params(names["optimizer"])]
+
+
+def test_ranks_that_broadcast_and_average_as_on_the_page_train_one_model(tmp_path: Path) -> None:
+    first, second = run_ranks(broadcast, tmp_path)
+    assert len(first) == 3
+    assert not torch.equal(first[0][0], first[1][0])
+    for number, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        assert len(mine) == 8
+        for one, other in zip(mine, theirs, strict=True):
+            if number == 1:  # averages of half weights, below whose digits masters differ
+                torch.testing.assert_close(one, other, rtol=2.0**-6, atol=2.0**-8)
+            else:
+                assert_same(one, other)

@@ -18,8 +18,6 @@ CELL = r" ((?:[^|\\]|\\.)*?) *\|"
 UNWRITTEN = {
     "4.1 register_": "`register_…` stands for four functions; tests name them",
     "4.1 wraps": "the test looks at `__wrapped__` and the names that wraps sets",
-    "4.2 BANNED_FUNCS": "the test takes every name of RULES",
-    "4.2 BFLOAT16_FUNCS": "the test takes every name of RULES",
     "6 _update_scale": "step calls it, and the tests step",
     "9.5 multiproc": "the test takes every name of REFUSED",
     "9.7 MLP": "the test takes every name of REFUSED",

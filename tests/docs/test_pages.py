@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every page is found from the first one, code blocks fit the page, and arguments have sections."""
+"""Pages are found from the first one, fit, run, and have the numbers of the committed rows."""
 
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import preamp
+from code_blocks import blocks_of
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 WIDEST = 88  # columns of a code block on the built pages
@@ -25,11 +31,6 @@ def linked(page: Path) -> set[Path]:
     return {(page.parent / link).resolve() for link in links if "://" not in link}
 
 
-def too_wide(text: str) -> list[str]:
-    blocks = (match[1] for match in BLOCK.finditer(text))
-    return [line for block in blocks for line in block.splitlines() if len(line) > WIDEST]
-
-
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -39,7 +40,7 @@ def test_the_first_page_links_every_page() -> None:
     assert sorted(map(name_of, missing)) == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     assert [name_of(target) for target in linked(page) if not target.exists()] == []
 
@@ -51,29 +52,20 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        page
-        for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES)
-        if page not in NOT_FOR_USERS
-    ],
+    [page for page in (README, ROOT / "CONTRIBUTING.md", *PAGES) if page not in NOT_FOR_USERS],
     ids=name_of,
 )
 def test_code_fits_the_page(page: Path) -> None:
-    assert too_wide(page.read_text(encoding="utf-8")) == []
-
-
-def test_a_wide_line_is_found_in_blocks_only() -> None:
-    wide = "x" * (WIDEST + 1)
-    text = (
-        f"{wide}\n```python\nfits\n{wide}\n```\n{wide}\n\n- a\n\n  ```sh\n  {wide}\n  ```\n{wide}\n"
-    )
-    assert too_wide(text) == [wide, f"  {wide}"]
+    blocks = [match[1] for match in BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if len(line) > WIDEST] == []
 
 
 def test_the_readme_shows_the_whole_way() -> None:
     """What somebody who decides needs, in the order in which it is asked."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert len(text.splitlines()) <= 155
     order = ["What it gives", "Which level", "When not to use it", "Install", "A plain loop"]
     assert headings[: len(order)] == order
     assert {"From torch.amp", "From Apex", "In a framework"} <= set(headings)
@@ -82,12 +74,103 @@ def test_the_readme_shows_the_whole_way() -> None:
     assert "fp16" not in first_table
 
 
-def test_the_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 155
-
-
 def test_every_argument_has_a_section() -> None:
     page = (DOCS / "arguments.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## `(\w+)`$", page, re.MULTILINE)
     assert sorted(sections) == sorted(inspect.signature(preamp.initialize).parameters)
+
+
+# -- blocks of Python run without an error or a warning --------------------------------------------
+
+
+RUNNER = ROOT / "tools" / "code_blocks.py"
+WITH_CODE = [page for page in (README, *PAGES) if blocks_of(page.read_text(encoding="utf-8"))]
+
+
+def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(RUNNER), str(page)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
+    done = run_page(page, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_broken_block_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text\n\n```python\nx = 1\n```\n\n```python\nx / 0\n```\n", "utf-8")
+    done = run_page(page, tmp_path)
+    assert done.returncode != 0
+    assert f'"{page}", line 8' in done.stderr
+
+
+def test_blocks_are_told_apart() -> None:
+    text = "```sh\nls\n```\n<!-- not run: needs a GPU -->\n```python\na\n```\n```python\nb\n```\n"
+    found = [(block.code, block.line, block.reason) for block in blocks_of(text)]
+    assert found == [("a\n", 6, "needs a GPU"), ("b\n", 9, "")]
+
+
+# -- measured numbers are those of the committed rows ----------------------------------------------
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_the_first_table_is_the_latest_run_of_the_demo() -> None:
+    newest = (ROOT / "benchmarks/results/demo.jsonl").read_text("utf-8").splitlines()[-1]
+    levels = json.loads(newest)["levels"]
+    columns = [levels[name] for name in ("O0", "autocast", "O5")]
+
+    def row(name: str, form: str, values: list[float]) -> list[str]:
+        return [name, *(form.format(value) for value in values), f"×{values[-1] / values[0]:.2f}"]
+
+    def both(one: str, other: str) -> list[float]:
+        return [level[one] + level[other] for level in columns]
+
+    rows = [
+        row("weights and gradients, bytes per parameter", "{:.0f}", both("weights", "gradients")),
+        row(
+            "masters and optimizer state, bytes per parameter",
+            "{:.0f}",
+            both("masters", "optimizer state"),
+        ),
+        row("sum", "{:.0f}", [level["sum"] for level in columns]),
+        row("activations kept for the backward", "{:.1f} MiB", [one["kept"] for one in columns]),
+        row("fastest step", "{:.1f} ms", [level["ms"] for level in columns]),
+        row("held-out loss, bits per byte", "{:.3f}", [level["held_out"] for level in columns]),
+    ]
+    readme = list(map(cells, README.read_text("utf-8").splitlines()))
+    assert [row for row in rows if row not in readme] == []
+
+
+def test_the_tables_of_times_are_what_the_rows_say() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/table.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "benchmarks"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = [cells(line)[:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
+    page = list(map(cells, (ROOT / "docs/speed.md").read_text("utf-8").splitlines()))
+
+    def is_said(row: list[str]) -> bool:
+        case, *rest = row
+        several = [case.removeprefix("update of "), *rest]
+        steps = [case, *rest[:5], rest[-1]]  # whole steps are not timed with split and compact
+        return several in page or steps in page
+
+    assert len(printed) > 20
+    assert [row for row in printed[2:] if not is_said(row)] == []

@@ -10,7 +10,7 @@ from torch import nn
 
 from cases.models import loss_of, values
 from cases.optimizers import ADAMW, MAIN
-from fp16_utils.steps import HALVES, EarlyAdam, assert_bound, flat, parts, sgd, wrapped
+from fp16_utils.steps import HALVES, EarlyAdam, assert_bound, flat, parts, wrapped
 from preamp.optimizers import FP16_Optimizer, FusedAdam
 
 BUILDS: dict[str, Any] = {**{case.name: case.build for case in MAIN}, "early": EarlyAdam}
@@ -140,14 +140,6 @@ def test_loading_binds_parameters_that_were_given_other_data() -> None:
     assert model.a.weight.any()
 
 
-def test_groups_of_different_dtypes() -> None:
-    half, brain = (nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in HALVES)
-    optimizer = FP16_Optimizer(sgd([{"params": [half]}, {"params": [brain]}]))
-    optimizer.backward(half.float().sum() + brain.float().sum())
-    optimizer.step()
-    assert half.tolist() == brain.tolist() == [0.0, 0.0]
-
-
 # -- what scripts look at ------------------------------------------------------------------------
 
 
@@ -162,12 +154,3 @@ def test_fields(scale: Any) -> None:
     assert (optimizer.cur_scale, optimizer.dynamic_loss_scale) == (8.0, False)
     assert optimizer.param_groups is optimizer.optimizer.param_groups
     assert optimizer.state is optimizer.optimizer.state
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad(to_none: bool) -> None:
-    model, optimizer = parts()
-    optimizer.backward(model.a.weight.float().sum())
-    optimizer.zero_grad(set_grads_to_None=to_none)
-    grad = model.a.weight.grad
-    assert grad is None if to_none else not grad.any()

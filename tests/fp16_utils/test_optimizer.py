@@ -3,7 +3,6 @@
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from fp16_utils.steps import (
     wrapped,
 )
 from kit.refusals import refused
-from preamp import fp16_utils
 from preamp.compat.amp_state import amp_state
 from preamp.fp16_utils import FP16_Optimizer, convert_network
 
@@ -143,18 +141,6 @@ def test_every_field_survives() -> None:
 
 
 @BOTH
-def test_the_tensors_of_a_state_are_not_copied_and_have_what_was_written(kind: str) -> None:
-    model, optimizer = wrapped(kind)
-    with torch.no_grad():
-        model.low.fill_(3.0)
-    saved = masters_of(optimizer)
-    assert saved[0].tolist() == [3.0, 3.0]
-    own = optimizer.all_fp32_from_fp16_params if kind == "general" else optimizer.fp32_groups_flat
-    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in own]
-    assert not any(t.requires_grad for t in saved)
-
-
-@BOTH
 def test_sparse_gradients(kind: str) -> None:
     model = nn.Embedding(4, 2, sparse=True).half()
     before = model.weight.detach().clone()
@@ -260,19 +246,6 @@ def test_gradients(name: str) -> None:
     for each in acts:
         act(model, optimizer, *each)
     assert gradients(optimizer) == [[] if value is None else [value] * 2 for value in wanted]
-
-
-def test_a_parameter_without_a_gradient_stays() -> None:
-    model, optimizer = wrapped(static_loss_scale=8.0)
-    optimizer.backward(model.loss(0.5))
-    assert model.low.grad.tolist() == [4.0, 4.0]  # scaled, and still half
-    assert model.low.grad.dtype is torch.float16
-    assert model.wide.grad.tolist() == [0.5, 0.5]
-    optimizer.step()
-    model.zero_grad()  # only the model
-    optimizer.backward(model.wide.sum())
-    optimizer.step()
-    assert (model.low.tolist(), model.wide.tolist()) == ([0.5, 0.5], [-0.5, -0.5])
 
 
 @pytest.mark.parametrize("ways", ["hh", "ho", "oh", "hhh", "hoh", "ohh"])
@@ -414,7 +387,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(
     assert optimizer.step() is None
     printed = capsys.readouterr().out
     assert SKIPPED[kind].format("dynamic", 2.0**16) in printed
-    assert kind == "flat" or f"reducing loss scale to {optimizer.loss_scale}" in printed
+    assert kind == "flat" or f"reducing loss scale to {optimizer.loss_scale}\n" in printed
     assert all(map(torch.equal, values(model), before))
     assert scale_of(optimizer) < 2.0**16
     optimizer.zero_grad()
@@ -492,16 +465,12 @@ def test_a_first_skipped_step_does_not_upset_schedulers(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "options", "steps"),
-    [
-        ("general", "overflows down to the least scale", {}, 40),
-        ("general", "overflows at scale 1", {"min_loss_scale": 1.0}, 50),
-        ("flat", "overflows without end", {}, 50),
-    ],
+    ("kind", "options", "scale"),
+    [("general", {}, 2.0**-24), ("general", {"min_loss_scale": 1.0}, 1.0), ("flat", {}, 1.0)],
 )
 @pytest.mark.parametrize("closure", [False, True])
 def test_overflows_without_end_are_an_error(
-    kind: str, name: str, options: dict[str, Any], steps: int, closure: bool
+    kind: str, options: dict[str, Any], scale: float, closure: bool
 ) -> None:
     model, optimizer = wrapped(kind, **dynamic(**options))
     calls, make = [], closure_of(model, optimizer, torch.nan)
@@ -510,39 +479,12 @@ def test_overflows_without_end_are_an_error(
         calls.append(None)
         return make()
 
-    with refused("fp16_utils", name):
+    with refused("fp16_utils", "overflows without end", scale=scale):
         while True:
             if not closure:
                 evaluate()
             optimizer.step(evaluate if closure else None)
-    assert len(calls) == steps
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_the_parameter_that_overflows_is_named_by_the_first_rank(
-    first: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = wrapped(**DYNAMIC)
-    monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: first)
-    optimizer.backward(model.loss(2.0**10))  # 2**26: beyond float16, not beyond float32
-    optimizer.step()
-    assert optimizer.overflow
-    out = capsys.readouterr().out
-    assert "inf first in 'optimizers[0].param_groups[0][0]'" in out if first else out == ""
-
-
-@pytest.mark.parametrize("convert", [fp16_utils.network_to_half, fp16_utils.FP16Model])
-def test_the_parameter_is_called_as_in_its_model(
-    convert: Callable[[nn.Module], nn.Module], capsys: pytest.CaptureFixture[str]
-) -> None:
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = convert(inner)
-    optimizer = FP16_Optimizer(torch.optim.SGD(inner.parameters(), lr=0.1), dynamic_loss_scale=True)
-    capsys.readouterr()
-    optimizer.backward(model(torch.ones(1, 2)).float().sum() * 2.0**12)
-    optimizer.step()
-    assert "first in '1.bias'" in (out := capsys.readouterr().out)
-    assert out.count("\n") == 1
+    assert len(calls) == 50
 
 
 def test_clipping_takes_everything_the_optimizer_updates() -> None:

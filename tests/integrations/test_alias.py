@@ -14,7 +14,7 @@ from torch import nn
 
 import preamp
 from cases.levels import WITH_MASTERS
-from integrations.small import (
+from integrations.contract import (
     LEVELS,
     WARNINGS,
     ByHand,

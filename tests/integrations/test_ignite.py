@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 import preamp
-from integrations.contract import ByScript, Contract
-from integrations.small import (
-    START,
+from integrations.contract import (
     WARNINGS,
     ByHand,
+    ByScript,
+    Contract,
     Net,
     assert_same_models,
     batches,
@@ -40,29 +40,19 @@ def mse(found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class Run(ByScript):
-    def __init__(
-        self,
-        level: str,
-        folder: Any = None,
-        every: int = 1,
-        clip: float | None = None,
-        gamma: float = 1.0,
-        world: int = 1,
-        **options: Any,
-    ) -> None:
-        if world > 1 and idist.backend() is None:
+    def build(self) -> None:
+        if self.world > 1 and idist.backend() is None:
             idist.initialize("gloo")
         self.net: Any = Net()
         self.optimizer = make_optimizer(self.net.parameters())
-        preamp.initialize(self.net, self.optimizer, opt_level=level, **START, **options)
+        preamp.initialize(self.net, self.optimizer, opt_level=self.level, **self.options)
         self.scaler, self.factor = preamp.GradScaler(self.optimizer), 1.0
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=gamma)
-        self.losses: list[float] = []
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=self.gamma)
         self.trainer = create_supervised_trainer(
             idist.auto_model(self.net),  # DistributedDataParallel on several processes
             self.optimizer,
             lambda found, y: mse(found, y) * self.factor,
-            gradient_accumulation_steps=every,
+            gradient_accumulation_steps=self.every,
             amp_mode="amp",
             scaler=self.scaler,
         )

@@ -12,12 +12,14 @@ import torch
 import preamp
 from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
-from integrations.contract import ByScript, Contract
-from integrations.small import (
+from integrations.contract import (
     LEVELS,
     START,
     WARNINGS,
     ByHand,
+    ByScript,
+    Contract,
+    Loop,
     Net,
     assert_same_models,
     batches,
@@ -42,28 +44,18 @@ pytestmark = WARNINGS
 
 
 class FabricRun(ByScript):
-    def __init__(
-        self,
-        level: str,
-        folder: Any = None,
-        every: int = 1,
-        clip: float | None = None,
-        gamma: float = 1.0,
-        world: int = 1,
-        **options: Any,
-    ) -> None:
+    def build(self) -> None:
         self.precision = FabricPrecision()
-        strategy: Any = "ddp" if world > 1 else "auto"
+        strategy: Any = "ddp" if self.world > 1 else "auto"
         self.fabric = Fabric(
-            accelerator="cpu", strategy=strategy, devices=world, plugins=self.precision
+            accelerator="cpu", strategy=strategy, devices=self.world, plugins=self.precision
         )
         self.fabric.launch()
-        self.net, self.every, self.clip = Net(), every, clip
+        self.net = Net()
         optimizer = make_optimizer(self.net.parameters())
-        preamp.initialize(self.net, optimizer, opt_level=level, **START, **options)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=gamma)
+        preamp.initialize(self.net, optimizer, opt_level=self.level, **self.options)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=self.gamma)
         self.model, self.optimizer = self.fabric.setup(self.net, optimizer)
-        self.losses: list[float] = []
 
     def run(self, data: Any, factor: float = 1.0) -> FabricRun:
         for number, batch in enumerate(data, 1):
@@ -106,20 +98,14 @@ class TestFabric(Contract):
 def test_a_batch_that_fabric_discards_leaves_no_gradients(level: str) -> None:
     data = batches(8)
     run = FabricRun(level, loss_scale=128.0)
+    assert preamp.engine_of(run.model) is preamp.engine_of(run.optimizer)  # through its wrappers
     for number, batch in enumerate(data):
         run.fabric.backward(loss_of(run.model, batch))
+        assert preamp.clip_grad_norm_(run.model.parameters(), 1e9) > 0
         if number % 2:
             run.optimizer.step()
         run.optimizer.zero_grad()
     assert_same_models(run.net, ByHand(level, loss_scale=128.0).run(data[1::2]).model)
-
-
-def test_preamps_names_look_into_fabrics_wrappers() -> None:
-    run = FabricRun("O2", loss_scale=64.0)
-    run.fabric.backward(loss_of(run.model, batches(1)[0]))
-    assert preamp.clip_grad_norm_(run.optimizer, 1e9) > 0
-    assert preamp.clip_grad_norm_(run.model.parameters(), 1e9) > 0
-    assert preamp.engine_of(run.model) is preamp.engine_of(run.optimizer)
 
 
 def test_a_model_without_an_engine_is_refused() -> None:
@@ -187,24 +173,14 @@ def trainer_of(folder: Path, level: str | None, options: Any = None, **more: Any
     return pl.Trainer(**{**given, **more})
 
 
-class TrainerRun:
+class TrainerRun(Loop):
     """One call of ``fit``, after which weights are float32 again."""
 
-    def __init__(
-        self,
-        level: str,
-        folder: Path,
-        every: int = 1,
-        clip: float | None = None,
-        gamma: float = 1.0,
-        world: int = 1,
-        **options: Any,
-    ) -> None:
-        more = {"devices": world, "strategy": "ddp"} if world > 1 else {}
-        self.module = Module(gamma)
-        self.trainer = trainer_of(
-            folder, level, options, accumulate_grad_batches=every, gradient_clip_val=clip, **more
-        )
+    def build(self) -> None:
+        more: Any = {"accumulate_grad_batches": self.every, "gradient_clip_val": self.clip}
+        more |= {"devices": self.world, "strategy": "ddp"} if self.world > 1 else {}
+        self.module = Module(self.gamma)
+        self.trainer = trainer_of(self.folder, self.level, self.options, **more)
         self.net, self.losses = self.module.net, self.module.losses
 
     def run(self, data: Any, factor: float = 1.0) -> TrainerRun:

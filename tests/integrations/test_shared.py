@@ -11,7 +11,7 @@ import torch
 
 import preamp
 from code_blocks import Block, blocks_of
-from integrations.small import START, WARNINGS, Net, fork_ranks, make_optimizer, needs
+from integrations.contract import START, WARNINGS, Net, fork_ranks, make_optimizer, needs
 from kit.refusals import refused
 from preamp.integrations.shared import EngineScaler, framework
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Estimates against the counted bytes of real engines: equal, not close."""
+"""Estimates against the counted bytes of real engines: equal, not close; and what is refused."""
 
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,6 @@ import preamp
 from cases.plain import TOKENS, Mixed, counted
 from kit.refusals import assert_refused
 from preamp import optimizers
-from preamp.memory import MemoryEstimate
 from preamp.memory.estimates import fitting
 from preamp.memory.optimizers import (
     NAMES,
@@ -299,15 +300,6 @@ def test_sharding() -> None:
     assert at("fsdp") == (2 * part, 4 * part, 2 * part, 8 * part, 4 * part)
 
 
-def test_it_is_plain_data() -> None:
-    found = preamp.estimate(1000, "O5")
-    data = found.to_json()
-    assert data["total"] == found.total == sum(found.categories.values())
-    sums = {name: getattr(found, name) for name in ("total", "on_device", "on_host")}
-    assert sums.items() <= data.items()
-    assert MemoryEstimate(**{k: v for k, v in data.items() if k not in sums}) == found
-
-
 def test_a_learning_rate_beyond_float16_changes_no_size() -> None:
     model = nn.Linear(4, 3)
     made = [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 1e6)]
@@ -392,14 +384,15 @@ def test_weights_that_stay_float32_have_their_moments_on_the_host_too() -> None:
     assert found.categories["optimizer state on the host"] == 2 * 8 * 64
 
 
-def test_what_is_on_the_way_has_runs_of_the_size_of_the_largest_tensor() -> None:
-    for rows, wanted in ((2**10, 4 * 2**20), (2**15, 4 * 2**25)):
-        make = partial(nn.Linear, 2**10, rows, bias=False)
-        assert preamp.estimate(make, on_host(), "FusedAdam").staging == wanted
-
-
 def test_what_is_on_the_way_takes_powers_of_two() -> None:
-    """And two gradients at once where these go to wait; of one size, buffers serve both."""
+    """And runs of the size of the largest tensor, at most; nothing is on its way of frozen weights.
+
+    Two gradients at once where these go to wait; of one size, buffers serve both.
+    """
+    frozen = make_layers((64,)).requires_grad_(requires_grad=False)
+    assert preamp.estimate(frozen, on_host(), "FusedAdam").staging == 0
+    wide = partial(nn.Linear, 2**10, 2**15, bias=False)
+    assert preamp.estimate(wide, on_host(), "FusedAdam").staging == 4 * 2**25
     for rows, update, waiting in ((2**10, 2**22, 2 * 2**21), (1100, 2**23, 2 * 2**22)):
         make = partial(nn.Linear, 2**10, rows, bias=False)
         assert preamp.estimate(make, on_host(), "FusedAdam").staging == update
@@ -416,12 +409,6 @@ def make_layers(sizes: tuple[int, ...]) -> nn.Module:
     for number, size in enumerate(sizes):
         model.register_parameter(str(number), nn.Parameter(torch.empty(size)))
     return model
-
-
-def test_nothing_is_on_the_way_of_frozen_weights() -> None:
-    make = partial(make_layers, (64,))
-    model = make().requires_grad_(requires_grad=False)
-    assert preamp.estimate(model, on_host(), "FusedAdam").staging == 0
 
 
 def test_the_peak_on_a_device_has_nothing_of_the_host() -> None:
@@ -510,3 +497,108 @@ def test_it_is_read(text: str, expected: Call) -> None:
 
 def test_it_is_imported() -> None:
     assert parse_call("torch.nn:Linear(2, 3)").import_function() is nn.Linear
+
+
+# -- what cannot be estimated or counted -----------------------------------------------------------
+
+
+ON_HOST = preamp.Storage(place="host")
+
+
+class Odd(torch.optim.SGD):
+    """Its state has one element more than the parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["odd"] = torch.zeros(param.numel() + 1)
+
+
+def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def of_values(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = mean(model, batch)
+    return loss if loss.item() > 0 else -loss
+
+
+KNOWN = nn.Linear(8, 16)
+
+
+class Locked(nn.Linear):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 16)
+        self.lock = threading.Lock()
+
+
+def of(model: Any = 10, opt_level: Any = "O5", **arguments: Any) -> Callable[[], object]:
+    """An estimate; its level has the ``storage`` that is given."""
+    if storage := arguments.pop("storage", None):
+        opt_level = preamp.OPT_LEVELS[opt_level].replace(storage=storage)
+    return partial(preamp.estimate, model, opt_level, **arguments)
+
+
+def peak(**arguments: Any) -> Callable[[], object]:
+    """An estimate with activations."""
+    return of(nn.Linear(8, 16), **{"loss_fn": mean, "batch": torch.ones(4, 8), **arguments})
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "a text as model": of("GPT"),
+    "a function that makes no model": of(lambda: 3),
+    "half a parameter": of(0.5),
+    "a half model": of(nn.Linear(2, 2).half()),
+    "an unknown optimizer": of(optimizer="Adm"),
+    "an argument without a name": of(optimizer="Adam(0.1)"),
+    "an argument that is no literal": of(optimizer="Adam(lr=x)"),
+    "an argument that the optimizer refuses": of(optimizer="Adam(lr=-1)"),
+    "LBFGS": of(optimizer="LBFGS"),
+    "a number as optimizer": of(optimizer=3),
+    "an optimizer of no module": of(optimizer="nowhere:Adam"),
+    "no rank": of(world_size=0),
+    "unknown sharding": of(sharding="zero3"),
+    "an unknown level": of(opt_level="O9"),
+    "state of another size": of(nn.Linear(9, 9, bias=False), optimizer=Odd),
+    "gradients released by FusedLAMB": of(storage=RELEASING, optimizer="FusedLAMB"),
+    "gradients released on ranks": of(storage=RELEASING, optimizer="FusedAdam", world_size=2),
+    "gradients released at a dynamic scale": of(
+        opt_level="O2", storage=RELEASING, optimizer="FusedAdam"
+    ),
+    "a foreign optimizer on the host": of(storage=ON_HOST, optimizer="AdamW"),
+    "a loss of values": peak(loss_fn=of_values),
+    "a loss without a batch": peak(batch=None),
+    "a peak of a sharded model": peak(world_size=2, sharding="fsdp"),
+    "a loss of another model": peak(loss_fn=lambda model, batch: mean(KNOWN, batch)),
+    "a model that cannot be copied": of(Locked(), loss_fn=mean, batch=torch.ones(4, 8)),
+    "counting without an engine": lambda: preamp.count_memory(nn.Linear(8, 16)),
+    "a factory of no module": lambda: parse_call("nowhere:f").import_function(),
+    "a factory that is not there": lambda: parse_call("torch.nn:Linea").import_function(),
+    "a factory that cannot be called": lambda: parse_call("math:pi").import_function(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_estimated(name: str) -> None:
+    assert_refused("memory", name, REFUSED[name])
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(4, 3), lambda: nn.Linear(4, 3), 15], ids=["model", "function", "number"]
+)
+def test_an_optimizer_of_another_model(model: Any) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(4, 3).parameters())
+    act = partial(preamp.estimate, model, "O5", optimizer)
+    assert_refused("memory", "an optimizer of another model", act, optimizer)
+
+
+FORMS = ("", "m:", "a b:c", "m:f(", "m:f(1", "m:f(1))", "m:f(x)", "m:f(open('x'))", "m:f(**{})")
+MORE_FORMS = ("m:f(1)(2)", "m:f(1).g", "m:f;g()", "m:f(1) + f(2)")
+
+
+@pytest.mark.parametrize("text", FORMS + MORE_FORMS)
+def test_other_forms_of_a_factory(text: str) -> None:
+    act = partial(parse_call, text)
+    assert_refused("memory", "a factory in another form", act, text=repr(text))

@@ -2,7 +2,6 @@
 """Estimated peaks against the allocator's own record of a training step."""
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND
 from preamp.kernels.wide_half import native_products
-from preamp.memory.copies import copies_of
 from preamp.memory.peak import Held
 from preamp_bench.gpt import GPT, ModelConfig, loss_of
 
@@ -111,147 +109,27 @@ def test_views_hold_nothing() -> None:
     assert held.live == 0
 
 
-# -- a step is traced on copies, and what the caller has is left alone ------------------------
+# -- losses ------------------------------------------------------------------------------------
 
 
-BATCH = torch.randn(16, 8)
-calls_by_name: list[int] = []
-
-
-def model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def activations(loss_fn: Any, batch: Any = BATCH) -> int | None:
-    return preamp.estimate(model(), "O2", loss_fn=loss_fn, batch=batch).activations
-
-
-def square(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch).float().square().mean()
-
-
-def counted(model: nn.Module, batch: Any, calls: list[int]) -> torch.Tensor:
-    """A loss that notes that it was called."""
-    calls.append(len(calls))
-    return square(model, batch)
-
-
-class Criterion(nn.Module):
-    def __init__(self, calls: list[int]) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return counted(model, batch, self.calls)
-
-
-def by_name(model: nn.Module, batch: Any) -> torch.Tensor:
-    return helper(model, batch)
-
-
-def helper(model: nn.Module, batch: Any, depth: int = 1) -> torch.Tensor:
-    return helper(model, batch, depth - 1) if depth else counted(model, batch, calls_by_name)
-
-
-def by_closure(calls: list[int]) -> Any:
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        def in_it() -> torch.Tensor:
-            return counted(model, batch, calls)
-
-        return in_it()
-
-    return loss_fn
-
-
-def by_a_helper(calls: list[int]) -> Any:
-    inner = by_closure(calls)
-    return lambda model, batch: inner(model, batch)
-
-
-def by_a_default(calls: list[int]) -> Any:
-    return lambda model, batch, calls=calls: counted(model, batch, calls)
-
-
-STATES: dict[str, Callable[[list[int]], Any]] = {  # where a loss has what it notes
-    "closure": by_closure,
-    "helper": by_a_helper,
-    "decorated": lambda calls: torch.enable_grad()(by_closure(calls)),
-    "default": by_a_default,
-    "partial": lambda calls: functools.partial(counted, calls=calls),
-    "module": Criterion,
-    "method": lambda calls: Criterion(calls).forward,
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_the_state_of_a_loss_is_left_alone(name: str) -> None:
-    calls: list[int] = []
-    assert activations(STATES[name](calls)) == activations(square)
-    assert activations(by_name) == activations(square)
-    assert calls == calls_by_name == []
+def activations(loss_fn: Any, batch: Any) -> int | None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return preamp.estimate(model, "O2", loss_fn=loss_fn, batch=batch).activations
 
 
 def test_a_batch_that_is_written_to_is_left_alone() -> None:
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         batch["x"].mul_(1.5)
-        return square(model, batch["x"])
+        return _mean(model, batch["x"])
 
-    batch = {"x": BATCH.clone()}
+    batch = {"x": torch.ones(16, 8)}
     assert activations(loss_fn, batch)
-    assert torch.equal(batch["x"], BATCH)
+    assert torch.equal(batch["x"], torch.ones(16, 8))
 
 
-def test_what_a_loss_knows_of_the_model_are_the_copys_weights() -> None:
-    given = model()
-    weights = [*given.parameters()]
-    for loss_fn in (
-        lambda model, batch: sum((w.float().square().sum() for w in weights), torch.zeros(())),
-        functools.partial(lambda known, model, batch: square(known, batch), given),
-    ):
-        twin, of_twin, batch = copies_of(given, loss_fn, BATCH, {})
-        of_twin(twin, batch).backward()
-        assert all(param.grad is not None for param in twin.parameters())
-        assert all(weight.grad is None for weight in weights)
-
-
-def test_a_variable_without_a_value_yet_is_left_so() -> None:
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        nonlocal known
-        known = 1.0
-        return known * square(model, batch)
-
-    if not loss_fn:
-        known = 0.0
-    assert activations(loss_fn)
-
-
-bound: Any = functools.partial(nn.functional.layer_norm, normalized_shape=(1,))
-again: Any = functools.partial(lambda model, batch, depth: around(model, batch, depth), depth=0)
-
-
-def around(model: nn.Module, batch: Any, depth: int = 1) -> torch.Tensor:
-    return again(model, batch) if depth else square(model, batch)
-
-
-def test_functions_that_use_each_other_or_a_librarys_are_copied_once() -> None:
-    _, copied, _ = copies_of(nn.Linear(1, 1), around, None, {})
-    scope: dict[str, Any] = copied.__globals__  # pyright: ignore[reportFunctionMemberAccess]
-    assert scope is not around.__globals__
-    assert scope["again"].func.__globals__ is scope
-    assert scope["around"] is copied
-    _, copied, _ = copies_of(nn.Linear(1, 1), lambda model, batch: bound(model(batch)), None, {})
-    scope = copied.__globals__  # pyright: ignore[reportFunctionMemberAccess]
-    assert scope["bound"].func is nn.functional.layer_norm
-    assert activations(around)
-
-
-@torch.jit.script
-def compiled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-def test_a_compiled_function_that_cannot_be_copied_is_no_state() -> None:
-    assert activations(lambda model, batch: compiled(model(batch)).float().mean())
+def test_a_loss_may_have_tensors_of_its_own() -> None:
+    weights = torch.rand(16, 1)
+    assert activations(lambda model, x: (model(x).float() * weights).mean(), torch.ones(16, 8))
 
 
 def penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -262,4 +140,4 @@ def penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_loss_that_takes_gradients_itself_is_traced() -> None:
-    assert activations(penalty)
+    assert activations(penalty, torch.ones(16, 8))

@@ -8,6 +8,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,18 +137,6 @@ def test_same_as_torch_in_one_dtype(kind: Any) -> None:
         assert_same(layer(x).detach(), wanted)
 
 
-@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm], ids=lambda kind: kind.__name__)
-def test_without_weights(kind: Any) -> None:
-    layer = kind(5, elementwise_affine=False)
-    assert layer.state_dict() == {}
-    assert layer.weight is None
-    x, dy = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
-    centred = kind is FusedLayerNorm
-    wanted = run(lambda t: oracle(t, None, None, 1, 1e-5, centred=centred), [x], dy)
-    for ours, exact in zip(run(layer, [x], dy), wanted, strict=True):
-        torch.testing.assert_close(ours, exact)
-
-
 def test_statistics_of_half_inputs_are_in_float32() -> None:
     x = torch.full((1, 4096), 200.0, dtype=torch.float16)  # its square is infinite in float16
     assert FusedRMSNorm(4096).half()(x).unique().tolist() == [1.0]
@@ -270,6 +259,16 @@ def test_state_and_copies(kind: Any) -> None:
     assert repr(layer) == f"{kind.__name__}((2, 3), eps=1e-05, elementwise_affine=True)"
 
 
+def test_without_weights_and_shapes_that_are_numbers() -> None:
+    x = torch.randn(3, 5)
+    for layer, function in ((FusedLayerNorm, F.layer_norm), (FusedRMSNorm, F.rms_norm)):
+        norm = layer(np.int64(5), elementwise_affine=False)
+        assert (norm.state_dict(), norm.weight, norm.normalized_shape) == ({}, None, (5,))
+        assert_same(norm(x), function(x, (5,), eps=1e-5))
+    assert_same(FusedLayerNormFunction.apply(x, 5, 1e-5), F.layer_norm(x, (5,), eps=1e-5))
+    assert fused_layer_norm.fused_rms_norm(x, np.int32(5)).shape == (3, 5)
+
+
 @ALL_LAYERS
 def test_compiled_and_traced(kind: Any) -> None:
     layer = kind(6)
@@ -290,13 +289,6 @@ def test_scripting_is_refused(kind: Any) -> None:
         warnings.simplefilter("ignore")  # torch deprecates scripting
         with refused("normalization", "torch.jit.script", kind=with_article(kind.__name__)):
             torch.jit.script(torch.nn.Sequential(kind(3)))
-
-
-@ALL_LAYERS
-def test_shapes_may_be_numbers_of_numpy(kind: Any) -> None:
-    numpy = pytest.importorskip("numpy")
-    assert kind(numpy.int64(3)).normalized_shape == (3,)
-    assert fused_layer_norm.fused_rms_norm(torch.ones(2, 3), numpy.int32(3)).shape == (2, 3)
 
 
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
@@ -323,11 +315,6 @@ def test_signatures_are_those_of_apex() -> None:
 
 
 # -- the autograd.Function classes, by Apex's order of arguments -------------------------------
-
-
-def test_a_single_number() -> None:
-    x = torch.randn(3, 5)
-    assert_same(FusedLayerNormFunction.apply(x, 5, 1e-5), F.layer_norm(x, (5,), eps=1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

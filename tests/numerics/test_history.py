@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A history keeps a bounded number of records, writes all of them, and gets over damage."""
+"""A history keeps a bounded number of records, writes all of them, and gets over damage.
+
+And its writer for TensorBoard, read back from the files that TensorBoard itself would read.
+"""
 
 import dataclasses
 import gc
 import json
 import math
 import os
-import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases.records import look, overflow, step, tensor
 from kit.refusals import refused
+from preamp.core.errors import with_article
 from preamp.numerics import (
     History,
     NumericsRecord,
@@ -24,42 +29,12 @@ from preamp.numerics import (
     Record,
     ResumeRecord,
     StepRecord,
+    TensorBoardWriter,
     TensorStatistics,
     from_json,
     read_history,
     to_json,
 )
-
-
-def step(number: int, optimizer: int = 0) -> StepRecord:
-    losses, scales = {0: 1.0 / number}, {0: 65536.0}
-    return StepRecord(step=number, losses=losses, scales=scales, skipped=False, optimizer=optimizer)
-
-
-def overflow(number: int) -> OverflowRecord:
-    return OverflowRecord(
-        step=number, loss_id=0, parameters=["a"], loss_was_finite=True, old_scale=4.0, new_scale=2.0
-    )
-
-
-def numerics(number: int, tensors: int, *, histogram: bool = False) -> NumericsRecord:
-    tensor = TensorStatistics(
-        name="w",
-        what="gradient",
-        dtype="float16",
-        form="float16",
-        elements=1,
-        zeros=0,
-        nonfinite=0,
-        below_subnormal=0,
-        below_normal=0,
-        unscaled_below_subnormal=0,
-        unscaled_below_normal=0,
-        max_abs=1.0,
-        rms=1.0,
-        histogram={0: 1} if histogram else None,
-    )
-    return NumericsRecord(step=number, loss_id=0, tensors=[tensor] * tensors)
 
 
 def steps_of(kept: History) -> list[int]:
@@ -82,6 +57,7 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="nee
 
 def test_records_by_class_oldest_first() -> None:
     kept = History()
+    kept.close()  # of one in memory that is no end
     for record in (step(1), overflow(2), step(2)):
         kept.add(record)
     assert kept.of(StepRecord) == [step(1), step(2)]
@@ -102,13 +78,14 @@ def test_the_oldest_go_first() -> None:
 @pytest.mark.parametrize(("histogram", "lasting"), [(False, 5), (True, 1)])
 def test_statistics_are_bounded_by_their_size(histogram: bool, lasting: int) -> None:
     kept = History(kept=100)
+    one = tensor(histogram={0: 1} if histogram else None)
     for number in range(1, 20):
-        kept.add(numerics(number, 10, histogram=histogram))
+        kept.add(look(number, *[one] * 10))
     assert [record.step for record in kept.of(NumericsRecord)] == list(range(20 - lasting, 20))
-    kept.add(numerics(20, 1000))  # the latest stays, however large
+    kept.add(look(20, *[tensor()] * 1000))  # the latest stays, however large
     assert len(kept.of(NumericsRecord)) == 1
     kept.add(ResumeRecord(step=19))
-    kept.add(numerics(20, 50))
+    kept.add(look(20, *[tensor()] * 50))
     assert [len(record.tensors) for record in kept.of(NumericsRecord)] == [50]
 
 
@@ -150,50 +127,7 @@ def test_listeners() -> None:
     assert heard == [step(2)]
 
 
-def test_closing_closes_listeners_once() -> None:
-    class Listener:
-        closed = 0
-
-        def __call__(self, record: Record) -> None:
-            pass
-
-        def close(self) -> None:
-            self.closed += 1
-
-    kept, listener = History(), Listener()
-    kept.listen(listener)
-    kept.close()
-    kept.close()
-    assert listener.closed == 1
-
-
 # -- on disk ---------------------------------------------------------------------------------
-
-
-@given(st.lists(st.from_type(StepRecord) | st.from_type(OverflowRecord), max_size=8))
-def test_the_file_has_what_was_added(
-    tmp_path_factory: pytest.TempPathFactory, records: list[Record]
-) -> None:
-    path = tmp_path_factory.mktemp("run") / "deep" / "run.jsonl"
-    kept = History(path)
-    for record in records:
-        kept.add(record)
-    kept.close()
-    again = read_history(path) if records else []
-    assert repr(again) == repr(records)  # nan equals itself there
-    assert path.exists() == bool(records)
-
-
-def test_a_run_goes_on_in_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    first = History(str(path))
-    first.add(step(1))
-    first.close()
-    second = History(path)
-    second.add(step(2))
-    assert steps_of(second) == [1, 2]
-    assert read_history(path) == [step(1), step(2)]
-    second.close()
 
 
 def test_all_is_on_disk_at_once_and_in_memory_is_only_the_end(tmp_path: Path) -> None:
@@ -203,8 +137,11 @@ def test_all_is_on_disk_at_once_and_in_memory_is_only_the_end(tmp_path: Path) ->
         assert len(read_history(tmp_path / "run.jsonl")) == number  # before it is closed
     assert steps_of(kept) == [4, 5]
     kept.close()
-    again = History(tmp_path / "run.jsonl", kept=2)
+    again = History(str(tmp_path / "run.jsonl"), kept=2)
     assert steps_of(again) == [4, 5]
+    again.add(step(6))
+    assert steps_of(again) == [5, 6]
+    assert read_history(tmp_path / "run.jsonl") == [step(number) for number in range(1, 7)]
     again.close()
 
 
@@ -299,26 +236,16 @@ def test_two_histories_do_not_share_a_file(tmp_path: Path) -> None:
     second.close()
 
 
-@pytest.mark.full
-def test_another_process_does_not_write_to_the_file_either(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    kept = History(path)
-    kept.add(step(1))
-    script = (
-        "from preamp.numerics import History, ResumeRecord;"
-        f"History({str(path)!r}).add(ResumeRecord(step=0))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "is being written already" in done.stderr
-    kept.close()
-
-
 def test_a_history_that_is_not_used_makes_no_file(tmp_path: Path) -> None:
     kept = History(tmp_path / "deep" / "run.jsonl")
     kept.close()
     assert list(tmp_path.iterdir()) == []
     with refused("numerics", "a record after the end", path=tmp_path / "deep" / "run.jsonl"):
         kept.add(step(1))
+    kept = History(tmp_path / "run.jsonl")
+    kept.add(step(1))
+    kept.close()
+    assert steps_of(kept) == [1]
 
 
 def test_a_file_that_is_removed_meanwhile_is_not_written_to_in_vain(tmp_path: Path) -> None:
@@ -338,7 +265,7 @@ def test_a_file_that_is_removed_meanwhile_is_not_written_to_in_vain(tmp_path: Pa
     assert read_history(path) == [step(1)]
 
 
-def test_closing_goes_on_where_a_listener_fails(tmp_path: Path) -> None:
+def test_closing_goes_on_where_a_listener_fails_and_is_done_once(tmp_path: Path) -> None:
     kept, closed = History(tmp_path / "run.jsonl"), list[int]()
 
     class Listener:
@@ -355,6 +282,7 @@ def test_closing_goes_on_where_a_listener_fails(tmp_path: Path) -> None:
         kept.listen(Listener(number))
     with pytest.raises(RuntimeError, match="listener 0"):
         kept.close()
+    kept.close()
     assert closed == [0, 1]
     History(tmp_path / "run.jsonl").close()
 
@@ -378,33 +306,6 @@ def test_no_handle_stays_open(tmp_path: Path) -> None:
     gc.collect()
     assert gone() is None
     assert open_files() == before
-
-
-def test_a_dropped_history_in_a_cycle_does_not_keep_its_file(tmp_path: Path) -> None:
-    gc.disable()
-    try:
-        dropped = History(tmp_path / "run.jsonl")
-        dropped.listen(dropped.add)  # refers to itself
-        del dropped
-        History(tmp_path / "run.jsonl").close()
-    finally:
-        gc.enable()
-
-
-def test_after_closing_records_are_refused_but_kept_ones_stay(tmp_path: Path) -> None:
-    kept = History(tmp_path / "run.jsonl")
-    kept.add(step(1))
-    kept.close()
-    with refused("numerics", "a record after the end", path=tmp_path / "run.jsonl"):
-        kept.add(step(2))
-    assert steps_of(kept) == [1]
-
-
-def test_a_history_in_memory_may_be_closed_and_gone_on_with() -> None:
-    kept = History()
-    kept.close()
-    kept.add(step(1))
-    assert steps_of(kept) == [1]
 
 
 # -- the way through JSON ---------------------------------------------------------------------
@@ -475,3 +376,140 @@ def test_what_is_no_record_is_told(complaint: str, tmp_path: Path) -> None:
     why = f"[…]{complaint}[…]"
     with refused("numerics", "a line that is no record", path=path, line=1, why=why):
         read_history(path)
+
+
+# -- TensorBoard -----------------------------------------------------------------------------------
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of protobuf, about itself
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def told(number: int, **changes: Any) -> StepRecord:
+    return step(number, **{"losses": {0: 0.5}, "scales": {0: 1024.0}, **changes})
+
+
+def counts(**changes: Any) -> TensorStatistics:
+    few = {"elements": 8, "zeros": 2, "below_subnormal": 1, "below_normal": 4}
+    return tensor("net.w", **{**few, **changes})
+
+
+def events_of(folder: Path, *records: Record) -> EventAccumulator:
+    history = History()
+    history.listen(TensorBoardWriter(folder))
+    for record in records:
+        history.add(record)
+    history.close()
+    return read(folder)
+
+
+def read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"histograms": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def scalars(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_steps(tmp_path: Path) -> None:
+    events = events_of(
+        tmp_path, told(1, norm=2.5, lr=0.25), told(2, skipped=True, losses={0: 0.25}, lr=0.125)
+    )
+    assert scalars(events, "loss") == [(1, 0.5), (2, 0.25)]
+    assert scalars(events, "loss_scale") == [(1, 1024.0), (2, 1024.0)]
+    assert scalars(events, "skipped") == [(1, 0.0), (2, 1.0)]
+    assert scalars(events, "gradient_norm") == [(1, 2.5)]
+    assert scalars(events, "learning_rate") == [(1, 0.25), (2, 0.125)]
+
+
+def test_what_is_not_finite_is_written_as_it_is(tmp_path: Path) -> None:
+    events = events_of(tmp_path, told(1, losses={0: math.nan}, norm=math.inf))
+    assert math.isnan(scalars(events, "loss")[0][1])
+    assert scalars(events, "gradient_norm") == [(1, math.inf)]
+
+
+def test_more_losses_and_optimizers_have_tags_of_their_own(tmp_path: Path) -> None:
+    both = {0: 1.0, 1: 2.0}
+    events = events_of(tmp_path, told(1, losses=both, scales=both), told(1, optimizer=1))
+    assert scalars(events, "loss") == [(1, 1.0)]
+    assert scalars(events, "loss/1") == [(1, 2.0)]
+    assert scalars(events, "loss_scale/1") == [(1, 2.0)]
+    assert scalars(events, "loss/optimizer1") == [(1, 0.5)]
+    assert scalars(events, "skipped/optimizer1") == [(1, 0.0)]
+
+
+def test_shares_and_headroom_of_each_tensor(tmp_path: Path) -> None:
+    weight = counts(what="weight", stalled=6, headroom=None, elements=8)
+    record = NumericsRecord(step=3, loss_id=0, tensors=[counts(), weight])
+    events = events_of(tmp_path, record)
+    assert scalars(events, "headroom/net.w") == [(3, 16.0)]
+    assert scalars(events, "zeros/net.w") == [(3, 0.25)]
+    assert scalars(events, "below_subnormal/net.w") == [(3, 0.125)]
+    assert scalars(events, "below_normal/net.w") == [(3, 0.5)]
+    assert scalars(events, "stalled/net.w.weight") == [(3, 0.75)]
+    tags = events.Tags()["scalars"]
+    assert "stalled/net.w" not in tags
+    assert "headroom/net.w.weight" not in tags
+
+
+def test_a_second_loss_and_an_empty_tensor(tmp_path: Path) -> None:
+    empty = counts(elements=0, zeros=0, below_subnormal=0, below_normal=0, headroom=None)
+    record = NumericsRecord(step=3, loss_id=1, tensors=[empty, counts(what="weight")], optimizer=2)
+    events = events_of(tmp_path, record)
+    assert scalars(events, "zeros/optimizer2/loss1.net.w") == [(3, 0.0)]
+    assert scalars(events, "zeros/optimizer2/net.w.weight") == [(3, 0.25)]
+
+
+def test_histograms_are_over_exponents(tmp_path: Path) -> None:
+    record = NumericsRecord(step=3, loss_id=0, tensors=[counts(histogram={-4: 3, -2: 5})])
+    (event,) = events_of(tmp_path, record).Histograms("exponents/net.w")
+    value = event.histogram_value
+    assert event.step == 3
+    assert (value.min, value.max, value.num, value.sum) == (-4, -2, 8, -22)
+    assert value.sum_squares == 68
+    assert dict(zip(value.bucket_limit, value.bucket, strict=True)) == {-3.5: 3, -2.5: 0, -1.5: 5}
+
+
+def test_overflows_are_told_in_words(tmp_path: Path) -> None:
+    overflow = OverflowRecord(
+        step=7,
+        loss_id=0,
+        parameters=["net.w", "net.b"],
+        loss_was_finite=True,
+        old_scale=4.0,
+        new_scale=2.0,
+    )
+    events = events_of(tmp_path, overflow)
+    (event,) = events.Tensors("overflow/text_summary")
+    assert event.step == 7
+    assert event.tensor_proto.string_val == [b"net.w"]
+
+
+def test_a_writer_of_the_caller_stays_open(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        history = History()
+        history.listen(TensorBoardWriter(writer))
+        history.add(told(1))
+        history.close()
+        writer.add_scalar("own", 1.0, 1)
+    events = read(tmp_path)
+    assert scalars(events, "loss") == [(1, 0.5)]
+    assert scalars(events, "own") == [(1, 1.0)]
+
+
+@pytest.mark.parametrize("target", [3, None, object()])
+def test_other_targets_are_refused(target: Any) -> None:
+    kind = with_article(type(target).__name__)
+    with refused("numerics", "a TensorBoardWriter elsewhere", kind=kind):
+        TensorBoardWriter(target)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with refused("numerics", "TensorBoard that is missing"):
+        TensorBoardWriter(tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Opt levels and their overrides: defaults, what may be changed, what is refused and how."""
 
+from __future__ import annotations
+
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from cases.levels import LEVELS
+from cases.levels import BY_NAME
 from kit.refusals import assert_approved, assert_refused, refused
-from preamp.core.errors import PreampPolicyError
-from preamp.policy import OPT_LEVELS, Policy, describe_overrides, level_defaults, resolve
+from preamp.policy import OPT_LEVELS, KeepFP32, describe_overrides, level_defaults, resolve
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FUNCTION_LEVELS = ("O1", "O4")
@@ -43,10 +46,12 @@ def test_level_row(level: str) -> None:
     assert policy.opt_level == level
     assert policy.brief.startswith(f"{level}:  ")
     assert policy == level_defaults(level)
-
-
-def test_every_level_has_a_row_here() -> None:
+    assert policy.half_dtype is BY_NAME[level].half
     assert list(OPT_LEVELS) == list(DEFAULTS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OPT_LEVELS[level].loss_scale = 2.0  # pyright: ignore
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        OPT_LEVELS["O9"] = policy  # pyright: ignore
 
 
 def test_common_defaults() -> None:
@@ -62,26 +67,6 @@ def test_common_defaults() -> None:
 def test_none_changes_nothing(level: str) -> None:
     names = (*DEFAULTS[level], "cast_model_outputs", "min_loss_scale", "scope")
     assert resolve(level, dict.fromkeys(names)) == OPT_LEVELS[level]
-
-
-@pytest.mark.parametrize(("level", "half"), [(row.name, row.half) for row in LEVELS])
-def test_half_dtype(level: str, half: torch.dtype | None) -> None:
-    assert OPT_LEVELS[level].half_dtype is half
-
-
-def test_policies_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        OPT_LEVELS["O1"].loss_scale = 2.0  # pyright: ignore
-
-
-def test_the_table_is_read_only() -> None:
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        OPT_LEVELS["O9"] = OPT_LEVELS["O1"]  # pyright: ignore
-
-
-def test_replace_leaves_the_original_alone() -> None:
-    assert OPT_LEVELS["O2"].replace(loss_scale=8.0).loss_scale == 8.0
-    assert OPT_LEVELS["O2"].loss_scale == "dynamic"
 
 
 # -- allowed overrides -----------------------------------------------------------------------
@@ -204,11 +189,6 @@ def test_an_unknown_level_is_refused_with_what_was_meant(name: str, given: Any) 
     assert_refused("policy", name, lambda: resolve(given, {}), given=repr(given), meant=meant)
 
 
-def test_a_refusal_is_a_runtime_error() -> None:
-    with pytest.raises(RuntimeError):
-        resolve("O7", {})
-
-
 # Dynamic, and every argument is allowed there.
 REFUSED: dict[str, list[tuple[str, Any]]] = {
     "a dtype for weights": [("cast_model_type", given) for given in (torch.int32, "fp16", True)],
@@ -241,22 +221,104 @@ def test_bad_value(name: str, option: str, given: Any, hard_override: bool) -> N
 
 
 def test_floor_above_ceiling() -> None:
+    bounds = {"min_loss_scale": 16, "max_loss_scale": 8}
     with refused("policy", "a floor above the ceiling"):
-        resolve("O1", {"min_loss_scale": 16, "max_loss_scale": 8})
+        resolve("O1", bounds)
+    assert resolve("O2", {**bounds, "loss_scale": 4}).loss_scale == 4.0  # static: has no range
 
 
-def test_a_static_scale_has_no_range_to_check() -> None:
-    policy = resolve("O2", {"loss_scale": 4, "min_loss_scale": 16, "max_loss_scale": None})
-    assert policy.loss_scale == 4.0
+# -- keep_fp32: what it may be, and where it contradicts the level ---------------------------------
 
 
-def test_refused_policies_leave_the_table_alone() -> None:
-    before = dict(OPT_LEVELS)
-    with pytest.raises(PreampPolicyError):
-        resolve("O1", {"loss_scale": 8.0, "master_weights": True})
-    assert dict(OPT_LEVELS) == before
+HALF_LEVELS = [name for name, row in OPT_LEVELS.items() if row.half_dtype is row.cast_model_type]
+OTHER_LEVELS = [name for name in OPT_LEVELS if name not in HALF_LEVELS]
 
 
-def test_policy_is_a_value() -> None:
-    assert Policy(opt_level="O0", brief="x") == Policy(opt_level="O0", brief="x")
-    assert resolve("O2", {"loss_scale": 2}) != resolve("O2", {})
+def small(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.numel() < 10 and bool(name)
+
+
+ONE_OR_SEVERAL: list[tuple[Any, list[Any]]] = [
+    (nn.LayerNorm, [nn.LayerNorm]),
+    ("rotary.*", ["rotary.*"]),
+    (small, [small]),
+    ([nn.LayerNorm, "rotary.*", small], [nn.LayerNorm, "rotary.*", small]),
+    (("a", "b"), ["a", "b"]),
+    ([], []),
+]
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize(("given", "entries"), ONE_OR_SEVERAL)
+def test_one_or_several(given: Any, entries: list[Any], level: str) -> None:
+    policy = resolve(level, {"keep_fp32": given})
+    assert list(policy.keep_fp32) == entries
+    assert policy == OPT_LEVELS[level].replace(keep_fp32=given)
+    assert (policy == OPT_LEVELS[level]) is (not entries)
+
+
+@pytest.mark.parametrize(
+    "given", [True, 3, torch.ones(2), int, nn.Linear(2, 2), {"a"}, ["a", None], [["a"]]]
+)
+def test_anything_else_is_refused(given: Any) -> None:
+    shown = given[-1] if isinstance(given, list) else given
+    with refused("policy", "keep_fp32 of something else", given=shown):
+        resolve("O2", {"keep_fp32": given})
+
+
+@pytest.mark.parametrize("level", OTHER_LEVELS)
+def test_levels_that_cast_no_model_refuse_it(level: str) -> None:
+    given = {"keep_fp32": [nn.LayerNorm, "rotary.*"]}
+    words = {"given": "LayerNorm, 'rotary.*'", "level": level}
+    with refused("policy", "keep_fp32 without half weights", **words):
+        resolve(level, given)
+    with pytest.warns(UserWarning, match=r" because hard_override is set\.$") as caught:
+        resolve(level, given, hard_override=True)
+    said = str(caught[0].message).removesuffix(" Going on because hard_override is set.")
+    said = f"PreampPolicyError: {said}"
+    assert_approved("policy", "keep_fp32 without half weights", said, **words)
+    assert resolve(level, {"keep_fp32": None}) == resolve(level, {"keep_fp32": []})
+
+
+@pytest.mark.parametrize(
+    ("level", "cast_to", "works"),
+    [
+        ("O0", torch.float16, True),
+        ("O0", torch.float64, False),
+        ("O2", False, False),
+        ("O2", torch.float32, False),
+        ("O3", torch.bfloat16, True),
+    ],
+)
+def test_the_dtype_that_counts_is_the_final_one(level: str, cast_to: Any, works: bool) -> None:
+    overrides = {"cast_model_type": cast_to, "keep_fp32": "a"}
+    if works:
+        assert list(resolve(level, overrides).keep_fp32) == ["a"]
+    else:
+        with refused("policy", "keep_fp32 without half weights", given="'a'", level=level):
+            resolve(level, overrides)
+
+
+class Chooser:
+    """A predicate with a state that cannot be copied."""
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> bool:
+        return True
+
+    def __deepcopy__(self, memo: Any) -> Chooser:
+        raise AssertionError("copied")
+
+
+def test_it_reads_the_same_in_every_process() -> None:
+    chooser = Chooser()
+    keep = KeepFP32([nn.LayerNorm, "a.*", small, chooser])
+    assert repr(keep) == "LayerNorm, 'a.*', small, Chooser"
+    assert repr(KeepFP32()) == "nothing"
+    assert copy.deepcopy(keep) is keep
+    assert hash(keep) == hash(KeepFP32([nn.LayerNorm, "a.*", small, chooser]))
+    assert keep != KeepFP32([nn.LayerNorm])
+
+
+def test_it_is_among_the_overrides() -> None:
+    policy = resolve("O5", {"keep_fp32": "head"})
+    assert describe_overrides(policy) == [("keep_fp32", KeepFP32(), KeepFP32(["head"]))]

@@ -13,12 +13,12 @@ import torch
 
 import preamp
 from cases import records as made
-from cases.planted import FAULTY, HEALTHY, Case, train
 from preamp.numerics import Float32Record, Record
 from preamp.report import render
 from preamp.report.advice import advise, judge
 from preamp.report.finding import RULES, Finding, Verdict
 from preamp.report.gather import gather
+from report.planted import FAULTY, HEALTHY, Case, train
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
 CALM: list[Record] = [made.start(), *STEPS]

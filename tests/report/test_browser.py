@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cases import records as made
-from cases.sample_run import train
 from preamp.report import write
+from report.sample_run import train
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cases import records as made
-from cases.pages import Outline, check_accessible, check_stands_alone
 from cases.selection import examples
 from kit.refusals import assert_refused, refused
 from preamp.numerics import History, Record, ResumeRecord, read_history, to_json
 from preamp.report import render, write
 from preamp.report.gather import gather
+from report.pages import Outline, check_accessible, check_stands_alone
 
 MEGABYTE = 10**6
 

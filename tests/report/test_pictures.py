@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import records as made
-from cases.pages import Outline
 from preamp.report import layers, words
 from preamp.report.blocks import Figure, Table
 from preamp.report.drawing import COLUMNS, exponents_picture, scale_picture, thin
 from preamp.report.gather import gather
 from preamp.report.html import Html, tag
 from preamp.report.layers import layers_of, layers_section, stalled_shares
+from report.pages import Outline
 
 PARTS = layers.underflow, layers.lost, layers.zeros
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fine-tune a small encoder: from which module of the standard library is this piece of text?
 
-Warm-up and decay, gradient accumulation, clipping through the masters, and the checkpoint form
-of the BERT trainers, which store the masters beside the optimizer.
+Warm-up and decay, gradient accumulation, and clipping through the masters.
 
     python bert.py --fp16 --fp16_opt_level O2 --optimizer fused_lamb
 """
@@ -97,7 +96,6 @@ def main():
     )
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--max_steps", type=int, default=24)
-    parser.add_argument("--stop_after", type=int, default=None)
     parser.add_argument("--warmup_proportion", type=float, default=0.1)
     parser.add_argument("--train_batch_size", type=int, default=16)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
@@ -105,16 +103,10 @@ def main():
     parser.add_argument("--fp16", action="store_true")
     parser.add_argument("--fp16_opt_level", type=str, default="O1")
     parser.add_argument("--loss_scale", type=float, default=0, help="0 means dynamic")
-    parser.add_argument("--output", default="")
-    parser.add_argument("--init_checkpoint", default="")
     args = parser.parse_args()
 
     torch.manual_seed(42)
     model = Encoder()
-    checkpoint = None
-    if args.init_checkpoint:
-        checkpoint = torch.load(args.init_checkpoint, map_location="cpu")
-        model.load_state_dict(checkpoint["model"])
     optimizer = build_optimizer(args.optimizer, model, args.learning_rate)
     if args.fp16:
         loss_scale = "dynamic" if args.loss_scale == 0 else args.loss_scale
@@ -128,27 +120,11 @@ def main():
         optimizer,
         lambda step: min((step + 1) / warmup, (args.max_steps - step) / (args.max_steps - warmup)),
     )
-    global_step = 0
-    if checkpoint is not None:
-        global_step = checkpoint["step"]
-        if args.fp16:
-            optimizer._lazy_init_maybe_master_weights()
-            optimizer._amp_stash.lazy_init_called = True
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            saved = checkpoint["master params"]
-            for param, saved_param in zip(amp.master_params(optimizer), saved, strict=True):
-                param.data.copy_(saved_param.data)
-            amp.load_state_dict(checkpoint["amp"])
-        else:
-            optimizer.load_state_dict(checkpoint["optimizer"])
-        scheduler.load_state_dict(checkpoint["scheduler"])
-
     rows, labels = features(seed=1)
     held_out = len(rows) // 5
     size, parts = args.train_batch_size, args.gradient_accumulation_steps
     model.train()
-    stop = args.stop_after or args.max_steps
-    while global_step < stop:
+    for global_step in range(args.max_steps):
         for part in range(parts):
             batch = torch.Generator().manual_seed(global_step * parts + part)
             index = held_out + torch.randint(len(rows) - held_out, (size,), generator=batch)
@@ -165,19 +141,6 @@ def main():
         scheduler.step()
         for param in model.parameters():
             param.grad = None
-        global_step += 1
-
-    if args.output:
-        state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "scheduler": scheduler.state_dict(),
-            "step": global_step,
-        }
-        if args.fp16:
-            state["master params"] = list(amp.master_params(optimizer))
-            state["amp"] = amp.state_dict()
-        torch.save(state, args.output)
 
     model.eval()
     with torch.no_grad():

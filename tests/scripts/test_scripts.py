@@ -124,15 +124,6 @@ def test_bert(script: Call, optimizer: str) -> None:
     check_near("bert", printed, script("bert", *flags))
 
 
-@pytest.mark.parametrize("optimizer", [costly("adamw"), costly("fused_lamb")])
-def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: str) -> None:
-    flags = ("--optimizer", optimizer, "--fp16", "--fp16_opt_level", "O2")
-    file = str(tmp_path / "checkpoint.pt")
-    script("bert", *flags, "--stop_after", "10", "--output", file)
-    resumed = script("bert", *flags, "--init_checkpoint", file)
-    assert result(resumed) == result(script("bert", *flags))
-
-
 # -- several processes -----------------------------------------------------------------------
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attacks find nothing in a short form, and notice what they are there to notice."""
+"""Attacks and the soak find nothing in a short form, and notice what they are there to notice."""
 
+import gc
 import json
 import random
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,15 @@ import torch
 
 import attack_cases
 import attack_files
-import attack_saves
 import attack_threads
 import preamp
 from attack_files import attack
-from attack_frame import Forks, Report
 from attack_targets import SECONDS, Broken, Guard, Target
 from cases.selection import examples
 from preamp.checkpoint import read_checkpoint
 from preamp_bench import records
+from soak_checks import check
+from soak_training import FINAL, SIZE, Options, train
 
 ROOT = Path(__file__).parents[2]
 CASES = {"damaged": 40, "crafted": 60, "histories": 120, "odd": 1}
@@ -39,32 +38,6 @@ def lines_of(kind: str, cases: int, folder: Path) -> list[str]:
     return list(attack(kind, cases, 1, own))
 
 
-SCALERS = ("engines", 0, "scalers", "$ordered")
-STATE = ("models", 0, "state")
-BROKE: list[tuple[tuple[str | int, ...], Any]] = [
-    ((*SCALERS, 0, 1, "loss_scale"), {"$size": [1, 2]}),
-    ((*SCALERS, 0, 1, "loss_scale"), "x"),
-    (STATE, {"$dict": [[5, {"$tensor": "models/0/state/0.weight"}]]}),
-    (("schedulers", 0, "class"), 5),
-]
-"""What to change in a manifest so that a reader raised a raw error once, and to what."""
-
-
-@pytest.mark.parametrize("change", BROKE, ids=["size", "word", "name", "class"])
-def test_what_broke_a_reader_once_does_no_more(change: Any, tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
-    target = Target("O2", 0)
-    target.save(good)
-    end, value = change
-    _, manifest = attack_cases.contents_of(good)
-    (place,) = (p for p in attack_cases.nodes(manifest) if p[-len(end) :] == end)
-    attack_cases.rewrite(good, bad, "manifest", place, value)
-    guard = Guard(target=target)
-    for act in (target.load, read_checkpoint):
-        guard.attempt(lambda act=act: act(bad), bad)
-    target.close()
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("kind", CASES)
 def test_hostile_files_are_refused_or_load(kind: str, tmp_path: Path) -> None:
@@ -72,21 +45,6 @@ def test_hostile_files_are_refused_or_load(kind: str, tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith(("broken", "kept"))] == []
     wanted = {"end refused"} if kind == "damaged" else {"end refused", "end loaded"}
     assert wanted <= set(lines)
-
-
-def test_writers_and_readers_do_not_disturb_each_other(tmp_path: Path) -> None:
-    told, left = attack_saves.write(tmp_path, 40)
-    assert attack_saves.complaints(told, left) == []
-    assert told["saved"] == 40
-    assert told["read"] > 0
-
-
-def test_what_writers_do_wrong_is_noticed() -> None:
-    told = Counter({"saved": 3, "failed: FileNotFoundError()": 1})
-    left = [".only.safetensors.x.part", *map(str, range(100))]
-    found = attack_saves.complaints(told, left)
-    assert found[:2] == ["1 times failed: FileNotFoundError()", "left: .only.safetensors.x.part"]
-    assert "101 files are left" in found[2]
 
 
 def raises(error: Exception) -> Callable[[], None]:
@@ -132,14 +90,6 @@ def test_what_is_changed_is_noticed(tmp_path: Path) -> None:
     target.close()
 
 
-@pytest.mark.full
-def test_the_command_stores_a_row(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools/attack_files.py"), "--kinds", "histories,odd"]
-    subprocess.run([*command, "--cases", "20", "--out", tmp_path / "rows"], check=True)
-    (row,) = records.read(tmp_path / "rows")
-    assert row["kinds"]["histories"]["refused"] + row["kinds"]["histories"]["loaded"] == 20
-
-
 def test_what_breaks_is_told_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,29 +111,6 @@ def test_what_breaks_is_told_and_kept(
 
 
 # -- forks ------------------------------------------------------------------------------------
-
-
-def test_lines_of_several_are_whole_however_long_they_are() -> None:
-    def work(number: int, report: Report) -> None:
-        for _ in range(10):
-            report(f"{number}\n" * 40_000)
-        if number == 2:
-            raise SystemExit
-
-    lines, codes = Forks(work, 3).wait()
-    assert sorted(lines) == [f"{number} " * 40_000 for number in range(3) for _ in range(10)]
-    assert codes == [0, 0, 1]
-
-
-def test_all_are_killed() -> None:
-    def work(number: int, report: Report) -> None:
-        report(str(number))
-        time.sleep(3600)
-
-    forks = Forks(work, 2)
-    assert {next(forks.lines), next(forks.lines)} == {"0", "1"}
-    forks.kill()
-    assert forks.wait() == ([], [-signal.SIGKILL] * 2)
 
 
 # -- threads ----------------------------------------------------------------------------------
@@ -213,3 +140,54 @@ def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     count, broken = attack_threads.attack(random.Random(1))
     assert len(broken) == count
     assert all("differs from what it does alone" in line for line in broken)
+
+
+# -- the soak --------------------------------------------------------------------------------------
+
+
+OPTIONS = Options("O2", 40, 37)
+MIB = 1 << 20
+
+
+@pytest.mark.full
+def test_a_short_soak_passes(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/soak.py"), "--steps", "40", "--seed", "37"]
+    done = subprocess.run(
+        [*command, "--levels", "O2", "--results", tmp_path / "rows"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = records.read(tmp_path / "rows")
+    assert (row["level"], row["steps"]) == ("O2", 40)
+    assert row["applied"] + row["skipped"] == 2 * 40
+    assert min(row[what] for what in ("skipped", "saves", "reloads", "kills")) > 0
+    assert row["memory"].keys() == {"straight", "reloaded"}
+    assert f"O2, seed 37: 40 steps, {row['applied']} applied" in done.stdout
+    assert "all ends are equal" in done.stdout
+
+
+def content(tmp_path: Path) -> dict[str, Any]:
+    """The end of a training without saves."""
+    gc.collect()
+    gc.freeze()  # or each of its many counts would walk through what all tests have left
+    train(OPTIONS, tmp_path, checkpoints=False, reloads=False, report=lambda _: None)
+    return read_checkpoint(tmp_path / FINAL)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_another_end_is_noticed(tmp_path: Path) -> None:
+    ends = [content(tmp_path / name) for name in ("one", "other")]
+    check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
+    weights = ends[1]["models"][0]["state"]
+    weights["4.bias"] = weights["4.bias"] + 2**-20
+    with pytest.raises(SystemExit, match=r"killed: other than straight in \['models/0/state/4.b"):
+        check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
+    ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] -= 1
+    with pytest.raises(SystemExit, match="counters are"):
+        check(OPTIONS, {"straight": ends[0]})
+    ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] += 1
+    ends[0]["models"][1]["state"]["weight"] = torch.ones(SIZE)
+    with pytest.raises(SystemExit, match="the lattice's weights"):
+        check(OPTIONS, {"straight": ends[0]})

@@ -23,24 +23,6 @@ def test_every_pair_is_chosen(sizes: tuple[int, ...]) -> None:
     assert len(sizes) < 4 or 3 * len(chosen) < len(rows)
 
 
-def test_every_value_is_chosen() -> None:
-    rows = list(itertools.product(range(3), range(6), range(2)))
-    chosen = [rows[number] for number in covering(rows, 1)]
-    assert len(chosen) == 6
-    assert [len(set(values)) for values in zip(*chosen, strict=True)] == [3, 6, 2]
-
-
-@pytest.mark.parametrize("sizes", [(2, 8), (9, 3), (6, 6), (4, 4, 8)])
-def test_values_that_are_needed_once_are_spread(sizes: tuple[int, ...]) -> None:
-    """Those of a shorter list are as frequent as each other, and equal ones do not meet."""
-    rows = list(itertools.product(*map(range, sizes)))
-    chosen = [rows[number] for number in covering(rows, 1)]
-    assert len(chosen) == max(sizes)
-    for size, values in zip(sizes, zip(*chosen, strict=True), strict=True):
-        assert {values.count(value) for value in range(size)} == {max(sizes) // size}
-    assert all(len(set(row)) > 1 for row in chosen) or sizes != (6, 6)
-
-
 @pytest.mark.parametrize("sizes", [(7,), (5, 4), ()])
 def test_one_or_two_parameters_are_taken_whole(sizes: tuple[int, ...]) -> None:
     rows = list(itertools.product(*map(range, sizes)))
@@ -64,24 +46,6 @@ def test_of_two_parameters_each_value_occurs(
     count = {"quick": 4, "rest": 8, "all": 12}[request.config.getoption("--suite")]
     name = test_of_two_parameters_each_value_occurs.__name__
     assert sum(item.name.startswith(f"{name}[") for item in request.session.items) <= count
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("b", "xyzw")
-@pytest.mark.parametrize("a", range(3))
-def test_of_a_product_everything_is_in_the_quick_suite(
-    request: pytest.FixtureRequest, a: int, b: str
-) -> None:
-    assert request.config.getoption("--suite") != "rest"
-
-
-@pytest.mark.threes
-@pytest.mark.parametrize("a", range(3))
-@pytest.mark.parametrize("b", range(4))
-@pytest.mark.parametrize("c", range(2))
-@pytest.mark.parametrize("d", range(2))
-def test_of_four_parameters_every_three_meet(a: int, b: int, c: int, d: int) -> None:
-    assert (a, b, c, d) in ROWS
 
 
 ROWS = list(itertools.product(range(3), range(4), range(2), range(2)))

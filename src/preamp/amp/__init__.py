@@ -5,7 +5,6 @@ from preamp.amp import _initialize as _initialize
 from preamp.amp import amp as amp
 from preamp.amp import frontend as frontend
 from preamp.amp import handle as handle
-from preamp.amp import lists as lists
 from preamp.amp import scaler as scaler
 from preamp.amp._amp_state import _amp_state as _amp_state
 from preamp.casting import bfloat16_function as bfloat16_function

@@ -4,8 +4,6 @@
 from typing import TYPE_CHECKING
 
 from preamp.checkpoint.background import Saving as Saving
-from preamp.checkpoint.stopping import StopRequest as StopRequest
-from preamp.checkpoint.stopping import stop_on_signal as stop_on_signal
 from preamp.core.late import names
 
 if TYPE_CHECKING:
@@ -17,4 +15,4 @@ __getattr__, __dir__ = names(
     "preamp.checkpoint", latest_checkpoint="saving", read_checkpoint="saving"
 )
 
-__all__ = ["Saving", "StopRequest", "latest_checkpoint", "read_checkpoint", "stop_on_signal"]
+__all__ = ["Saving", "latest_checkpoint", "read_checkpoint"]

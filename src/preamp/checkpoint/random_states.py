@@ -7,20 +7,20 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from preamp.core.errors import bad_state, bad_value
 
 _DEVICES = ("cuda", "xpu", "mps")
-_NUMPYS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_NUMPYS = "MT19937"
 
 
 def random_states() -> dict[str, Any]:
     """Return the states of all generators that are in use, as plain data.
 
-    May synchronise. Raises `PreampStateError` if numpy's generator is none of numpy's own.
+    May synchronise. Raises `PreampStateError` if numpy's generator is another than the usual one.
     """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -92,50 +92,29 @@ def _numpy() -> Any:
 def _numpy_state(numpy: Any) -> dict[str, Any]:
     state: dict[str, Any] = numpy.random.get_state(legacy=False)
     name, inner = str(state["bit_generator"]), state["state"]
-    if name not in _NUMPYS:
+    if name != _NUMPYS:
         raise bad_state(
             f"numpy's global random generator was made to be {name}",
-            f"Checkpoints hold the state of numpy's own, {', '.join(_NUMPYS)}",
-            "Save at a moment when one of these is set, by numpy.random.set_bit_generator",
+            f"Checkpoints hold the state of the usual one, {_NUMPYS}",
+            "Draw from a numpy.random.Generator of your own, and save its bit_generator.state in "
+            "extra",
         )
-    about: dict[str, Any] = {
+    return {
         "bit_generator": name,
         "has_gauss": int(state["has_gauss"]),
         "gauss": float(state["gauss"]),
+        "key": [int(word) for word in inner["key"]],
+        "pos": int(inner["pos"]),
     }
-    if name == "MT19937":
-        return {**about, "key": [int(word) for word in inner["key"]], "pos": int(inner["pos"])}
-    more = {key: _plain(value) for key, value in state.items() if key not in about}
-    return {**about, **more}
-
-
-def _plain(value: Any) -> Any:
-    """Numbers, arrays and dicts of them as numbers, lists and dicts."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
-    return value.tolist() if hasattr(value, "tolist") else int(value)
 
 
 def _prepare_numpy(numpy: Any, saved: Mapping[str, Any]) -> Callable[[], None]:
-    name = saved["bit_generator"]
-    if name not in _NUMPYS:
-        raise ValueError(f"numpy has no generator {name!r}")
     state = dict(saved)
-    if name == "MT19937":
-        state["state"] = {"key": state.pop("key"), "pos": state.pop("pos")}
-    # numpy believes these, and would read beyond the words that it has.
-    is_inside = state["state"]["pos"] in range(625) if name == "MT19937" else True
-    if not is_inside or state.get("buffer_pos", 0) not in range(5):
+    state["state"] = {"key": state.pop("key"), "pos": state.pop("pos")}
+    there = numpy.random.get_state(legacy=False)["bit_generator"]
+    if {there, state["bit_generator"]} != {_NUMPYS}:
+        raise ValueError(f"numpy's generators are not both {_NUMPYS}")
+    if state["state"]["pos"] not in range(625):  # numpy believes it, and would read beyond
         raise ValueError("numpy's generator would be beyond its words")
-    kind: Any = getattr(numpy.random, name)
-    change = None
-    if numpy.random.get_state(legacy=False)["bit_generator"] != name:
-        change = numpy.random.set_bit_generator  # which old versions lack
-    numpy.random.RandomState(kind()).set_state(state)
-
-    def apply() -> None:
-        if change is not None:
-            change(kind())
-        numpy.random.set_state(state)
-
-    return apply
+    numpy.random.RandomState().set_state(state)
+    return partial(numpy.random.set_state, state)

@@ -26,15 +26,6 @@ def world_size() -> int:
     return dist.get_world_size() if has_process_group() else 1
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is set on any rank; each has to ask. One all-reduce of a number."""
-    if not has_process_group():
-        return flag
-    number = torch.tensor(int(flag), device=_device())
-    cast("Any", dist).all_reduce(number, dist.ReduceOp.MAX)
-    return bool(number.item())
-
-
 def _device() -> torch.device:
     """That collectives run on: the accelerator, if the process group has its own back end."""
     # torch 2.6 raises where it is asked for an accelerator and there is none

@@ -20,7 +20,6 @@ from preamp.engine.lookup import bare
 from preamp.engine.waiting import AT_ONCE
 from preamp.kernels.staged import AT_ONCE as BUFFERS
 from preamp.kernels.staged import RUN, buffers_for
-from preamp.memory.copies import LossFn
 from preamp.memory.layout import Factory, Slot, made, slots_of
 from preamp.memory.optimizers import (
     OptimizerLike,
@@ -31,7 +30,7 @@ from preamp.memory.optimizers import (
     optimizer_factory,
     state_bytes,
 )
-from preamp.memory.peak import trace_pass
+from preamp.memory.peak import LossFn, trace_pass
 from preamp.policy import Policy, resolve
 from preamp.policy.resolve import at_level, check_storage
 from preamp.policy.storage import STORAGES, Storage, storage_code, storage_name
@@ -167,8 +166,9 @@ def estimate(
         sharding: ``"none"``: every rank has everything. ``"fsdp"``: weights, gradients, masters
             and optimizer state are shared out, as by ``fully_shard``. Tensors are split by
             elements; told is what the rank with the largest shares has.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; adds ``activations`` and
-            ``peak``, for one rank without sharding.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss of the model that it gets, a copy;
+            called once, with tensors that have no memory. Adds ``activations`` and ``peak``, for
+            one rank without sharding.
         batch: For ``loss_fn``: tensors, or containers of them.
 
     Returns:

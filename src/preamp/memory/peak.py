@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,9 @@ from preamp.core.randomness import untouched_random
 from preamp.core.torch_private.observe import ObservedOps, fake_tensors
 from preamp.engine.initialize import create_engine
 from preamp.kernels.wide_half import native_products
-from preamp.memory.copies import LossFn, copies_of
 from preamp.policy import Policy
+
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class Held:
@@ -66,24 +68,19 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> int:
-    """Trace ``loss_fn`` and backward at a policy on copies without memory; meta counts as CPU.
+    """Trace ``loss_fn`` and backward at a policy without memory; meta counts as CPU.
 
     Returns the bytes of all tensors made in them at the worst moment, new gradients included.
+    Model and batch are copies; ``loss_fn`` is called once as it is, and what it notes stays noted.
 
     Products are those of a device with units for them, whatever this machine's CPU has: where it
     computes them in float32, it makes copies of weights that no GPU needs.
     """
     mode = fake_tensors()
-    memo: dict[int, Any] = {}
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            memo[id(leaf)] = _fake(leaf)
-        return leaf
-
     with mode:
-        map_leaves(note, [*model.parameters(), *model.buffers(), batch])
-    twin, loss_of, values = copies_of(model, loss_fn, batch, memo)
+        memo: dict[int, Any] = {id(t): _fake(t) for t in [*model.parameters(), *model.buffers()]}
+        values = map_leaves(lambda x: _fake(x) if isinstance(x, torch.Tensor) else x, batch)
+    twin, given = _copy_of(model, memo), {p: p.grad for p in model.parameters()}
     with untouched_random(), native_products(), mode:
         engine = create_engine(twin, None, policy)
         for param in twin.parameters() if policy.storage.release_gradients else ():
@@ -91,7 +88,9 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
                 cast("Any", param).register_post_accumulate_grad_hook(_drop)
         try:
             with Held() as held:
-                cast("Any", loss_of(twin, values).float()).backward()
+                cast("Any", loss_fn(twin, values).float()).backward()
+            grads = [param.grad for param in twin.parameters()]
+            misses = not policy.storage.release_gradients and not any(g is not None for g in grads)
         except Exception as error:
             failed = f"A step cannot be traced without running it: {_first_line(error)}"
             if batch is None:
@@ -108,7 +107,33 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
             ) from error
         finally:
             engine.close()
+            reaches = _put_back(given)
+    if reaches or misses:
+        raise bad_value(
+            "loss_fn takes the loss of a model that it knows, not of the one that it is given",
+            "A step is traced on a copy, which loss_fn(model, batch) gets as its first argument",
+            "Use that argument in loss_fn",
+        )
     return held.peak
+
+
+def _copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise bad_value(
+            f"The model cannot be copied: {_first_line(error)}",
+            "A step is traced on a copy made by copy.deepcopy, so that the model does not change",
+            "Move what cannot be copied (open files, locks, generators, graphs) out of it",
+        ) from error
+
+
+def _put_back(given: dict[nn.Parameter, torch.Tensor | None]) -> bool:
+    """Give parameters their gradients back; whether one had another."""
+    changed = [param for param, grad in given.items() if param.grad is not grad]
+    for param in changed:
+        param.grad = given[param]
+    return bool(changed)
 
 
 def _drop(param: torch.Tensor) -> None:

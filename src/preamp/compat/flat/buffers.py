@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from preamp.compat.fp16_utils.skips import dense_gradient
 from preamp.compat.multi_tensor.apex_C import flatten, unflatten
 from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.errors import bad_state, bad_type
@@ -80,14 +81,6 @@ class FlatGroup(WeightPairs):
         """Return the slices of the master that have no gradient, and copies of their values."""
         pairs = zip(self.params, self.masters, strict=True)
         return [(piece, piece.clone()) for param, piece in pairs if param.grad is None]
-
-
-def dense_gradient(param: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``param``; zeros where it has none."""
-    grad = param.grad
-    if grad is None:
-        return torch.zeros_like(param)
-    return grad.to_dense() if grad.is_sparse else grad.detach()
 
 
 def check_group(params: Sequence[torch.Tensor], index: int) -> None:

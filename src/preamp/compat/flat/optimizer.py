@@ -15,10 +15,9 @@ from preamp.compat.flat.refusals import (
     check_elementwise,
     check_groups_unchanged,
     check_scale_arguments,
-    endless_overflow,
     is_usable,
 )
-from preamp.compat.fp16_utils.skips import MAX_SKIPS
+from preamp.compat.fp16_utils.skips import MAX_SKIPS, endless_overflow
 from preamp.compat.wrapper import (
     OptimizerWrapper,
     check_loss,

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from preamp.compat.flat.buffers import dense_gradient
-from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, worded
+from preamp.core.errors import bad_state, bad_type, bad_value
 from preamp.optim import LARC
 from preamp.optim.fused.kinds import KINDS
 
@@ -87,24 +86,3 @@ def check_groups_unchanged(
             "Its groups are those it had when it was wrapped",
             "Add all groups before making FP16_Optimizer",
         )
-
-
-def endless_overflow(
-    skips: int, scale: float, groups: Sequence[Sequence[torch.Tensor]]
-) -> LossScaleError:
-    """Return the error for overflows that do not end. Synchronises."""
-    where = [
-        f"parameter {place} of group {index}, of shape {tuple(param.shape)}"
-        for index, group in enumerate(groups)
-        for place, param in enumerate(group)
-        if not bool(torch.isfinite(dense_gradient(param)).all())
-    ]
-    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-    return worded(
-        LossScaleError,
-        f"{skips} optimizer steps in a row skipped; gradients overflow in "
-        f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
-        "Training needs a step without overflow now and then",
-        "Check that the loss is finite, call zero_grad() after each step, lower a static "
-        "scale or the learning rate, or train in bfloat16",
-    )

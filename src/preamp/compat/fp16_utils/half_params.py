@@ -13,7 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_type
-from preamp.engine.overflow import GradientNote
 from preamp.kernels import Ops
 from preamp.optim import DirectGradients, WeightPairs, cast_state
 
@@ -137,12 +136,11 @@ class ScaledGradients:
             self._ops.scale_add_(grads, scale / self._scale, [None] * len(grads))
         self._scale = scale
 
-    def finish(self, scale: float, note: GradientNote | None) -> torch.Tensor | None:
+    def finish(self, scale: float, *, looks: bool) -> torch.Tensor | None:
         """Bring the masters' and the float32 parameters' gradients up to date.
 
-        The current ``scale`` counts for gradients of a backward that went past `begin`. With a
-        ``note``, which gets the largest magnitudes, returns the census's ``found_inf``, a float32
-        scalar. Does not synchronise.
+        The current ``scale`` counts for gradients of a backward that went past `begin`. Returns the
+        census's ``found_inf``, a float32 scalar, if it ``looks``. Does not synchronise.
         """
         if self.is_pending and self._scale is not None:
             scale = self._scale
@@ -150,7 +148,7 @@ class ScaledGradients:
         with torch.no_grad():
             self._fill_masters(pairs, 1.0 / scale)
         self._merge(1.0 / scale)
-        found_inf = None if note is None else self._census(pairs, note)
+        found_inf = self._census(pairs) if looks else None
         self._scale = scale
         self.is_pending = False
         return found_inf
@@ -175,18 +173,11 @@ class ScaledGradients:
         if self._unscaled.pop(id(param), None) is param.grad:  # both None: the script dropped all
             self._direct.set_aside_reached(param)
 
-    def _census(
-        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], note: GradientNote
-    ) -> torch.Tensor | None:
+    def _census(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
         # What an earlier backward left is looked at again: its overflow is in the sum.
         params = [half for half, _ in pairs] + self._params.directs
-        found = [(param.grad, param) for param in params if param.grad is not None]
-        if not found:
-            return None
-        grads = [grad for grad, _ in found]
-        census = self._ops.census(grads, grads[0].device)
-        note.add([param for _, param in found], grads, census)
-        return census.found_inf
+        grads = [param.grad for param in params if param.grad is not None]
+        return self._ops.census(grads, grads[0].device).found_inf if grads else None
 
     def _fill_masters(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], inverse: float) -> None:
         for _, master in pairs:

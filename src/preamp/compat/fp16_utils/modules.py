@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,10 +13,6 @@ from preamp.casting.kept import Kept, find_norms, is_affine_batchnorm
 from preamp.core.pytree import cast_floating
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-CONVERTED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""Models that were made half: FP16_Optimizer is given parameters alone, and names them by these."""
 
 
 class tofp16(nn.Module):
@@ -80,7 +75,6 @@ def convert_network(network: ModuleT, dtype: torch.dtype) -> ModuleT:
     Returns:
         ``network``.
     """
-    CONVERTED.add(network)
     kept = Kept(norms=find_norms([network]))
     Conversion(kept).convert(network, dtype, keep_batchnorm_fp32=True)
     return network

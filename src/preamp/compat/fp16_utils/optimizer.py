@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from preamp.compat.amp_state import amp_state
 from preamp.compat.fp16_utils.half_params import HalfParams, ScaledGradients
 from preamp.compat.fp16_utils.scaling import (
     make_scaler,
@@ -16,7 +17,7 @@ from preamp.compat.fp16_utils.scaling import (
     set_scale,
     state_of,
 )
-from preamp.compat.fp16_utils.skips import Skips
+from preamp.compat.fp16_utils.skips import MAX_SKIPS, endless_overflow
 from preamp.compat.scaler import LossScaler
 from preamp.compat.wrapper import (
     OptimizerWrapper,
@@ -99,7 +100,7 @@ class FP16_Optimizer(OptimizerWrapper):
         self.fp32_from_fp16_groups = self._params.fp32_from_fp16_groups
         self.fp32_from_fp32_groups = self._params.fp32_from_fp32_groups
         self._gradients = ScaledGradients(self._params, backend())
-        self._skips = Skips(init_optimizer, self._params)
+        self._skips_in_row = 0
         self._use_scaler(core)
         self._updates = 0
         self.overflow = False
@@ -171,11 +172,8 @@ class FP16_Optimizer(OptimizerWrapper):
         check_loss(loss)
         self._params.adopt()
         self._gradients.begin(self.loss_scale)
-        if self.dynamic_loss_scale:
-            self._skips.watch(loss, self._core)
         scaled: Any = self._core.scale_loss(loss)
         scaled.backward(retain_graph=retain_graph)
-        self._skips.went(loss)
         if update_master_grads:
             self.update_master_grads()
 
@@ -186,12 +184,7 @@ class FP16_Optimizer(OptimizerWrapper):
         dynamic loss scale this synchronises once.
         """
         self._params.adopt()
-        note = None
-        if self.dynamic_loss_scale:
-            if self._skips.note is None:  # a backward that went past ours
-                self._skips.watch(torch.zeros(()), self._core)
-            note = self._skips.note
-        found_inf = self._gradients.finish(self.loss_scale, note)
+        found_inf = self._gradients.finish(self.loss_scale, looks=self.dynamic_loss_scale)
         if found_inf is not None:
             self._core.record(found_inf)
         self.overflow = bool(self._core.update().item() != 0)
@@ -265,13 +258,23 @@ class FP16_Optimizer(OptimizerWrapper):
             self._check_updated("step")
             if self.overflow:
                 excuse_scheduler(self.optimizer, self.optimizer.step)
-                self._skips.skipped(self._core)
+                self._skip()
                 return None
         self._params.absorb()
         result = self.optimizer.step() if closure is None else self._step_with(closure)
         self._params.write_halves()
-        self._skips.taken()
+        self._skips_in_row = 0
         return result
+
+    def _skip(self) -> None:
+        """Tell of a skipped step, at amp's verbosity, or that it was the last one."""
+        self._skips_in_row += 1
+        if amp_state.verbosity:
+            say(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
+        if self._skips_in_row >= MAX_SKIPS:
+            groups = zip(self.fp16_groups, self.fp32_from_fp32_groups, strict=True)
+            params = [[*halves, *own] for halves, own in groups]
+            raise endless_overflow(self._skips_in_row, self.loss_scale, params)
 
     def _step_with(self, closure: Closure) -> Any:
         def evaluate() -> Any:
@@ -281,7 +284,7 @@ class FP16_Optimizer(OptimizerWrapper):
                 self._params.write_halves()
             loss = self._call(closure)
             while self.overflow:
-                self._skips.skipped(self._core)
+                self._skip()
                 loss = self._call(closure)
             return loss
 

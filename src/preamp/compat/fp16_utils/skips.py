@@ -1,77 +1,43 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps not taken because of an overflow: how they are told, and when enough is enough."""
+"""When steps that both FP16 optimizers skip are enough, and whose gradients overflow then."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from preamp.compat.amp_state import amp_state
-from preamp.compat.fp16_utils.half_params import HalfParams
-from preamp.compat.fp16_utils.modules import CONVERTED
-from preamp.core.splits import Splits
-from preamp.engine.core import ParameterNames
-from preamp.engine.ledger import Ledger
-from preamp.engine.order import released
-from preamp.engine.overflow import GradientNote
-from preamp.engine.reductions import Reductions
-from preamp.engine.session import OptimizerSession
-from preamp.kernels import backend
-from preamp.optim import WeightTable
+from preamp.core.errors import LossScaleError, worded
 from preamp.policy import OPT_LEVELS
-from preamp.policy.storage import FULL
-from preamp.scaling import LossScaler
 
 MAX_SKIPS = OPT_LEVELS["O2"].max_consecutive_skips or 50
 """Skipped steps in a row after which training cannot be going anywhere, as with amp."""
 
 
-class Skips:
-    """Counts steps, and has an engine's ledger tell of those not taken."""
+def dense_gradient(param: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``param``; zeros where it has none."""
+    grad = param.grad
+    if grad is None:
+        return torch.zeros_like(param)
+    return grad.to_dense() if grad.is_sparse else grad.detach()
 
-    def __init__(self, optimizer: Any, params: HalfParams) -> None:
-        self._params = params
-        # Of an optimizer without an engine: no masters, no ranks
-        table = WeightTable(optimizer, backend(), FULL)
-        self._session = OptimizerSession(optimizer, backend(), table, Reductions((), Splits()))
-        self.note: GradientNote | None = None  # what the latest backward found
 
-    def _name_of(self, param: torch.Tensor) -> str:
-        """The name in a model that was converted here, else the place in the optimizer."""
-        for model in CONVERTED:
-            for name, own in model.named_parameters():
-                if own is param:
-                    return name
-        pairs = zip(self._params.masters, self._params.halves, strict=True)
-        updated = next((master for master, half in pairs if half is param), param)
-        return ParameterNames((), (self._session.optimizer,)).of(updated)
-
-    def watch(self, loss: torch.Tensor, scaler: LossScaler) -> None:
-        """Note what the coming backward starts from. Does not synchronise."""
-        finite = torch.isfinite(loss.detach()).all()
-        note = GradientNote(0, loss_finite=finite, scale=scaler.scale.clone())
-        if self.note is not None:
-            # It adds to gradients that were left scaled.
-            note.loss_finite = finite.logical_and(self.note.loss_finite.to(finite.device))
-            note.graphs = [*self.note.graphs]
-        self.note = note
-
-    def went(self, loss: torch.Tensor) -> None:
-        """The backward of ``loss`` is over."""
-        if self.note is not None:
-            self.note.graphs = released([*self.note.graphs, loss.grad_fn])
-
-    def taken(self) -> None:
-        """Count a step."""
-        self._session.count(skipped=False)
-        self.note = None
-
-    def skipped(self, scaler: LossScaler) -> None:
-        """Tell of a skipped step; ``LossScaleError`` where scaling cannot go on. Synchronises."""
-        if self.note is not None:
-            self._session.notes.append(self.note)
-        self.note = None
-        told = amp_state.verbosity
-        ledger = Ledger([scaler], self._name_of, limit=MAX_SKIPS, verbosity=told)
-        ledger.skipped(self._session)
+def endless_overflow(
+    skips: int, scale: float, groups: Sequence[Sequence[torch.Tensor]]
+) -> LossScaleError:
+    """Return the error for overflows that do not end. Synchronises."""
+    where = [
+        f"parameter {place} of group {index}, of shape {tuple(param.shape)}"
+        for index, group in enumerate(groups)
+        for place, param in enumerate(group)
+        if not bool(torch.isfinite(dense_gradient(param)).all())
+    ]
+    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+    return worded(
+        LossScaleError,
+        f"{skips} optimizer steps in a row skipped; gradients overflow in "
+        f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
+        "Training needs a step without overflow now and then",
+        "Check that the loss is finite, call zero_grad() after each step, lower a static "
+        "scale or the learning rate, or train in bfloat16",
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tests take opt levels from one list, so that a new level meets them all or is missed by name."""
+"""Tests take opt levels from one list, so that a new level meets them all, and words from books."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -48,3 +48,18 @@ def test_levels_are_listed_once() -> None:
 )
 def test_planted_lists_are_found(template: str, levels: object, expected: str | None) -> None:
     assert list(violations(template.format(levels))) == [expected] * (expected is not None)
+
+
+# -- books of approved words: in order, and nothing in them that no test asks for ------------------
+
+
+BOOKS = sorted((TESTS / "approved").glob("*.txt"))
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
+def test_a_book_has_each_name_once_and_some_test_names_it(book: Path) -> None:
+    names = [line.split(" | ", 1)[0] for line in book.read_text("utf-8").splitlines()]
+    assert names == list(dict.fromkeys(names))
+    sources = [path.read_text("utf-8") for path in TESTS.rglob("*.py")]
+    asking = "\n".join(source for source in sources if f'"{book.stem}"' in source)
+    assert [name for name in names if f'"{name}"' not in asking] == []

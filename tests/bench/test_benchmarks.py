@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Variants and loops by hand do the same work, rows are complete, and tables are what they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import bench_step
+import bench_storage
+import preamp
+import table
+from preamp.kernels import cpu_lacks_matmul
+from preamp_bench import records, step, train
+from preamp_bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
+from preamp_bench.loops import BY_HAND, SETTINGS, make_loop
+from preamp_bench.memory import Peak
+from preamp_bench.records import Record
+from preamp_bench.step import BF16_ONLY, FP32, HALF, Contender
+from preamp_bench.tasks import TASKS, TaskConfig, make_task
+from preamp_bench.weights import Gradients, StepCase, Weights, Work
+
+CPU = torch.device("cpu")
+TINY = Effort(seconds=0, most=5, warmup=0)
+FIELDS = {
+    *("benchmark", "name", "group", "status", "parameters", "tensors", "half", "clip"),
+    *("date", "device", "cpu", "cores", "threads", "python", "torch", "preamp", "commit"),
+}
+MEASURED = FIELDS | {
+    *("baseline", "best", "p20", "p50", "p80", "best_ratio", "ratio_p20", "ratio_p50", "ratio_p80"),
+    *("rounds", "bytes_per_parameter", "share_of_copy", "copy_gb_s"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the function that would be compiled; compiling takes longer than all tests here."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def case(half: torch.dtype = torch.float16, *, clip: bool = True) -> StepCase:
+    return StepCase(parameters=1003, tensors=4, half=half, clip=clip, device=CPU)
+
+
+def weights_after(contender: Contender, of: StepCase, gradients: Gradients) -> list[Tensor]:
+    work = contender.build(of, gradients)
+    for _ in range(3):
+        gradients.refill()
+        work.step()
+    return [weight.detach().double() for weight in work.weights]
+
+
+def distance(ones: list[Tensor], others: list[Tensor]) -> float:
+    return max((one - other).abs().max().item() for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_all_variants_of_a_group_agree(half: torch.dtype, clip: bool) -> None:
+    of = case(half, clip=clip)
+    for contenders, dtype, scale in ((FP32, torch.float32, 2.0**16), (HALF[half], half, of.scale)):
+        gradients = Gradients(of, dtype, scale)
+        first, *others = (weights_after(each, of, gradients) for each in contenders)
+        start = [weight.detach().double() for weight in Weights(of).parameters()]
+        # Three AdamW steps of 1e-4 move every weight by up to 3e-4; then they are rounded.
+        ulp = torch.finfo(dtype).eps * max(weight.abs().max().item() for weight in start)
+        assert distance(first, start) > 2e-4
+        for other in others:
+            assert distance(first, other) <= 1e-6 + ulp
+
+
+def test_a_case_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "BF16_ONLY", BF16_ONLY[:1])
+    monkeypatch.setattr(step, "WITH_MASTERS", ())  # of packages that may be missing
+    rows = step.run_case(case(torch.bfloat16), TINY)
+    assert [set(row) for row in rows] == [MEASURED] * len(rows)
+    assert [row["group"] for row in rows] == [
+        *["float32"] * len(FP32),
+        *["bfloat16"] * len(HALF[torch.bfloat16]),
+        "bfloat16 only",
+        "copy",
+    ]
+    assert rows[-1]["share_of_copy"] == pytest.approx(1)
+    assert {row["parameters"] for row in rows} == {1003}
+
+
+def failing(error: Exception, *, may_fail: bool) -> Contender:
+    def build(_case: StepCase, _gradients: Gradients) -> Work:
+        raise error
+
+    return Contender(name="peer", build=build, bytes=lambda _: 1, may_fail=may_fail)
+
+
+def rows_with(contender: Contender, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+    monkeypatch.setattr(step, "BF16_ONLY", (contender,))
+    monkeypatch.setattr(step, "FP32", FP32[:1])
+    monkeypatch.setitem(HALF, torch.bfloat16, HALF[torch.bfloat16][:1])
+    return step.run_case(case(torch.bfloat16), TINY)
+
+
+def test_what_is_missing_here_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ImportError("No module named 'peer'")
+    row = rows_with(failing(error, may_fail=True), monkeypatch)[-1]
+    assert set(row) == FIELDS | {"reason", "copy_gb_s"}
+    assert (row["name"], row["status"]) == ("peer", "not measured")
+    assert row["reason"] == "ImportError: No module named 'peer'"
+
+
+def test_the_command_measures_prints_and_keeps_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(step, "BF16_ONLY", ())
+    options = "--params 500 --tensors 3 --seconds 0 --clips no".split()
+    bench_step.main([*options, "--out", str(tmp_path / "rows.jsonl")])
+    torch.set_num_threads(threads)
+    told = capsys.readouterr().out
+    assert "preamp O2, FusedAdam" in told
+    assert "bfloat16, no clipping" in told
+    assert {row["parameters"] for row in records.read(tmp_path / "rows.jsonl")} == {500}
+
+
+# -- the host's update ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_times_every_storage(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        rows = bench_storage.host_updates(4096, threads, seconds=0.0)
+    finally:
+        torch.set_num_threads(before)
+    groups = ["1 thread", "2 threads"][:threads]
+    names = [f"{name}, {group}" for group in groups for name in ("copy", *bench_storage.UPDATED)]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        each = bench_storage.UPDATED.get(row["name"].partition(",")[0], 4.0)
+        assert row["gb_s"] * row["best"] == pytest.approx(each * 4096 / 1e6)
+
+
+# -- whole steps -----------------------------------------------------------------------------------
+
+
+MEMORY = {"weights", "masters", "gradients", "optimizer_state", "peak_bytes", "parameters"}
+
+
+def tiny(name: str = "gpt") -> TaskConfig:
+    return TaskConfig(name=name, width=16, batch=2)
+
+
+def weights_after_a_step(way: str, level: str, config: TaskConfig) -> list[Tensor]:
+    loop = make_loop(make_task(config), way, level)
+    try:
+        loop.backward()
+        loop.update()
+        return [weight.detach().double() for weight in loop.model.parameters()]
+    finally:
+        if way != "by hand":
+            preamp.engine_of(loop.optimizer).close()
+
+
+@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("level", BY_HAND)
+def test_loops_by_hand_train_as_preamp_does(level: str, model: str) -> None:
+    by_hand = weights_after_a_step("by hand", level, tiny(model))
+    ours = weights_after_a_step("torch AdamW", level, tiny(model))
+    for one, other in zip(by_hand, ours, strict=True):
+        if level == "O0" or (level in ("O4", "O5") and not cpu_lacks_matmul(torch.bfloat16)):
+            # The norm is summed in another order, and O5 rounds weights to bfloat16 once more.
+            rtol = 2.0**-8 if level == "O5" else 0.0
+            torch.testing.assert_close(one, other, rtol=rtol, atol=SETTINGS["lr"] * 1e-3)
+        # Adam moves a weight by lr in its first step. Where products are rounded differently the
+        # sign of a gradient near zero may be another one; on the whole the steps agree.
+        assert (one - other).abs().mean() <= SETTINGS["lr"] / 4
+
+
+@pytest.mark.full
+def test_a_level_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of workers that are processes."""
+    monkeypatch.setattr(train, "LAUNCHES", 1)
+    rows = train.run_level(tiny(), "O5", Effort(seconds=0, most=5))
+    names = ["O5 by hand", train.AUTOCAST, "preamp O5, torch AdamW", "preamp O5, FusedAdam"]
+    assert [row["name"] for row in rows] == names
+    assert {row["baseline"] for row in rows} == {"O5 by hand"}
+    assert {row["threads"] for row in rows} == {1}
+    for row in rows:
+        assert row["best"] > 0
+        assert row.keys() >= MEMORY | {"to_autocast", *records.provenance(torch.device("cpu"))}
+
+
+# -- the harness, and tables of what it measured ---------------------------------------------------
+
+
+SHORT = Effort(seconds=0, most=FEWEST_ROUNDS, warmup=1)
+
+
+def taking(milliseconds: float, name: str, group: str = "g") -> Variant:
+    return Variant(name=name, group=group, seconds=lambda: milliseconds / 1e3)
+
+
+def test_variants_take_turns() -> None:
+    calls: list[str] = []
+    variants = [
+        Variant(
+            name=name,
+            group="g",
+            seconds=stopwatch(
+                lambda name=name: calls.append(name),
+                prepare=lambda name=name: calls.append(f"prepare {name}"),
+            ),
+        )
+        for name in "ab"
+    ]
+    measure(variants, SHORT)
+    assert calls[:4] == ["prepare a", "a", "prepare b", "b"]
+    assert calls[4:12] == [*calls[:4], "prepare b", "b", "prepare a", "a"]
+    assert calls.count("a") == calls.count("b") == FEWEST_ROUNDS + 1
+
+
+def test_ratios_are_to_the_first_of_the_group() -> None:
+    variants = [taking(4, "slow"), taking(1, "fast"), taking(2, "other", "h")]
+    rows = measure(variants, SHORT)
+    assert [row.baseline for row in rows] == ["slow", "slow", "other"]
+    assert [row.best for row in rows] == pytest.approx([4, 1, 2])
+    assert [row.best_ratio for row in rows] == pytest.approx([1, 0.25, 1])
+    assert rows[1].ratio_p20 == pytest.approx(0.25)
+    assert rows[1].ratio_p80 == pytest.approx(0.25)
+
+
+def test_rows_carry_their_provenance(tmp_path: Path) -> None:
+    rows = measure([taking(1, "a")], SHORT)
+    facts = records.provenance(torch.device("cpu"))
+    path = tmp_path / "new" / "rows.jsonl"
+    for _ in range(2):
+        records.append(path, [records.measured(row, **facts) for row in rows])
+    lines = records.read(path)
+    assert len(lines) == 2
+    assert lines[0]["status"] == "measured"
+    for key in ("device", "cores", "threads", "torch", "preamp", "commit", "date", "p50"):
+        assert lines[0][key]
+    assert json.loads(path.read_text(encoding="utf-8").splitlines()[1]) == lines[1]
+
+
+# -- peak memory ------------------------------------------------------------------------------
+
+
+MEGABYTES = 64
+CPU = torch.device("cpu")
+
+
+def fill() -> None:
+    torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
+def test_a_tensor_that_is_gone_again_counts() -> None:
+    fill()
+    peak = Peak(CPU)
+    before = peak.bytes()
+    fill()
+    after = peak.bytes()
+    assert before is not None
+    assert after is not None
+    assert before < MEGABYTES * 2**20 / 2
+    assert after > MEGABYTES * 2**20 * 0.9
+
+
+# -- the table --------------------------------------------------------------------------------
+
+
+MACHINE = {"device": "CPU", "torch": "2.9", "python": "3.12", "commit": "abc", "threads": 1}
+UPDATE = {"parameters": 1000, "tensors": 10, "half": "float16", "clip": True}
+NAMES = {"torch, naive": 1234.5, "GradScaler + fused AdamW": 4.0, "preamp O2, FusedAdam": 2.0}
+
+
+def update(name: str, best: float, day: int = 1, **changes: object) -> records.Record:
+    date = {"date": f"2026-01-0{day}", "name": name, "best": best, "status": "measured"}
+    return {**MACHINE, **UPDATE, **date, **changes}
+
+
+def test_a_line_has_the_latest_run_of_the_newest_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [update(name, best, day=2) for name, best in NAMES.items()]
+    rows += [update("preamp O2 split, FusedAdam", 3.0, day=1)]  # of an earlier run
+    rows += [update("torch, naive", 5.0, day=1, device="another")]
+    rows += [update("torch, naive", 5.0, day=3, clip=False)]
+    rows += [{**rows[0], **records.not_measured("preamp O2 compact, FusedAdam", "", "why")}]
+    records.append(tmp_path / "step.jsonl", rows)
+    step = {"model": "gpt", "level": "O5"}
+    records.append(tmp_path / "train.jsonl", [update("preamp O5, FusedAdam", 9.0, **step)])
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["table.py"])
+    table.main()
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        "| update of 1,000 in 10 | O2 | 1,234 | 4.00 | – | 2.00 | – | – | 0.50 | abc |",
+        "| gpt | O5 | – | – | – | 9.00 | – | – | – | abc |",
+    ]
