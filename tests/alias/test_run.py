@@ -65,6 +65,15 @@ def test_a_script_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None
     assert seen(python(*RUN, "sub/look.py", *OPTIONS)) == plain
 
 
+@pytest.mark.full
+def test_a_module_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None:
+    written(tmp_path, "pkg/__init__.py", "")
+    written(tmp_path, "pkg/look.py", WHAT_IT_SEES)
+    plain = seen(python("-m", "pkg.look", *OPTIONS))
+    assert plain["spec"] == ["pkg.look", str(tmp_path / "pkg" / "look.py")]
+    assert seen(python(*RUN, "-m", "pkg.look", *OPTIONS)) == plain
+
+
 def test_a_package_runs_its_main(python: Run, preamp_run: Run, tmp_path: Path) -> None:
     written(tmp_path, "pkg/__init__.py", "")
     written(tmp_path, "pkg/__main__.py", WHAT_IT_SEES)
@@ -299,6 +308,17 @@ def test_workers_of_a_script(python: Run, tmp_path: Path) -> None:
         "[0, 1] apex.amp apex.amp",
         "[4, 9] apex.amp apex.amp",
     ]
+
+
+@pytest.mark.full
+def test_workers_of_a_module(python: Run, tmp_path: Path) -> None:
+    """They import the module again by its name, not by its file."""
+    short = WORKERS.replace('("spawn", "forkserver")', '("spawn",)').partition("    loader")[0]
+    end = "\n\nif __name__ == '__main__':\n    main()\n"
+    (tmp_path / "workers.py").write_text(short + end, "utf-8")
+    done = python("-m", "preamp", "run", "-m", "workers")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "spawn preamp.compat.scaler apex.amp __mp_main__\n"
 
 
 @pytest.fixture

@@ -55,6 +55,8 @@ class Script:
 
     def step(self, attack: str) -> None:
         """Train a step, the attacked one in the way that ``attack`` says."""
+        if attack == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if attack == "saves alone":
             run = preamp.RunState(self.model, self.optimizer)
             dcp.save({"run": run}, checkpoint_id=self.folder / "alone")
@@ -62,10 +64,11 @@ class Script:
             state = {"loss_scale": 4.0, "unskipped": 0}
             self.engine.load_state_dict({"loss_scaler0": state})
         loss = self.model(torch.randn(4, 4)).float().square().mean()
-        with preamp.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
-            if attack == "raises in a block":
-                raise ValueError("on purpose")
+        if attack != "skips a block":
+            with preamp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+                if attack == "raises in a block":
+                    raise ValueError("on purpose")
         if attack == "raises in a step":
             self.optimizer.register_step_pre_hook(_fail)
         self.optimizer.step()
@@ -84,8 +87,8 @@ def run_rank(rank: int, folder: Path, attacks: Sequence[str]) -> None:
         place.mkdir(exist_ok=True)
         join_ranks(rank, 2, place, GROUP_SECONDS)
         began, found = time.monotonic(), ""
-        if attack == "joins too late" and rank == 1:
-            time.sleep(2 * GROUP_SECONDS)
+        if attack.startswith("joins") and rank == 1:
+            time.sleep(GROUP_SECONDS * (2 if attack == "joins too late" else 0.5))
         try:
             found = Script(attack, place).run()
         except Exception as error:
@@ -104,6 +107,7 @@ LOST = "RuntimeError: .*(closed by peer|reset by peer|[Tt]imed out)"
 ON_PURPOSE = "ValueError: on purpose"
 SAVING = "PreampError: Another rank did not answer while a checkpoint was saved"
 COMPARING = "PreampError: Another rank did not answer while the ranks were compared"
+FINISHED = f"finished, {STEPS} steps"
 
 # What comes of an attack by the second rank on the first rank, and on the second.
 ENDS = {
@@ -111,6 +115,7 @@ ENDS = {
     "raises in a block": (LOST, ON_PURPOSE),
     "raises in a step": (LOST, ON_PURPOSE),
     "loads an engine alone": (LOST, COMPARING),
+    "joins late": (FINISHED, FINISHED),
     "joins too late": (COMPARING, COMPARING),
 }
 QUICK = ("saves alone", "raises in a block")
@@ -129,6 +134,23 @@ def test_every_rank_has_the_reason_in_time(tmp_path: Path, attacks: Sequence[str
             found = json.loads((tmp_path / attack / f"rank{rank}").read_text())
             assert re.match(wanted, found["came"], re.DOTALL), (attack, rank, found)
             assert found["seconds"] < PATIENCE_SECONDS / 2, (attack, rank)
+
+
+@needs_fully_shard
+@pytest.mark.full
+@pytest.mark.parametrize("attack", ["is killed", "skips a block"])
+def test_nobody_trains_on(tmp_path: Path, attack: str) -> None:
+    """A block that one rank skips is followed by collectives that do not fit each other.
+
+    gloo notices by their kinds, and the ranks wait until the timeout, or by their sizes, and ends
+    one process: the other has its connection closed.
+    """
+    codes = _exit_codes(tmp_path, [attack])
+    told = [json.loads(path.read_text())["came"] for path in (tmp_path / attack).glob("rank?")]
+    assert told
+    assert all(re.match(LOST, came, re.DOTALL) for came in told)
+    assert sum(code == 0 for code in codes) == len(told)
+    assert codes[1] != 0 or attack != "is killed"
 
 
 def _exit_codes(folder: Path, attacks: Sequence[str]) -> list[int]:
