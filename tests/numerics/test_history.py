@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import os
+import subprocess
 import sys
 import warnings
 import weakref
@@ -234,6 +235,20 @@ def test_two_histories_do_not_share_a_file(tmp_path: Path) -> None:
     second.add(step(2))
     assert steps_of(second) == [1, 2]
     second.close()
+
+
+@pytest.mark.full
+def test_another_process_does_not_write_to_the_file_either(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    kept = History(path)
+    kept.add(step(1))
+    script = (
+        "from preamp.numerics import History, ResumeRecord;"
+        f"History({str(path)!r}).add(ResumeRecord(step=0))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "is being written already" in done.stderr
+    kept.close()
 
 
 def test_a_history_that_is_not_used_makes_no_file(tmp_path: Path) -> None:
