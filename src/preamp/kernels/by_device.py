@@ -54,23 +54,14 @@ class ByDevice(Ops):
         self.name = name
         self.on = functools.cache(ops_of)
 
-    def census(
-        self,
-        grads: Tensors,
-        device: torch.device,
-        *,
-        with_norm: bool = False,
-        with_max_abs: bool = True,
-    ) -> Census:
+    def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
         grads = locals_of(grads)
         groups = _by_device(grads)
-        options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
         if len(groups) < 2:
-            return self.on(next(iter(groups), device)).census(grads, device, **options)
+            here = self.on(next(iter(groups), device))
+            return here.census(grads, device, with_norm=with_norm)
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         largest: dict[int, torch.Tensor] = {}
-        finite: dict[int, torch.Tensor] = {}
-        knows_finite = False
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
             own = [grads[place] for place in places]
@@ -79,15 +70,10 @@ class ByDevice(Ops):
             zeros = torch.zeros(len(own), dtype=torch.float32, device=device)
             max_abs = zeros if part.max_abs is None else part.max_abs
             largest.update(zip(places, max_abs.unbind(), strict=True))
-            max_finite = zeros + torch.nan if part.max_finite is None else part.max_finite
-            finite.update(zip(places, max_finite.unbind(), strict=True))
-            knows_finite = knows_finite or part.max_finite is not None
             if part.norm is not None:
                 norms.append(part.norm)
         norm = self.on(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
-        return Census(
-            found_inf, norm, _in_order(largest), _in_order(finite) if knows_finite else None
-        )
+        return Census(found_inf, norm, _in_order(largest))
 
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
@@ -97,8 +83,6 @@ class ByDevice(Ops):
             return [sharded_as(local, half) for local, half in zip(wide, halves, strict=True)]
         return wide
 
-    scale_add_ = _on_each("scale_add_")
-    cast_copy_ = _on_each("cast_copy_", decides=1)
     take_over_ = _on_each("take_over_")
     split_ = _on_each("split_", decides=1)
     join_ = _on_each("join_", decides=2)
@@ -119,17 +103,6 @@ class ByDevice(Ops):
             part = self.on(where).l2norms(own, by, device)
             norms.update(zip(places, part.unbind(), strict=True))
         return _in_order(norms)
-
-    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
-        tensors = locals_of(tensors)
-        groups = _by_device(tensors)
-        if len(groups) < 2:
-            return self.on(next(iter(groups), device)).l2norm(tensors, factors, device)
-        norms: list[torch.Tensor] = []
-        for where, places in groups.items():
-            own, by = pick(places, tensors, factors)
-            norms.append(self.on(where).l2norm(own, by, device))
-        return self.on(device).l2norm(norms, [None] * len(norms), device)
 
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update

@@ -66,20 +66,6 @@ class Combining(Ops):
 
         self._each((targets, xs, ys), lambda plan: self._combine(plan, a, b), rest)
 
-    def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
-        def rest(grads: Any, _: Any, addends: Any) -> None:
-            self.plain.scale_add_(grads, factor, addends)
-
-        self._each((grads, grads, addends), lambda plan: self._combine(plan, factor), rest)
-
-    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        def rest(targets: Any, sources: Any, _: Any) -> None:
-            self.plain.cast_copy_(sources, targets)
-
-        check_lengths(sources, targets)
-        lists = targets, sources, [None] * len(targets)
-        self._each(lists, lambda plan: self._combine(plan, 1.0), rest)
-
     def take_over_(self, masters: Tensors, halves: Tensors) -> None:
         self._each((masters, halves), self._take_over, self.plain.take_over_)
 

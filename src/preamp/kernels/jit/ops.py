@@ -89,69 +89,30 @@ class Jit(Combining):
     # -- what is read and not written ------------------------------------------------------------
 
     @torch.no_grad()
-    def census(
-        self,
-        grads: Tensors,
-        device: torch.device,
-        *,
-        with_norm: bool = False,
-        with_max_abs: bool = True,
-    ) -> Census:
-        """See `preamp.kernels.ops.Ops.census`.
-
-        With a norm, single values are looked at only if the norm is not finite, and the largest
-        finite ones of each tensor only if there is an overflow or they were asked for.
-        """
+    def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
+        """See `preamp.kernels.ops.Ops.census`; values are looked at unless norms are finite."""
         parts, others = parts_of(grads)
-        if not parts:
-            options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
-            return _PLAIN.census(grads, device, **options)
-        rest = _PLAIN.census(pick(grads, others), _CPU) if others else None
-        norm = largest = finite = None
-        tops: list[tuple[np.ndarray, np.ndarray]] = []
-        is_finite = with_norm
+        norm = None
         if with_norm:
             norms = _norms_of(grads, parts, others)
-            is_finite = bool(np.isfinite(norms).all())
             norm = _scalar(_norm(norms), device)
-        if with_max_abs or not is_finite:
-            tops = [_largest(part, finite=with_max_abs) for part in parts]
-            is_finite = all([np.isfinite(top).all() for top, _ in tops])
-        if rest is not None and rest.found_inf.item() != 0:
-            is_finite = False
-        if not is_finite and not with_max_abs:  # the finite ones were not asked for, but are now
-            tops = [_largest(part, finite=True) for part in parts]
-        if with_max_abs or not is_finite:
-            largest, finite = np.zeros(len(grads)), np.zeros(len(grads))
-            for part, found in zip(parts, tops, strict=True):
-                largest[part.places], finite[part.places] = (_highest(part, top) for top in found)
-            if rest is not None and rest.max_abs is not None:
-                largest[others], finite = rest.max_abs.numpy(), None
-        found_inf = _scalar(float(not is_finite), device)
-        return Census(found_inf, norm, _float32(largest, device), _float32(finite, device))
+            if np.isfinite(norms).all():
+                return Census(_scalar(0.0, device), norm)
+        largest = np.zeros(len(grads))
+        for part in parts:
+            largest[part.places] = _largest(part)
+        if others:
+            rest = _PLAIN.census(pick(grads, others), _CPU)
+            largest[others] = cast("torch.Tensor", rest.max_abs).numpy()
+        found_inf = _scalar(float(not np.isfinite(largest).all()), device)
+        return Census(found_inf, norm, _float32(largest, device))
 
     @torch.no_grad()
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
         parts, others = parts_of(tensors)
-        if not parts:
-            return _PLAIN.l2norms(tensors, factor, device)
-        norms = _norms_of(tensors, parts, others, factor)
-        return cast("torch.Tensor", _float32(norms, device))
-
-    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
-        check_lengths(tensors, factors)
-        parts, others = parts_of(tensors)
-        if not parts:
-            return _PLAIN.l2norm(tensors, factors, device)
-        norms, numbers = _norms_of(tensors, parts, others), _numbers(factors)
-        if len({*numbers.values()}) == 1:  # as a rule: one backward, one factor, or a scale of 1
-            if (by := next(iter(numbers.values()))) != 1.0:
-                norms = norms * by
-        elif numbers:
-            norms = norms * np.array([numbers[id(factor)] for factor in factors])
-        return _scalar(_norm(norms), device)
+        return _float32(_norms_of(tensors, parts, others, factor), device)
 
     tally: Any = _PLAIN.tally
 
@@ -166,7 +127,8 @@ class Jit(Combining):
         self, plan: Plan, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
     ) -> None:
         if factors:
-            numbers = _numbers(factors)
+            distinct = dict(zip(map(id, factors), factors, strict=True))
+            numbers = {key: _plain(by) for key, by in distinct.items()}
             each = np.array([numbers[id(factors[place])] for place in plan.places], np.float32)
         else:
             each = _vector(a, plan)
@@ -223,15 +185,10 @@ def _norms_in(plan: Plan, row: int, factor: torch.Tensor | None) -> np.ndarray:
     return np.sqrt(_by_tensor(plan, sums))
 
 
-def _largest(plan: Plan, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Per chunk the largest magnitude, nan above infinity, and the largest finite one, float64."""
-    tops = np.zeros((2, chunks_of(plan).table.shape[1]))
-    _read(plan, row, loops.find_largest, finite, tops[0], tops[1])
-    return tops[0], tops[1]
-
-
-def _highest(plan: Plan, tops: np.ndarray) -> np.ndarray:
-    """Of each tensor the largest of its chunks."""
+def _largest(plan: Plan, row: int = 0) -> np.ndarray:
+    """The largest magnitude of each tensor, nan above infinity, float64."""
+    tops = np.zeros(chunks_of(plan).table.shape[1])
+    _read(plan, row, loops.find_largest, tops)
     found = np.zeros(len(plan.places))
     with np.errstate(invalid="ignore"):  # a nan stays
         np.maximum.at(found, chunks_of(plan).table[0], tops)
@@ -263,12 +220,6 @@ def _norm(norms: np.ndarray) -> float:
     return math.sqrt(float((norms * norms).sum()))
 
 
-def _numbers(factors: Column) -> dict[int, float]:
-    """What each of the distinct ``factors`` says, by its ``id``; 1 for ``None``."""
-    distinct = dict(zip(map(id, factors), factors, strict=True))
-    return {key: 1.0 if by is None else _plain(by) for key, by in distinct.items()}
-
-
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
     number = _number(value)
     if device.type == "cpu":  # elsewhere a copy would wait for the device
@@ -276,9 +227,7 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
     return torch.full((), float(number), dtype=torch.float32, device=device)
 
 
-def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    if values is None:
-        return None
+def _float32(values: np.ndarray, device: torch.device) -> torch.Tensor:
     with np.errstate(over="ignore"):  # finite float64 values may lie beyond float32's range
         return cast("torch.Tensor", _torch.from_numpy(values.astype(np.float32)).to(device))
 
@@ -395,7 +344,7 @@ class Launch(Work):
         if isinstance(rule, LambRule):
             return self.lamb_norms().unbind()
         if isinstance(rule, NovoGradRule) and rule.uses_max_norm:
-            largest = _highest(self.plan, _largest(self.plan, 1, finite=False)[0])
+            largest = _largest(self.plan, 1)
             wide = _torch.from_numpy(largest).to(torch.float32)
             return (wide if factor is None else wide * factor.to(_CPU, torch.float32),)
         norms = _torch.from_numpy(_norms_in(self.plan, 1, factor)).to(torch.float32)

@@ -201,7 +201,6 @@ def taken_over(typing: Any, value: Any, half: Any) -> Any:
 
 
 _MAGNITUDES = {_F16: _F16, _BF16: _F16, types.float32: types.uint32}
-_INFINITY = {_F16: 0x7C00, _BF16: 0x7F80, types.float32: 0x7F800000}
 
 
 @intrinsic
@@ -217,18 +216,6 @@ def magnitude(typing: Any, raw: Any) -> Any:
         return builder.and_(builder.bitcast(args[0], whole), whole(2 ** (bits.bitwidth - 1) - 1))
 
     return bits(raw), generate
-
-
-@intrinsic
-def finite_or_zero(typing: Any, bits: Any, raw: Any) -> Any:
-    """A magnitude if it is that of a finite value, else that of zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = ir.IntType(bits.bitwidth)
-        is_finite = builder.icmp_unsigned("<", args[0], whole(_INFINITY[raw]))
-        return builder.select(is_finite, args[0], whole(0))
-
-    return bits(bits, raw), generate
 
 
 @intrinsic
