@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from cases.rules import BF16, F16, F32, F64
 from cases.selection import examples
 from cases.tolerances import assert_same
-from preamp.kernels import Census, backend
-from preamp.kernels.by_device import ByDevice
+from preamp.kernels import backend
 
 REFERENCE = backend("reference")
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Update
-from preamp.kernels.vectors import stack
+from preamp.kernels.vectors import norm, stack
 
 
 def _on_each(op: str, decides: int = 0) -> Any:
@@ -67,13 +67,17 @@ class ByDevice(Ops):
             own = [grads[place] for place in places]
             part = self.on(where).census(own, device, with_norm=with_norm)
             found_inf = torch.maximum(found_inf, part.found_inf)
-            zeros = torch.zeros(len(own), dtype=torch.float32, device=device)
-            max_abs = zeros if part.max_abs is None else part.max_abs
-            largest.update(zip(places, max_abs.unbind(), strict=True))
+            if part.max_abs is not None:
+                largest.update(zip(places, part.max_abs.unbind(), strict=True))
             if part.norm is not None:
                 norms.append(part.norm)
-        norm = self.on(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
-        return Census(found_inf, norm, _in_order(largest))
+        zero = torch.zeros_like(found_inf)  # where nothing was found, and all is finite
+        each = {place: largest.get(place, zero) for place in range(len(grads))}
+        return Census(
+            found_inf,
+            norm(stack(norms)) if with_norm else None,
+            _in_order(each) if largest else None,
+        )
 
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
@@ -87,7 +91,6 @@ class ByDevice(Ops):
     split_ = _on_each("split_", decides=1)
     join_ = _on_each("join_", decides=2)
     axpby_ = _on_each("axpby_")
-    tally = _on_each("tally")
 
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ops that do the same to each element: planned lists in kernels, other places in `plain`."""
+"""Ops of back ends with kernels: planned lists in these, other places in `plain`."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
 from preamp.kernels.ops import Column, Ops, Tensors
 from preamp.kernels.plans import Plan, check_lengths, pick
-from preamp.kernels.update import Scalar
+from preamp.kernels.rules import LambRule, Rule
+from preamp.kernels.update import Scalar, Update
+from preamp.kernels.works import Work, works_of
 
 _LOWS = frozenset({torch.int16})
 
 
 class Combining(Ops):
-    """Linear combinations, casts among them, and what splits and joins."""
+    """All ops but what measures, which back ends have of their own."""
 
     plain: Ops
+    works: ClassVar[type[Work]]
 
     @abstractmethod
     def _planned(
@@ -101,3 +105,32 @@ class Combining(Ops):
             for place, result in zip(others, self.plain.widen_add(*own), strict=True):
                 results[place] = result
         return results
+
+    @torch.no_grad()
+    def update_(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+    ) -> None:
+        works, others = works_of(self.works, params, grads, *state, rule=rule, update=update)
+        try:
+            for work in works:
+                work.start()
+        finally:  # whoever keeps works keeps no tensors
+            for work in works:
+                work.plan.rows = ()
+        if others:
+            lists = [pick(row, others) for row in (params, grads, *state)]
+            self._check(lists[0])
+            self.plain.update_(*lists, rule=rule, update=update.at(others))
+
+    @torch.no_grad()
+    def lamb_norms(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
+    ) -> torch.Tensor:
+        told = replace(update, standing=None)
+        works, others = works_of(self.works, params, grads, *state, rule=rule, update=told)
+        if others or len(works) != 1:
+            return self.plain.lamb_norms(params, grads, *state, rule=rule, update=update)
+        return works[0].lamb_norms()
+
+    def _check(self, tensors: Tensors) -> None:
+        """Refuse tensors that lie where this back end does not compute."""

@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
-from typing import Final
 
 import torch
 
@@ -53,29 +52,6 @@ class Census:
     # float32, shape ``(n,)``: largest magnitude per tensor, in the order given; nan or inf marks
     # the tensors that are not finite. May be ``None`` where a norm tells that all are.
     max_abs: torch.Tensor | None = None
-
-
-EXPONENTS: Final = range(-149, 128)
-"""Exponents that float32 values can have, subnormal ones included."""
-
-ZERO: Final = 0
-NONFINITE: Final = 1
-BELOW: Final = 2
-FIRST: Final = 3
-ABOVE: Final = FIRST + len(EXPONENTS)
-BINS: Final = ABOVE + 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tally:
-    """What a read of one tensor tells of its values; on the tensor's device."""
-
-    # int64, shape ``(BINS,)``: how many are zero, infinite or nan, of a magnitude below 2**-149
-    # (float64 only), of each of `EXPONENTS`, of a magnitude from 2**128 (float64 only)
-    counts: torch.Tensor
-    # float32 (float64 of a float64 tensor), shape ``(2,)``: largest finite magnitude, and root mean
-    # square of the finite values
-    extremes: torch.Tensor
 
 
 class Ops(ABC):
@@ -171,14 +147,6 @@ class Ops(ABC):
         elif factors and factors[0] is not None:  # as a rule: one backward, one factor
             norms = norms * _number(factors[0], device)
         return norm(norms)
-
-    @abstractmethod
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        """Count the values of each tensor by ``floor(log2(abs(x)))``; mutates nothing.
-
-        Tensors are real floating point and dense, of any shape and layout. Counts and largest
-        magnitudes are exact. The squares neither overflow nor underflow.
-        """
 
     @abstractmethod
     def update_(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -18,41 +19,49 @@ from preamp.kernels.update import Update, norms_at
 PLAIN = Stored()
 
 
-class Work:
+class Work(ABC):
     """One launch of an update.
 
     Its lists are called ``P`` and ``G``, ``M`` and ``V`` (state), ``H`` (halves), ``L`` (lows),
     ``N`` (state of one number for each tensor), ``S`` and ``T`` (scales of ``M`` and ``V``).
     """
 
-    __slots__ = ("dtypes", "leads", "names", "norms", "plan", "rule", "stored", "update")
+    __slots__ = ("dtypes", "formats", "leads", "names", "norms", "plan", "rule", "states", "stored",
+                 "update")  # fmt: skip
     only_on: ClassVar[str | None] = None
     """The type of devices that kernels work on, if not all that they are given."""
 
     def __init__(self, plan: Plan, names: Sequence[str], rule: Rule, update: Update) -> None:
-        self.plan, self.names, self.rule, self.update = plan, names, rule, update
+        self.plan, self.names = plan, names
         self.dtypes: dict[str, Any] = dict(zip(names, plan.dtypes, strict=True))
-        # As given, if they are
-        self.norms = None if update.norms is None else norms_at(update.norms, plan.places)
         self.stored = update.stored or PLAIN
         p, half = self.dtypes["P"], self.dtypes["H"]
         # Whether there are half weights, which parameters refine
         self.leads = update.halves_lead and half is not None and lead(p, half)
+        # The names of state that kernels read and write
+        self.states = [name for name in "MV" if self.dtypes.get(name) is not None]
+        # How that is kept
+        kept = [*self.stored.formats[: len(self.states)]]
+        self.formats = kept + [Format.PLAIN] * (len(self.states) - len(kept))
+        self.tell(rule, update)
+
+    def tell(self, rule: Rule, update: Update) -> None:
+        """Take what differs from one update of the same lists to the next."""
+        self.rule, self.update = rule, update
+        # As given, if they are
+        self.norms = None if update.norms is None else norms_at(update.norms, self.plan.places)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Launch the update."""
+
+    @abstractmethod
+    def lamb_norms(self) -> torch.Tensor:
+        """The norms of parameters and directions, see `Ops.lamb_norms`."""
 
     def rows(self, name: str) -> Tensors:
         """The list of this name, without tensors if there is none."""
         return self.plan.rows[self.names.index(name)] if name in self.names else ()
-
-    @property
-    def formats(self) -> list[Format]:
-        """How ``M`` and ``V`` are kept, of those that there are."""
-        kept = [*self.stored.formats[: len(self.states)]]
-        return kept + [Format.PLAIN] * (len(self.states) - len(kept))
-
-    @property
-    def states(self) -> list[str]:
-        """The names of state that kernels read and write."""
-        return [name for name in "MV" if self.dtypes.get(name) is not None]
 
     @property
     def by_chance(self) -> bool:
@@ -76,9 +85,9 @@ class Work:
     def note_written(self) -> None:
         """Let autograd know of all that the update has changed."""
         left = ("G", "M") if self.rule.leaves_state else ("G",)
-        rows = zip(self.names, self.plan.rows, strict=True)
-        written = [tensor for name, row in rows if name not in left for tensor in row]
-        torch.autograd.graph.increment_version(written)
+        for name, row in zip(self.names, self.plan.rows, strict=True):
+            if row and name not in left:
+                torch.autograd.graph.increment_version(row)
 
 
 W = TypeVar("W", bound=Work)
@@ -97,23 +106,27 @@ def works_of(
     scales = stored.scales[: len(shaped)]
     lists = [params, grads, *shaped, update.halves, stored.lows, *numbers, *scales]
     names = ["P", "G", *"MV"[: len(shaped)], "H", "L", *"N"[: len(numbers)], *"ST"[: len(scales)]]
-    plans = None if standing is None else standing.recall(lists)
-    others: list[int] = []
-    if plans is None:
-        check_lengths(*[column for column in lists if column is not None])
-        check_stored(params, state, update)
-        plans, others = planned(
-            *lists,
-            scalars=len(numbers) + len(scales),
-            codes=frozenset() if update.stored is None else STORED_DTYPES,
-            in_order=_by_chance(stored),
-            only_on=kind.only_on,
-        )
-        if others:  # what does not fit is among them
-            check_shapes(*[row for row in lists[: len(shaped) + 3] if row is not None])
-        elif standing is not None:
-            standing.note(lists, plans)
-    return [kind(plan, names, rule, update) for plan in plans], others
+    # What works are made for, besides the lists
+    told = kind, type(rule), rule.leaves_state, update.halves_lead, stored.formats, stored.seed
+    if standing is not None and standing.recall(lists, told):
+        for work in standing.works:
+            work.tell(rule, update)
+        return standing.works, []
+    check_lengths(*[column for column in lists if column is not None])
+    check_stored(params, state, update)
+    plans, others = planned(
+        *lists,
+        scalars=len(numbers) + len(scales),
+        codes=frozenset() if update.stored is None else STORED_DTYPES,
+        in_order=_by_chance(stored),
+        only_on=kind.only_on,
+    )
+    if others:  # what does not fit is among them
+        check_shapes(*[row for row in lists[: len(shaped) + 3] if row is not None])
+    works = [kind(plan, names, rule, update) for plan in plans]
+    if standing is not None and not others:
+        standing.note(lists, told, works)
+    return works, others
 
 
 def _by_chance(stored: Stored) -> bool:

@@ -370,7 +370,7 @@ def join_lists(first, last, chunks, at, room, found, half, low):
 
 @kernel
 def update(
-    first, last, chunks, at, room, found, kinds, half, low, second, layout, leads, inv_scale,
+    first, last, chunks, at, room, found, kinds, layout, half, low, second, leads, inv_scale,
     each, rule
 ):  # fmt: skip
     """An update by ``rule``, a record of `formulas`; ``each`` has a number for each tensor.

@@ -13,12 +13,11 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.tensors import host_reaches
 from preamp.kernels.checks import check_shapes, check_stored
-from preamp.kernels.ops import Census, Column, Ops, Tally, Tensors
+from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.plain.formulas import computed, measured, number_of, order_of
 from preamp.kernels.plain.fused import fused_kernel
 from preamp.kernels.plain.lists import Lists, Run, runs
 from preamp.kernels.plain.slots import LOW, PARAM, STATE, Slot, put
-from preamp.kernels.plain.tally import tally
 from preamp.kernels.plans import check_lengths, pick
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.stored import Format, join, split, taken_over
@@ -148,10 +147,6 @@ class Plain(Ops):
             return _far_norms(list(map(scaled, tensors)), 2.0, torch.float32, device)
         norms = [norm(scaled(tensor), _real_dtype(tensor)) for tensor in tensors]
         return stack([each.to(device, torch.float32) for each in norms])
-
-    @torch.no_grad()
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        return list(map(tally, tensors))
 
     # -- scaling, adding, casting ----------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import math
 from collections.abc import Iterable, Set
 from typing import Any
 
@@ -77,6 +79,12 @@ def width_of(*written: torch.dtype | None) -> int:
 
 def number(value: float) -> int:
     """The bits of ``value`` as float32, since Triton would specialise on floats."""
+    return _bits_of(value, math.copysign(1.0, value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bits_of(value: float, sign: float) -> int:
+    del sign  # which tells zeros apart
     return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
 
 

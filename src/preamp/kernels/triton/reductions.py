@@ -42,13 +42,6 @@ def gather(
     )
 
 
-def gathered(entries: Table, partials: torch.Tensor, *, largest: bool) -> torch.Tensor:
-    """Return what `gather` writes, as float32."""
-    results = partials.new_empty(entries.count)
-    gather(entries, partials, results, largest=largest)
-    return results
-
-
 def measure(
     entries: Table,
     column: tuple[int, torch.dtype | None],
@@ -152,5 +145,3 @@ class Reductions(Ops):
         if others:
             _put(total, others, PLAIN.l2norms(pick(tensors, others), factor, device))
         return total
-
-    tally: Any = PLAIN.tally
