@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from functools import lru_cache
-from itertools import chain
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -322,6 +321,8 @@ class Jit(Combining):
     def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
         """See `preamp.kernels.ops.Ops.census`; values are looked at unless norms are finite."""
         parts, others = parts_of(grads)
+        if not parts:
+            return _PLAIN.census(grads, device, with_norm=with_norm)
         norm = None
         if with_norm:
             norms = _norms_of(grads, parts, others)
@@ -342,6 +343,8 @@ class Jit(Combining):
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
         parts, others = parts_of(tensors)
+        if not parts:
+            return _PLAIN.l2norms(tensors, factor, device)
         return _float32(_norms_of(tensors, parts, others, factor), device)
 
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
@@ -373,5 +376,5 @@ class Jit(Combining):
         half = ZEROS[cast("torch.dtype", plan.dtypes[1])]
         low = np.int16(0) if plan.rows[2] else None
         walk(kernel, chunks_of(plan), plan.rows, plan.at, half, low)
-        written = plan.rows[:1] if joins else plan.rows[1:]
-        torch.autograd.graph.increment_version([*chain.from_iterable(written)])
+        for row in plan.rows[:1] if joins else plan.rows[1:]:
+            torch.autograd.graph.increment_version(row)

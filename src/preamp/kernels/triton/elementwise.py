@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,7 @@ import torch
 from preamp.kernels.combining import Combining
 from preamp.kernels.ops import Column
 from preamp.kernels.plans import Plan
-from preamp.kernels.triton.device.elementwise import (
-    combine_kernel,
-    convert_kernel,
-    take_over_kernel,
-)
+from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import PLAIN, launch, moved, planned_here, scalar, width_of
 from preamp.kernels.triton.tables import CHUNK, table
@@ -58,31 +54,17 @@ class Elementwise(Combining):
         torch.autograd.graph.increment_version(plan.rows[0])
 
     def _take_over(self, plan: Plan) -> None:
-        entries = table(plan)
         p, half = plan.dtypes
-        launch(
-            take_over_kernel,
-            (entries.chunks,),
-            entries,
-            P=KINDS[p],
-            H=KINDS[half],
-            CHUNK=CHUNK,
-            WIDTH=width_of(p),
-        )
-        torch.autograd.graph.increment_version(plan.rows[0])
+        self._converted(plan, [0], P=KINDS[p], H=KINDS[half], HOW=2, WIDTH=width_of(p))
 
     def _convert(self, plan: Plan, *, joins: bool) -> None:
-        entries = table(plan)
         wide, half, low = plan.dtypes
-        launch(
-            convert_kernel,
-            (entries.chunks,),
-            entries,
-            P=KINDS[half],
-            H=KINDS[low],
-            JOINS=joins,
-            CHUNK=CHUNK,
-            WIDTH=width_of(wide if joins else half),
-        )
-        written = plan.rows[:1] if joins else plan.rows[1:]
-        torch.autograd.graph.increment_version([*chain.from_iterable(written)])
+        width = width_of(wide if joins else half)
+        written = [0] if joins else [1, 2]
+        self._converted(plan, written, P=KINDS[half], H=KINDS[low], HOW=int(joins), WIDTH=width)
+
+    def _converted(self, plan: Plan, written: Sequence[int], **told: Any) -> None:
+        entries = table(plan)
+        launch(convert_kernel, (entries.chunks,), entries, CHUNK=CHUNK, **told)
+        for row in written:
+            torch.autograd.graph.increment_version(plan.rows[row])
