@@ -27,10 +27,11 @@ dtype, of the sum's largest term.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
+from typing import Any, cast
 
 import torch
 
@@ -39,7 +40,9 @@ from preamp.kernels.plans import Tensors as Tensors
 from preamp.kernels.plans import check_lengths
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Scalar, Update
-from preamp.kernels.vectors import norm, stack
+from preamp.kernels.vectors import stack
+
+_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,9 @@ class Ops(ABC):
             norms = norms * stack([near[id(by)] for by in factors])
         elif factors and factors[0] is not None:  # as a rule: one backward, one factor
             norms = norms * _number(factors[0], device)
-        return norm(norms)
+        # torch adds squares one after the other on a CPU
+        wide = torch.float64 if norms.device.type == "cpu" else None
+        return _vector_norm(norms, 2, dtype=wide).to(torch.float32)
 
     @abstractmethod
     def update_(

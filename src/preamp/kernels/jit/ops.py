@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from preamp.kernels.combining import Combining
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
 from preamp.kernels.jit.loops import blocks_in, chunks_of, in_blocks, walk
@@ -24,7 +23,7 @@ from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
 from preamp.kernels.stored import join
 from preamp.kernels.update import Scalar, Update
 from preamp.kernels.vectors import norms_of
-from preamp.kernels.works import Work
+from preamp.kernels.works import Combining, Work
 
 _PLAIN = Plain(fuses=False)
 _CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from preamp.kernels.combining import Combining
 from preamp.kernels.ops import Column
 from preamp.kernels.plans import Plan
 from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
@@ -17,6 +16,7 @@ from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import PLAIN, launch, moved, planned_here, scalar, width_of
 from preamp.kernels.triton.tables import CHUNK, table
 from preamp.kernels.update import Scalar
+from preamp.kernels.works import Combining
 
 
 class Elementwise(Combining):
