@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from preamp.core.tensors import devices_of
 from preamp.kernels.checks import check_shapes, check_stored
 from preamp.kernels.ops import Column, Ops, Tensors
 from preamp.kernels.plans import STORED_DTYPES, Plan, check_lengths, pick, planned
@@ -147,11 +148,13 @@ class Combining(Ops):
     plain: Ops
     works: ClassVar[type[Work]]
 
-    @abstractmethod
     def _planned(
         self, *lists: Column, codes: Set[torch.dtype] = frozenset()
     ) -> tuple[list[Plan], list[int]]:
         """See `planned`: plans, and the places that no kernel of this back end can take."""
+        plans, others = planned(*lists, codes=codes, only_on=self.works.only_on)
+        self._check({*devices_of(pick(lists[0], others)), *[plan.device for plan in plans]})
+        return plans, others
 
     @abstractmethod
     def _combine(
@@ -241,7 +244,7 @@ class Combining(Ops):
                 work.plan.rows = ()
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
-            self._check(lists[0])
+            self._check(devices_of(lists[0]))
             self.plain.update_(*lists, rule=rule, update=update.at(others))
 
     @torch.no_grad()
@@ -254,5 +257,5 @@ class Combining(Ops):
             return self.plain.lamb_norms(params, grads, *state, rule=rule, update=update)
         return works[0].lamb_norms()
 
-    def _check(self, tensors: Tensors) -> None:
-        """Refuse tensors that lie where this back end does not compute."""
+    def _check(self, devices: Set[torch.device]) -> None:
+        """Refuse devices on which this back end does not compute."""

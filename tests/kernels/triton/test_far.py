@@ -89,8 +89,9 @@ def far(ops: Any, part: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
             table = part("tables").Table(pointers, layout, table.count, table.chunks)
         launch(function, grid, table, **arguments)
 
-    for name in ("works", "reductions", "elementwise"):
+    for name in ("works", "ops"):
         monkeypatch.setattr(part(name), "table", far_table)
+    for name in ("works", "reductions", "ops"):
         monkeypatch.setattr(part(name), "launch", far_launch)
     monkeypatch.setattr(part("launch"), "launch", far_launch)
     monkeypatch.setattr(part("works").Launch, "_lay_tables", lay_far_tables)

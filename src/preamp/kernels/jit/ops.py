@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, cast
 
@@ -15,10 +15,10 @@ from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
 from preamp.kernels.jit.loops import blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
-from preamp.kernels.ops import Census, Column, Tensors
+from preamp.kernels.ops import Census, Tensors
 from preamp.kernels.plain import Plain
 from preamp.kernels.plain.formulas import number_of
-from preamp.kernels.plans import GRADS, Plan, check_lengths, pick, planned
+from preamp.kernels.plans import GRADS, Plan, check_lengths, pick
 from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
 from preamp.kernels.stored import join
 from preamp.kernels.update import Scalar, Update
@@ -29,11 +29,6 @@ _PLAIN = Plain(fuses=False)
 _CPU = torch.device("cpu")
 _torch: Any = torch
 _MOST = torch.finfo(torch.float32).max
-
-
-def parts_of(*lists: Column, codes: Set[torch.dtype] = frozenset()) -> tuple[list[Plan], list[int]]:
-    """The plans of lists, and the places that no kernel can walk; see `planned`."""
-    return planned(*lists, codes=codes, only_on="cpu")
 
 
 def _walk(plan: Plan, kernel: Any, *arguments: Any) -> None:
@@ -108,7 +103,7 @@ def _norms_of(
     others: Sequence[int],
     factor: torch.Tensor | None = None,
 ) -> np.ndarray:
-    """The norm of each tensor × ``factor``, float64; ``parts`` and ``others`` from `parts_of`."""
+    """The norm of each tensor × ``factor``, float64; ``parts`` and ``others`` from `planned`."""
     if len(parts) == 1 and not others:
         return _norms_in(parts[0], 0, factor)
     norms = np.zeros(len(tensors))
@@ -319,7 +314,7 @@ class Jit(Combining):
     @torch.no_grad()
     def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
         """See `preamp.kernels.ops.Ops.census`; values are looked at unless norms are finite."""
-        parts, others = parts_of(grads)
+        parts, others = self._planned(grads)
         if not parts:
             return _PLAIN.census(grads, device, with_norm=with_norm)
         norm = None
@@ -341,17 +336,12 @@ class Jit(Combining):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        parts, others = parts_of(tensors)
+        parts, others = self._planned(tensors)
         if not parts:
             return _PLAIN.l2norms(tensors, factor, device)
         return _float32(_norms_of(tensors, parts, others, factor), device)
 
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
-
-    def _planned(
-        self, *lists: Column, codes: Set[torch.dtype] = frozenset()
-    ) -> tuple[list[Plan], list[int]]:
-        return parts_of(*lists, codes=codes)
 
     def _combine(
         self, plan: Plan, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
