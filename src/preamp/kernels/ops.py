@@ -40,7 +40,7 @@ from preamp.kernels.plans import Tensors as Tensors
 from preamp.kernels.plans import check_lengths
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Scalar, Update
-from preamp.kernels.vectors import stack
+from preamp.kernels.vectors import LONG, stack
 
 _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
@@ -149,8 +149,9 @@ class Ops(ABC):
             norms = norms * stack([near[id(by)] for by in factors])
         elif factors and factors[0] is not None:  # as a rule: one backward, one factor
             norms = norms * _number(factors[0], device)
-        # torch adds squares one after the other on a CPU
-        wide = torch.float64 if norms.device.type == "cpu" else None
+        # Of many torch adds up the squares one after the other on a CPU, see `vectors.norm`.
+        is_long = norms.numel() > LONG and norms.device.type == "cpu"
+        wide = torch.float64 if is_long else None
         return _vector_norm(norms, 2, dtype=wide).to(torch.float32)
 
     @abstractmethod
@@ -185,7 +186,7 @@ def _number(factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if factor is None or (factor.device.type == "cpu" and device.type != "cpu"):
         value = 1.0 if factor is None else factor.item()
         return torch.full((), value, dtype=torch.float32, device=device)
-    return factor.to(device, torch.float32, non_blocking=True).reshape(())
+    return factor.to(device, torch.float32).reshape(())
 
 
 OP_NAMES = tuple(sorted(Ops.__abstractmethods__))
