@@ -91,7 +91,7 @@ def through_ops(case: StepCase, gradients: Gradients) -> Work:
         found_inf, factor = None, unscale
         grads = [half.grad for half in halves if half.grad is not None]
         if case.clip or case.scale != 1.0:
-            census = ops.census(grads, case.device, with_norm=case.clip, with_max_abs=False)
+            census = ops.census(grads, case.device, with_norm=case.clip)
             found_inf = census.found_inf
             if census.norm is not None:
                 norm = census.norm * unscale

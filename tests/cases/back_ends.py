@@ -36,9 +36,6 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
 AS_THEY_ARE = {"reference": REFERENCE, "plain": PLAIN, "jit": JIT}
 EVERY = {**AS_THEY_ARE, "cut": CUT}
 
-every_way = pytest.mark.parametrize("ops", [REFERENCE], ids=["plain"])
-"""What counts values for statistics: all others take it."""
-
 # By their names, which the fixture ``ops`` of tests/kernels makes back ends of.
 here = pytest.mark.parametrize("ops", EVERY, indirect=True)
 """Every back end but Triton's, whose interpreter takes seconds for large or many tensors."""

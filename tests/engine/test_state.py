@@ -186,7 +186,7 @@ def start(level: str, name: str = "FusedAdam", storage: str = "full", seed: int 
         {"params": [param for param in model.parameters() if param.dim() > 1]},
         {"params": [param for param in model.parameters() if param.dim() == 1], "lr": 0.003},
     ]
-    more = {"opt_level": level, "storage": storage, "verbosity": 0, "backend": "blocks"}
+    more = {"opt_level": level, "storage": storage, "verbosity": 0, "backend": "plain"}
     return preamp.initialize(model, BUILDS[name](groups), **more)
 
 

@@ -133,7 +133,7 @@ def test_programs(level: str, name: str) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @levels
 @pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("backend", ["reference", "blocks", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "plain", "auto"])
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_numbers_do_not_depend_on_who_reads_and_resumes(
     level: str, name: str, backend: str, moments: Any

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from cases.rules import BF16, F16, F32, F64
 from cases.selection import examples
 from cases.tolerances import assert_same
-from preamp.kernels import Census, backend
-from preamp.kernels.by_device import ByDevice
+from preamp.kernels import backend
 
 REFERENCE = backend("reference")
 CPU = torch.device("cpu")
@@ -65,71 +64,6 @@ def sparse(values: list[float], dtype: torch.dtype) -> torch.Tensor:
 
 
 # -- census and norms ------------------------------------------------------------------------
-
-
-@few
-@given(found=st.lists(tensors(), min_size=1, max_size=5), with_norm=st.booleans(), data=st.data())
-def test_the_largest_finite_values_come_along(
-    triton_ops: Any, device: torch.device, found: list[torch.Tensor], with_norm: bool, data: Any
-) -> None:
-    """In the same pass, whatever else is in a tensor."""
-    for tensor in found:
-        places = st.lists(st.integers(0, max(tensor.numel() - 1, 0)), max_size=3)
-        for place in data.draw(places) if tensor.numel() else []:
-            tensor[torch.unravel_index(torch.tensor(place), tensor.shape)] = data.draw(bad_values)
-    census = triton_ops.census(on(device, found), device, with_norm=with_norm)
-    assert census.max_finite.dtype is F32
-    for value, tensor in zip(census.max_finite.tolist(), found, strict=True):
-        if tensor.dtype is F64 or not (
-            tensor.ndim and all(tensor.stride()) and tensor.is_contiguous()
-        ):
-            # What no kernel walks is not looked at for it.
-            assert math.isnan(value) or value == largest_finite(tensor)
-        else:
-            assert value == largest_finite(tensor)
-    assert census.max_abs.shape == census.max_finite.shape
-
-
-def largest_finite(tensor: torch.Tensor) -> float:
-    finite = tensor[tensor.isfinite()].abs()
-    return float(finite.max().to(F32)) if finite.numel() else 0.0
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not F64], ids=str)
-def test_the_largest_finite_value_at_every_place_of_a_chunk(
-    triton_ops: Any, device: torch.device, dtype: torch.dtype
-) -> None:
-    grads = [torch.ones(size, dtype=dtype, device=device) for size in SIZES]
-    for grad in grads[1:]:
-        grad[-1] = math.inf
-    for which, place in ((2, 0), (4, 1029), (5, 0), (5, 1024), (5, 8191)):
-        grads[which][place] = -3.0
-        found = triton_ops.census(grads, device).max_finite.tolist()
-        grads[which][place] = 1.0
-        wanted = [float(size > 1) for size in SIZES]
-        wanted[which] = 3.0
-        assert found == wanted
-
-
-def test_devices_that_do_not_know_the_largest_finite_values() -> None:
-    """Of several devices' back ends one may know them."""
-
-    class Knowing:
-        def census(self, grads: Any, device: torch.device, **options: Any) -> Any:
-            del grads, options
-            some = torch.tensor([math.inf])
-            return Census(torch.ones(()), max_abs=some, max_finite=torch.tensor([5.0]))
-
-    class Ignorant:
-        def census(self, grads: Any, device: torch.device, **options: Any) -> Any:
-            return REFERENCE.census(grads, device, **options)
-
-    here, there = torch.ones(1), torch.ones(1, device="meta")
-    both: Any = ByDevice("test", lambda device: Knowing() if device.type == "meta" else Ignorant())  # type: ignore[arg-type, return-value]
-    census = both.census([here, there], torch.device("cpu"))
-    assert census.max_finite[0].isnan()
-    assert census.max_finite[1] == 5.0
-    assert census.max_abs.tolist() == [1.0, math.inf]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases.back_ends import REFERENCE, every_way
 from cases.layouts import LAYOUTS
-from preamp.kernels.ops import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO
+from preamp.kernels.plain.tally import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO, tally
 from preamp.numerics import EXPONENTS, FORMATS, Measured, NumberFormat, TensorStatistics, measure
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-ENOUGH_FOR_A_TABLE = 1 << 13  # elements from which patterns are counted instead of values
+MANY = 1 << 13
 
 magnitudes = st.one_of(
     st.floats(min_value=1e-45, max_value=1e38),
@@ -37,7 +36,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     few = torch.tensor(draw(st.lists(values, max_size=40)), dtype=torch.float64)
     few = few.to(draw(dtypes))
     if len(few) and draw(st.booleans()):
-        few = few.repeat(ENOUGH_FOR_A_TABLE // len(few) + 1)
+        few = few.repeat(MANY // len(few) + 1)
     return few
 
 
@@ -67,11 +66,8 @@ HALVES = (FORMATS["float16"], FORMATS["bfloat16"])
 scales = st.integers(-10, 24).map(lambda exponent: 2.0**exponent)
 
 
-def statistics_of(
-    tensor: torch.Tensor, form: NumberFormat, scale: float = 1.0, ops: Any = REFERENCE
-) -> TensorStatistics:
-    (tally,) = ops.tally([tensor])
-    return Measured(tally, tensor.dtype).read(
+def statistics_of(tensor: torch.Tensor, form: NumberFormat, scale: float = 1.0) -> TensorStatistics:
+    return Measured(tally(tensor), tensor.dtype).read(
         "w", "gradient", form, scale=scale, with_histogram=True
     )
 
@@ -81,15 +77,12 @@ def below(values: Any, bound: float) -> int:
     return int(((values != 0) & (np.abs(values) < bound)).sum())
 
 
-@every_way
 @given(tensors(), st.sampled_from(HALVES), scales)
-def test_counts_are_numpys(
-    ops: Any, tensor: torch.Tensor, form: NumberFormat, scale: float
-) -> None:
+def test_counts_are_numpys(tensor: torch.Tensor, form: NumberFormat, scale: float) -> None:
     values, before = exactly(tensor), tensor.clone()
     finite = values[np.isfinite(values)]
-    found = statistics_of(tensor, form, scale, ops=ops)
-    assert counts_of(ops, tensor) == expected(tensor)
+    found = statistics_of(tensor, form, scale)
+    assert counts_of(tensor) == expected(tensor)
     assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
     assert found.elements == values.size
     assert found.zeros == int((values == 0).sum())
@@ -106,13 +99,12 @@ def test_counts_are_numpys(
     assert (found.what, found.form, found.scale) == ("gradient", form.name, scale)
 
 
-@every_way
 @given(tensors())
-def test_rms_neither_overflows_nor_underflows(ops: Any, tensor: torch.Tensor) -> None:
+def test_rms_neither_overflows_nor_underflows(tensor: torch.Tensor) -> None:
     finite = exactly(tensor)
     finite = finite[np.isfinite(finite)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
-    found = statistics_of(tensor, HALVES[0], ops=ops).rms
+    found = statistics_of(tensor, HALVES[0]).rms
     if largest == 0:
         assert found == 0
     else:
@@ -168,7 +160,7 @@ def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str
     values[1] = 0
     values = VIEWS[layout](values)
     with Temporaries(values) as temporaries:
-        REFERENCE.tally([values])
+        tally(values)
     assert 0 < temporaries.largest <= 1 << 18
 
 
@@ -178,9 +170,8 @@ def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def counts_of(ops: Any, tensor: torch.Tensor) -> list[int]:
-    (found,) = ops.tally([tensor])
-    return found.counts.tolist()
+def counts_of(tensor: torch.Tensor) -> list[int]:
+    return tally(tensor).counts.tolist()
 
 
 def expected(tensor: torch.Tensor) -> list[int]:
@@ -194,66 +185,60 @@ def expected(tensor: torch.Tensor) -> list[int]:
     return counts
 
 
-@every_way
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("times", [1, 16])
-def test_every_half_value_is_counted_right(ops: Any, dtype: torch.dtype, times: int) -> None:
+def test_every_half_value_is_counted_right(dtype: torch.dtype, times: int) -> None:
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     for part in every.split(len(every) if times > 1 else 4096):  # both ways to count
-        assert counts_of(ops, part) == expected(part)
+        assert counts_of(part) == expected(part)
 
 
-@every_way
 @every_dtype
-def test_every_exponent_is_counted_right(ops: Any, dtype: torch.dtype) -> None:
+def test_every_exponent_is_counted_right(dtype: torch.dtype) -> None:
     powers = 2.0 ** torch.arange(-160, 140, dtype=torch.float64)
     values = torch.cat([powers, -powers * 1.75, powers * (2 - 2.0**-8)]).to(dtype)
-    assert counts_of(ops, values) == expected(values)
+    assert counts_of(values) == expected(values)
     many = values.repeat(12)
-    assert len(many) > ENOUGH_FOR_A_TABLE
-    assert counts_of(ops, many) == expected(many)
+    assert len(many) > MANY
+    assert counts_of(many) == expected(many)
 
 
-@every_way
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shape", [(3, 2, 5, 4), (8, 4, 20, 30)], ids=str)
-def test_layouts(ops: Any, layout: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_layouts(layout: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     made = torch.Generator().manual_seed(0)
     values = (torch.randn(shape, generator=made) * torch.rand(shape, generator=made) ** 30).to(
         dtype
     )
     laid = layout(values)
-    assert counts_of(ops, laid) == expected(values)
+    assert counts_of(laid) == expected(values)
 
 
-@every_way
 @every_dtype
-def test_a_scalar_and_a_parameter(ops: Any, dtype: torch.dtype) -> None:
+def test_a_scalar_and_a_parameter(dtype: torch.dtype) -> None:
     scalar = torch.tensor(-3.0, dtype=dtype)
-    assert counts_of(ops, scalar)[FIRST + 1 - EXPONENTS.start] == 1
+    assert counts_of(scalar)[FIRST + 1 - EXPONENTS.start] == 1
     (found,) = measure([torch.nn.Parameter(scalar)])
     assert not found.tally.counts.requires_grad
 
 
-@every_way
 @pytest.mark.parametrize("elements", [100, 20_000])
-def test_values_that_the_processor_flushes_to_zero_are_counted(ops: Any, elements: int) -> None:
+def test_values_that_the_processor_flushes_to_zero_are_counted(elements: int) -> None:
     tiny = torch.full((elements,), 2.0**-140)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal values")
     try:
-        counts = counts_of(ops, tiny)
+        counts = counts_of(tiny)
     finally:
         torch.set_flush_denormal(False)
     assert counts[ZERO] == 0
     assert counts[FIRST - 140 - EXPONENTS.start] == elements
 
 
-@every_way
-def test_blocks_are_summed(ops: Any) -> None:
+def test_blocks_are_summed() -> None:
     values = torch.ones((1 << 18) * 2 + 5)  # two whole blocks and a rest
-    assert counts_of(ops, values)[FIRST - EXPONENTS.start] == len(values)
+    assert counts_of(values)[FIRST - EXPONENTS.start] == len(values)
 
 
 @pytest.mark.parametrize("name", FORMATS)

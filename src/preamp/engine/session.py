@@ -306,7 +306,7 @@ class OptimizerSession:
         grads: Any = self.halves.new_of(leaves)
         if grads is None or any(map(is_, grads, repeat(None))):
             params, grads = with_gradients(leaves)
-        census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
+        census = self._ops.census(grads, device, with_norm=with_norm)
         if census.max_abs is not None:
             note.add(params, grads, census)
         if is_joint and (has_sharded(leaves) or self.splits.given):

@@ -15,7 +15,7 @@ from preamp.core.torch_private.shards import sharded_as
 from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Update
-from preamp.kernels.vectors import stack
+from preamp.kernels.vectors import norm, stack
 
 
 def _on_each(op: str, decides: int = 0) -> Any:
@@ -54,39 +54,29 @@ class ByDevice(Ops):
         self.name = name
         self.on = functools.cache(ops_of)
 
-    def census(
-        self,
-        grads: Tensors,
-        device: torch.device,
-        *,
-        with_norm: bool = False,
-        with_max_abs: bool = True,
-    ) -> Census:
+    def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
         grads = locals_of(grads)
         groups = _by_device(grads)
-        options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
         if len(groups) < 2:
-            return self.on(next(iter(groups), device)).census(grads, device, **options)
+            here = self.on(next(iter(groups), device))
+            return here.census(grads, device, with_norm=with_norm)
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         largest: dict[int, torch.Tensor] = {}
-        finite: dict[int, torch.Tensor] = {}
-        knows_finite = False
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
             own = [grads[place] for place in places]
             part = self.on(where).census(own, device, with_norm=with_norm)
             found_inf = torch.maximum(found_inf, part.found_inf)
-            zeros = torch.zeros(len(own), dtype=torch.float32, device=device)
-            max_abs = zeros if part.max_abs is None else part.max_abs
-            largest.update(zip(places, max_abs.unbind(), strict=True))
-            max_finite = zeros + torch.nan if part.max_finite is None else part.max_finite
-            finite.update(zip(places, max_finite.unbind(), strict=True))
-            knows_finite = knows_finite or part.max_finite is not None
+            if part.max_abs is not None:
+                largest.update(zip(places, part.max_abs.unbind(), strict=True))
             if part.norm is not None:
                 norms.append(part.norm)
-        norm = self.on(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
+        zero = torch.zeros_like(found_inf)  # where nothing was found, and all is finite
+        each = {place: largest.get(place, zero) for place in range(len(grads))}
         return Census(
-            found_inf, norm, _in_order(largest), _in_order(finite) if knows_finite else None
+            found_inf,
+            norm(stack(norms)) if with_norm else None,
+            _in_order(each) if largest else None,
         )
 
     def widen_add(
@@ -97,13 +87,10 @@ class ByDevice(Ops):
             return [sharded_as(local, half) for local, half in zip(wide, halves, strict=True)]
         return wide
 
-    scale_add_ = _on_each("scale_add_")
-    cast_copy_ = _on_each("cast_copy_", decides=1)
     take_over_ = _on_each("take_over_")
     split_ = _on_each("split_", decides=1)
     join_ = _on_each("join_", decides=2)
     axpby_ = _on_each("axpby_")
-    tally = _on_each("tally")
 
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
@@ -119,17 +106,6 @@ class ByDevice(Ops):
             part = self.on(where).l2norms(own, by, device)
             norms.update(zip(places, part.unbind(), strict=True))
         return _in_order(norms)
-
-    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
-        tensors = locals_of(tensors)
-        groups = _by_device(tensors)
-        if len(groups) < 2:
-            return self.on(next(iter(groups), device)).l2norm(tensors, factors, device)
-        norms: list[torch.Tensor] = []
-        for where, places in groups.items():
-            own, by = pick(places, tensors, factors)
-            norms.append(self.on(where).l2norm(own, by, device))
-        return self.on(device).l2norm(norms, [None] * len(norms), device)
 
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update

@@ -21,9 +21,8 @@ from preamp.kernels.staged import Staged
 _CLASSES: Final[Mapping[str, str]] = {"triton": "Triton", "jit": "Jit", "plain": "Plain"}
 """Back ends that exist: folders beside this file, and the class in each."""
 
-_ALIASES: Final = ("reference", "blocks", "cpu", "foreach")
-"""What ``plain`` was when it was several. ``"cpu"`` still takes tensors on the CPU only, and
-``"reference"`` none of torch's fused kernels."""
+REFERENCE: Final = "reference"
+"""``plain`` without torch's fused kernels: the same bits on every device."""
 
 BACKENDS = tuple(_CLASSES)
 
@@ -36,15 +35,14 @@ def backend(name: str = "auto", place: str = "device") -> Ops:
 
     With ``place="host"`` ops on tensors of the host and a device are computed on the host.
 
-    ``"auto"`` is the fastest one on the device of the tensors given to each op. ``"blocks"``,
-    ``"cpu"`` and ``"foreach"`` are earlier names of ``"plain"``, and ``"reference"`` is that one
-    without torch's fused kernels: the same bits on every device. One that does not exist, or does
-    not run here, raises ``PreampUnavailableError``.
+    ``"auto"`` is the fastest one on the device of the tensors given to each op, and ``"reference"``
+    is ``"plain"`` without torch's fused kernels: the same bits on every device. One that does not
+    exist, or does not run here, raises ``PreampUnavailableError``.
     """
     kind = Staged if place == "host" else ByDevice
     if name == "auto":
         return kind(name, lambda device: _load(choose(device)[0]))
-    if name not in (*BACKENDS, *_ALIASES):
+    if name not in (*BACKENDS, REFERENCE):
         raise unavailable(
             f"backend={name!r} is not known",
             f"Choose 'auto' or one of {', '.join(map(repr, BACKENDS))}",
@@ -80,6 +78,10 @@ def lacks_numba() -> str | None:
         importlib.import_module("numba")
     except Exception as error:  # whatever an extension raises
         return f"the package numba cannot be imported: {error}"
+    binding: Any = importlib.import_module("llvmlite.binding")  # which numba is made of
+    is_arm = binding.get_default_triple().startswith(("aarch64", "arm64"))
+    if not (is_arm or binding.get_host_cpu_features().get("f16c", False)):
+        return "the processor has no instructions that convert float16"
     return None
 
 
@@ -99,7 +101,7 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 def _load_for(name: str, device: torch.device) -> Ops:
     _check_device(name, device)
-    return _load("plain" if name in _ALIASES and name != "reference" else name)
+    return _load(name)
 
 
 def _check_device(name: str, device: torch.device) -> None:
@@ -110,19 +112,13 @@ def _check_device(name: str, device: torch.device) -> None:
             "Its kernels run on the CPU only",
             "Leave the argument out to let preamp choose",
         )
-    if name == "cpu" and device.type != "cpu":
-        raise unavailable(
-            f"backend='cpu' was given a tensor on {device}",
-            "It computes on the CPU only",
-            "Leave the argument out to let preamp choose, or take 'plain'",
-        )
 
 
 @functools.cache
 def _load(name: str) -> Ops:
-    kind = "plain" if name in _ALIASES else name
+    kind = "plain" if name == REFERENCE else name
     made: Any = getattr(importlib.import_module(f"preamp.kernels.{kind}"), _CLASSES[kind])
-    return cast("Ops", made(fuses=False) if name == "reference" else made())
+    return cast("Ops", made(fuses=False) if name == REFERENCE else made())
 
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:
@@ -131,7 +127,6 @@ def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:
     if name != "auto":
         backend(name)
         _check_device(name, device)
-        now = "plain" if name in _ALIASES else name
-        return f"kernels: {now} (asked for by name{'' if now == name else f', {name!r}'})"
+        return f"kernels: {name} (asked for by name)"
     chosen, why = choose(device)
     return f"kernels: {chosen} ({why})"

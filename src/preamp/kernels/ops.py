@@ -27,16 +27,22 @@ dtype, of the sum's largest term.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import repeat
+from operator import is_
+from typing import Any, cast
 
 import torch
 
 from preamp.kernels.plans import Column as Column
 from preamp.kernels.plans import Tensors as Tensors
+from preamp.kernels.plans import check_lengths
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.update import Scalar, Update
+from preamp.kernels.vectors import LONG, stack
+
+_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +53,8 @@ class Census:
     # float32 scalar, L2 norm over all gradients, if it was asked for
     norm: torch.Tensor | None = None
     # float32, shape ``(n,)``: largest magnitude per tensor, in the order given; nan or inf marks
-    # the tensors that are not finite. May be ``None`` if it was not asked for and nothing was
-    # found.
+    # the tensors that are not finite. May be ``None`` where a norm tells that all are.
     max_abs: torch.Tensor | None = None
-    # float32, shape ``(n,)``: largest finite magnitude per tensor, 0 if there is none, nan where
-    # it was not looked for. ``None`` from back ends for which it would cost another pass.
-    max_finite: torch.Tensor | None = None
-
-
-EXPONENTS: Final = range(-149, 128)
-"""Exponents that float32 values can have, subnormal ones included."""
-
-ZERO: Final = 0
-NONFINITE: Final = 1
-BELOW: Final = 2
-FIRST: Final = 3
-ABOVE: Final = FIRST + len(EXPONENTS)
-BINS: Final = ABOVE + 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tally:
-    """What a read of one tensor tells of its values; on the tensor's device."""
-
-    # int64, shape ``(BINS,)``: how many are zero, infinite or nan, of a magnitude below 2**-149
-    # (float64 only), of each of `EXPONENTS`, of a magnitude from 2**128 (float64 only)
-    counts: torch.Tensor
-    # float32 (float64 of a float64 tensor), shape ``(2,)``: largest finite magnitude, and root mean
-    # square of the finite values
-    extremes: torch.Tensor
 
 
 class Ops(ABC):
@@ -84,31 +63,22 @@ class Ops(ABC):
     name: str
 
     @abstractmethod
-    def census(
-        self,
-        grads: Tensors,
-        device: torch.device,
-        *,
-        with_norm: bool = False,
-        with_max_abs: bool = True,
-    ) -> Census:
+    def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
         """Read every gradient, of any dtype, layout and device, once.
 
         Overflow is decided by the largest magnitude, never by a sum: the float32 sum of finite
         values can overflow. Empty tensors count as zeros. Sparse tensors are judged by their
         values. The result lies on ``device``. Mutates nothing.
 
-        ``with_norm`` takes the norm of `l2norm` along, without factors; ``with_max_abs`` looks for
-        the largest magnitudes even where all is finite. Neither costs a GPU anything, but a CPU
-        computes less without.
+        ``with_norm`` takes the norm of `l2norm` along, without factors.
         """
 
-    @abstractmethod
     def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
         """``grad = grad * factor + addend`` in place, for each pair; no addend means zero.
 
-        The factor is a float32 scalar, an addend of its gradient's dtype; both may be sparse.
+        The factor is a float32 scalar, an addend of its gradient's dtype.
         """
+        self.axpby_(grads, factor, grads, 1.0, addends)
 
     @abstractmethod
     def widen_add(
@@ -119,9 +89,9 @@ class Ops(ABC):
         Addends, float32 accumulators or ``None``, may be overwritten with the result.
         """
 
-    @abstractmethod
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
         """``target = source`` rounded to the target's dtype, for each pair; mutates targets."""
+        self.axpby_(targets, 1.0, sources, 0.0, [None] * len(targets))
 
     @abstractmethod
     def take_over_(self, masters: Tensors, halves: Tensors) -> None:
@@ -149,8 +119,9 @@ class Ops(ABC):
 
         Products are rounded to float32 (float64 for a float64 tensor), their sum to the wider of
         the two, and then once to the target's dtype. All may have any dense floating dtype, and a
-        target may be its ``x`` or ``y``, but not overlap them in part. Factors are numbers, or
-        float32 scalars on the device.
+        target may be its ``x`` or ``y``, but not overlap them in part. One that is its ``x`` may
+        be sparse, as may its ``y``. Factors are numbers, or float32 scalars on the device; 1.0
+        without a ``y`` copies.
         """
 
     @abstractmethod
@@ -163,21 +134,25 @@ class Ops(ABC):
         the sum. No factor means 1.
         """
 
-    @abstractmethod
+    @torch.no_grad()
     def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
         """Return the float32 L2 norm over all ``tensor * factor``, a scalar on ``device``.
 
         Norms are per tensor first, then of the norms, as ``torch.nn.utils.clip_grad_norm_``
         does. float16 values cannot overflow it; float32 values above about 1e19 can.
         """
-
-    @abstractmethod
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        """Count the values of each tensor by ``floor(log2(abs(x)))``; mutates nothing.
-
-        Tensors are real floating point and dense, of any shape and layout. Counts and largest
-        magnitudes are exact. The squares neither overflow nor underflow.
-        """
+        check_lengths(tensors, factors)
+        norms = self.l2norms(tensors, None, device)
+        if not all(map(is_, factors, repeat(factors[0] if factors else None))):
+            distinct = dict(zip(map(id, factors), factors, strict=True))
+            near = {key: _number(by, device) for key, by in distinct.items()}
+            norms = norms * stack([near[id(by)] for by in factors])
+        elif factors and factors[0] is not None:  # as a rule: one backward, one factor
+            norms = norms * _number(factors[0], device)
+        # Of many torch adds up the squares one after the other on a CPU, see `vectors.norm`.
+        is_long = norms.numel() > LONG and norms.device.type == "cpu"
+        wide = torch.float64 if is_long else None
+        return _vector_norm(norms, 2, dtype=wide).to(torch.float32)
 
     @abstractmethod
     def update_(
@@ -204,6 +179,14 @@ class Ops(ABC):
 
         Mutates nothing, but that parameters may take over what their half weights say.
         """
+
+
+def _number(factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """A factor on a device; one on the host is read, which waits for nothing."""
+    if factor is None or (factor.device.type == "cpu" and device.type != "cpu"):
+        value = 1.0 if factor is None else factor.item()
+        return torch.full((), value, dtype=torch.float32, device=device)
+    return factor.to(device, torch.float32).reshape(())
 
 
 OP_NAMES = tuple(sorted(Ops.__abstractmethods__))

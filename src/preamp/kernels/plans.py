@@ -64,13 +64,17 @@ class Plan:
 
     def of(self, lists: Sequence[Column | None]) -> Plan:
         """The plan for lists of the same kind, as they lie now; transforms of torch have none."""
-        rows = [
+        plan = Plan(self.device, self.dtypes, self.places, (), self.sizes, self.kept)
+        plan.take(lists)
+        plan.at = plan.addresses()
+        return plan
+
+    def take(self, lists: Sequence[Column | None]) -> None:
+        """Have lists of the same kind."""
+        self.rows = [
             () if kind is None else pick(cast("Tensors", row), self.places)
             for row, kind in zip(lists, self.dtypes, strict=True)
         ]
-        plan = Plan(self.device, self.dtypes, self.places, rows, self.sizes, self.kept)
-        plan.at = plan.addresses()
-        return plan
 
     def addresses(self) -> np.ndarray:
         """Where the tensors of each list lie now; that of an empty tensor is zero.
@@ -79,18 +83,23 @@ class Plan:
             PreampStateError: A tensor has no memory, since its storage was freed.
         """
         count = len(self.places)
-        every = [map(_address_of, row) if row else itertools.repeat(0, count) for row in self.rows]
-        with unhooked():
-            flat: Any = np.fromiter(itertools.chain(*every), np.int64, len(self.rows) * count)
-        found = flat.reshape(-1, count)
+        found: Any = np.array(
+            [places or [0] * count for places in map(_places_of, self.rows)], np.int64
+        )
         if np.count_nonzero(found) < count * sum(map(bool, self.rows)):
             _check_memory(self.rows)
-        return found
+        return found.reshape(-1, count)
 
     @property
     def found(self) -> np.ndarray:
         """The addresses of those lists that have tensors."""
         return self.at if all(self.rows) else self.at[[bool(row) for row in self.rows]]
+
+
+def _places_of(row: Tensors) -> list[int]:
+    """Where tensors lie."""
+    with unhooked():
+        return list(map(_address_of, row))
 
 
 def _check_memory(rows: Sequence[Tensors]) -> None:
@@ -133,40 +142,53 @@ _MOST_ALIKE = 4  # models of the same shapes, whose tensors differ in what guard
 _known: dict[tuple[Any, ...], list[_Known]] = {}
 
 
-class Standing:
-    """The plans of lists that are updated again and again.
-
-    Whoever passes one vouches that all lists but that of the gradients have the very tensors that
-    they had when it was passed first. It keeps none of them alive.
-    """
-
-    __slots__ = ("_at", "_known", "_plans")
-
-    def __init__(self) -> None:
-        self._plans: list[Plan] = []
-        self._at: list[bytes] = []
-        self._known: _Known | None = None  # of gradients
-
-    def recall(self, lists: Sequence[Any]) -> list[Plan] | None:
-        """The plans, if gradients are as they were, and the others where they were."""
-        if self._known is None or not self._known.is_of([lists[GRADS]]):
-            return None
-        plans = [plan.of(lists) for plan in self._plans]
-        return plans if [_without_grads(plan.at) for plan in plans] == self._at else None
-
-    def note(self, lists: Sequence[Any], plans: Sequence[Plan]) -> None:
-        """Remember what all places of ``lists`` were sorted into."""
-        self._at = [_without_grads(plan.at) for plan in plans]
-        self._known = known = _Known([lists[GRADS]], plans, [])
-        self._plans = known.plans
-
-
 GRADS = 1
 """Which of the lists of an update has gradients."""
 
 
-def _without_grads(at: np.ndarray) -> bytes:
-    return at[:GRADS].tobytes() + at[GRADS + 1 :].tobytes()
+class Standing:
+    """What launches lists that are updated again and again.
+
+    Whoever passes one vouches that all lists but that of the gradients have the very tensors that
+    they had when it was passed first. It keeps none of them alive between updates.
+    """
+
+    __slots__ = ("_at", "_grads", "_told", "works")
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+        self._told: Any = None
+        self._at: list[list[list[int]]] = []
+        self._grads: _Known | None = None
+
+    def recall(self, lists: Sequence[Any], told: Any) -> bool:
+        """Whether works may be started again, with their lists, and where their gradients lie.
+
+        That is so if the update is ``told`` the same, gradients are as they were, and the others
+        where they were.
+        """
+        if self._grads is None or self._told != told or not self._grads.is_of([lists[GRADS]]):
+            return False
+        for work, fixed in zip(self.works, self._at, strict=True):
+            plan: Plan = work.plan
+            plan.take(lists)
+            if _without_grads(plan) != fixed:
+                self.works, self._grads = [], None
+                return False
+            plan.at[GRADS] = own = _places_of(plan.rows[GRADS])
+            if 0 in own:
+                _check_memory(plan.rows)
+        return True
+
+    def note(self, lists: Sequence[Any], told: Any, works: Sequence[Any]) -> None:
+        """Remember the works that all places of ``lists`` were sorted into."""
+        self._told, self.works = told, [*works]
+        self._at = [_without_grads(work.plan) for work in works]
+        self._grads = _Known([lists[GRADS]], [], [])
+
+
+def _without_grads(plan: Plan) -> list[list[int]]:
+    return [_places_of(row) for number, row in enumerate(plan.rows) if number != GRADS]
 
 
 def planned(

@@ -58,9 +58,21 @@ class Rule(ABC):
     formulas: ClassVar[tuple[Formula, ...]]
     # whether the last list of its state has a 0-dim tensor for each parameter
     has_numbers: ClassVar[bool] = False
-    leaves_state: ClassVar[bool] = False  # whether it neither reads nor writes its state
-    corrects: ClassVar[bool] = False  # whether it makes up for moments that start at zero
-    takes_norms: ClassVar[bool] = False  # whether it needs norms of whole tensors
+
+    @property
+    def leaves_state(self) -> bool:
+        """Whether it neither reads nor writes its state."""
+        return False
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it makes up for moments that start at zero."""
+        return bool(getattr(self, "bias_correction", False))
+
+    @property
+    def takes_norms(self) -> bool:
+        """Whether it needs norms of whole tensors: for numbers of their own, or a trust ratio."""
+        return self.has_numbers or bool(getattr(self, "uses_trust_ratio", False))
 
     @property
     @abstractmethod
@@ -157,7 +169,7 @@ class AdamRule(_MomentsRule):
     formulas: ClassVar = (moments, direction)
 
     @property
-    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def corrects(self) -> bool:
         """As `BiasCorrection` says."""
         return self.bias_correction is not BiasCorrection.NONE
 
@@ -188,16 +200,6 @@ class LambRule(_MomentsRule):
     grad_averaging: bool  # weigh a new gradient by ``1 - beta1`` rather than by 1
     uses_trust_ratio: bool  # scale each tensor's step by the ratio of its norms
     formulas: ClassVar = (moments, direction)
-
-    @property
-    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the rule says."""
-        return self.bias_correction
-
-    @property
-    def takes_norms(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """For the trust ratio."""
-        return self.uses_trust_ratio
 
     @property
     def terms(self) -> Terms:
@@ -245,7 +247,7 @@ class SgdRule(Rule):
     formulas: ClassVar = (sgd,)
 
     @property
-    def leaves_state(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def leaves_state(self) -> bool:
         """Without momentum there is none."""
         return self.momentum == 0
 
@@ -298,12 +300,6 @@ class NovoGradRule(_MomentsRule):
     uses_max_norm: bool  # take the largest magnitude of a gradient rather than its L2 norm
     formulas: ClassVar = (novograd,)
     has_numbers: ClassVar[bool] = True
-    takes_norms: ClassVar[bool] = True
-
-    @property
-    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the rule says."""
-        return self.bias_correction
 
     @property
     def terms(self) -> Terms:
@@ -371,11 +367,6 @@ class LarsRule(Rule):
     eps: float  # added to the denominator of the trust ratio
     uses_trust_ratio: bool  # scale each tensor's step by the ratio of its norms
     formulas: ClassVar = (lars,)
-
-    @property
-    def takes_norms(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """For the trust ratio."""
-        return self.uses_trust_ratio
 
     @property
     def terms(self) -> Terms:

@@ -79,8 +79,6 @@ def _staged(op: str, *access: str) -> Any:
 class Staged(ByDevice):
     """`ByDevice` for a run whose masters and moments lie on the host."""
 
-    scale_add_ = _staged("scale_add_", _BOTH, _NUMBER, _READ)
-    cast_copy_ = _staged("cast_copy_", _READ, _WRITTEN)
     take_over_ = _staged("take_over_", _BOTH, _READ)
     split_ = _staged("split_", _READ, _WRITTEN, _WRITTEN)
     join_ = _staged("join_", _READ, _READ, _WRITTEN)
@@ -94,12 +92,6 @@ class Staged(ByDevice):
     ) -> torch.Tensor:
         here = values_in(tensors)
         return super().l2norms(here, factor if here is tensors else at_hand(factor), device)
-
-    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
-        here = values_in(tensors)
-        if here is not tensors:
-            factors = _all_at_hand(factors)
-        return super().l2norm(here, factors, device)
 
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column

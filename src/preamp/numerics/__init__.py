@@ -4,7 +4,7 @@
 Nothing here knows an engine. Records are plain values; what makes them is handed tensors.
 """
 
-from preamp.kernels.ops import EXPONENTS as EXPONENTS
+from preamp.kernels.plain.tally import EXPONENTS as EXPONENTS
 from preamp.numerics.formats import FORMATS as FORMATS
 from preamp.numerics.formats import NumberFormat as NumberFormat
 from preamp.numerics.history import History as History

@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import dtype_name
-from preamp.kernels import backend
-from preamp.kernels.ops import ABOVE, BELOW, EXPONENTS, FIRST, NONFINITE, ZERO, Tally
+from preamp.kernels.plain.tally import ABOVE, BELOW, EXPONENTS, FIRST, NONFINITE, ZERO, Tally, tally
 from preamp.numerics.formats import NumberFormat
 from preamp.numerics.records import TensorStatistics, What
 
@@ -70,8 +69,7 @@ def measure(tensors: Sequence[torch.Tensor]) -> list[Measured]:
     They are real floating point and dense, of any shape, layout, device; not mutated. Temporaries
     are small where the elements lie densely, in whatever order.
     """
-    tallies = backend().tally(tensors)
-    return [Measured(tally, t.dtype) for tally, t in zip(tallies, tensors, strict=True)]
+    return [Measured(tally(tensor), tensor.dtype) for tensor in tensors]
 
 
 def below(counts: Sequence[int], exponent: int) -> int:

@@ -196,10 +196,11 @@ class HalfGradients:
         """The half weights whose gradients are half, these, and what unscales and clips them."""
         if self.state is not State.HALF:
             return [], [], []
-        pairs = zip(self._halves, self.seen, strict=True)
-        some = [(half, grad) for half, grad in pairs if grad is not None]
-        grads: list[Any] = [grad for _, grad in some]
-        return [half for half, _ in some], grads, self._factors_for(grads)
+        halves, grads = [*self._halves], list[Any](self.seen)
+        if any(map(is_, grads, repeat(None))):
+            halves = [half for half, grad in zip(halves, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        return halves, grads, self._factors_for(grads)
 
     def clip(self, by: torch.Tensor) -> None:
         """Multiply what unscales half gradients; touches no memory."""

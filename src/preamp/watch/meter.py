@@ -14,8 +14,7 @@ from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import local_of
 from preamp.engine.core import ParameterNames
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.ops import Tally
-from preamp.kernels.plain.tally import blocks_of
+from preamp.kernels.plain.tally import Tally, blocks_of
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.records import What
 from preamp.optim.fused.entries import entries_of

@@ -367,7 +367,7 @@ def pytest_configure() -> None:
     choose = dispatch.choose
 
     def choose_here(device: torch.device) -> tuple[str, str]:
-        name = "triton" if _in_triton[0] else "blocks"
+        name = "triton" if _in_triton[0] else "plain"
         return (name, "pretended") if device.type == "cuda" else choose(device)
 
     dispatch.choose = choose_here

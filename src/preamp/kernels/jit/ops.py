@@ -4,39 +4,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
-from preamp.kernels.combining import Combining
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
 from preamp.kernels.jit.loops import blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
-from preamp.kernels.ops import Census, Column, Tensors
+from preamp.kernels.ops import Census, Tensors
 from preamp.kernels.plain import Plain
 from preamp.kernels.plain.formulas import number_of
-from preamp.kernels.plans import Plan, check_lengths, pick, planned
+from preamp.kernels.plans import GRADS, Plan, check_lengths, pick
 from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
 from preamp.kernels.stored import join
 from preamp.kernels.update import Scalar, Update
 from preamp.kernels.vectors import norms_of
-from preamp.kernels.works import Work, works_of
+from preamp.kernels.works import Combining, Work
 
 _PLAIN = Plain(fuses=False)
 _CPU = torch.device("cpu")
 _torch: Any = torch
 _MOST = torch.finfo(torch.float32).max
-
-
-def parts_of(*lists: Column, codes: Set[torch.dtype] = frozenset()) -> tuple[list[Plan], list[int]]:
-    """The plans of lists, and the places that no kernel can walk; see `planned`."""
-    return planned(*lists, codes=codes, only_on="cpu")
 
 
 def _walk(plan: Plan, kernel: Any, *arguments: Any) -> None:
@@ -80,138 +72,6 @@ def _vector(values: Scalar, plan: Plan) -> np.ndarray:
     return values.detach().to(_CPU, torch.float32).contiguous().numpy()
 
 
-class Jit(Combining):
-    """Every op in kernels that numba compiles."""
-
-    name = "jit"
-    plain = _PLAIN
-
-    # -- what is read and not written ------------------------------------------------------------
-
-    @torch.no_grad()
-    def census(
-        self,
-        grads: Tensors,
-        device: torch.device,
-        *,
-        with_norm: bool = False,
-        with_max_abs: bool = True,
-    ) -> Census:
-        """See `preamp.kernels.ops.Ops.census`.
-
-        With a norm, single values are looked at only if the norm is not finite, and the largest
-        finite ones of each tensor only if there is an overflow or they were asked for.
-        """
-        parts, others = parts_of(grads)
-        if not parts:
-            options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
-            return _PLAIN.census(grads, device, **options)
-        rest = _PLAIN.census(pick(grads, others), _CPU) if others else None
-        norm = largest = finite = None
-        tops: list[tuple[np.ndarray, np.ndarray]] = []
-        is_finite = with_norm
-        if with_norm:
-            norms = _norms_of(grads, parts, others)
-            is_finite = bool(np.isfinite(norms).all())
-            norm = _scalar(_norm(norms), device)
-        if with_max_abs or not is_finite:
-            tops = [_largest(part, finite=with_max_abs) for part in parts]
-            is_finite = all([np.isfinite(top).all() for top, _ in tops])
-        if rest is not None and rest.found_inf.item() != 0:
-            is_finite = False
-        if not is_finite and not with_max_abs:  # the finite ones were not asked for, but are now
-            tops = [_largest(part, finite=True) for part in parts]
-        if with_max_abs or not is_finite:
-            largest, finite = np.zeros(len(grads)), np.zeros(len(grads))
-            for part, found in zip(parts, tops, strict=True):
-                largest[part.places], finite[part.places] = (_highest(part, top) for top in found)
-            if rest is not None and rest.max_abs is not None:
-                largest[others], finite = rest.max_abs.numpy(), None
-        found_inf = _scalar(float(not is_finite), device)
-        return Census(found_inf, norm, _float32(largest, device), _float32(finite, device))
-
-    @torch.no_grad()
-    def l2norms(
-        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
-    ) -> torch.Tensor:
-        parts, others = parts_of(tensors)
-        if not parts:
-            return _PLAIN.l2norms(tensors, factor, device)
-        norms = _norms_of(tensors, parts, others, factor)
-        return cast("torch.Tensor", _float32(norms, device))
-
-    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
-        check_lengths(tensors, factors)
-        parts, others = parts_of(tensors)
-        if not parts:
-            return _PLAIN.l2norm(tensors, factors, device)
-        norms, numbers = _norms_of(tensors, parts, others), _numbers(factors)
-        if len({*numbers.values()}) == 1:  # as a rule: one backward, one factor, or a scale of 1
-            if (by := next(iter(numbers.values()))) != 1.0:
-                norms = norms * by
-        elif numbers:
-            norms = norms * np.array([numbers[id(factor)] for factor in factors])
-        return _scalar(_norm(norms), device)
-
-    tally: Any = _PLAIN.tally
-
-    # -- scaling, adding, casting: see `Combining` ------------------------------------------------
-
-    def _planned(
-        self, *lists: Column, codes: Set[torch.dtype] = frozenset()
-    ) -> tuple[list[Plan], list[int]]:
-        return parts_of(*lists, codes=codes)
-
-    def _combine(
-        self, plan: Plan, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
-    ) -> None:
-        if factors:
-            numbers = _numbers(factors)
-            each = np.array([numbers[id(factors[place])] for place in plan.places], np.float32)
-        else:
-            each = _vector(a, plan)
-        is_copy = not factors and isinstance(a, float) and a == 1.0 and not plan.rows[2]
-        _walk(plan, loops.combine, each, _number(b), is_copy)
-        torch.autograd.graph.increment_version(plan.rows[0])
-
-    def _take_over(self, plan: Plan) -> None:
-        _walk(plan, loops.take_over_lists)
-        torch.autograd.graph.increment_version(plan.rows[0])
-
-    def _convert(self, plan: Plan, *, joins: bool) -> None:
-        kernel = loops.join_lists if joins else loops.split_lists
-        half = ZEROS[cast("torch.dtype", plan.dtypes[1])]
-        low = np.int16(0) if plan.rows[2] else None
-        walk(kernel, chunks_of(plan), plan.rows, plan.at, half, low)
-        written = plan.rows[:1] if joins else plan.rows[1:]
-        torch.autograd.graph.increment_version([*chain.from_iterable(written)])
-
-    # -- update rules -----------------------------------------------------------------------------
-
-    def update_(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
-    ) -> None:
-        works, others = works_of(Launch, params, grads, *state, rule=rule, update=update)
-        if update.found_inf is not None and _plain(update.found_inf) != 0:
-            return
-        for work in works:
-            work.start(formulas.record_of(work, rule), formulas.number_of(work, rule))
-        if others:
-            lists = [pick(row, others) for row in (params, grads, *state)]
-            taken = replace(update, found_inf=None)
-            _PLAIN.update_(*lists, rule=rule, update=taken.at(others))
-
-    @torch.no_grad()
-    def lamb_norms(
-        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
-    ) -> torch.Tensor:
-        works, others = works_of(Launch, params, grads, *state, rule=rule, update=update)
-        if others or len(works) != 1:
-            return _PLAIN.lamb_norms(params, grads, *state, rule=rule, update=update)
-        works[0].take_over()
-        return works[0].lamb_norms()
-
-
 # -- measuring ------------------------------------------------------------------------------------
 
 
@@ -223,15 +83,10 @@ def _norms_in(plan: Plan, row: int, factor: torch.Tensor | None) -> np.ndarray:
     return np.sqrt(_by_tensor(plan, sums))
 
 
-def _largest(plan: Plan, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Per chunk the largest magnitude, nan above infinity, and the largest finite one, float64."""
-    tops = np.zeros((2, chunks_of(plan).table.shape[1]))
-    _read(plan, row, loops.find_largest, finite, tops[0], tops[1])
-    return tops[0], tops[1]
-
-
-def _highest(plan: Plan, tops: np.ndarray) -> np.ndarray:
-    """Of each tensor the largest of its chunks."""
+def _largest(plan: Plan, row: int = 0) -> np.ndarray:
+    """The largest magnitude of each tensor, nan above infinity, float64."""
+    tops = np.zeros(chunks_of(plan).table.shape[1])
+    _read(plan, row, loops.find_largest, tops)
     found = np.zeros(len(plan.places))
     with np.errstate(invalid="ignore"):  # a nan stays
         np.maximum.at(found, chunks_of(plan).table[0], tops)
@@ -248,7 +103,7 @@ def _norms_of(
     others: Sequence[int],
     factor: torch.Tensor | None = None,
 ) -> np.ndarray:
-    """The norm of each tensor × ``factor``, float64; ``parts`` and ``others`` from `parts_of`."""
+    """The norm of each tensor × ``factor``, float64; ``parts`` and ``others`` from `planned`."""
     if len(parts) == 1 and not others:
         return _norms_in(parts[0], 0, factor)
     norms = np.zeros(len(tensors))
@@ -263,12 +118,6 @@ def _norm(norms: np.ndarray) -> float:
     return math.sqrt(float((norms * norms).sum()))
 
 
-def _numbers(factors: Column) -> dict[int, float]:
-    """What each of the distinct ``factors`` says, by its ``id``; 1 for ``None``."""
-    distinct = dict(zip(map(id, factors), factors, strict=True))
-    return {key: 1.0 if by is None else _plain(by) for key, by in distinct.items()}
-
-
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
     number = _number(value)
     if device.type == "cpu":  # elsewhere a copy would wait for the device
@@ -276,9 +125,7 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
     return torch.full((), float(number), dtype=torch.float32, device=device)
 
 
-def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    if values is None:
-        return None
+def _float32(values: np.ndarray, device: torch.device) -> torch.Tensor:
     with np.errstate(over="ignore"):  # finite float64 values may lie beyond float32's range
         return cast("torch.Tensor", _torch.from_numpy(values.astype(np.float32)).to(device))
 
@@ -292,23 +139,31 @@ class Launch(Work):
     There is a row for state in any case; it has no dtype where the rule leaves state.
     """
 
-    __slots__ = ("at", "chunks", "layout", "lists", "taken")
+    __slots__ = ("at", "chunks", "codes", "layout", "lists", "way")
     only_on: ClassVar[str | None] = "cpu"
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        if self.rule.leaves_state:
+    def __init__(self, plan: Plan, names: Sequence[str], rule: Rule, update: Update) -> None:
+        super().__init__(plan, names, rule, update)
+        if rule.leaves_state:
             self.dtypes["M"] = None
+            self.states.clear()
+            self.formats.clear()
         self.lists = 4 if self.dtypes.get("V") is not None else 3
         order = "PGMVHLST" if self.lists == 4 else "PGMHLS"
-        self.at = np.zeros((len(order), len(self.plan.places)), np.int64)
-        self.taken: list[Tensors] = [()] * len(order)
+        self.at = np.zeros((len(order), len(plan.places)), np.int64)
         for row, name in enumerate(order):
             if self.dtypes.get(name) is not None:
-                place = self.names.index(name)
-                self.at[row], self.taken[row] = self.plan.at[place], self.plan.rows[place]
-        self.chunks = chunks_of(self.plan)
-        self.layout = None if self.update.stored is None else self._layout()
+                self.at[row] = plan.at[names.index(name)]
+        self.chunks = chunks_of(plan)
+        self.layout = None if update.stored is None else self._layout()
+        self.way = self._on_the_way()
+        kinds = [CODES.get(self.dtypes.get(name), 0) for name in "PGMVH"[: self.lists]]
+        kinds.append(CODES.get(self.dtypes["H"], 0))
+        if self.dtypes["L"] is not None:
+            kinds[0] = SPLITS[self.dtypes["P"]]
+        for row, kind in enumerate(self.formats, 2):
+            kinds[row] = FORMATS.get(kind, kinds[row])
+        self.codes = np.array(kinds)
 
     def _layout(self) -> Layout:
         """What kernels are told of how tensors are kept; in blocks chunks are whole ones."""
@@ -324,27 +179,24 @@ class Launch(Work):
             numbers=np.array(numbers, np.uint32),
             starts=np.array(starts, np.int64),
             seed=np.uint32(self.stored.seed),
-            step=np.uint32(self.step & 0xFFFFFFFF),
+            step=np.uint32(0),
             by_chance=self.by_chance,
         )
 
     def _walk(self, kernel: Any, *arguments: Any) -> None:
-        """Call a kernel on all lists."""
-        kinds = [CODES.get(self.dtypes.get(name), 0) for name in "PGMVH"[: self.lists]]
-        kinds.append(CODES.get(self.dtypes["H"], 0))
-        if self.dtypes["L"] is not None:
-            kinds[0] = SPLITS[self.dtypes["P"]]
-        for row, kind in enumerate(self.formats, 2):
-            kinds[row] = FORMATS.get(kind, kinds[row])
-        walk(kernel, self.chunks, self.taken, self.at, _codes(*kinds), *arguments)
+        """Call a kernel on all lists, as they lie in this update."""
+        layout = self.layout
+        if layout is not None:
+            layout = layout._replace(step=np.uint32(self.step & 0xFFFFFFFF))
+        self.at[1] = self.plan.at[GRADS]
+        walk(kernel, self.chunks, self.plan.rows, self.at, self.codes, layout, *arguments)
 
     @property
     def inv_scale(self) -> Scalar:
         """What unscales the gradients."""
         return 1.0 if self.update.inv_scale is None else self.update.inv_scale
 
-    @property
-    def on_the_way(self) -> tuple[Any, Any]:
+    def _on_the_way(self) -> tuple[Any, Any]:
         """What stands for the dtypes of halves and lows that the update itself converts.
 
         Gradients and halves are, if all else has the computation's dtype; gradients, split
@@ -377,13 +229,19 @@ class Launch(Work):
             for name, value in values.items()
         }
 
-    def start(self, rule: Any, each: Scalar) -> None:
-        """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
-        by, numbers = _number(self.inv_scale), _vector(each, self.plan)
+    @torch.no_grad()
+    def start(self) -> None:
+        """See `Work.start`; nothing is done where an overflow was found."""
+        if self.update.found_inf is not None and _plain(self.update.found_inf) != 0:
+            return
+        rule = formulas.record_of(self, self.rule)
+        by, numbers = (
+            _number(self.inv_scale),
+            _vector(formulas.number_of(self, self.rule), self.plan),
+        )
         second = ZEROS[torch.float32] if isinstance(rule, formulas.Moments) else None
-        half, low = self.on_the_way
-        leads = self.leads and half is None
-        self._walk(loops.update, half, low, second, self.layout, leads, by, numbers, rule)
+        half, low = self.way
+        self._walk(loops.update, half, low, second, self.leads and half is None, by, numbers, rule)
         self.note_written()
 
     def norms_needed(self) -> tuple[torch.Tensor, ...]:
@@ -393,9 +251,9 @@ class Launch(Work):
             return self.norms.to(_CPU, torch.float32).unbind()
         self.take_over()
         if isinstance(rule, LambRule):
-            return self.lamb_norms().unbind()
+            return self._directions().unbind()
         if isinstance(rule, NovoGradRule) and rule.uses_max_norm:
-            largest = _highest(self.plan, _largest(self.plan, 1, finite=False)[0])
+            largest = _largest(self.plan, 1)
             wide = _torch.from_numpy(largest).to(torch.float32)
             return (wide if factor is None else wide * factor.to(_CPU, torch.float32),)
         norms = _torch.from_numpy(_norms_in(self.plan, 1, factor)).to(torch.float32)
@@ -417,9 +275,13 @@ class Launch(Work):
         return torch.stack(norms_of([join(half.detach(), low.detach()) for half, low in pairs]))
 
     def lamb_norms(self) -> torch.Tensor:
+        self.take_over()
+        return self._directions()
+
+    def _directions(self) -> torch.Tensor:
         """``|p|`` and ``|u|`` of each tensor."""
         sums = np.zeros((2, self.chunks.table.shape[1]))
-        told = self.layout, _number(self.inv_scale), sums[0], sums[1]
+        told = _number(self.inv_scale), sums[0], sums[1]
         self._walk(loops.measure_directions, *told, formulas.record_of(self, self.rule))
         owners, count = self.chunks.table[0], len(self.plan.places)
         norms = np.sqrt(np.stack([np.bincount(owners, row, count) for row in sums]))
@@ -435,3 +297,73 @@ class Launch(Work):
         if numbers:
             _torch._foreach_copy_(numbers, cast("torch.Tensor", found).unbind())
         return found
+
+
+# -- the back end ---------------------------------------------------------------------------------
+
+
+class Jit(Combining):
+    """Every op in kernels that numba compiles."""
+
+    name = "jit"
+    plain = _PLAIN
+    works = Launch
+
+    # -- what is read and not written ------------------------------------------------------------
+
+    @torch.no_grad()
+    def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
+        """See `preamp.kernels.ops.Ops.census`; values are looked at unless norms are finite."""
+        parts, others = self._planned(grads)
+        if not parts:
+            return _PLAIN.census(grads, device, with_norm=with_norm)
+        norm = None
+        if with_norm:
+            norms = _norms_of(grads, parts, others)
+            norm = _scalar(_norm(norms), device)
+            if np.isfinite(norms).all():
+                return Census(_scalar(0.0, device), norm)
+        largest = np.zeros(len(grads))
+        for part in parts:
+            largest[part.places] = _largest(part)
+        if others:
+            rest = _PLAIN.census(pick(grads, others), _CPU)
+            largest[others] = cast("torch.Tensor", rest.max_abs).numpy()
+        found_inf = _scalar(float(not np.isfinite(largest).all()), device)
+        return Census(found_inf, norm, _float32(largest, device))
+
+    @torch.no_grad()
+    def l2norms(
+        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        parts, others = self._planned(tensors)
+        if not parts:
+            return _PLAIN.l2norms(tensors, factor, device)
+        return _float32(_norms_of(tensors, parts, others, factor), device)
+
+    # -- scaling, adding, casting: see `Combining` ------------------------------------------------
+
+    def _combine(
+        self, plan: Plan, a: Scalar, b: Scalar = 1.0, factors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        if factors:
+            distinct = dict(zip(map(id, factors), factors, strict=True))
+            numbers = {key: _plain(by) for key, by in distinct.items()}
+            each = np.array([numbers[id(factors[place])] for place in plan.places], np.float32)
+        else:
+            each = _vector(a, plan)
+        is_copy = not factors and isinstance(a, float) and a == 1.0 and not plan.rows[2]
+        _walk(plan, loops.combine, each, _number(b), is_copy)
+        torch.autograd.graph.increment_version(plan.rows[0])
+
+    def _take_over(self, plan: Plan) -> None:
+        _walk(plan, loops.take_over_lists)
+        torch.autograd.graph.increment_version(plan.rows[0])
+
+    def _convert(self, plan: Plan, *, joins: bool) -> None:
+        kernel = loops.join_lists if joins else loops.split_lists
+        half = ZEROS[cast("torch.dtype", plan.dtypes[1])]
+        low = np.int16(0) if plan.rows[2] else None
+        walk(kernel, chunks_of(plan), plan.rows, plan.at, half, low)
+        for row in plan.rows[:1] if joins else plan.rows[1:]:
+            torch.autograd.graph.increment_version(row)

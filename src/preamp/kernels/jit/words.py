@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from preamp.kernels.jit.compiler import FP16, function
+from preamp.kernels.jit.compiler import function
 
 ZEROS: dict[torch.dtype, Any] = {
     torch.float16: np.uint16(0),
@@ -45,21 +45,6 @@ _LLVM: dict[Any, ir.Type] = {
     **{_F16: ir.IntType(16), _BF16: ir.IntType(16)},
     **{types.float32: ir.FloatType(), types.int8: ir.IntType(8), types.uint8: ir.IntType(8)},
 }
-
-
-def _has_half_instructions() -> bool:
-    """Whether the processor converts float16; LLVM would call a library for it that is not there.
-
-    ``PREAMP_JIT_FP16=integer`` says that it does not.
-    """
-    if FP16 == "integer":
-        return False
-    if binding.get_default_triple().startswith(("aarch64", "arm64")):
-        return True
-    return binding.get_host_cpu_features().get("f16c", False)
-
-
-HAS_HALF = _has_half_instructions()
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -110,55 +95,21 @@ f32_of_bits = _same_bits(types.float32, types.uint32)
 bits_of_f32 = _same_bits(types.uint32, types.float32)
 
 
-def widen_in_integers(bits: Any) -> Any:
-    """float16, where the processor has no instruction for it."""
-    word = np.uint32(bits)
-    size = word & np.uint32(0x7FFF)
-    # The exponent's bias is 112 less; infinity and nan have it once more.
-    wide = (size << np.uint32(13)) + np.uint32(0x38000000)
-    if size >= np.uint32(0x7C00):
-        wide += np.uint32(0x38000000)
-    value = f32_of_bits(wide)
-    if size < np.uint32(0x400):  # subnormal: so many times the smallest
-        value = np.float32(np.int32(size)) * np.float32(2.0**-24)
-    return f32_of_bits(bits_of_f32(value) | ((word & np.uint32(0x8000)) << np.uint32(16)))
-
-
-def round_in_integers(value: Any) -> Any:
-    """To float16, to nearest even."""
-    word = bits_of_f32(value)
-    size = word & np.uint32(0x7FFFFFFF)
-    # Half a unit in the last place, and one more where that place is odd
-    odd = (size >> np.uint32(13)) & np.uint32(1)
-    rounded = (size + np.uint32(0xC8000FFF) + odd) >> np.uint32(13)
-    if size < np.uint32(0x38800000):  # subnormal: the sum with 1/2 has the right last place
-        rounded = bits_of_f32(f32_of_bits(size) + np.float32(0.5)) - np.uint32(0x3F000000)
-    if size >= np.uint32(0x477FF000):
-        rounded = np.uint32(0x7C00)
-    if size > np.uint32(0x7F800000):
-        rounded = np.uint32(0x7E00)
-    return np.uint16(rounded | ((word >> np.uint32(16)) & np.uint32(0x8000)))
-
-
 _I32, _FLOAT = ir.IntType(32), ir.FloatType()
 
 
-def to_float(context: Any, builder: Any, raw: Any, kind: Any) -> Any:
+def to_float(builder: Any, raw: Any, kind: Any) -> Any:
     """An element of either half dtype as float32."""
     if kind == _BF16:
         word = builder.shl(builder.zext(raw, _I32), _I32(16))
         return builder.bitcast(word, _FLOAT)
-    if HAS_HALF:
-        return builder.fpext(builder.bitcast(raw, ir.HalfType()), _FLOAT)
-    return context.compile_internal(builder, widen_in_integers, types.float32(_F16), [raw])
+    return builder.fpext(builder.bitcast(raw, ir.HalfType()), _FLOAT)
 
 
-def from_float(context: Any, builder: Any, value: Any, kind: Any) -> Any:
+def from_float(builder: Any, value: Any, kind: Any) -> Any:
     """float32 rounded to either half dtype."""
     if kind == _F16:
-        if HAS_HALF:
-            return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
-        return context.compile_internal(builder, round_in_integers, _F16(types.float32), [value])
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
     word = builder.bitcast(value, _I32)
     # Half a unit in the last place, and one more where that place is odd
     odd = builder.and_(builder.lshr(word, _I32(16)), _I32(1))
@@ -173,7 +124,7 @@ def widen(typing: Any, raw: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         is_half = raw in (_F16, _BF16)
-        return to_float(context, builder, args[0], raw) if is_half else args[0]
+        return to_float(builder, args[0], raw) if is_half else args[0]
 
     return types.float32(raw), generate
 
@@ -183,7 +134,7 @@ def narrow(typing: Any, value: Any, zero: Any) -> Any:
     """A float32 value rounded to nearest even, once, as a half element is stored."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return from_float(context, builder, args[0], zero)
+        return from_float(builder, args[0], zero)
 
     return zero(value, zero), generate
 
@@ -193,15 +144,14 @@ def taken_over(typing: Any, value: Any, half: Any) -> Any:
     """What a master and its half weight say: see `preamp.kernels.stored.taken_over`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = from_float(context, builder, args[0], half)
-        other = to_float(context, builder, args[1], half)
+        rounded = from_float(builder, args[0], half)
+        other = to_float(builder, args[1], half)
         return builder.select(builder.icmp_signed("==", rounded, args[1]), args[0], other)
 
     return value(value, half), generate
 
 
 _MAGNITUDES = {_F16: _F16, _BF16: _F16, types.float32: types.uint32}
-_INFINITY = {_F16: 0x7C00, _BF16: 0x7F80, types.float32: 0x7F800000}
 
 
 @intrinsic
@@ -217,18 +167,6 @@ def magnitude(typing: Any, raw: Any) -> Any:
         return builder.and_(builder.bitcast(args[0], whole), whole(2 ** (bits.bitwidth - 1) - 1))
 
     return bits(raw), generate
-
-
-@intrinsic
-def finite_or_zero(typing: Any, bits: Any, raw: Any) -> Any:
-    """A magnitude if it is that of a finite value, else that of zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = ir.IntType(bits.bitwidth)
-        is_finite = builder.icmp_unsigned("<", args[0], whole(_INFINITY[raw]))
-        return builder.select(is_finite, args[0], whole(0))
-
-    return bits(bits, raw), generate
 
 
 @intrinsic
@@ -248,7 +186,7 @@ def value_of(typing: Any, bits: Any, raw: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, kind = args[0], raw
         if kind in (_F16, _BF16):
-            value, kind = to_float(context, builder, value, kind), types.float32
+            value, kind = to_float(builder, value, kind), types.float32
         value = builder.bitcast(value, context.get_value_type(kind))
         return context.cast(builder, value, kind, types.float64)
 

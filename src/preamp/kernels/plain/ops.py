@@ -13,12 +13,11 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.tensors import host_reaches
 from preamp.kernels.checks import check_shapes, check_stored
-from preamp.kernels.ops import Census, Column, Ops, Tally, Tensors
+from preamp.kernels.ops import Census, Column, Ops, Tensors
 from preamp.kernels.plain.formulas import computed, measured, number_of, order_of
 from preamp.kernels.plain.fused import fused_kernel
 from preamp.kernels.plain.lists import Lists, Run, runs
 from preamp.kernels.plain.slots import LOW, PARAM, STATE, Slot, put
-from preamp.kernels.plain.tally import tally
 from preamp.kernels.plans import check_lengths, pick
 from preamp.kernels.rules import LambRule, Rule
 from preamp.kernels.stored import Format, join, split, taken_over
@@ -44,14 +43,15 @@ def _extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
-def _scale_add_sparse_(grad: torch.Tensor, factor: Scalar, addend: torch.Tensor | None) -> None:
+def _combine_sparse_(grad: torch.Tensor, a: Scalar, b: Scalar, addend: torch.Tensor | None) -> None:
+    """``grad = a * grad + b * addend``, of gradients that are sparse."""
     dtype = math_dtype(grad.dtype)  # torch has no sum of sparse float16 tensors either
     total = grad.to(dtype).coalesce()
     result: torch.Tensor = cast("Any", torch).sparse_coo_tensor(
-        total.indices(), total.values() * factor, total.shape, check_invariants=False
+        total.indices(), total.values() * a, total.shape, check_invariants=False
     )
     if addend is not None:
-        result = result + addend.to(dtype)
+        result = result + addend.to(dtype) * b
     # Replacing the data keeps the gradient's identity: callers may hold this very tensor.
     grad.data = result.to(grad.dtype).coalesce()
 
@@ -108,25 +108,12 @@ class Plain(Ops):
     # -- what is read and not written ------------------------------------------------------------
 
     @torch.no_grad()
-    def census(
-        self,
-        grads: Tensors,
-        device: torch.device,
-        *,
-        with_norm: bool = False,
-        with_max_abs: bool = True,
-    ) -> Census:
+    def census(self, grads: Tensors, device: torch.device, *, with_norm: bool = False) -> Census:
         norm = self.l2norm(grads, [None] * len(grads), device) if with_norm else None
         zero = torch.zeros((), dtype=torch.float32, device=device)
         if not grads:
             return Census(found_inf=zero, norm=norm, max_abs=zero.new_zeros(0))
-        if (
-            norm is not None
-            and not with_max_abs
-            and self._reads
-            and host_reaches(norm)
-            and norm.isfinite()
-        ):
+        if norm is not None and self._reads and host_reaches(norm) and norm.isfinite():
             return Census(found_inf=zero, norm=norm)  # no need to look further
         # Finite float64 values may lie beyond float32's range, so they are judged in float64.
         has_float64 = any(grad.dtype is torch.float64 for grad in grads)
@@ -161,43 +148,18 @@ class Plain(Ops):
         norms = [norm(scaled(tensor), _real_dtype(tensor)) for tensor in tensors]
         return stack([each.to(device, torch.float32) for each in norms])
 
-    @torch.no_grad()
-    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
-        norms = self.l2norms(tensors, None, device)
-        check_lengths(tensors, factors)
-        if any(factor is not None for factor in factors):
-            one = torch.ones((), dtype=torch.float32, device=device)
-            norms = norms * stack([one if by is None else by.to(device) for by in factors])
-        return norm(norms)
-
-    @torch.no_grad()
-    def tally(self, tensors: Tensors) -> list[Tally]:
-        return list(map(tally, tensors))
-
     # -- scaling, adding, casting ----------------------------------------------------------------
-
-    @torch.no_grad()
-    def scale_add_(self, grads: Tensors, factor: Scalar, addends: Column) -> None:
-        check_lengths(grads, addends)
-        sparse = [place for place, grad in enumerate(grads) if grad.is_sparse]
-        for place in sparse:
-            _scale_add_sparse_(grads[place], factor, addends[place])
-        if sparse:
-            kept = [place for place, grad in enumerate(grads) if not grad.is_sparse]
-            grads, addends = pick(grads, kept), pick(addends, kept)
-        for run in self._runs(grads, addends):
-            targets, others = run.columns
-            if all([t.dtype is _math_dtype(t) for t in targets]) and all(
-                [o is None for o in others]
-            ):
-                _torch._foreach_mul_(targets, _near(factor, targets[0].device))
-            else:
-                self._combine(targets, factor, targets, 1.0, others)
 
     @torch.no_grad()
     def axpby_(self, targets: Tensors, a: Scalar, xs: Tensors, b: Scalar, ys: Column) -> None:
         check_lengths(targets, xs, ys)
-        for run in self._runs(targets, xs, ys):
+        if isinstance(a, float) and a == 1.0 and all([y is None for y in ys]):
+            put(targets, xs, None)
+            return
+        dense = [place for place, target in enumerate(targets) if not target.is_sparse]
+        for place in set(range(len(targets))).difference(dense):
+            _combine_sparse_(targets[place], a, b, ys[place])
+        for run in self._runs(*[pick(column, dense) for column in (targets, xs, ys)]):
             outs, ins, others = run.columns
             self._combine(outs, a, ins, b, others)
 
@@ -225,11 +187,6 @@ class Plain(Ops):
             for addend, value in zip(sums, wide.each, strict=True):
                 results.append(value if addend is None else addend.add_(value))
         return results
-
-    @torch.no_grad()
-    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        check_lengths(sources, targets)
-        put(targets, sources, None)
 
     @torch.no_grad()
     def take_over_(self, masters: Tensors, halves: Tensors) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Set
+import functools
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from preamp.core.errors import unavailable
-from preamp.core.tensors import devices_of
-from preamp.kernels.ops import Column
 from preamp.kernels.plain import Plain
-from preamp.kernels.plans import Plan, pick, planned
 from preamp.kernels.triton.device.jit import INTERPRETED
 from preamp.kernels.triton.tables import Table
 from preamp.kernels.update import Scalar
@@ -36,16 +35,6 @@ def check_devices(devices: Iterable[torch.device]) -> None:
                 f"Its kernels run on {' and '.join(runs_on)} here",
                 "Choose the back end 'auto', or 'plain', which runs on every device",
             )
-
-
-def planned_here(
-    *lists: Column, codes: Set[torch.dtype] = frozenset()
-) -> tuple[list[Plan], list[int]]:
-    """See `planned`; refuses tensors on devices that kernels cannot run on."""
-    plans, others = planned(*lists, codes=codes)
-    check_devices([plan.device for plan in plans])
-    check_devices(devices_of(pick(lists[0], others)))
-    return plans, others
 
 
 def launch(function: Any, grid: tuple[int, ...], table: Table, **arguments: Any) -> None:
@@ -77,6 +66,12 @@ def width_of(*written: torch.dtype | None) -> int:
 
 def number(value: float) -> int:
     """The bits of ``value`` as float32, since Triton would specialise on floats."""
+    return _bits_of(value, math.copysign(1.0, value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bits_of(value: float, sign: float) -> int:
+    del sign  # which tells zeros apart
     return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
 
 

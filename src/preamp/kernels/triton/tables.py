@@ -73,18 +73,21 @@ def table(
     places, or with ``in_order`` to those of the plan.
     """
     device, count = plan.device, len(plan.places)
-    stream = _stream(device)
-    at = (plan.found if rows is None else rows).tobytes()
-    positions = range(count) if in_order else plan.places
-    if is_capturing(device):
-        layout = _layout(device, plan.sizes if sizes is None else sizes, positions)
-        return Table(_pointers.__wrapped__(device, stream, at), layout[0], count, layout[1])
-    key = stream, in_order, sizes is None
-    layout = plan.kept.get(key)
+    at = pointers(device, plan.found if rows is None else rows)
+    key = stream_of(device), in_order, sizes is None
+    layout = None if is_capturing(device) else plan.kept.get(key)
     if layout is None:
+        positions = range(count) if in_order else plan.places
         layout = _layout(device, plan.sizes if sizes is None else sizes, positions)
-        plan.kept[key] = layout
-    return Table(_pointers(device, stream, at), layout[0], count, layout[1])
+        if not is_capturing(device):
+            plan.kept[key] = layout
+    return Table(at, layout[0], count, layout[1])
+
+
+def pointers(device: torch.device, at: np.ndarray) -> torch.Tensor:
+    """Addresses on the device, new or remembered."""
+    upload = _pointers.__wrapped__ if is_capturing(device) else _pointers
+    return upload(device, stream_of(device), at.tobytes())
 
 
 def layout_of(numels: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -161,7 +164,7 @@ class _Reserve:
 _reserve = _Reserve()
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
     """What orders the copy of a table before its use: a table belongs to one stream."""
     if device.type == "cpu":
         return 0

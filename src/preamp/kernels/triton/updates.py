@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # pyright: basic, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
-"""The update of every rule: one kernel around their formulas, and what it is started with.
+"""The update of every rule: one kernel around their formulas.
 
 The kernel loads and stores; `preamp.kernels.rules` has what happens in between. It is written as
-``preamp.kernels.triton.device`` says; `start` runs on the host.
+``preamp.kernels.triton.device`` says; `preamp.kernels.triton.works` starts it.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton.language as tl
 
 from preamp.kernels import rules
-from preamp.kernels.rules import AdamRule, BiasCorrection, LambRule, LarsRule, NovoGradRule
-from preamp.kernels.triton import launch as launching  # kernels have a `number` and a `scalar` too
 from preamp.kernels.triton.device.jit import helper, kernel
 from preamp.kernels.triton.device.stored import (
     draw,
@@ -47,13 +42,11 @@ from preamp.kernels.triton.device.walk import (
     store_one,
     whole_blocks,
 )
-from preamp.kernels.triton.reductions import gather
-from preamp.kernels.triton.works import Launch
 
 SGD, LARS, ADAGRAD, NOVOGRAD, LION, ADOPT, OTHER = map(tl.constexpr, range(7))
 """What ``RULE`` is; of Adam and LAMB ``OTHER``."""
 
-_KINDS = {
+KINDS_OF_RULES: dict[type[rules.Rule], tl.constexpr] = {
     rules.SgdRule: SGD,
     rules.LarsRule: LARS,
     rules.AdagradRule: ADAGRAD,
@@ -103,7 +96,7 @@ def store_sums(norms, p_squares, u_squares):
 
 @kernel
 def update_kernel(
-    pointers, layout, n: tl.int64, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
+    pointers, layout, n: tl.int64, grads, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
     correction1: tl.int64, correction2: tl.int64, beta1: tl.int64, share: tl.int64, beta2: tl.int64,
     rest: tl.int64, momentum: tl.int64, eps: tl.int64, decay: tl.int64,
     coefficient: tl.int64, inv_scale_at, found_inf_at, seed: tl.int64, turn: tl.int64, turn_at,
@@ -119,8 +112,8 @@ def update_kernel(
     """
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at, g_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
-    m_at, v_at = address(pointers, n, 2, tensor), address_if(pointers, n, 3, tensor, V)
+    p_at, g_at = address(pointers, n, 0, tensor), address(grads, n, 0, tensor)
+    m_at, v_at = address(pointers, n, 1, tensor), address_if(pointers, n, 2, tensor, V)
     ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
     h_at = address_if(pointers, n, H_ROW, tensor, H)
@@ -225,96 +218,3 @@ def average_norms(
     tl.store(averages + tensor, blend)
     if spared(1, found_inf_at, FOUND_INF_AT) == 1:  # older interpreters store scalars unmasked
         store_one(at, N, blend)
-
-
-# -- on the host ----------------------------------------------------------------------------------
-
-_NUMBERS = ("beta1", "share", "beta2", "rest", "momentum", "eps", "coefficient")
-_OPTIONS = ("TRUST_RATIO", "STEP_SIZE", "CORRECTS", "COUPLED", "DECOUPLED", "CORRECTED",
-            "EPS_INSIDE", "NESTEROV", "BEFORE", "AFTER", "INSIDE", "BOUNDED")  # fmt: skip
-_UNUSED = {**dict.fromkeys(_NUMBERS, 0), **dict.fromkeys(_OPTIONS, False), "HAS_MOMENTUM": True}
-
-
-def start(part: Launch) -> None:
-    """Launch an update, and before it what measures norms, if its rule needs any."""
-    arguments = _arguments(part)
-    part.start(update_kernel, norms=_norms(part, arguments), MEASURE=False, **arguments)
-
-
-def lamb_norms(part: Launch) -> torch.Tensor:
-    """Measure parameters and directions, rows 0 and 1 of what is returned."""
-    return _measured(part, _arguments(part))
-
-
-def _arguments(part: Launch) -> dict[str, Any]:
-    """What measuring and updating take."""
-    rule = part.rule
-    kind = _KINDS.get(type(rule))
-    if kind is None:
-        rules.left_out(rule)
-    numbers, options = rule.terms
-    corrects = rule.corrects
-    match rule:
-        case AdamRule():
-            options["STEP_SIZE"] = rule.bias_correction is BiasCorrection.STEP_SIZE
-        case LambRule():
-            options["TRUST_RATIO"] = rule.uses_trust_ratio
-        case LarsRule():
-            options["TRUST_RATIO"] = rule.uses_trust_ratio
-            numbers |= {"eps": rule.eps, "coefficient": rule.trust_coefficient}
-        case NovoGradRule():
-            options["CORRECTS"], numbers["eps"] = True, rule.eps
-        case _:
-            pass
-    betas = {"correction1": numbers.get("beta1", 0.0), "correction2": getattr(rule, "beta2", 0.0)}
-    return {
-        **_UNUSED,
-        "CORRECTS": corrects,
-        **launching.scalar("lr", rule.lr, part.entries),
-        **part.corrections(corrects, **betas),
-        **launching.numbers(**numbers),
-        **options,
-        "RULE": kind.value,
-    }
-
-
-def _norms(part: Launch, arguments: dict[str, Any]) -> torch.Tensor:
-    """What the rule needs of whole tensors, a row for each kind of norm."""
-    rule, known = part.rule, None if part.norms is None else part.norms.float().contiguous()
-    if isinstance(rule, NovoGradRule):
-        return _blended(part, rule, None if known is None else known[0])
-    if known is not None:
-        return known
-    if isinstance(rule, LambRule) and rule.uses_trust_ratio:
-        return _measured(part, arguments)
-    if isinstance(rule, LarsRule) and rule.uses_trust_ratio:
-        return torch.stack([part.measured("P"), part.measured("G", part.update.inv_scale)])
-    return part.entries.layout  # not read
-
-
-def _measured(part: Launch, arguments: dict[str, Any]) -> torch.Tensor:
-    norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
-    part.start(update_kernel, norms=partials, MEASURE=True, **(arguments | {"CHANCE": False}))
-    for sums, results in zip(partials, norms, strict=True):
-        gather(part.entries, sums, results, largest=False)
-    return norms
-
-
-def _blended(part: Launch, rule: NovoGradRule, measured: torch.Tensor | None) -> torch.Tensor:
-    """Blend the gradients' norms into the averages; also stores these."""
-    if measured is None:
-        measured = part.measured("G", part.update.inv_scale, largest=rule.uses_max_norm)
-    averages = torch.empty_like(measured)
-    launching.launch(
-        average_norms,
-        (part.entries.count,),
-        part.entries,
-        norms=measured,
-        averages=averages,
-        **launching.numbers(beta2=rule.beta2, beta2_left=1 - rule.beta2),
-        **launching.given("found_inf", part.update.found_inf, part.entries),
-        N=part.kinds["N"],
-        ROW=part.half_row + (part.kinds["H"] is not None),
-        USES_MAX=rule.uses_max_norm,
-    )
-    return averages

@@ -54,38 +54,28 @@ def combine_kernel(
 
 
 @kernel
-def convert_kernel(pointers, layout, n: tl.int64, P, H, JOINS, CHUNK, WIDTH):
-    """Split float32 values, or join them; rows: these, halves, low bits if ``H``."""
+def convert_kernel(pointers, layout, n: tl.int64, P, H, HOW, CHUNK, WIDTH):
+    """Split float32 values (``HOW`` 0), join them (1), or take over what half weights say (2).
+
+    Rows: these, then halves, and low bits if ``H``; of masters that take over, half weights alone.
+    """
     tensor, start, count = find_chunk(layout, n, CHUNK)
     x_at = address(pointers, n, 0, tensor)
-    p_at = address(pointers, n, 1, tensor)
-    h_at = address_if(pointers, n, 2, tensor, H)
+    p_at = x_at
+    h_at = address_if(pointers, n, 1, tensor, H)
+    if HOW < 2:
+        p_at = address(pointers, n, 1, tensor)
+        h_at = address_if(pointers, n, 2, tensor, H)
     whole = whole_blocks(x_at | p_at | h_at, count)
     for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
         first, end = bounds(whole, count, AT_ONCE)
         while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
-            if JOINS:
-                x = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, False)
+            if HOW:
+                x = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, HOW == 2)
                 store(x_at, start, where, mask, AT_ONCE, tl.float32, x)
             else:
                 x = load(x_at, start, where, mask, AT_ONCE, tl.float32)
                 store_split(p_at, h_at, start, where, mask, AT_ONCE, P, H, x)
-            first += BLOCK
-
-
-@kernel
-def take_over_kernel(pointers, layout, n: tl.int64, P, H, CHUNK, WIDTH):
-    """Let parameters say what half weights do; rows: these, half weights."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    p_at, h_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
-    whole = whole_blocks(p_at | h_at, count)
-    for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
-        first, end = bounds(whole, count, AT_ONCE)
-        while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            p = load_param(p_at, h_at, start, where, mask, AT_ONCE, P, H, True)
-            store(p_at, start, where, mask, AT_ONCE, P, p)
             first += BLOCK

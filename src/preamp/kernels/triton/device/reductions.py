@@ -30,9 +30,9 @@ from preamp.kernels.triton.device.walk import (
 @kernel
 def measure_chunks(
     pointers, layout, n: tl.int64, partials, factor_at,
-    X, ROW, H, H_ROW, FACTOR_AT, MAX, SUM, FINITE, CHUNK, WIDTH,
+    X, ROW, H, H_ROW, FACTOR_AT, MAX, SUM, CHUNK, WIDTH,
 ):  # fmt: skip
-    """Write the largest magnitude, sum of squares, and largest finite magnitude of each chunk."""
+    """Write the largest magnitude and the sum of squares of each chunk."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     at = address(pointers, n, ROW, tensor)
     factor = factor_or_one(factor_at, FACTOR_AT)
@@ -40,7 +40,6 @@ def measure_chunks(
     whole = whole_blocks(at | h_at, count)
     squares = tl.zeros([BLOCK], tl.float32)
     largest = magnitude_bits(squares)
-    finite = largest
     for AT_ONCE in tl.static_range(WIDTH, 0, 1 - WIDTH):  # and then one by one
         first, end = bounds(whole, count, AT_ONCE)
         while first < end:
@@ -48,11 +47,8 @@ def measure_chunks(
             mask = where < count
             x = load_param(at, h_at, start, where, mask, AT_ONCE, X, H, H is not None)
             x = x * factor
-            bits = magnitude_bits(x)
             if MAX:
-                largest = tl.maximum(largest, bits)
-            if FINITE:
-                finite = tl.maximum(finite, tl.where(bits < 0x7F800000, bits, 0))
+                largest = tl.maximum(largest, magnitude_bits(x))
             if SUM:
                 squares += x * x
             first += BLOCK
@@ -62,23 +58,16 @@ def measure_chunks(
         partials += tl.num_programs(0)
     if SUM:
         tl.store(partials + chunk, tl.sum(squares, 0))
-        partials += tl.num_programs(0)
-    if FINITE:
-        tl.store(partials + chunk, value_of_bits(tl.max(finite, 0)))
 
 
 @kernel
-def gather_kernel(
-    pointers, layout, n: tl.int64, partials, results, found_inf, finite_partials, finite_results,
-    MAX, FOUND_INF, FINITE,
-):  # fmt: skip
+def gather_kernel(pointers, layout, n: tl.int64, partials, results, found_inf, MAX, FOUND_INF):
     """Bring the partial results of one tensor together, at its position in ``results``."""
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(layout + n + tensor)
     last = tl.load(layout + n + tensor + 1)
     squares = tl.zeros([BLOCK], tl.float32)
     largest = magnitude_bits(squares)
-    finite = largest
     while first < last:
         chunks = first + tl.arange(0, BLOCK)
         values = tl.load(partials + chunks, mask=chunks < last, other=0)
@@ -86,9 +75,6 @@ def gather_kernel(
             largest = tl.maximum(largest, magnitude_bits(values))
         else:
             squares += values
-        if FINITE:
-            values = tl.load(finite_partials + chunks, mask=chunks < last, other=0)
-            finite = tl.maximum(finite, magnitude_bits(values))
         first += BLOCK
     if MAX:
         result = value_of_bits(tl.max(largest, 0))
@@ -96,8 +82,6 @@ def gather_kernel(
         result = root(tl.sum(squares, 0))
     position = tl.load(layout + 2 * n + 1 + tensor)
     tl.store(results + position, result)
-    if FINITE:
-        tl.store(finite_results + position, value_of_bits(tl.max(finite, 0)))
     if FOUND_INF:
         if (result - result) != 0:  # nan for infinity and nan
             tl.store(found_inf, 1.0)  # whoever writes, writes the same
