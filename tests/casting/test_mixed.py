@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import preamp
 from casting.probe import held
-from preamp.casting.constants import CONSTANTS
 from preamp.casting.functions import install_wide_half, namespace_owner
 from preamp.casting.mixed import NORMS, PRODUCTS, PROMOTED, STORES, install_mixed_calls
 
@@ -135,7 +134,7 @@ def test_other_mixtures_are_torch_s(half: torch.dtype) -> None:
 @HALVES
 @pytest.mark.parametrize("wide_first", [False, True])
 def test_it_is_taken_off_again_in_any_order(half: torch.dtype, wide_first: bool) -> None:
-    functions = (*PRODUCTS, *NORMS, *STORES, *PROMOTED, *CONSTANTS)
+    functions = (*PRODUCTS, *NORMS, *STORES, *PROMOTED)
     rows = [(namespace_owner(namespace), name) for namespace, name in functions]
     before = [vars(owner).get(name) for owner, name in rows]
     installs = [partial(held, install_wide_half, torch.float16), partial(held, install_mixed_calls)]

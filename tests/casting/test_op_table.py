@@ -297,34 +297,6 @@ def test_out_argument_is_left_alone(casts: None) -> None:
     assert out.tolist() == [1.0, 1.0, 1.0]
 
 
-def _outcome(row: OpRow, args: tuple[Any, ...]) -> list[torch.Tensor] | str:
-    """What the call gives, and what it leaves in its arguments; or its error."""
-    args = tuple(map_tensors(torch.clone, a) for a in args)
-    try:
-        return [*_results(_call(row, args)), *_tensors(args)]
-    except RuntimeError as error:
-        return str(error)
-
-
-OTHERS = ("half", "promote", "sequence_promote", "no_half_in_place", "match_self", "banned")
-
-
-@pytest.mark.parametrize("row", _rows(*OTHERS))
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_other_half_dtype_is_left_to_torch(row: OpRow, dtype: torch.dtype) -> None:
-    """Also where torch's autocast would cast it, or refuses it."""
-    args = _arguments(row, dtype, "half")
-    expected = _outcome(row, args)
-
-    with casting(next(half for half in HALVES if half is not dtype)):
-        result = _outcome(row, args)
-
-    if isinstance(expected, str):
-        assert result == expected
-    else:
-        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
-
-
 def test_the_other_half_dtype_is_promoted_too(casts: None) -> None:
     other = torch.ones(3, dtype=torch.float16)
     total = other

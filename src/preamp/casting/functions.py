@@ -18,11 +18,10 @@ from typing import Any, Final
 import torch
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
-from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast
-from preamp.casting.thread_casts import autocast_off, when_settled
+from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import AnyFunction, wrap_banned, wrap_cast, wrap_in_place
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.modules import recurrent_functions
@@ -41,15 +40,6 @@ def namespace_owner(namespace: str) -> Any:
         "recurrent layers": recurrent_functions(),
     }
     return next(owner for name, owner in owners.items() if name == namespace)
-
-
-def device_types_here() -> frozenset[str]:
-    """CPU and the accelerator this torch is built for; asks no driver."""
-    try:
-        accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 raises where later versions return None
-        accelerator = None
-    return frozenset({"cpu"} if accelerator is None else {"cpu", accelerator.type})
 
 
 def row_wrapper(row: OpRow) -> Wrapper | None:
@@ -83,7 +73,6 @@ def _install_table(undo: UndoStack) -> None:
         wrap = row_wrapper(row)
         if wrap is not None and hasattr(owner, row.name):
             PATCHES.add(owner, row.name, Rank.TABLE, wrap, undo)
-    patch_all(CONSTANTS, Rank.TABLE, wrap_constant(everywhere=False))(undo)
     # The backward pass differentiates casts that were made; making new ones there would be wrong,
     # and with thread-wide casts ``loss.backward()`` is called while they are on.
     for name in ("backward", "grad"):
@@ -130,18 +119,15 @@ def install_function_casts(undo: UndoStack, *, verbose: bool = False) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
-    of the tensors, so threads and devices without casts are not affected. After the last ``undo``
-    every attribute is exactly what it was before the first call: at once, or when a thread whose
-    casts could not end yet (see `push_thread_casts`) has taken them back or ended.
+    of the tensors, or thread-wide casts act (`push_thread_casts`), so threads and devices without
+    casts are not affected. After the last ``undo`` every attribute is exactly what it was before.
 
     Until ``undo``, ``verbose`` prints every cast; see `say_cast`.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
     ``torch.autograd`` and the namespace of the recurrent layers.
     """
-    installed = UndoStack()
-    undo.push(partial(when_settled, installed.unwind))
-    FUNCTION_CASTS.acquire(installed)
+    FUNCTION_CASTS.acquire(undo)
     if verbose:
         listen(say_cast, undo)
 

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from preamp.casting.autocast_state import casting_device
-from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.functions import patch_all
 from preamp.casting.patches import Rank, SharedInstall, Wrapper
 from preamp.casting.wrappers import AnyFunction, is_mixed
@@ -167,7 +166,6 @@ def _by(choose: _Choice) -> Wrapper:
 
 def _install(undo: UndoStack) -> None:
     for rows, wrap in (
-        (CONSTANTS, wrap_constant(everywhere=True)),
         (PRODUCTS, _product),
         (NORMS, _norm),
         (STORES, _by(_as_first)),

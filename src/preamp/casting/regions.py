@@ -31,8 +31,8 @@ from preamp.casting.refusals import explain_refusal
 from preamp.casting.thread_casts import (
     CASTS,
     FORWARDS_OPEN,
+    PUSHED,
     open_bracket,
-    plain_state,
     thread_is_plain,
     unwind_to,
 )
@@ -68,10 +68,10 @@ def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
 @untraced
 def _enter_plain(module: nn.Module) -> None:
     bracket = open_bracket(module)
-    around = CASTS.brackets[-2].nesting if len(CASTS.brackets) > 1 else CASTS.base_nesting
+    around = CASTS.brackets[-2:][0].nesting
     # A deeper count means that the user opened a torch.autocast region around this call.
     if bracket.nesting == around and CASTS.disabled is None:
-        plain_state().restore()
+        CASTS.brackets[0].saved.restore()
 
 
 @untraced
@@ -119,7 +119,7 @@ class _EnterPlain(EngineHook):
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if not any(map(torch.is_autocast_enabled, _COMMON)):
+            if not (PUSHED or any(map(torch.is_autocast_enabled, _COMMON))):
                 return
         elif thread_is_plain():  # as in most programs, where this is the only engine
             return
