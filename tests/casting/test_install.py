@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from casting.probe import casting, held
+from casting.probe import casting, held, install_wide_half
 from kit.refusals import refused
-from preamp.casting.functions import install_function_casts, install_wide_half
+from preamp.casting.functions import install_function_casts
 from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, PatchTable, Rank, SharedInstall
 from preamp.casting.thread_casts import push_thread_casts
 from preamp.core.undo import Removable, UndoStack
@@ -146,7 +146,7 @@ def test_patched_methods_bind_as_before(name: str) -> None:
     def double(fn: Callable[..., int]) -> Callable[..., int]:
         return lambda *args: 2 * fn(*args)
 
-    handles = [held(table.add, _Child, name, Rank.TABLE, double) for _ in range(2)]
+    handles = [held(table.add, _Child, name, Rank.WIDE, double) for _ in range(2)]
     doubled = getattr(_Child(), name)(1)
     for handle in handles:
         handle.remove()

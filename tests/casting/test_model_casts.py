@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from casting.probe import BF16, CPU, F16, F32, Probe, held, product
-from preamp.casting.functions import install_function_casts, install_wide_half
+from casting.probe import BF16, CPU, F16, F32, Probe, held, install_wide_half, product
+from preamp.casting.functions import install_function_casts
 from preamp.casting.regions import attach_cast_region
 from preamp.casting.registry import register_half_function
 from preamp.casting.thread_casts import push_thread_casts
@@ -192,7 +192,7 @@ def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:
 
 FORWARD_MODE = """
 import torch
-from preamp.casting.functions import install_function_casts, install_wide_half
+from preamp.casting.functions import install_function_casts
 from preamp.core.undo import UndoStack
 install_function_casts(UndoStack())
 install_wide_half(torch.float16, UndoStack())

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from casting.op_examples import example, has_function, options
-from casting.probe import casting, held
+from casting.probe import casting, held, install_wide_half
 from kit.refusals import refused
 from op_table import render
-from preamp.casting.functions import (
-    install_function_casts,
-    install_wide_half,
-    namespace_owner,
-    row_wrapper,
-)
+from preamp.casting.functions import install_function_casts, namespace_owner, row_wrapper
 from preamp.casting.op_lists import OP_TABLE, OpRow
 from preamp.casting.thread_casts import disable_casts
 from preamp.core.pytree import map_tensors
@@ -238,10 +233,14 @@ def test_in_place_functions_cast_to_the_target(row: OpRow, dtype: torch.dtype, k
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-STORING = [p for p in _rows("leave") if p.values[0].name.endswith("_")]
+STORING = [
+    OpRow(namespace="torch.Tensor", name=f"{name}_", rule="match_self", reason="")
+    for name in "add sub mul div addcdiv addcmul atan2 eq ge gt le lt ne".split()
+]
+"""Functions that torch brings to the target's dtype by itself."""
 
 
-@pytest.mark.parametrize("row", STORING)
+@pytest.mark.parametrize("row", STORING, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ["half", "float", "mixed"])
 def test_pointwise_in_place_functions_round_once(row: OpRow, kind: str, dtype: torch.dtype) -> None:

@@ -22,7 +22,6 @@ from preamp.casting.regions import attach_cast_region, attach_plain_region
 from preamp.casting.thread_casts import (
     disable_casts,
     push_thread_casts,
-    settle_thread,
     thread_casts_restored,
     thread_has_casts,
 )
@@ -54,7 +53,6 @@ class Script:
             held(attach_cast_region, self.models[name], CPU, dtype)
         self.acts = (act.split() for act in program.split(";"))
         self.play()
-        settle_thread()
         assert self.state() == self.before
         assert not thread_has_casts()
         assert not thread_casts.PUSHED
@@ -134,9 +132,6 @@ class Script:
         """End one of the casts that are left."""
         self.pushes.pop(int(number)).unwind()
 
-    def settle(self) -> None:
-        settle_thread()
-
     def sees(self, dtype: str) -> None:
         assert product() is DTYPES[dtype]
 
@@ -171,7 +166,6 @@ PROGRAMS = {
     "an exception in a forward": "caught; cast bf16; fail; sees f32",
     "models nest and recur": "cast bf16; cast f16; sees f16; end; sees bf16; cast bf16; sees bf16; "
     "end; sees bf16; end; sees f32",
-    "a forward that runs is not closed": "cast bf16; settle; sees bf16; end",
     "a thread": "push bf16; sees bf16; plainly; pop; sees f32",
     "another thread": "push bf16; thread; sees f32; end; pop",
     "ended first to last": THREE + "pop 0; sees bf16; pop 0; sees bf16; pop 0; sees f32",
@@ -180,8 +174,8 @@ PROGRAMS = {
     "plain models": "push bf16; plain; sees f32; end; cast bf16; plain; sees f32; end; sees bf16; "
     "end; pop; cast bf16; plain; sees f32; end; sees bf16; end",
     "a plain model in a user's block": "push bf16; block f16; plain; sees f16; end; end; pop",
-    "a plain model in a user's block in a model": "cast bf16; block f16; plain; sees f16; end; end; "
-    "end",
+    "a plain model in a user's block in a model": "cast bf16; block f16; plain; sees f16; end; "
+    "end; end",
     "disabled": "push bf16; disabled; caught; disabled; fail; sees f32; cast bf16; sees f32; end; "
     "end; sees bf16; cast bf16; sees bf16; end; pop",
     "disabled in a model": "cast bf16; disabled; sees f32; end; sees bf16; end",
@@ -201,7 +195,7 @@ PROGRAMS = {
     "ended in a user's block": "push bf16; block f16; note; pop; sees f16; same; end; sees f32",
     "begun and ended in a user's block": "block f16; note; push bf16; sees f16; pop; sees f16; "
     "same; end; plainly",
-    "more begun in a user's block": "push bf16; block off; pop; push f16; sees f32; end; settle; "
+    "more begun in a user's block": "push bf16; block off; pop; push f16; sees f32; end; "
     "sees f16; pop; sees f32",
     "begun in a user's block that has ended": "block f16; push bf16; end; sees bf16; pop; plainly",
     "collected in a forward": "push bf16; cast f16; collected; sees f16; end; plainly",
@@ -218,15 +212,23 @@ def test_where_casts_are_active(name: str) -> None:
     Script(PROGRAMS[name])
 
 
-ENTRANCES = ["settle", "plain; end", "cast bf16; end", "disabled; end", "backward; end"]
-@pytest.mark.parametrize("enter", ENTRANCES)
-@pytest.mark.parametrize("thread_wide", [True, False])
-def test_the_next_entrance_closes_a_forward_interrupted_at_a_hook(
-    enter: str, thread_wide: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("act", ["cast bf16", "plain"])
+@pytest.mark.parametrize("when", [0, 1], ids=["begins", "ends"])
+def test_an_interrupt_in_a_hook_ends_its_forward(
+    act: str, when: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_casts, "call_hooks_after_interrupts", lambda is_on: None)
-    program = f"note; caught; cast bf16; cast f16; interrupt; {enter}; same"
-    Script(f"push bf16; {program}; pop" if thread_wide else program)
+    original, calls = AutocastState.restore, list[int]()
+
+    def restore(state: AutocastState) -> None:
+        original(state)
+        if len(thread_casts.CASTS.brackets) == 2:
+            calls.append(0)
+            if len(calls) == when + 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(AutocastState, "restore", restore)
+    Script(f"note; caught; cast f16; {act}; end; end; same")
+    assert len(calls) > when
 
 
 def test_torch_catches_interrupts_during_forwards_only() -> None:

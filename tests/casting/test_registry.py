@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from casting.probe import BF16, F16, F32, casting, held, registrations_forgotten
+from casting.probe import BF16, F16, F32, casting, held, install_wide_half, registrations_forgotten
 from kit.refusals import refused
-from preamp.casting.functions import FUNCTION_CASTS, install_function_casts, install_wide_half
+from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
 from preamp.casting.mixed import install_mixed_calls
 from preamp.casting.registry import (
     bfloat16_function,

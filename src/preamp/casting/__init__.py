@@ -31,6 +31,5 @@ from preamp.casting.state_hooks import attach_state_hooks as attach_state_hooks
 from preamp.casting.thread_casts import disable_casts as disable_casts
 from preamp.casting.thread_casts import is_any_casting as is_any_casting
 from preamp.casting.thread_casts import push_thread_casts as push_thread_casts
-from preamp.casting.thread_casts import settle_thread as settle_thread
 from preamp.casting.thread_casts import thread_casts_restored as thread_casts_restored
 from preamp.casting.thread_casts import thread_has_casts as thread_has_casts

@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 
 from preamp.casting.autocast_state import CASTABLE
-from preamp.casting.patches import PATCH_LOCK
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
@@ -29,7 +28,7 @@ class Cast:
 
 
 Listener = Callable[[Cast], None]
-_listeners: tuple[tuple[Listener, object], ...] = ()  # of the process; replaced, never changed
+_listeners: Final[list[tuple[Listener, object]]] = []  # of the process
 
 
 def listen(listener: Listener, undo: UndoStack) -> None:
@@ -41,18 +40,12 @@ def listen(listener: Listener, undo: UndoStack) -> None:
     """
     entry = listener, object()
 
-    @PATCH_LOCK.held
     def end() -> None:
-        global _listeners
-        _listeners = tuple(other for other in _listeners if other is not entry)
-
-    @PATCH_LOCK.held
-    def begin() -> None:
-        global _listeners
-        _listeners = (*_listeners, entry)
+        if entry in _listeners:
+            _listeners.remove(entry)
 
     undo.push(end)
-    begin()
+    _listeners.append(entry)
 
 
 def say_cast(made: Cast) -> None:
@@ -65,7 +58,7 @@ def tell_casts(function: str, values: Sequence[Any], target: torch.dtype, device
     # In this order: what is being compiled must not depend on who listens.
     if torch.compiler.is_compiling() or not _listeners:
         return
-    listeners = dict.fromkeys(listener for listener, _ in _listeners)
+    listeners = dict.fromkeys([listener for listener, _ in _listeners])
     for tensor in tensors_in(values):
         source = tensor.dtype
         if source in CASTABLE and source is not target and tensor.device.type == device_type:

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -50,9 +48,7 @@ class Bracket:
     saved: AutocastState
     nesting: int  # torch's count inside the bracket; more means that the user opened a region
     module_id: int | None = None  # whose forward it is; None for disable_casts and backward
-    frame: FrameType | None = None
     raised_nesting: bool = False
-    is_counted: bool = False  # in `FORWARDS_OPEN`
 
 
 class _Casts(threading.local):
@@ -73,32 +69,26 @@ look at a thread's own, ask whether it is empty."""
 
 # --- brackets ---
 
-FORWARDS_OPEN: Final[list[int]] = []
-"""One entry for each open bracket of a forward, of all threads; code under torch.compile, which
-cannot look at a thread's own, asks whether it is empty."""
+FORWARDS_OPEN: Final[list[Bracket]] = []
+"""The open brackets of forwards of all threads; code under torch.compile, which cannot look at a
+thread's own, asks whether it is empty."""
 
 
-def unwind_to(bracket: Bracket) -> None:
-    """Close ``bracket`` and whatever was left open inside it."""
+def unwind_to(depth: int) -> None:
+    """Close brackets, the innermost first, until ``depth`` of this thread are left."""
     brackets = CASTS.brackets
-    while brackets:
+    while len(brackets) > depth:
         top = brackets[-1]
         if top.raised_nesting:
             top.raised_nesting = False
             torch.autocast_decrement_nesting()
         if top.module_id is not None:
-            if top.is_counted and FORWARDS_OPEN:
-                top.is_counted = False
-                FORWARDS_OPEN.pop()
-            # Cheap, and right even if the count above was disturbed: a weight that is still
-            # needed is cast again.
+            if top in FORWARDS_OPEN:
+                FORWARDS_OPEN.remove(top)
             torch.clear_autocast_cache()
         top.saved.restore()
-        top.frame = None  # which may hold the bracket
         brackets.pop()  # last: interrupted before, it is closed once more
         _catch_interrupts(any(one.module_id is not None for one in brackets))
-        if top is bracket:
-            break
 
 
 def _catch_interrupts(are_forwards_open: bool) -> None:
@@ -106,41 +96,12 @@ def _catch_interrupts(are_forwards_open: bool) -> None:
         call_hooks_after_interrupts(are_forwards_open)
 
 
-def _drop_abandoned() -> None:
-    """Close brackets whose forward is over.
-
-    An interrupt that comes while a hook of this room runs leaves its bracket open, and with it the
-    casts and the weight cache.
-    """
-    running: set[FrameType] = set()
-    frame = inspect.currentframe()
-    while frame is not None:
-        running.add(frame)
-        frame = frame.f_back
-    for bracket in CASTS.brackets:
-        if bracket.frame is not None and bracket.frame not in running:
-            unwind_to(bracket)
-            return
-
-
-def open_bracket(module: nn.Module | None, frame: FrameType | None = None) -> Bracket:
-    """Begin a bracket, for a forward of ``module`` or code that always closes it; sets nothing.
-
-    Where ``frame`` is given, it is over when that frame is.
-    """
-    if CASTS.brackets:
-        _drop_abandoned()
-    if module is not None:
-        # The one that lives as long as the forward; where torch renames it, nothing is dropped.
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_name != "_call_impl":
-            frame = frame.f_back
-    module_id = None if module is None else id(module)
-    bracket = Bracket(AutocastState.capture(), nesting(), module_id, frame)
+def open_bracket(module: nn.Module | None) -> Bracket:
+    """Begin a bracket, for a forward of ``module`` or code that always closes it; sets nothing."""
+    bracket = Bracket(AutocastState.capture(), nesting(), None if module is None else id(module))
     CASTS.brackets.append(bracket)
     if module is not None:
-        FORWARDS_OPEN.append(bracket.nesting)
-        bracket.is_counted = True
+        FORWARDS_OPEN.append(bracket)
         _catch_interrupts(True)
     return bracket
 
@@ -148,12 +109,12 @@ def open_bracket(module: nn.Module | None, frame: FrameType | None = None) -> Br
 @contextlib.contextmanager
 def autocast_off() -> Generator[None]:
     """Run the block with autocast disabled on every device type, then set the state back."""
-    bracket = open_bracket(None)
-    bracket.saved.without_casts().restore()
+    depth = len(CASTS.brackets)
     try:
+        open_bracket(None).saved.without_casts().restore()
         yield
     finally:
-        unwind_to(bracket)
+        unwind_to(depth)
 
 
 # --- thread-wide casts ---
@@ -193,56 +154,27 @@ def is_any_casting() -> bool:
     return is_any_autocast_on() or thread_casts_act()
 
 
-def thread_is_plain() -> bool:
-    """Whether no engine casts functions on this thread, so a plain forward has nothing to do."""
-    return not (CASTS.brackets or CASTS.pushes)
-
-
-def call_in_thread_casts(
-    casting: Callable[..., Any],
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def call_in_thread_casts(casting: Any, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Call ``casting`` in a bracket with the thread-wide casts where they act, else ``fn``.
 
     Code under ``torch.compile`` is left for it, since the compiler cannot look at a thread's own.
     """
-    if torch.compiler.is_compiling():
-        return _call_untraced(casting, fn, args, kwargs)
-    return _call(casting, fn, args, kwargs)
+    call = _call_untraced if torch.compiler.is_compiling() else _call
+    return call(casting, fn, args, kwargs)
 
 
-def _call(
-    casting: Callable[..., Any],
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def _call(casting: Any, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if not thread_casts_act():
         return fn(*args, **kwargs)
-    bracket = open_bracket(None, inspect.currentframe())
     try:
         on = {kind: (True, push.dtype) for push in (*CASTS.pushes,) for kind in push.device_types}
-        bracket.saved.changed(on, False).restore()
+        open_bracket(None).saved.changed(on, False).restore()
         return casting(*args, **kwargs)
     finally:
-        unwind_to(bracket)
+        unwind_to(0)
 
 
 _call_untraced = untraced(_call)
-
-
-def settle_thread() -> None:
-    """Close forwards of this thread that were interrupted at a hook.
-
-    Every entrance to preamp calls this; where there is nothing to do it costs one look-up.
-    """
-    if CASTS.brackets:
-        _settle_untraced()
-
-
-_settle_untraced = untraced(_drop_abandoned)
 
 
 @contextlib.contextmanager
@@ -252,29 +184,26 @@ def disable_casts() -> Generator[None]:
     Nests, and ends properly on exceptions. Where no engine is alive it changes nothing: an
     autocast region of the user's own stays on.
     """
-    bracket, outermost = _disable()
+    depth, disabled = len(CASTS.brackets), CASTS.disabled
     try:
+        _disable()
         yield
     finally:
-        _enable(bracket, outermost)
+        _enable(depth, disabled)
 
 
 @untraced
-def _disable() -> tuple[Bracket, bool]:
+def _disable() -> None:
     bracket = open_bracket(None)
-    outermost = CASTS.disabled is None
-    if outermost:
-        CASTS.disabled = bracket
+    CASTS.disabled = CASTS.disabled or bracket
     if CASTS.pushes or len(CASTS.brackets) > 1:
         bracket.saved.without_casts().restore()
-    return bracket, outermost
 
 
 @untraced
-def _enable(bracket: Bracket, outermost: bool) -> None:
-    unwind_to(bracket)
-    if outermost:
-        CASTS.disabled = None
+def _enable(depth: int, disabled: Bracket | None) -> None:
+    unwind_to(depth)
+    CASTS.disabled = disabled
 
 
 @contextlib.contextmanager
@@ -304,8 +233,7 @@ def _end_casts_in_fork() -> None:
 
     Nobody asked for them there, and started by ``spawn`` it would have none.
     """
-    if CASTS.brackets:
-        unwind_to(CASTS.brackets[0])
+    unwind_to(0)
     CASTS.disabled = None
     for entries in (FORWARDS_OPEN, CASTS.pushes, PUSHED):  # the other threads are not here
         entries.clear()

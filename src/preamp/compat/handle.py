@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-from preamp.casting import disable_casts, is_any_casting, settle_thread
+from preamp.casting import disable_casts, is_any_casting
 from preamp.core.errors import unavailable
 
 _LINES = """
@@ -33,7 +33,6 @@ class AmpHandle:
 
     def deactivate(self) -> None:
         """Take all casts back, the latest first."""
-        settle_thread()
         self._is_on = False
         self._stop()
 
