@@ -2,9 +2,8 @@
 """The callables that replace a function: one maker for rules that cast, and one for each other.
 
 All of them look at torch's autocast state when called and pass the call through where casts are not
-active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them.
-float64 is left alone everywhere, as autocast does: casts never reduce what the user widened.
-Both half dtypes are cast, as in Apex and in autocast.
+active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them. Both
+half dtypes are cast, as in Apex and autocast; float64 never, as the user has widened it.
 """
 
 from __future__ import annotations
