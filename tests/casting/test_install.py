@@ -11,14 +11,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from casting.probe import casting, held, install_wide_half
 from kit.refusals import refused
 from preamp.casting.functions import install_function_casts
 from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, PatchTable, Rank, SharedInstall
-from preamp.casting.thread_casts import push_thread_casts
-from preamp.core.undo import Removable, UndoStack
+from preamp.core.undo import Removable
 
 OWNERS = (
     torch,
@@ -86,32 +84,6 @@ def test_installed_wrappers_do_nothing_where_casts_are_not_active() -> None:
     handle.remove()
 
     assert dtypes == {torch.bfloat16}
-
-
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mm": lambda x: torch.mm(x, x),
-    "matmul": lambda x: x @ x,
-    "linear": lambda x: F.linear(x, x),
-    "exp": lambda x: x.half().exp(),
-    "exp_": lambda x: x.half().exp_(),
-    "cat": lambda x: torch.cat([x, x.half()]),
-    "layer": lambda x: nn.Linear(2, 2)(x),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_a_thread_whose_casts_were_ended_elsewhere_are_plain(name: str) -> None:
-    torch.manual_seed(0)
-    plain, undo = FUNCTIONS[name](torch.ones(2, 2)), UndoStack()
-    install_function_casts(undo)
-    push_thread_casts({"cpu"}, torch.float16, undo)
-    thread = threading.Thread(target=undo.unwind)
-    thread.start()
-    thread.join()
-    torch.manual_seed(0)
-    found = FUNCTIONS[name](torch.ones(2, 2))
-    assert found.dtype is plain.dtype
-    assert torch.equal(found, plain)
 
 
 def test_banned_function() -> None:
@@ -217,15 +189,7 @@ def test_job_that_finds_the_lock_taken_is_left_to_the_holder(
     assert done == ["inner", "outer", "job"]
 
 
-def test_job_runs_at_once_where_nobody_holds_the_lock() -> None:
-    lock, done = PatchLock(), list[int]()
-
-    lock.run_or_leave(lambda: done.append(1))
-
-    assert done == [1]
-
-
-def test_job_handed_in_by_a_job_runs_after_it() -> None:
+def test_jobs_run_at_once_where_nobody_holds_the_lock_and_one_after_the_other() -> None:
     lock, done = PatchLock(), list[int]()
 
     def first() -> None:

@@ -315,10 +315,3 @@ def test_a_checkpoint_mixes_in_its_second_forward_too() -> None:
     model = preamp.initialize(model, opt_level="O5", verbosity=0)
     model(values(2, 3, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.layer.parameters())
-
-
-def test_half_models_that_are_closed_leave_torch_as_it_was() -> None:
-    before = [dict(vars(owner)) for owner in (torch, torch.Tensor, F, torch.linalg)]
-    model = preamp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0)
-    preamp.engine_of(model).close()
-    assert [dict(vars(owner)) for owner in (torch, torch.Tensor, F, torch.linalg)] == before

@@ -12,7 +12,6 @@ from preamp.casting.modules import Conversion as Conversion
 from preamp.casting.modules import attach_layer_casts as attach_layer_casts
 from preamp.casting.op_lists import OP_TABLE as OP_TABLE
 from preamp.casting.op_lists import Namespace as Namespace
-from preamp.casting.op_lists import OpRow as OpRow
 from preamp.casting.op_lists import Rule as Rule
 from preamp.casting.patches import PATCH_LOCK as PATCH_LOCK
 from preamp.casting.regions import attach_cast_region as attach_cast_region

@@ -89,9 +89,9 @@ class AutocastState:
     cache_enabled: bool
 
     @staticmethod
-    def capture() -> AutocastState:
+    def capture(kinds: Iterable[str] = _device_types) -> AutocastState:
         """Read the calling thread's state."""
-        return AutocastState(states_of(_device_types), torch.is_autocast_cache_enabled())
+        return AutocastState(states_of(kinds), torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
         """Make the calling thread's state this one (the nesting count is not part of it)."""

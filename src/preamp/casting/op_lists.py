@@ -74,7 +74,6 @@ REBIND = (
 # torch 2.13: CPU by running, CUDA from the list of ops in torch's documentation.
 _EVERYWHERE: Final = frozenset({"cpu", "cuda"})
 _CUDA: Final = frozenset({"cuda"})
-_NOWHERE: Final[frozenset[str]] = frozenset()
 
 
 def _rows(
@@ -83,7 +82,7 @@ def _rows(
     rule: Rule,
     reason: str,
     *,
-    native: frozenset[str] = _NOWHERE,
+    native: frozenset[str] = frozenset(),
     is_closed: bool = False,
 ) -> Iterator[OpRow]:
     row = partial(OpRow, rule=rule, reason=reason, native=native, is_closed=is_closed)

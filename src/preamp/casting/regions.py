@@ -33,8 +33,7 @@ from preamp.core.torch_private.modules import add_hook
 from preamp.core.torch_private.scripting import not_compiled_alone
 from preamp.core.undo import UndoStack
 
-_COMMON = ("cpu", "cuda", "xpu", "mps")
-"""Device types whose casts can be on while a forward is traced."""
+_COMMON = ("cpu", "cuda", "xpu", "mps")  # device types that may cast while a forward is traced
 
 
 def _is_exporting() -> bool:

@@ -88,7 +88,8 @@ def unwind_to(depth: int) -> None:
             torch.clear_autocast_cache()
         top.saved.restore()
         brackets.pop()  # last: interrupted before, it is closed once more
-        _catch_interrupts(any(one.module_id is not None for one in brackets))
+        if top.module_id is not None:
+            _catch_interrupts(any(one.module_id is not None for one in brackets))
 
 
 def _catch_interrupts(are_forwards_open: bool) -> None:
@@ -168,7 +169,9 @@ def _call(casting: Any, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     try:
         on = {kind: (True, push.dtype) for push in (*CASTS.pushes,) for kind in push.device_types}
-        open_bracket(None).saved.changed(on, False).restore()
+        # As `open_bracket`, of these device types alone
+        CASTS.brackets.append(Bracket(AutocastState.capture(on), 0))
+        AutocastState(on, False).restore()
         return casting(*args, **kwargs)
     finally:
         unwind_to(0)
