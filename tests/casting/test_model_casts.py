@@ -249,3 +249,13 @@ def test_model_that_keeps_a_wrapped_function_is_saved_and_loaded() -> None:
 
     assert loaded.activation is model.activation
     assert torch.equal(loaded(x), model(x))
+
+
+def test_compiled_functions_outside_of_models_have_the_casts_of_their_thread() -> None:
+    compiled = torch.compile(lambda x: torch.mm(x, x).exp(), backend="eager")
+    handle = held(push_thread_casts, CPU, BF16)
+    x = torch.rand(2, 2)
+    inside, expected = compiled(x), torch.mm(x, x).exp()
+    handle.remove()
+    assert torch.equal(inside, expected)
+    assert not torch.equal(compiled(x), expected)  # in float32 throughout
