@@ -15,18 +15,20 @@ TITLES = {
     "banned": "Refused with half arguments",
     "no_half_in_place": "In place, refused for a half target",
     "match_self": "In place, other arguments cast to the target",
-    "leave": "Left to torch",
 }
 
 HEADER = """\
 # Which function runs in which precision at O1
 
 Generated from `preamp/casting/op_lists.py` by `python tools/op_table.py`. The table holds on every
-device, for float16 and bfloat16, wherever casts are active; float64 is never cast. Functions that
-run in float32 or promote take either half dtype; those that run in half leave tensors alone that
-are all of the other half dtype than the one that casts are on for. "By autocast" names the device
-types on which `torch.autocast` does it; elsewhere preamp does.
+device, for float16 and bfloat16, wherever casts are active; float64 is never cast. "By autocast"
+names the device types on which `torch.autocast` does it; elsewhere preamp does.
 `register_half_function`, `register_float_function` and `register_promote_function` override a row.
+
+Functions that are not listed are left to torch. Pointwise ones that are bounded or linear (`relu`,
+`tanh`), pools, `dropout` and look-ups run in the dtype of their input. `mean` and batch norms
+accumulate in float32 inside. In-place ones (`add_`) compute in the wider dtype and round once into
+the target.
 """
 
 

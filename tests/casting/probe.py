@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
+from preamp.casting.functions import FUNCTION_CASTS, WIDE_HALF, install_function_casts
 from preamp.casting.thread_casts import push_thread_casts
 from preamp.core.undo import Removable, UndoStack
 
@@ -46,6 +46,11 @@ def held(change: Callable[..., None], *args: Any, **options: Any) -> Removable:
     return SimpleNamespace(remove=undo.unwind)
 
 
+def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:
+    """Products of ``half`` run wide on the CPU, whether it has units for them or not."""
+    WIDE_HALF[half].acquire(undo)
+
+
 @contextmanager
 def casting(dtype: torch.dtype = F16) -> Iterator[None]:
     """Functions are cast on this thread."""
@@ -61,7 +66,7 @@ def casting(dtype: torch.dtype = F16) -> Iterator[None]:
 @contextmanager
 def registrations_forgotten() -> Iterator[None]:
     """What is registered inside is forgotten."""
-    before = set(FUNCTION_CASTS._extras)
+    before = set(FUNCTION_CASTS.extras)
     yield
-    for key in FUNCTION_CASTS._extras.keys() - before:
-        FUNCTION_CASTS.discard(key)
+    for key in FUNCTION_CASTS.extras.keys() - before:
+        del FUNCTION_CASTS.extras[key]

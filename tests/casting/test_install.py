@@ -11,14 +11,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from casting.probe import casting, held
+from casting.probe import casting, held, install_wide_half
 from kit.refusals import refused
-from preamp.casting.functions import install_function_casts, install_wide_half
+from preamp.casting.functions import install_function_casts
 from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, PatchTable, Rank, SharedInstall
-from preamp.casting.thread_casts import push_thread_casts
-from preamp.core.undo import Removable, UndoStack
+from preamp.core.undo import Removable
 
 OWNERS = (
     torch,
@@ -88,47 +86,6 @@ def test_installed_wrappers_do_nothing_where_casts_are_not_active() -> None:
     assert dtypes == {torch.bfloat16}
 
 
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mm": lambda x: torch.mm(x, x),
-    "matmul": lambda x: x @ x,
-    "linear": lambda x: F.linear(x, x),
-    "exp": lambda x: x.half().exp(),
-    "exp_": lambda x: x.half().exp_(),
-    "cat": lambda x: torch.cat([x, x.half()]),
-    "layer": lambda x: nn.Linear(2, 2)(x),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_a_thread_whose_casts_were_ended_elsewhere_are_plain(name: str) -> None:
-    torch.manual_seed(0)
-    plain, undo = FUNCTIONS[name](torch.ones(2, 2)), UndoStack()
-    install_function_casts(undo)
-    push_thread_casts({"cpu"}, torch.float16, undo)
-    thread = threading.Thread(target=undo.unwind)
-    thread.start()
-    thread.join()
-    torch.manual_seed(0)
-    found = FUNCTIONS[name](torch.ones(2, 2))
-    assert found.dtype is plain.dtype
-    assert torch.equal(found, plain)
-
-
-def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise RuntimeError("Cannot access accelerator device when none is available.")
-
-    original = torch.chain_matmul
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
-
-    handle = held(install_function_casts)
-    during = torch.chain_matmul
-    handle.remove()
-
-    assert during is not original
-    assert torch.chain_matmul is original
-
-
 def test_banned_function() -> None:
     half, target = torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3)
     with casting(torch.bfloat16):
@@ -161,7 +118,7 @@ def test_patched_methods_bind_as_before(name: str) -> None:
     def double(fn: Callable[..., int]) -> Callable[..., int]:
         return lambda *args: 2 * fn(*args)
 
-    handles = [held(table.add, _Child, name, Rank.TABLE, double) for _ in range(2)]
+    handles = [held(table.add, _Child, name, Rank.WIDE, double) for _ in range(2)]
     doubled = getattr(_Child(), name)(1)
     for handle in handles:
         handle.remove()
@@ -232,15 +189,7 @@ def test_job_that_finds_the_lock_taken_is_left_to_the_holder(
     assert done == ["inner", "outer", "job"]
 
 
-def test_job_runs_at_once_where_nobody_holds_the_lock() -> None:
-    lock, done = PatchLock(), list[int]()
-
-    lock.run_or_leave(lambda: done.append(1))
-
-    assert done == [1]
-
-
-def test_job_handed_in_by_a_job_runs_after_it() -> None:
+def test_jobs_run_at_once_where_nobody_holds_the_lock_and_one_after_the_other() -> None:
     lock, done = PatchLock(), list[int]()
 
     def first() -> None:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from casting.probe import BF16, CPU, F16, F32, Probe, held
-from preamp.casting.functions import install_function_casts, install_wide_half
+from casting.probe import BF16, CPU, F16, F32, Probe, held, install_wide_half, product
+from preamp.casting.functions import install_function_casts
 from preamp.casting.regions import attach_cast_region
 from preamp.casting.registry import register_half_function
 from preamp.casting.thread_casts import push_thread_casts
@@ -42,11 +42,11 @@ def test_backward_runs_without_casts() -> None:
     x = torch.ones(2, requires_grad=True)
     _Observe.apply(x).sum().backward()
     torch.autograd.grad(_Observe.apply(x).sum(), x)
-    after = torch.is_autocast_enabled("cpu")
+    after = product()
     handle.remove()
 
     assert _Observe.seen == [False, False]
-    assert after
+    assert after is BF16
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -192,7 +192,7 @@ def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:
 
 FORWARD_MODE = """
 import torch
-from preamp.casting.functions import install_function_casts, install_wide_half
+from preamp.casting.functions import install_function_casts
 from preamp.core.undo import UndoStack
 install_function_casts(UndoStack())
 install_wide_half(torch.float16, UndoStack())
@@ -249,3 +249,13 @@ def test_model_that_keeps_a_wrapped_function_is_saved_and_loaded() -> None:
 
     assert loaded.activation is model.activation
     assert torch.equal(loaded(x), model(x))
+
+
+def test_compiled_functions_outside_of_models_have_the_casts_of_their_thread() -> None:
+    compiled = torch.compile(lambda x: torch.mm(x, x).exp(), backend="eager")
+    handle = held(push_thread_casts, CPU, BF16)
+    x = torch.rand(2, 2)
+    inside, expected = compiled(x), torch.mm(x, x).exp()
+    handle.remove()
+    assert torch.equal(inside, expected)
+    assert not torch.equal(compiled(x), expected)  # in float32 throughout

@@ -22,7 +22,6 @@ from preamp.casting.regions import attach_cast_region, attach_plain_region
 from preamp.casting.thread_casts import (
     disable_casts,
     push_thread_casts,
-    settle_thread,
     thread_casts_restored,
     thread_has_casts,
 )
@@ -31,6 +30,13 @@ from preamp.core.undo import UndoStack
 pytestmark = pytest.mark.usefixtures("function_casts")
 
 DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
+
+
+class Cycle:
+    """Something that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.me = self
 
 
 class Script:
@@ -47,10 +53,9 @@ class Script:
             held(attach_cast_region, self.models[name], CPU, dtype)
         self.acts = (act.split() for act in program.split(";"))
         self.play()
-        settle_thread()
         assert self.state() == self.before
         assert not thread_has_casts()
-        assert not thread_casts.STALE
+        assert not thread_casts.PUSHED
 
     def play(self) -> None:
         for name, *given in self.acts:
@@ -127,14 +132,6 @@ class Script:
         """End one of the casts that are left."""
         self.pushes.pop(int(number)).unwind()
 
-    def hand(self, dtype: str) -> None:
-        """As a script sets the state itself."""
-        torch.set_autocast_enabled("cpu", dtype != "off")
-        torch.set_autocast_dtype("cpu", DTYPES.get(dtype, BF16))
-
-    def settle(self) -> None:
-        settle_thread()
-
     def sees(self, dtype: str) -> None:
         assert product() is DTYPES[dtype]
 
@@ -149,8 +146,10 @@ class Script:
         """The state is that of the beginning."""
         assert self.state() == self.before
 
-    def uncached(self) -> None:
-        assert not torch.is_autocast_cache_enabled()
+    def collected(self) -> None:
+        """End the latest casts as the garbage collector does, in the middle of anything."""
+        weakref.finalize(Cycle(), self.pushes.pop().unwind)
+        gc.collect()
 
     def forked(self) -> None:
         """A forked process, such as a loader's worker, starts without casts."""
@@ -167,8 +166,7 @@ PROGRAMS = {
     "an exception in a forward": "caught; cast bf16; fail; sees f32",
     "models nest and recur": "cast bf16; cast f16; sees f16; end; sees bf16; cast bf16; sees bf16; "
     "end; sees bf16; end; sees f32",
-    "a forward that runs is not closed": "cast bf16; settle; sees bf16; end",
-    "a thread": "push bf16; sees bf16; uncached; pop; sees f32",
+    "a thread": "push bf16; sees bf16; plainly; pop; sees f32",
     "another thread": "push bf16; thread; sees f32; end; pop",
     "ended first to last": THREE + "pop 0; sees bf16; pop 0; sees bf16; pop 0; sees f32",
     "ended last to first": THREE + "pop; sees f16; pop; sees bf16; pop; sees f32",
@@ -176,6 +174,8 @@ PROGRAMS = {
     "plain models": "push bf16; plain; sees f32; end; cast bf16; plain; sees f32; end; sees bf16; "
     "end; pop; cast bf16; plain; sees f32; end; sees bf16; end",
     "a plain model in a user's block": "push bf16; block f16; plain; sees f16; end; end; pop",
+    "a plain model in a user's block in a model": "cast bf16; block f16; plain; sees f16; end; "
+    "end; end",
     "disabled": "push bf16; disabled; caught; disabled; fail; sees f32; cast bf16; sees f32; end; "
     "end; sees bf16; cast bf16; sees bf16; end; pop",
     "disabled in a model": "cast bf16; disabled; sees f32; end; sees bf16; end",
@@ -186,7 +186,6 @@ PROGRAMS = {
     "a worker": "push bf16; forked; sees bf16; pop",
     "a worker of a forward": "push bf16; cast f16; forked; end; sees bf16; pop",
     "a worker where casts are off": "push bf16; disabled; forked; end; sees bf16; pop",
-    # where the state cannot be set at once
     "ended anywhere": "push bf16; pop; plainly",
     "ended by another thread": "push bf16; thread; pop; end; sees f32; plainly",
     "ended in a forward": "push bf16; cast f16; pop; sees f16; end; plainly",
@@ -194,17 +193,12 @@ PROGRAMS = {
     "changed where casts are off": "push bf16; disabled; pop; push f16; sees f32; end; sees f16; "
     "pop",
     "ended in a user's block": "push bf16; block f16; note; pop; sees f16; same; end; sees f32",
-    "begun and ended in a user's block": "block f16; note; push bf16; sees bf16; pop; sees f16; "
+    "begun and ended in a user's block": "block f16; note; push bf16; sees f16; pop; sees f16; "
     "same; end; plainly",
-    "more begun in a user's block": "push bf16; block off; pop; push f16; sees f32; end; settle; "
+    "more begun in a user's block": "push bf16; block off; pop; push f16; sees f32; end; "
     "sees f16; pop; sees f32",
-    "begun in a user's block that has ended": "block f16; push bf16; end; plainly; pop; settle; "
-    "plainly; push bf16; pop; settle; plainly",
-    "the state was set by hand": "push bf16; hand off; pop; sees f32; push f16; sees f16; pop; "
-    "sees f32",
-    "the dtype was set by hand": "push bf16; hand f16; pop; sees f16; hand off",
-    "begun in a user's block within another": "block bf16; block f16; push bf16; end; pop; "
-    "sees bf16; end",
+    "begun in a user's block that has ended": "block f16; push bf16; end; sees bf16; pop; plainly",
+    "collected in a forward": "push bf16; cast f16; collected; sees f16; end; plainly",
     # Ctrl-C
     "interrupted": "caught; cast bf16; cast f16; interrupt; plainly",
     "interrupted in a thread's casts": "push bf16; note; caught; cast bf16; cast f16; interrupt; "
@@ -218,66 +212,23 @@ def test_where_casts_are_active(name: str) -> None:
     Script(PROGRAMS[name])
 
 
-ENTRANCES = ["settle", "plain; end", "cast bf16; end", "disabled; end", "push f16; pop"]
-ENTRANCES += ["backward; end"]
-BEHIND = {
-    "ended by another thread": "push bf16; thread; pop; end; {}; plainly",
-    "ended in a user's block": "push bf16; block f16; note; pop; {}; same; end; {}; plainly",
-    "ended where the user has none": "push bf16; block off; note; pop; {}; same; end; {}; plainly",
-}
-
-
-@pytest.mark.parametrize("enter", ENTRANCES)
-@pytest.mark.parametrize("name", BEHIND)
-def test_the_next_entrance_ends_casts(name: str, enter: str) -> None:
-    Script(BEHIND[name].format(enter, enter))
-
-
-@pytest.mark.parametrize("enter", ENTRANCES)
-@pytest.mark.parametrize("thread_wide", [True, False])
-def test_the_next_entrance_closes_a_forward_interrupted_at_a_hook(
-    enter: str, thread_wide: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("act", ["cast bf16", "plain"])
+@pytest.mark.parametrize("when", [0, 1], ids=["begins", "ends"])
+def test_an_interrupt_in_a_hook_ends_its_forward(
+    act: str, when: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_casts, "call_hooks_after_interrupts", lambda is_on: None)
-    program = f"note; caught; cast bf16; cast f16; interrupt; {enter}; same"
-    Script(f"push bf16; {program}; pop" if thread_wide else program)
+    original, calls = AutocastState.restore, list[int]()
 
+    def restore(state: AutocastState) -> None:
+        original(state)
+        if len(thread_casts.CASTS.brackets) == 2:
+            calls.append(0)
+            if len(calls) == when + 1:
+                raise KeyboardInterrupt
 
-class Cycle:
-    """Something that only the garbage collector frees."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
-@pytest.mark.parametrize("name", ["capture", "restore", "set_autocast_enabled"])
-def test_collection_while_the_state_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When this room, or a block of torch's, has read the state that it will put back."""
-    before, undo = Script.state(), UndoStack()
-    push_thread_casts(CPU, BF16, undo)
-    weakref.finalize(Cycle(), undo.unwind)
-    owner: Any = torch if hasattr(torch, name) else AutocastState
-    original = getattr(owner, name)
-
-    def collecting(*args: Any) -> Any:
-        if owner is torch:
-            gc.collect()
-        result = original(*args)
-        gc.collect()
-        return result
-
-    patched = staticmethod(collecting) if name == "capture" else collecting
-    monkeypatch.setattr(owner, name, patched)
-    if owner is torch:
-        with torch.autocast("cpu", dtype=F16):
-            monkeypatch.undo()
-    else:
-        model = Probe()
-        held(attach_cast_region, model, CPU, BF16)
-        model(torch.ones(2, 4))
-        monkeypatch.undo()
-    settle_thread()
-    assert Script.state() == before
+    monkeypatch.setattr(AutocastState, "restore", restore)
+    Script(f"note; caught; cast f16; {act}; end; end; same")
+    assert len(calls) > when
 
 
 def test_torch_catches_interrupts_during_forwards_only() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from casting.probe import BF16, F16, F32, casting, held, registrations_forgotten
+from casting.probe import BF16, F16, F32, casting, held, install_wide_half, registrations_forgotten
 from kit.refusals import refused
-from preamp.casting.functions import FUNCTION_CASTS, install_function_casts, install_wide_half
+from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
 from preamp.casting.mixed import install_mixed_calls
 from preamp.casting.registry import (
     bfloat16_function,
@@ -226,26 +226,18 @@ def test_registered_half_function_sees_replaced_weights() -> None:
     assert second.tolist() == [[8.0, 8.0]] * 2
 
 
-def test_nested_lists_are_cast(module: types.ModuleType) -> None:
-    module.probe = lambda nested: [t.dtype for t in (nested[0], *nested[1])]
-    register_half_function(module, "probe")
-    with casting():
-        dtypes = module.probe([torch.nn.Parameter(torch.ones(1)), (torch.ones(1), torch.ones(1))])
-
-    assert dtypes == [F16, F16, F16]
-
-
 def test_tensors_beside_other_values_are_cast(module: types.ModuleType) -> None:
     """What is no floating tensor stays the object it is, and dicts are not looked into."""
     module.probe = lambda *args, **kwargs: (args, kwargs)
     register_half_function(module, "probe")
     ids, text, inner = torch.arange(2), "text", {"x": torch.ones(1)}
     with casting():
-        args, kwargs = module.probe([torch.ones(1), ids, None, 3], inner, text, key=torch.ones(1))
+        given = [torch.ones(1), ids, None, 3, (torch.nn.Parameter(torch.ones(1)),)]
+        args, kwargs = module.probe(given, inner, text, key=torch.ones(1))
 
-    assert args[0][0].dtype is kwargs["key"].dtype is F16
+    assert args[0][0].dtype is args[0][4][0].dtype is kwargs["key"].dtype is F16
     assert args[0][1] is ids
-    assert args[0][2:] == [None, 3]
+    assert args[0][2:4] == [None, 3]
     assert args[1] is inner
     assert inner["x"].dtype is F32
     assert args[2] is text

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from casting.op_examples import example
-from casting.probe import held
+from casting.probe import held, install_wide_half
 from preamp.casting.functions import (
     install_function_casts,
-    install_wide_half,
     install_wide_where_slow,
     namespace_owner,
 )

@@ -152,7 +152,6 @@ class Subjects:
             len(PATCHES._patched),
             FUNCTION_CASTS.is_installed,
             len(CASTS.pushes),
-            CASTS.pushes.is_stale,
             torch.backends.mha.get_fastpath_enabled(),
             str(vars(sys.modules["torch.optim.optimizer"]).get("_foreach_supported_types")),
         )

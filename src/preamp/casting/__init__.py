@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Casts: of functions (O1, O4), of whole models (O2, O3, O5), of what goes in and out."""
 
-from preamp.casting.functions import device_types_here as device_types_here
 from preamp.casting.functions import install_function_casts as install_function_casts
 from preamp.casting.functions import install_wide_where_slow as install_wide_where_slow
 from preamp.casting.functions import namespace_owner as namespace_owner
@@ -13,7 +12,6 @@ from preamp.casting.modules import Conversion as Conversion
 from preamp.casting.modules import attach_layer_casts as attach_layer_casts
 from preamp.casting.op_lists import OP_TABLE as OP_TABLE
 from preamp.casting.op_lists import Namespace as Namespace
-from preamp.casting.op_lists import OpRow as OpRow
 from preamp.casting.op_lists import Rule as Rule
 from preamp.casting.patches import PATCH_LOCK as PATCH_LOCK
 from preamp.casting.regions import attach_cast_region as attach_cast_region
@@ -30,7 +28,7 @@ from preamp.casting.reports import Cast as Cast
 from preamp.casting.reports import listen as listen
 from preamp.casting.state_hooks import attach_state_hooks as attach_state_hooks
 from preamp.casting.thread_casts import disable_casts as disable_casts
+from preamp.casting.thread_casts import is_any_casting as is_any_casting
 from preamp.casting.thread_casts import push_thread_casts as push_thread_casts
-from preamp.casting.thread_casts import settle_thread as settle_thread
 from preamp.casting.thread_casts import thread_casts_restored as thread_casts_restored
 from preamp.casting.thread_casts import thread_has_casts as thread_has_casts

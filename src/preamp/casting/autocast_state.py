@@ -35,13 +35,8 @@ def know_device_types(device_types: Iterable[str]) -> None:
     _device_types.update(filter(torch.amp.is_autocast_available, device_types))
 
 
-def is_casting(device_type: str) -> bool:
-    """Whether casts are active on this thread for tensors of ``device_type``."""
-    return device_type in _device_types and torch.is_autocast_enabled(device_type)
-
-
-def is_any_casting() -> bool:
-    """Whether casts are active on this thread for tensors of any device type."""
+def is_any_autocast_on() -> bool:
+    """Whether autocast is on for this thread, for tensors of any device type."""
     return any(map(torch.is_autocast_enabled, _device_types))
 
 
@@ -94,9 +89,9 @@ class AutocastState:
     cache_enabled: bool
 
     @staticmethod
-    def capture() -> AutocastState:
+    def capture(kinds: Iterable[str] = _device_types) -> AutocastState:
         """Read the calling thread's state."""
-        return AutocastState(states_of(_device_types), torch.is_autocast_cache_enabled())
+        return AutocastState(states_of(kinds), torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
         """Make the calling thread's state this one (the nesting count is not part of it)."""

@@ -18,11 +18,10 @@ from typing import Any, Final
 import torch
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
-from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast
-from preamp.casting.thread_casts import autocast_off, when_settled
+from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import AnyFunction, wrap_banned, wrap_cast, wrap_in_place
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.torch_private.modules import recurrent_functions
@@ -43,17 +42,8 @@ def namespace_owner(namespace: str) -> Any:
     return next(owner for name, owner in owners.items() if name == namespace)
 
 
-def device_types_here() -> frozenset[str]:
-    """CPU and the accelerator this torch is built for; asks no driver."""
-    try:
-        accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 raises where later versions return None
-        accelerator = None
-    return frozenset({"cpu"} if accelerator is None else {"cpu", accelerator.type})
-
-
-def row_wrapper(row: OpRow) -> Wrapper | None:
-    """What has to be put over the function of ``row`` on this machine; ``None`` for nothing."""
+def row_wrapper(row: OpRow) -> Wrapper:
+    """What has to be put over the function of ``row``."""
     match row.rule:
         case "half" | "float" | "promote" | "sequence_promote":
             return wrap_cast(row.rule, native=row.native, is_closed=row.is_closed)
@@ -61,8 +51,6 @@ def row_wrapper(row: OpRow) -> Wrapper | None:
             return wrap_banned
         case "no_half_in_place" | "match_self":
             return wrap_in_place(refuse_half=row.rule == "no_half_in_place")
-        case "leave":
-            return None
 
 
 def _without_casts(fn: AnyFunction) -> AnyFunction:
@@ -80,23 +68,14 @@ def _without_casts(fn: AnyFunction) -> AnyFunction:
 def _install_table(undo: UndoStack) -> None:
     for row in OP_TABLE:
         owner = namespace_owner(row.namespace)
-        wrap = row_wrapper(row)
-        if wrap is not None and hasattr(owner, row.name):
-            PATCHES.add(owner, row.name, Rank.TABLE, wrap, undo)
-    patch_all(CONSTANTS, Rank.TABLE, wrap_constant(everywhere=False))(undo)
+        if hasattr(owner, row.name):
+            PATCHES.add(owner, row.name, Rank.TABLE, row_wrapper(row), undo)
     # The backward pass differentiates casts that were made; making new ones there would be wrong,
     # and with thread-wide casts ``loss.backward()`` is called while they are on.
     for name in ("backward", "grad"):
         PATCHES.add(torch.autograd, name, Rank.TABLE, _without_casts, undo)
-    _switch_off_transformer_fast_path(undo)
-
-
-def _switch_off_transformer_fast_path(undo: UndoStack) -> None:
-    """Switch off the fused inference kernels of ``nn.TransformerEncoder`` and attention.
-
-    They mix what CPU autocast casts with what it does not, and fail. torch leaves them out under
-    CUDA autocast for the same reason, but does not look at the CPU's.
-    """
+    # The fused inference kernels of nn.TransformerEncoder mix what CPU autocast casts with what it
+    # does not, and fail. torch leaves them out under CUDA autocast, but does not look at the CPU's.
     undo.push(partial(set_fastpath_enabled, get_fastpath_enabled()))
     set_fastpath_enabled(False)
 
@@ -130,37 +109,27 @@ def install_function_casts(undo: UndoStack, *, verbose: bool = False) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
-    of the tensors, so threads and devices without casts are not affected. After the last ``undo``
-    every attribute is exactly what it was before the first call: at once, or when a thread whose
-    casts could not end yet (see `push_thread_casts`) has taken them back or ended.
+    of the tensors, or thread-wide casts act (`push_thread_casts`), so threads and devices without
+    casts are not affected. After the last ``undo`` every attribute is exactly what it was before.
 
     Until ``undo``, ``verbose`` prints every cast; see `say_cast`.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.fft``,
     ``torch.autograd`` and the namespace of the recurrent layers.
     """
-    installed = UndoStack()
-    undo.push(partial(when_settled, installed.unwind))
-    FUNCTION_CASTS.acquire(installed)
+    FUNCTION_CASTS.acquire(undo)
     if verbose:
         listen(say_cast, undo)
 
 
-def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:
-    """Run products of the dtype ``half`` on the CPU in float32, until ``undo``.
+def install_wide_where_slow(half: torch.dtype, undo: UndoStack) -> None:
+    """Run products of ``half`` that torch is slow at on this CPU in float32, until ``undo``.
 
-    Results keep the contract stated in ``preamp.kernels.wide_half``. Composes with
+    Those are all where it has no units for ``half``, and else the convolutions in float16. Results
+    keep the contract stated in ``preamp.kernels.wide_half``. Composes with
     ``install_function_casts`` in any order, and mutates the same.
     """
-    WIDE_HALF[half].acquire(undo)
-
-
-def install_wide_where_slow(half: torch.dtype, undo: UndoStack) -> None:
-    """Do what `install_wide_half` does for the products that torch is slow at on this CPU.
-
-    Those are all where it has no units for ``half``, and else the convolutions in float16.
-    """
     if cpu_lacks_matmul(half):
-        install_wide_half(half, undo)
+        WIDE_HALF[half].acquire(undo)
     elif half is torch.float16:
         WIDE_FLOAT16_CONVOLUTIONS.acquire(undo)

@@ -24,24 +24,11 @@ from preamp.policy import KeepFP32
 # Layers whose kernels want inputs and weights of one dtype. Batch norms join them only where they
 # are half themselves: float32 ones take half inputs.
 _SINGLE_DTYPE_LAYERS = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.PReLU,
-    nn.MultiheadAttention,
+    *(nn.Linear, nn.Bilinear, nn.PReLU, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 
 # The common base of all batch norms, SyncBatchNorm and user subclasses included, has no public
@@ -161,31 +148,32 @@ def _check_found(
     keep: KeepFP32, parts: Sequence[tuple[str, nn.Module]], tensors: Iterable[str]
 ) -> None:
     kinds = sorted({type(part).__qualname__ for _, part in parts})
-    names = list(dict.fromkeys([*tensors, *(name for name, _ in parts if name)]))
+    modules = [name for name, _ in parts]
+    names = list(dict.fromkeys([*tensors, *filter(None, modules)]))
     for entry in keep:
         if isinstance(entry, type):
-            if not any(isinstance(part, entry) for _, part in parts):
-                raise _not_found(
-                    f"keep_fp32 names the type {entry.__qualname__}, and no module is one",
-                    f"The types there are: {_nearest(entry.__qualname__, kinds)}",
-                )
-        elif isinstance(entry, str) and not any(
-            fnmatchcase(name, entry) for name in (*names, *(name for name, _ in parts))
-        ):
-            raise _not_found(
-                f"keep_fp32={entry!r} matches no parameter, buffer or module",
-                f"The nearest names are {_nearest(entry, names)}",
+            is_found = any(isinstance(part, entry) for _, part in parts)
+            got = f"keep_fp32 names the type {entry.__qualname__}, and no module is one"
+            allowed = f"The types there are: {_nearest(entry.__qualname__, kinds)}"
+        else:
+            is_found = not isinstance(entry, str) or any(
+                fnmatchcase(name, entry) for name in (*names, *modules)
+            )
+            got = f"keep_fp32={entry!r} matches no parameter, buffer or module"
+            allowed = f"The nearest names are {_nearest(str(entry), names)}"
+        if not is_found:
+            raise worded(
+                PreampPolicyError,
+                got,
+                allowed,
+                "Name something that the models have, or leave it out; * in a pattern stands for "
+                "any text",
             )
 
 
 def _nearest(wanted: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4) or names[:3]
     return ", ".join(map(repr, near)) or "none"
-
-
-def _not_found(got: str, allowed: str) -> PreampPolicyError:
-    do = "Name something that the models have, or leave it out; * in a pattern stands for any text"
-    return worded(PreampPolicyError, got, allowed, do)
 
 
 def changed_by_cast(
@@ -200,22 +188,17 @@ def changed_by_cast(
     """
     found: dict[str, str] = {}
     seen: set[int] = set()
-    for model in models:
-        for name, buffer in model.named_buffers():
-            is_norm = keep_batchnorm_fp32 and id(buffer) in kept.norms
-            if id(buffer) in seen or kept.is_wide(buffer) or is_norm:
-                continue
+    for name, buffer in (named for model in models for named in model.named_buffers()):
+        is_norm = keep_batchnorm_fp32 and id(buffer) in kept.norms
+        # Neither fake nor sharded; sparse ones are graphs more often than numbers.
+        is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
+        has_values = is_plain and not buffer.is_meta and buffer.numel() > 0
+        is_cast = has_values and buffer.is_floating_point() and not is_half(buffer)
+        if is_cast and not (id(buffer) in seen or kept.is_wide(buffer) or is_norm):
             seen.add(id(buffer))
-            if _has_values(buffer) and (loss := _loss_by_cast(buffer.detach(), dtype)):
+            if loss := _loss_by_cast(buffer.detach(), dtype):
                 found[name] = loss
     return found
-
-
-def _has_values(buffer: torch.Tensor) -> bool:
-    if not buffer.is_floating_point() or is_half(buffer) or buffer.numel() == 0:
-        return False
-    # Neither fake nor sharded; sparse ones are graphs more often than numbers.
-    return type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta
 
 
 def _loss_by_cast(value: torch.Tensor, dtype: torch.dtype) -> str:

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from preamp.casting.autocast_state import casting_device
-from preamp.casting.constants import CONSTANTS, wrap_constant
 from preamp.casting.functions import patch_all
 from preamp.casting.patches import Rank, SharedInstall, Wrapper
 from preamp.casting.wrappers import AnyFunction, is_mixed
@@ -61,13 +60,11 @@ STORES: Final = (
 
 PROMOTED: Final = (
     *_rows("grid_sample binary_cross_entropy cross_entropy nll_loss huber_loss", _F),
+    *_rows("layer_norm group_norm", _F),
     *_rows("lerp cross", "torch", "torch.Tensor"),
     *_rows("cross", "torch.linalg"),
 )
 """Those that compute in float32."""
-
-NORMS: Final = _rows("layer_norm group_norm", _F)
-"""Those that do so where their input is float32; torch takes half ones with float32 weights."""
 
 _Choice = Callable[[Sequence[torch.Tensor]], torch.dtype]
 """What to compute in, by the floating tensors among the arguments."""
@@ -142,16 +139,6 @@ def _product(fn: AnyFunction) -> AnyFunction:
     return product
 
 
-def _norm(fn: AnyFunction) -> AnyFunction:
-    @functools.wraps(fn)
-    def norm(*args: Any, **kwargs: Any) -> Any:
-        if args and getattr(args[0], "dtype", None) is not torch.float32:
-            return fn(*args, **kwargs)
-        return _call_alike(fn, _float32, args, kwargs)
-
-    return norm
-
-
 def _by(choose: _Choice) -> Wrapper:
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)
@@ -166,13 +153,7 @@ def _by(choose: _Choice) -> Wrapper:
 
 
 def _install(undo: UndoStack) -> None:
-    for rows, wrap in (
-        (CONSTANTS, wrap_constant(everywhere=True)),
-        (PRODUCTS, _product),
-        (NORMS, _norm),
-        (STORES, _by(_as_first)),
-        (PROMOTED, _by(_float32)),
-    ):
+    for rows, wrap in ((PRODUCTS, _product), (STORES, _by(_as_first)), (PROMOTED, _by(_float32))):
         patch_all(rows, Rank.MIXED, wrap)(undo)
 
 

@@ -15,14 +15,7 @@ from functools import partial
 from typing import Final, Literal
 
 Rule = Literal[
-    "half",
-    "float",
-    "promote",
-    "sequence_promote",
-    "banned",
-    "no_half_in_place",
-    "match_self",
-    "leave",
+    "half", "float", "promote", "sequence_promote", "banned", "no_half_in_place", "match_self"
 ]
 """What happens to the floating tensors among the arguments, while casts are active:
 
@@ -30,7 +23,7 @@ Rule = Literal[
 float32 is cast to float32, 0-dim tensors included. ``sequence_promote``: the same for the items of
 the first argument. ``banned``: a half argument is refused. ``no_half_in_place``: the in-place form
 of a float function refuses a half target. ``match_self``: the other arguments are cast to the
-dtype of the target. ``leave``: torch decides. float64 is never touched.
+dtype of the target. Functions without a row are torch's. float64 is never touched.
 """
 
 Namespace = Literal[
@@ -51,6 +44,7 @@ class OpRow:
 
 
 F: Final = "torch.nn.functional"
+BOTH: Final = ("torch", "torch.Tensor")
 
 MATRIX = "Matrix products are what half-precision units speed up; they accumulate in float32."
 RECURRENT = "A recurrent layer is a chain of matrix products."
@@ -71,49 +65,42 @@ JOIN = "Tensors of both precisions are joined in float32."
 BANNED = "The logarithm of a half sigmoid output is infinite for confident predictions."
 GUARD = "The function runs in float32, which cannot be stored in place in a half tensor."
 MATCH = "A matrix product takes one dtype, and the result is stored in the target."
-STORE = "Computes in the wider dtype and rounds once into the target; casting could overflow first."
 REBIND = (
     "As with Apex, half combined with float32 binds the name to a new float32 tensor; other names "
     "of the half tensor do not see it. To write into the tensor itself call its method (`add_`)."
 )
-POINTWISE = "Pointwise and bounded or linear: as exact in half as its input is."
-POOL = "Selects or averages few elements, accumulating in float32 inside."
-LOOKUP = "Copies or drops values; nothing is computed."
-OWN_STATISTICS = "Takes half input with float32 statistics and computes in float32 inside."
-TORCH_MIXES = "Averages accumulate in float32 inside and stay in the range of their input."
 
 # What autocast casts by itself, as a device type's own list or as the sum of its parts. Read on
 # torch 2.13: CPU by running, CUDA from the list of ops in torch's documentation.
 _EVERYWHERE: Final = frozenset({"cpu", "cuda"})
 _CUDA: Final = frozenset({"cuda"})
-_NOWHERE: Final[frozenset[str]] = frozenset()
 
 
 def _rows(
-    namespace: Namespace,
+    where: Namespace | tuple[Namespace, ...],
     names: str,
     rule: Rule,
     reason: str,
     *,
-    native: frozenset[str] = _NOWHERE,
+    native: frozenset[str] = frozenset(),
     is_closed: bool = False,
 ) -> Iterator[OpRow]:
-    row = partial(OpRow, namespace=namespace, rule=rule, reason=reason)
-    for name in names.split():
-        yield row(name=name, native=native, is_closed=is_closed)
+    row = partial(OpRow, rule=rule, reason=reason, native=native, is_closed=is_closed)
+    for namespace in (where,) if isinstance(where, str) else where:
+        for name in names.split():
+            yield row(namespace=namespace, name=name)
 
 
 _CONVOLUTIONS = (
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu"
 )
+_LAYERS = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 _PRODUCTS = "matmul mm addmm bmm addbmm baddbmm"
 _VECTOR_PRODUCTS = "mv addmv addr"  # CPU autocast has no entry for these
 _POINTWISE_F32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan exp2 log1p pow"
 )
 _SUMS = "cumprod cumsum sum prod logsumexp logcumsumexp nansum trace"
-_STATISTICS = "std var"
-_NORMS = "norm dist renorm"
 _SOLVERS = (
     "cholesky cholesky_inverse cholesky_solve det geqrf inverse logdet lu lu_solve matrix_exp "
     "matrix_power orgqr ormqr pinverse qr slogdet svd triangular_solve"
@@ -124,9 +111,9 @@ _TRANSFORMS = (
 )
 _WITHOUT_HALF = "angle histc igamma igammac nanquantile quantile"
 _COMPARE = "eq equal ge gt le lt ne"
-_ARITHMETIC = "add div mul"
+_ARITHMETIC = "add div mul sub"
 # What torch's autocast promotes, on some device types, and refuses for the other half dtype.
-_PROMOTED = "addcdiv addcmul atan2 cross dot vdot"
+_PROMOTED = "addcdiv addcmul atan2 cross dot vdot inner"
 _SCATTER = "index_copy index_put scatter_add"
 _OPERATORS = (
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __truediv__ "
@@ -136,25 +123,16 @@ _IN_PLACE_OPERATORS = "__iadd__ __isub__ __imul__ __idiv__ __itruediv__"
 
 _HALF: Final = (
     *_rows(F, _CONVOLUTIONS + " linear", "half", MATRIX, native=_EVERYWHERE),
-    *_rows("torch", f"{_CONVOLUTIONS} {_PRODUCTS}", "half", MATRIX, native=_EVERYWHERE),
-    *_rows("torch.Tensor", f"__matmul__ prelu {_PRODUCTS}", "half", MATRIX, native=_EVERYWHERE),
-    *_rows("torch.Tensor", "__rmatmul__", "half", MATRIX, native=_EVERYWHERE),
-    *_rows("torch", _VECTOR_PRODUCTS, "half", MATRIX, native=_CUDA),
-    *_rows("torch.Tensor", _VECTOR_PRODUCTS, "half", MATRIX, native=_CUDA),
+    *_rows("torch", _CONVOLUTIONS, "half", MATRIX, native=_EVERYWHERE),
+    *_rows(BOTH, _PRODUCTS, "half", MATRIX, native=_EVERYWHERE),
+    *_rows("torch.Tensor", "prelu __matmul__ __rmatmul__", "half", MATRIX, native=_EVERYWHERE),
+    *_rows(BOTH, _VECTOR_PRODUCTS, "half", MATRIX, native=_CUDA),
     *_rows(F, "scaled_dot_product_attention", "half", MATRIX, native=_EVERYWHERE),
     *_rows("torch", "einsum", "half", COMPOSED, native=_EVERYWHERE),
     *_rows("torch", "chain_matmul tensordot", "half", COMPOSED),
-    *_rows(F, "multi_head_attention_forward", "leave", COMPOSED),
     *_rows("torch.linalg", "matmul vecdot", "half", MATRIX, native=_EVERYWHERE),
     *_rows("torch.linalg", "multi_dot", "half", COMPOSED),
-    *_rows("recurrent layers", "lstm gru rnn_tanh rnn_relu", "half", RECURRENT, native=_CUDA),
-    *_rows(
-        "recurrent layers",
-        "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
-        "half",
-        RECURRENT,
-        native=_CUDA,
-    ),
+    *_rows("recurrent layers", _LAYERS, "half", RECURRENT, native=_CUDA),
 )
 
 _FLOAT: Final = (
@@ -172,22 +150,17 @@ _FLOAT: Final = (
         "float",
         LOSS,
     ),
-    *_rows("torch", _POINTWISE_F32, "float", RANGE),
-    *_rows("torch.Tensor", f"{_POINTWISE_F32} __pow__ __rpow__", "float", RANGE),
+    *_rows(BOTH, _POINTWISE_F32, "float", RANGE),
     *_rows("torch.Tensor", "__ipow__", "float", REBIND),
-    *_rows("torch.Tensor", "__rdiv__ __rtruediv__", "float", RANGE),
-    *_rows("torch", "softmax log_softmax", "float", RANGE),
-    *_rows("torch.Tensor", "softmax log_softmax", "float", RANGE),
-    *_rows("torch", _SUMS, "float", SUM),
-    *_rows("torch.Tensor", _SUMS, "float", SUM),
-    *_rows("torch", f"{_STATISTICS} std_mean var_mean", "float", STATISTICS),
-    *_rows("torch.Tensor", _STATISTICS, "float", STATISTICS),
-    *_rows("torch", "layer_norm group_norm rms_norm", "float", STATISTICS),
-    *_rows("torch", f"{_NORMS} cosine_similarity", "float", NORMALISE),
-    *_rows("torch.Tensor", _NORMS, "float", NORMALISE),
+    *_rows("torch.Tensor", "__pow__ __rpow__ __rdiv__ __rtruediv__", "float", RANGE),
+    *_rows(BOTH, "softmax log_softmax", "float", RANGE),
+    *_rows(BOTH, _SUMS, "float", SUM),
+    *_rows(BOTH, "std var", "float", STATISTICS),
+    *_rows("torch", "std_mean var_mean layer_norm group_norm rms_norm", "float", STATISTICS),
+    *_rows(BOTH, "norm dist renorm", "float", NORMALISE),
+    *_rows("torch", "cosine_similarity", "float", NORMALISE),
     *_rows("torch", "cdist pdist", "float", NORMALISE, is_closed=True),
-    *_rows("torch", "cov corrcoef", "float", STATISTICS, is_closed=True),
-    *_rows("torch.Tensor", "cov corrcoef", "float", STATISTICS, is_closed=True),
+    *_rows(BOTH, "cov corrcoef", "float", STATISTICS, is_closed=True),
     *_rows("torch.linalg", "norm vector_norm", "float", NORMALISE),
     *_rows("torch.linalg", "matrix_norm", "float", NORMALISE, is_closed=True),
     *_rows(
@@ -200,73 +173,36 @@ _FLOAT: Final = (
         SOLVE,
         is_closed=True,
     ),
-    *_rows("torch", f"{_SOLVERS} lu_unpack", "float", SOLVE, is_closed=True),
-    *_rows("torch", "pca_lowrank svd_lowrank", "float", SOLVE, is_closed=True),
-    *_rows("torch.Tensor", _SOLVERS, "float", SOLVE, is_closed=True),
+    *_rows(BOTH, _SOLVERS, "float", SOLVE, is_closed=True),
+    *_rows("torch", "lu_unpack pca_lowrank svd_lowrank", "float", SOLVE, is_closed=True),
     *_rows("torch.fft", _TRANSFORMS, "float", FOURIER, is_closed=True),
-    *_rows("torch", "stft", "float", FOURIER, is_closed=True),
-    *_rows("torch.Tensor", "stft", "float", FOURIER, is_closed=True),
+    *_rows(BOTH, "stft", "float", FOURIER, is_closed=True),
     *_rows("torch", "complex polar view_as_complex", "float", COMPLEX, is_closed=True),
-    *_rows("torch", f"{_WITHOUT_HALF} histogram", "float", NO_HALF, is_closed=True),
-    *_rows("torch.Tensor", _WITHOUT_HALF, "float", NO_HALF, is_closed=True),
+    *_rows(BOTH, _WITHOUT_HALF, "float", NO_HALF, is_closed=True),
+    *_rows("torch", "histogram", "float", NO_HALF, is_closed=True),
     *_rows("torch.Tensor", "cpu", "float", TO_HOST),
 )
 
 _PROMOTE: Final = (
-    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} kron", "promote", PROMOTE),
-    *_rows("torch", f"{_PROMOTED} {_SCATTER}", "promote", PROMOTE, is_closed=True),
-    *_rows("torch", "bilinear inner", "promote", PROMOTE, is_closed=True),
-    *_rows("torch", "outer ger sub where", "promote", PROMOTE),
-    *_rows("torch.Tensor", f"{_ARITHMETIC} {_COMPARE} sub", "promote", PROMOTE),
-    *_rows("torch.Tensor", f"inner {_PROMOTED} {_SCATTER}", "promote", PROMOTE, is_closed=True),
+    *_rows(BOTH, f"{_ARITHMETIC} {_COMPARE}", "promote", PROMOTE),
+    *_rows(BOTH, f"{_PROMOTED} {_SCATTER}", "promote", PROMOTE, is_closed=True),
+    *_rows("torch", "kron outer ger where", "promote", PROMOTE),
+    *_rows("torch", "bilinear", "promote", PROMOTE, is_closed=True),
     *_rows("torch.Tensor", _OPERATORS, "promote", PROMOTE),
     *_rows("torch.Tensor", _IN_PLACE_OPERATORS, "promote", REBIND),
     *_rows(F, "bilinear", "promote", PROMOTE, is_closed=True),
     *_rows("torch.linalg", "cross", "promote", PROMOTE, is_closed=True),
-    *_rows("torch", "cat stack", "sequence_promote", JOIN),
-    *_rows("torch", "concat concatenate hstack vstack dstack", "sequence_promote", JOIN),
-    *_rows("torch", "column_stack row_stack", "sequence_promote", JOIN),
+    *_rows("torch", "cat stack concat concatenate", "sequence_promote", JOIN),
+    *_rows("torch", "hstack vstack dstack column_stack row_stack", "sequence_promote", JOIN),
 )
 
 _IN_PLACE_F32 = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
 _GUARDED: Final = (
     *_rows(F, "binary_cross_entropy", "banned", BANNED),
-    *_rows("torch", _IN_PLACE_F32, "no_half_in_place", GUARD),
-    *_rows(
-        "torch.Tensor",
-        f"{_IN_PLACE_F32} erfinv_ pow_ cumprod_ cumsum_ renorm_",
-        "no_half_in_place",
-        GUARD,
-    ),
+    *_rows(BOTH, _IN_PLACE_F32, "no_half_in_place", GUARD),
+    *_rows("torch.Tensor", "erfinv_ pow_ cumprod_ cumsum_ renorm_", "no_half_in_place", GUARD),
     *_rows("torch.Tensor", "addmm_ addmv_ addr_ addbmm_ baddbmm_", "match_self", MATCH),
 )
 
-_LEAVE: Final = (
-    *_rows(
-        F,
-        "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh tanh "
-        "sigmoid softsign glu threshold",
-        "leave",
-        POINTWISE,
-    ),
-    *_rows("torch", "relu sigmoid tanh sin cos sqrt abs clamp erf", "leave", POINTWISE),
-    *_rows(
-        "torch.Tensor",
-        "add_ sub_ mul_ div_ addcdiv_ addcmul_ atan2_ eq_ ge_ gt_ le_ lt_ ne_",
-        "leave",
-        STORE,
-    ),
-    *_rows("torch", "mean", "leave", TORCH_MIXES),
-    *_rows(F, "batch_norm instance_norm", "leave", OWN_STATISTICS),
-    *_rows(
-        F,
-        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-        "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d",
-        "leave",
-        POOL,
-    ),
-    *_rows(F, "embedding embedding_bag dropout pad unfold one_hot", "leave", LOOKUP),
-)
-
-OP_TABLE: Final[tuple[OpRow, ...]] = (*_HALF, *_FLOAT, *_PROMOTE, *_GUARDED, *_LEAVE)
+OP_TABLE: Final[tuple[OpRow, ...]] = (*_HALF, *_FLOAT, *_PROMOTE, *_GUARDED)
 """Every row; a name that this torch does not have is skipped where the table is applied."""

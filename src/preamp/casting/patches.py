@@ -37,7 +37,7 @@ class Rank(enum.IntEnum):
     WIDE = 0
     MIXED = 1
     TABLE = 2
-    # A registration replaces the table's rule for that name, so TABLE layers below it are dropped.
+    # A name has one rule: a registration replaces the table's, and an earlier registration.
     REGISTERED = 3
     # Looks on from outside and changes nothing.
     PROBE = 4
@@ -62,8 +62,7 @@ def _raw_attribute(owner: Any, name: str) -> object:
 
 def wrap_raw(raw: object, wrap: Wrapper) -> object:
     """Wrap the callable in ``raw``; a static or class method stays one."""
-    # A static or class method stays one: called through the class, it must not be bound as a
-    # plain function would be.
+    # Called through the class, it must not be bound as a plain function would be.
     if isinstance(raw, staticmethod):
         return staticmethod(wrap(cast("staticmethod[..., Any]", raw).__func__))
     if isinstance(raw, classmethod):
@@ -195,11 +194,11 @@ class PatchTable:
             else:
                 setattr(patched.owner, patched.name, patched.original)
             return
-        ranks = {rank for rank, _, _ in patched.layers}
+        rules = [layer for layer in patched.layers if layer[0] in (Rank.TABLE, Rank.REGISTERED)]
         value = patched.raw
-        for rank, wrap, _ in patched.layers:
-            if rank is not Rank.TABLE or Rank.REGISTERED not in ranks:
-                value = wrap_raw(value, wrap)
+        for layer in patched.layers:
+            if layer not in rules[:-1]:
+                value = wrap_raw(value, layer[1])
         if isinstance(value, types.FunctionType):
             value = _prepare_for_others(value, patched)
         setattr(patched.owner, patched.name, value)
@@ -221,7 +220,7 @@ class SharedInstall:
         self._holders: set[object] = set()
         self._undo = UndoStack()
         self._is_complete = False
-        self._extras: dict[Hashable, tuple[Builder, UndoStack]] = {}
+        self.extras: dict[Hashable, Builder] = {}  # what `extend` adds
         self._compiler_knows = False
 
     @property
@@ -244,9 +243,8 @@ class SharedInstall:
         self._compiler_knows = know_traced_names()
         self._undo.push(self._forget_names)
         self._build(self._undo)
-        for build, undo in self._extras.values():
-            self._undo.push(undo.unwind)
-            build(undo)
+        for build in self.extras.values():
+            build(self._undo)
         self._is_complete = True
 
     def _forget_names(self) -> None:
@@ -262,17 +260,7 @@ class SharedInstall:
 
     @PATCH_LOCK.held
     def extend(self, key: Hashable, build: Builder) -> None:
-        """Add a patch to this and all later installations; a known ``key`` is replaced."""
-        self.discard(key)
-        undo = UndoStack()
-        self._extras[key] = build, undo
+        """Add a patch to this and all later installations; later, the latest of a ``key``."""
+        self.extras[key] = build
         if self._holders:
-            self._undo.push(undo.unwind)
-            build(undo)
-
-    @PATCH_LOCK.held
-    def discard(self, key: Hashable) -> None:
-        """Forget what ``extend`` added under ``key``."""
-        if key in self._extras:
-            self._extras[key][1].unwind()
-            self._extras.pop(key, None)
+            build(self._undo)

@@ -14,9 +14,8 @@ programs forget what a hook sets, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,32 +26,20 @@ from preamp.casting.autocast_state import (
     know_device_types,
     untraced,
 )
-from preamp.casting.refusals import explain_refusal
-from preamp.casting.thread_casts import (
-    CASTS,
-    FORWARDS_OPEN,
-    open_bracket,
-    plain_state,
-    thread_is_plain,
-    unwind_to,
-)
+from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, PUSHED, open_bracket, unwind_to
 from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook
 from preamp.core.torch_private.modules import add_hook
 from preamp.core.torch_private.scripting import not_compiled_alone
 from preamp.core.undo import UndoStack
 
-_COMMON = ("cpu", "cuda", "xpu", "mps")
-"""Device types whose casts can be on while a forward is traced."""
+_COMMON = ("cpu", "cuda", "xpu", "mps")  # device types that may cast while a forward is traced
 
 
-def _is_exporting_in_2_6() -> bool:
+def _is_exporting() -> bool:
+    if hasattr(torch.compiler, "is_exporting"):  # since torch 2.7
+        return torch.compiler.is_exporting()
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
-
-
-_is_exporting: Final = cast(
-    "Callable[[], bool]", getattr(torch.compiler, "is_exporting", _is_exporting_in_2_6)
-)
 
 
 @untraced
@@ -68,20 +55,26 @@ def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
 @untraced
 def _enter_plain(module: nn.Module) -> None:
     bracket = open_bracket(module)
-    around = CASTS.brackets[-2].nesting if len(CASTS.brackets) > 1 else CASTS.base_nesting
+    around = CASTS.brackets[-2:][0].nesting
     # A deeper count means that the user opened a torch.autocast region around this call.
     if bracket.nesting == around and CASTS.disabled is None:
-        plain_state().restore()
+        CASTS.brackets[0].saved.restore()
 
 
 @untraced
 def _leave(module: nn.Module) -> None:
-    for bracket in reversed(CASTS.brackets):
-        if bracket.module_id is not None:
-            # Otherwise another module's bracket is innermost: this one's pre-hook did not run.
-            if bracket.module_id == id(module):
-                unwind_to(bracket)
-            return
+    try:
+        _close(module)
+    except KeyboardInterrupt:  # torch does not call the hook that ends a forward again
+        _close(module)
+        raise
+
+
+def _close(module: nn.Module) -> None:
+    depths = [n for n, bracket in enumerate(CASTS.brackets) if bracket.module_id is not None]
+    # Otherwise another module's bracket is innermost: this one's pre-hook did not run.
+    if depths and CASTS.brackets[depths[-1]].module_id == id(module):
+        unwind_to(depths[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +112,9 @@ class _EnterPlain(EngineHook):
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if not any(map(torch.is_autocast_enabled, _COMMON)):
+            if not (PUSHED or any(map(torch.is_autocast_enabled, _COMMON))):
                 return
-        elif thread_is_plain():  # as in most programs, where this is the only engine
+        elif not (CASTS.brackets or CASTS.pushes):  # as in most programs
             return
         _enter_plain(module)
 
@@ -130,27 +123,18 @@ class _EnterPlain(EngineHook):
 class _Leave(EngineHook):
     """Forward hook that closes what the pre-hook of the same module call opened."""
 
-    half: torch.dtype | None  # the engine's
-    casts_functions: bool
-
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        is_compiling = torch.compiler.is_compiling()
-        if output is None and self.half is not None and not is_compiling:  # perhaps it raised
-            explain_refusal(module, self.half, casts_functions=self.casts_functions)
-        if not (FORWARDS_OPEN if is_compiling else CASTS.brackets):
+        if not (FORWARDS_OPEN if torch.compiler.is_compiling() else CASTS.brackets):
             return
         _leave(module)
 
 
-def _attach(
-    module: nn.Module, enter: _EnterCasts | _EnterPlain, half: torch.dtype | None, undo: UndoStack
-) -> None:
+def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain, undo: UndoStack) -> None:
     # The region opens before other pre-hooks run and closes after other hooks have run, so an
     # exception in one of them finds it open and closes it.
     add_hook(module, "register_forward_pre_hook", enter, undo, prepend=True)
-    leave = _Leave(half, isinstance(enter, _EnterCasts))
-    add_hook(module, "register_forward_hook", leave, undo, always_call=True)
+    add_hook(module, "register_forward_hook", _Leave(), undo, always_call=True)
 
 
 def attach_cast_region(
@@ -158,14 +142,9 @@ def attach_cast_region(
 ) -> None:
     """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only."""
     know_device_types(device_types)
-    _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype), dtype, undo)
+    _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype), undo)
 
 
-def attach_plain_region(
-    module: nn.Module, undo: UndoStack, half: torch.dtype | None = None
-) -> None:
-    """Run forwards of ``module`` untouched by other engines' casts, but not the user's autocast.
-
-    ``half`` is the dtype that its weights are cast to, if it is a half one.
-    """
-    _attach(module, _EnterPlain(), half, undo)
+def attach_plain_region(module: nn.Module, undo: UndoStack) -> None:
+    """Run forwards of ``module`` untouched by other engines' casts, but not the user's autocast."""
+    _attach(module, _EnterPlain(), undo)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from preamp.casting import constants, mixed
+from preamp.casting import mixed
 from preamp.casting.functions import FUNCTION_CASTS
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
@@ -27,7 +27,7 @@ from preamp.kernels import wide_half
 Fn = TypeVar("Fn")
 
 _C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-_LAYERS = (wide_half.__name__, mixed.__name__, constants.__name__)
+_LAYERS = (wide_half.__name__, mixed.__name__)
 _BANNED = frozenset((row.namespace, row.name) for row in OP_TABLE if row.rule == "banned")
 
 
@@ -41,7 +41,7 @@ def _is_c_function(fn: Any) -> bool:
 def _cast(rule: CastRule, fn: AnyFunction, half: torch.dtype | None = None) -> AnyFunction:
     is_banned = (getattr(fn, "__module__", None), getattr(fn, "__name__", None)) in _BANNED
     is_closed = _is_c_function(fn) or (rule == "float" and is_banned)
-    return wrap_cast(rule, is_closed=is_closed, is_open=not is_closed, half=half)(fn)
+    return wrap_cast(rule, is_closed=is_closed, half=half)(fn)
 
 
 _half = functools.partial(_cast, "half")

@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 
 from preamp.casting.autocast_state import CASTABLE
-from preamp.casting.patches import PATCH_LOCK
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
@@ -20,17 +19,16 @@ _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """One tensor that is about to be cast, or a constant that is clamped to a half format."""
+    """One tensor that is about to be cast."""
 
     function: str  # whose argument it is
     source: torch.dtype  # its dtype
     target: torch.dtype  # the dtype that the function gets
     elements: int  # how many there are
-    note: str = ""  # of a constant that half cannot hold: what became of it
 
 
 Listener = Callable[[Cast], None]
-_listeners: tuple[tuple[Listener, object], ...] = ()  # of the process; replaced, never changed
+_listeners: Final[list[tuple[Listener, object]]] = []  # of the process
 
 
 def listen(listener: Listener, undo: UndoStack) -> None:
@@ -42,30 +40,17 @@ def listen(listener: Listener, undo: UndoStack) -> None:
     """
     entry = listener, object()
 
-    @PATCH_LOCK.held
     def end() -> None:
-        global _listeners
-        _listeners = tuple(other for other in _listeners if other is not entry)
-
-    @PATCH_LOCK.held
-    def begin() -> None:
-        global _listeners
-        _listeners = (*_listeners, entry)
+        if entry in _listeners:
+            _listeners.remove(entry)
 
     undo.push(end)
-    begin()
+    _listeners.append(entry)
 
 
 def say_cast(made: Cast) -> None:
     """Print one line, in Apex's words: ``Float->Half (linear)``."""
-    note = f": {made.note}" if made.note else ""
-    say(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({made.function}{note})")
-
-
-def tell(made: Cast) -> None:
-    """Tell all who listen."""
-    for listener in dict.fromkeys(listener for listener, _ in _listeners):
-        listener(made)
+    say(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({made.function})")
 
 
 def tell_casts(function: str, values: Sequence[Any], target: torch.dtype, device_type: str) -> None:
@@ -73,7 +58,10 @@ def tell_casts(function: str, values: Sequence[Any], target: torch.dtype, device
     # In this order: what is being compiled must not depend on who listens.
     if torch.compiler.is_compiling() or not _listeners:
         return
+    listeners = dict.fromkeys([listener for listener, _ in _listeners])
     for tensor in tensors_in(values):
         source = tensor.dtype
         if source in CASTABLE and source is not target and tensor.device.type == device_type:
-            tell(Cast(function, source, target, tensor.numel()))
+            made = Cast(function, source, target, tensor.numel())
+            for listener in listeners:
+                listener(made)

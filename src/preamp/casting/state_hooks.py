@@ -55,18 +55,17 @@ class SaveFloat32(EngineHook):
         Those of masters do where the caller asked for it by `without_copies`.
         """
         lookup, copy = self.link.target, not _WITHOUT_COPIES.get()
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, own in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and is_half(value):
-                master = None if lookup is None else lookup.exact_value(param)
+                master = None if lookup is None else lookup.exact_value(own)
                 if master is None or copy:
                     source = value if master is None else master
                     master = source.detach().to(torch.float32, copy=copy)
                 state_dict[prefix + name] = master
-        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
-            value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and is_half(value):
-                state_dict[prefix + name] = value.detach().float()
 
 
 class LoadMasters(EngineHook):

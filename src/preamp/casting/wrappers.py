@@ -2,11 +2,8 @@
 """The callables that replace a function: one maker for rules that cast, and one for each other.
 
 All of them look at torch's autocast state when called and pass the call through where casts are not
-active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them.
-float64 is left alone everywhere, as autocast does: casts never reduce what the user widened.
-Functions that run in float32 take both half dtypes, as in Apex and in autocast. Products of the
-other half dtype than the one that casts are on for are left alone: such tensors belong to another
-engine, or to nobody who asked for casts, and float16 cannot hold what bfloat16 can.
+active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them. Both
+half dtypes are cast, as in Apex and autocast; float64 never, as the user has widened it.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import torch
 from preamp.casting.autocast_state import CASTABLE, casting_device
 from preamp.casting.patches import Wrapper
 from preamp.casting.reports import tell_casts
-from preamp.casting.thread_casts import STALE, settle_thread
+from preamp.casting.thread_casts import PUSHED, call_in_thread_casts
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import worded
 from preamp.core.pytree import map_tensors
@@ -53,13 +50,21 @@ def cast_arguments(
     )
 
 
-def device_to_cast_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """`casting_device`, once casts that should have ended on this thread have done so."""
-    device = casting_device(args, kwargs)
-    if device is not None and STALE:
-        settle_thread()
+def _wrap(fn: AnyFunction, act: Callable[[str, Any, Any], Any]) -> AnyFunction:
+    """What calls ``act`` with the device type, ``args`` and ``kwargs`` where casts are active."""
+
+    @functools.wraps(fn)
+    def casting(*args: Any, **kwargs: Any) -> Any:
         device = casting_device(args, kwargs)
-    return device
+        if device is not None:
+            return act(device, args, kwargs)
+        if PUSHED and kwargs.get("out") is None:
+            tensors = leaves((*args, *kwargs.values()))
+            if any([tensor.dtype in CASTABLE for tensor in tensors]):
+                return call_in_thread_casts(casting, fn, args, kwargs)
+        return fn(*args, **kwargs)
+
+    return casting
 
 
 def _without_casts(
@@ -68,24 +73,6 @@ def _without_casts(
     """Call ``fn`` with autocast off on ``device_type``."""
     with torch.autocast(device_type, enabled=False):
         return fn(*args, **kwargs)
-
-
-def _half_of_others(device_type: str) -> torch.dtype:
-    """The half dtype that casts on ``device_type`` are not on for."""
-    is_float16 = torch.get_autocast_dtype(device_type) is torch.float16
-    return torch.bfloat16 if is_float16 else torch.float16
-
-
-def _is_of_others(values: Sequence[Any], device_type: str) -> bool:
-    """Whether what could be cast on ``device_type`` is all of the other half dtype."""
-    other, has_some = _half_of_others(device_type), False
-    for tensor in leaves(values):
-        dtype = tensor.dtype
-        if dtype in CASTABLE and tensor.device.type == device_type:
-            if dtype is not other:
-                return False  # as the first nearly always says
-            has_some = True
-    return has_some
 
 
 def is_mixed(values: Iterable[Any]) -> bool:
@@ -108,49 +95,44 @@ def wrap_cast(
     *,
     native: frozenset[str] = frozenset(),
     is_closed: bool = False,
-    is_open: bool = False,
     half: torch.dtype | None = None,
 ) -> Wrapper:
     """Cast arguments by ``rule``, or leave that to autocast on ``native`` devices.
 
-    Inside of a function that ``is_closed`` autocast is off. So it is for products that are left
-    alone, unless the body ``is_open``: a Python function of the user's, in which each call goes by
-    its own rule. ``half`` defaults to the active dtype. What torch promotes by itself (float64, two
-    half dtypes) is its own.
+    Inside of a function that ``is_closed`` autocast is off. ``half`` defaults to the active dtype.
+    What torch promotes by itself (float64, two half dtypes) is its own.
     """
 
     def wrap(fn: AnyFunction) -> AnyFunction:
-        @functools.wraps(fn)
-        def casting(*args: Any, **kwargs: Any) -> Any:
-            # Looking at the dtypes first is cheaper than asking for the autocast state, and
-            # nearly every sum and product in a program ends here.
-            if rule == "promote" and not is_closed:
-                if not (is_mixed(args) or (kwargs and is_mixed((*args, *kwargs.values())))):
-                    return fn(*args, **kwargs)
-            device = device_to_cast_on(args, kwargs)
-            if device is None:
-                return fn(*args, **kwargs)
+        def act(device: str, args: Any, kwargs: Any) -> Any:
             values: Sequence[Any] = (*args, *kwargs.values())
-            is_cast, target, off = True, torch.float32, is_closed
+            target, off = torch.float32, is_closed
             if rule == "half":
                 target = half or torch.get_autocast_dtype(device)
-                is_cast = not _is_of_others(values, device)
-                off = off or not (is_cast or is_open)  # or autocast would cast them
-            elif rule == "promote":
-                is_cast = is_mixed(values)
             elif rule == "sequence_promote":
                 items = args[0] if args else kwargs.get("tensors")
                 values = cast("list[Any]", items) if isinstance(items, (list, tuple)) else ()
-                is_cast = is_mixed(values)
-                other = _half_of_others(device)  # which autocast may refuse to join
-                off = any([t.dtype is other for t in leaves(values)])
-            if is_cast:
+                active = torch.get_autocast_dtype(device)  # it may refuse to join the other half
+                off = any([is_half(t) and t.dtype is not active for t in leaves(values)])
+            if rule in ("half", "float") or is_mixed(values):
                 tell_casts(fn.__name__, values, target, device)
                 if device not in native:
                     args, kwargs = cast_arguments(args, kwargs, target, device)
             return _without_casts(fn, args, kwargs, device) if off else fn(*args, **kwargs)
 
-        return casting
+        casting = _wrap(fn, act)
+        if rule != "promote" or is_closed:
+            return casting
+
+        @functools.wraps(fn)
+        def promoting(*args: Any, **kwargs: Any) -> Any:
+            # Looking at the dtypes first is cheaper than asking for the autocast state, and
+            # nearly every sum and product in a program ends here.
+            if not (is_mixed(args) or (kwargs and is_mixed((*args, *kwargs.values())))):
+                return fn(*args, **kwargs)
+            return casting(*args, **kwargs)
+
+        return promoting
 
     return wrap
 
@@ -158,14 +140,10 @@ def wrap_cast(
 def wrap_banned(fn: AnyFunction) -> AnyFunction:
     """Rule ``banned``; float32 arguments are fine, also where autocast itself would refuse."""
 
-    @functools.wraps(fn)
-    def banned(*args: Any, **kwargs: Any) -> Any:
-        device = device_to_cast_on(args, kwargs)
-        if device is None:
-            return fn(*args, **kwargs)
+    def act(device: str, args: Any, kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         halves = [a for a in values if isinstance(a, torch.Tensor) and is_half(a)]
-        if halves and not _is_of_others(values, device):
+        if halves:
             raise worded(
                 NotImplementedError,
                 f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts are active",
@@ -179,26 +157,16 @@ def wrap_banned(fn: AnyFunction) -> AnyFunction:
             )
         return _without_casts(fn, args, kwargs, device)
 
-    return banned
-
-
-def _cast_rest(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Arguments:
-    rest, kwargs = cast_arguments(args[1:], kwargs, dtype, args[0].device.type)
-    return (args[0], *rest), dict(kwargs)
+    return _wrap(fn, act)
 
 
 def wrap_in_place(*, refuse_half: bool) -> Wrapper:
     """Rules ``no_half_in_place`` (``refuse_half``) and ``match_self``."""
 
     def wrap(fn: AnyFunction) -> AnyFunction:
-        @functools.wraps(fn)
-        def in_place(*args: Any, **kwargs: Any) -> Any:
-            if not args and "input" in kwargs:  # as torch.exp_ calls its target
-                args = (kwargs.pop("input"),)
-            target = args[0] if args else None
-            if not isinstance(target, torch.Tensor) or not device_to_cast_on([target], {}):
-                return fn(*args, **kwargs)
-            if refuse_half and target.dtype is _half_of_others(target.device.type):
+        def act(device: str, args: Any, kwargs: Any) -> Any:
+            target = args[0] if args else kwargs.get("input")  # as torch.exp_ calls its target
+            if not isinstance(target, torch.Tensor) or target.dtype not in CASTABLE:
                 return fn(*args, **kwargs)
             if refuse_half and is_half(target):
                 name = fn.__name__
@@ -210,11 +178,9 @@ def wrap_in_place(*, refuse_half: bool) -> Wrapper:
                     f"Use {name.rstrip('_')}, which returns a new float32 tensor, or call it "
                     "on tensor.float(), or inside disable_casts()",
                 )
-            if target.dtype not in CASTABLE:
-                return fn(*args, **kwargs)
-            args, kwargs = _cast_rest(args, kwargs, target.dtype)
-            return fn(*args, **kwargs)
+            given, kwargs = cast_arguments(args[1:], kwargs, target.dtype, device)
+            return fn(*args[:1], *given, **kwargs)
 
-        return in_place
+        return _wrap(fn, act)
 
     return wrap

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-from preamp.casting import device_types_here, disable_casts, settle_thread
-from preamp.casting.autocast_state import is_casting
+from preamp.casting import disable_casts, is_any_casting
 from preamp.core.errors import unavailable
 
 _LINES = """
@@ -30,11 +29,10 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Whether the handle is on and functions are cast here."""
-        return self._is_on and any(is_casting(kind) for kind in device_types_here())
+        return self._is_on and is_any_casting()
 
     def deactivate(self) -> None:
         """Take all casts back, the latest first."""
-        settle_thread()
         self._is_on = False
         self._stop()
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from preamp.casting import settle_thread
 from preamp.core.errors import bad_type, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import all_finite
@@ -72,7 +71,6 @@ def scale_loss(
         Gradients, and the loss scale. Synchronises with the device: never.
     """
     del model
-    settle_thread()
     members = as_optimizers(optimizers)
     engine = common_engine(members)
     if not engine.policy.enabled:

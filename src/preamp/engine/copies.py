@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
-from preamp.casting.io import remove_forward
 from preamp.casting.state_hooks import save_pretrained
 from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_state
@@ -146,7 +145,6 @@ def _strip(part: Any) -> None:
     """Take away what an engine has put on a module, in a copy of it or of its attributes."""
     own = cast("dict[str, Any]", vars(part))
     remove_hooks(part, lambda hook: isinstance(hook, EngineHook))
-    remove_forward(part)
     for name in (_COPY, _PICKLE, ATTRIBUTE):
         own.pop(name, None)
     saves = own.get("save_pretrained")

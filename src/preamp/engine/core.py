@@ -34,8 +34,6 @@ class Entrance:
     """
 
     allow_half_model: bool = False  # accept models that are half already
-    # Whether ``model.forward`` casts too where it is called by hand
-    casts_forward: bool = False
     # Whether writing to a scaled half gradient has no effect, as in Apex, or is refused
     ignores_rewriting: bool = False
 

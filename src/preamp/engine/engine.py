@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 from torch import nn
 
-from preamp.casting import PATCH_LOCK, settle_thread
+from preamp.casting import PATCH_LOCK
 from preamp.core.errors import bad_state
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
@@ -285,7 +285,6 @@ class Engine(EngineCore):
         Raises:
             Exception: The first that a listener or the disk raised; all else was undone.
         """
-        settle_thread()
         if self._end is None:
             try:
                 open_ends = [session.end_left_open for session in self.sessions.values()]

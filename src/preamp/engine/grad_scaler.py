@@ -15,7 +15,6 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import Node
 
-from preamp.casting import settle_thread
 from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, message, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
@@ -283,7 +282,6 @@ class GradScaler(torch.amp.GradScaler):
                 "The engine that it stands in front of has ended",
                 "Call preamp.initialize again, and make a GradScaler of that optimizer",
             )
-        settle_thread()
         # What was unscaled, a script may be about to clip: it stays where it is.
         waiting = [session for session in self._sessions if self._is_unscaled(session)]
         for session in waiting:

@@ -27,7 +27,6 @@ from preamp.casting import (
     install_mixed_calls,
     install_wide_where_slow,
     push_thread_casts,
-    settle_thread,
     thread_has_casts,
 )
 from preamp.core.dtypes import HALF_DTYPES
@@ -239,7 +238,6 @@ def create_engine(
     kernels: tuple[Ops, Splits] | None = None,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
-    settle_thread()
     if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
         gc.collect()
     ops, splits = kernels or (ops_named(), Splits())
@@ -384,13 +382,12 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         engine.cast_undo.push(region.unwind)
         attach_cast_region(model, types, policy.patch_torch_functions_type, region)
     else:
-        attach_plain_region(model, undo, target if target in HALF_DTYPES else None)
+        attach_plain_region(model, undo)
     inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
     if id(model) in engine.conversion.kept.modules:
         inputs = torch.float32
-    casts_forward = engine.entrance.casts_forward
     # fully_shard casts what it gathers for
-    attach_io_casts(model, inputs, outputs, undo, casts_forward=casts_forward)
+    attach_io_casts(model, inputs, outputs, undo)
     attach_reductions(model, engine.reductions, undo)
     layers = [*model.modules()]
     if target in HALF_DTYPES:

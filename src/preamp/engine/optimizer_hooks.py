@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.casting import disable_casts, settle_thread, thread_casts_restored, thread_has_casts
+from preamp.casting import disable_casts, thread_casts_restored, thread_has_casts
 from preamp.casting.autocast_state import untraced
 from preamp.core.errors import LossScaleError
 from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_step_hooks
@@ -72,7 +72,6 @@ class OptimizerHooks:
             if self._engine.closed:  # a scheduler may still hold this method
                 return previous(optimizer, *args, **kwargs)
             self._closure_in(args, kwargs)
-            settle_thread()
             self._stepping, self._unread = False, None  # whatever one that raised has left
             try:
                 self._engine.ledger.settle(wait=False)

@@ -336,7 +336,6 @@ class CastRecord:
     calls: int  # how many tensors were cast
     bytes: int  # bytes read and written by these casts
     where: str  # ``"file.py:12"`` of the caller
-    note: str = ""  # of a constant that half cannot hold: what became of it
 
 
 Record = RunRecord | ResumeRecord | StepRecord | OverflowRecord | NumericsRecord

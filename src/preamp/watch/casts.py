@@ -19,13 +19,13 @@ from preamp.core.undo import UndoStack
 if TYPE_CHECKING:
     from preamp.numerics import CastRecord
 
-_Site = tuple[str, torch.dtype, torch.dtype, str, str]
-"""Function, dtypes before and after, line of the program, note: casts counted together."""
+_Site = tuple[str, torch.dtype, torch.dtype, str]
+"""Function, dtypes before and after, line of the program: casts counted together."""
 
 
 @contextmanager
 def audit_casts() -> Generator[list[CastRecord]]:
-    """List what functions cast inside the block, for O1 and O4, and constants clamped to half.
+    """List what functions cast inside the block, for O1 and O4.
 
     Every engine's casts in the process are seen, on every thread. A weight counts in each call,
     also where autocast's cache held its cast; casts inside compiled code are not seen. Numbers are
@@ -38,7 +38,7 @@ def audit_casts() -> Generator[list[CastRecord]]:
 
     def count(made: Cast) -> None:
         where = shown(line_of_program(inspect.currentframe()))
-        site = made.function, made.source, made.target, where, made.note
+        site = made.function, made.source, made.target, where
         calls[site] += 1
         elements[site] += made.elements
 
@@ -64,9 +64,8 @@ def _records(calls: Counter[_Site], elements: Counter[_Site]) -> list[CastRecord
             calls=calls[site],
             bytes=elements[site] * (source.itemsize + target.itemsize),
             where=where,
-            note=note,
         )
         for site in list(calls)  # other threads may be counting
-        for function, source, target, where, note in [site]
+        for function, source, target, where in [site]
     ]
     return sorted(records, key=lambda record: (-record.bytes, record.where, record.function))

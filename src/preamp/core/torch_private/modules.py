@@ -98,38 +98,6 @@ def with_step_hooks(
     return torch.optim.Optimizer.profile_hook_step(step)
 
 
-class _Replicate:
-    """``module._replicate_for_data_parallel``, whose replicas lack an attribute of the module."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = weakref.ref(module)
-        self._name = name
-
-    def __call__(self) -> nn.Module:
-        module = cast("nn.Module", self._module())
-        replica = cast("nn.Module", getattr(type(module), _REPLICATE)(module))
-        for name in (self._name, _REPLICATE):
-            cast("dict[str, object]", vars(replica)).pop(name, None)
-        return replica
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Replicate, (self._module(), self._name)
-
-
-_REPLICATE: Final = "_replicate_for_data_parallel"
-
-
-def drop_in_replicas(module: nn.Module, name: str) -> None:
-    """Keep an attribute that knows its module out of DataParallel's replicas."""
-    vars(module)[_REPLICATE] = _Replicate(module, name)
-
-
-def keep_in_replicas(module: nn.Module) -> None:
-    """Take back `drop_in_replicas`, of a copy too."""
-    if isinstance(vars(module).get(_REPLICATE), _Replicate):
-        del vars(module)[_REPLICATE]
-
-
 def _hooks_meant(
     tables: Iterable[dict[int, object]], is_meant: Callable[[object], bool]
 ) -> set[int]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.casting.autocast_state import is_any_casting
+from preamp.casting.autocast_state import is_any_autocast_on
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.torch_private.autograd import casts_of_leaves, half_loss_dtype
 from preamp.doctor.detector import Detector, Findings
@@ -154,7 +154,7 @@ class CachedCasts(Detector):
     def loss_made(self, loss: torch.Tensor) -> None:
         """Note in each cast of a weight, which autocast may keep, after what steps it is used."""
         step = self.seen.steps
-        is_due = self._looked_at < step < _LOOKS and is_any_casting()
+        is_due = self._looked_at < step < _LOOKS and is_any_autocast_on()
         if not is_due or loss.grad_fn is None:
             return
         self._looked_at = step
