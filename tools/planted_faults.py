@@ -116,12 +116,11 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     "src/preamp/optim/fused/keeping.py": (
         ('kept.is_same("params", params) and kept.is_same("keys", state):', "True:"),
         ("and all(map(is_, column, referred))", ""),
-        ('groups[home.number].get("step", 1) - 1', "0"),
         ("numbers=kept.numbers", "numbers=[0] * len(kept.numbers)"),
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),
-        ("            row=self.row,\n", "            row=0,\n"),
+        ("elif given.has_scales or (kept", "elif (kept"),
     ),
     "src/preamp/optim/fused/norms.py": (
         ("if max_norm == 0 or not any(every):", "if not any(every):"),

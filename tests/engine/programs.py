@@ -1081,6 +1081,7 @@ class World:
         plain.rounds = None
         for i, optimizer in enumerate(self.opts if is_alone else ()):
             opts.append(build(_owned(ours, i)))
+            opts[i].storage = getattr(optimizer, "storage", None)  # of the state that comes
             opts[i].load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for made, theirs in zip((*opts, *plain_opts), (*self.opts, *self.plain_opts), strict=True):
             made.storage = getattr(theirs, "storage", None)
@@ -1311,7 +1312,7 @@ class World:
     def given(self) -> dict[str, Any]:
         """All that a close gives back, by identity, whatever the numbers are by now."""
         seen: dict[str, Any] = {}
-        own = ("_kept", "_is_early_kind", "_rounded_to")  # what an optimizer finds out for itself
+        own = ("_kept", "_is_early_kind")  # what an optimizer finds out for itself
         for number, optimizer in enumerate(self.opts):
             attributes = {k: v for k, v in vars(optimizer).items() if not k.startswith(own)}
             seen[f"{number}"] = {k: [*v] if "hooks" in k else None for k, v in attributes.items()}

@@ -461,22 +461,6 @@ def test_codes_whose_scales_do_not_fit_are_refused(scales: Any) -> None:
     assert not sgd.state
 
 
-def test_a_failed_load_tells_of_nothing_rounded(capsys: pytest.CaptureFixture[str]) -> None:
-    run = start("O5", "full").play("iterate")
-    state = run.optimizer.state_dict()
-    state["param_groups"].append(state["param_groups"][0])
-    run.close()
-
-    other = start("O5", preamp.Storage(moments="bfloat16")).optimizer
-    capsys.readouterr()
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        other.load_state_dict(state)
-    assert "are rounded" not in capsys.readouterr().out
-    state["param_groups"].pop()
-    other.load_state_dict(state)
-    assert "moments of float32 are rounded to bfloat16" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("name", "given"),
     [

@@ -151,19 +151,20 @@ class OptimizerSession:
     def recast_state(self, undo: UndoStack | None = None) -> None:
         """Bring the optimizer's state to the dtype of its parameters, after these changed.
 
-        That of a fused optimizer goes where its storage says.
+        That of a fused optimizer goes where its storage says; its steps bring it to its dtype.
 
         In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
         ``undo`` gets what brings the very tensors back.
         """
+        if isinstance(self.optimizer, KeepsMoments):
+            self.optimizer.place_state()
+            return
         state: dict[Any, Any] = self.optimizer.state
         for param in self.params():
             if param in state and isinstance(state[param], dict):
                 if undo is not None:
                     undo.push(partial(state[param].update, state[param].copy()))
                 cast_state(state[param], param)
-        if isinstance(self.optimizer, KeepsMoments):
-            self.optimizer.place_state()
 
     # -- a backward begins -------------------------------------------------------------------
 

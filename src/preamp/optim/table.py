@@ -224,6 +224,7 @@ class WeightTable(WeightPairs):
         self.optimizer = optimizer
         self.has_masters = has_masters
         self.are_on_host = storage.place == "host"
+        self._casts_state = storage.moments == "float32"  # else bfloat16 stays that
         # Whether kernels take half weights for the truth, and round masters into them
         self.updates_halves = False
         self.twins: list[Twin] = []  # the rows as objects
@@ -278,7 +279,7 @@ class WeightTable(WeightPairs):
         twin = self._by_half.get(id(half)) or self._add_half(half, original)
         state: dict[Any, Any] = self.optimizer.state
         _move_state(state, half, twin.master)
-        if twin.master in state:
+        if twin.master in state and self._casts_state:
             cast_state(state[twin.master], twin.master)
         return twin.master
 

@@ -351,21 +351,20 @@ class FusedOptimizer(KeepsMoments):
         """Load what ``state_dict()`` returned.
 
         torch casts loaded state to the parameter's dtype on the way. State that is kept in
-        float32 or in fewer bits here is taken from ``state_dict`` itself. Moments of another
-        `storage` are converted; a line says what that rounds.
+        float32 or in fewer bits here is taken from ``state_dict`` itself. Moments in fewer bits
+        become float32 where `storage` keeps them so.
 
         Raises:
             ValueError: Its groups do not match those of this optimizer, or its moments in fewer
                 bits have other shapes than the parameters.
+            PreampStateError: `storage` keeps moments in fewer bits than the state has.
         """
         own: dict[torch.Tensor, Entry] = {}
-        rounded: set[str] = set()
 
         def take_out(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             # ``final`` is what the user's own hooks have made of it.
-            found, rest, sources = self._own_state(final)
+            found, rest = self._own_state(final)
             own.update(found)
-            rounded.update(sources)
             return {**final, "state": rest}
 
         def put_back(_: torch.optim.Optimizer) -> None:
@@ -381,7 +380,6 @@ class FusedOptimizer(KeepsMoments):
         finally:
             for handle in handles:
                 handle.remove()
-        self._tell_rounded(rounded)
 
     def __getstate__(self) -> dict[str, Any]:
         names = (*self._settings, "backend", "storage")
@@ -432,7 +430,7 @@ class FusedOptimizer(KeepsMoments):
             return column
         check_has_state(params[0])
         if key in self.moments:
-            self._as_kept(params, states, key)
+            self._make_moments(params, states, key)
         else:
             for param, state in zip(params, states, strict=True):
                 if state.get(key) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_, itemgetter
 from typing import Any, ClassVar, cast
@@ -14,22 +14,11 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_state
-from preamp.core.log import say
 from preamp.core.tensors import are_same, dtype_of
 from preamp.kernels import Standing, Update
 from preamp.kernels.stored import Format, Stored
 from preamp.optim.fused.entries import Apart
-from preamp.optim.fused.moments import (
-    SCALES,
-    Chance,
-    Entry,
-    Home,
-    check_fits,
-    converted,
-    described,
-    is_exact,
-    is_kept_plain,
-)
+from preamp.optim.fused.moments import SCALES, Entry, Home, as_kept, check_fits, format_kept
 from preamp.policy.storage import FULL, Storage
 
 Column = list[torch.Tensor]
@@ -85,12 +74,12 @@ class _Homes:
 
 
 class KeepsMoments(torch.optim.Optimizer):
-    """Makes, finds and converts moments; a step at full storage asks for none of this."""
+    """Makes, finds and checks moments; a step at full storage asks for none of this."""
 
     storage: Storage = FULL
     """How masters and moments are kept between steps; set by ``preamp.initialize``.
 
-    Moments that are kept otherwise are converted at the next step.
+    At the next step moments in fewer bits become float32 where it says so; see `as_kept`.
     """
 
     moments: ClassVar[Mapping[str, Format]] = {}
@@ -133,22 +122,29 @@ class KeepsMoments(torch.optim.Optimizer):
             for number, param in enumerate(params)
         }
         if self._has_fewer_bits:
-            self._check_kind()
-            for home in homes.values():
-                home.check(type(self).__name__, self.storage)
+            self._check_kept(params, homes)
         known = _Homes(made_for, homes)
         known.refs.extend([weakref.ref(param, known.gone.append) for param in params])
         # At full storage no step asks again, and what is kept would keep weights alive.
         vars(self)["_kept_homes"] = known if self._has_fewer_bits else None
         return known
 
-    def _check_kind(self) -> None:
+    def _check_kept(self, params: Sequence[Any], homes: Mapping[int, Home]) -> None:
+        """Raise `PreampStateError` unless moments can be kept as `storage` says, and are."""
+        kind = type(self).__name__
         if not self.takes_stored:
             raise bad_state(
-                f"{type(self).__name__} got moments={self.storage.moments!r}",
+                f"{kind} got moments={self.storage.moments!r}",
                 "It knows no format of fewer bits for its state; FusedAdam and others do",
                 "Use one of those, or keep float32 moments",
             )
+        state: dict[Any, Entry] = self.state
+        for param in params:
+            homes[id(param)].check(kind, self.storage)
+            entry = state.get(param, {})
+            for key in self.moments:
+                if entry.get(key) is not None:
+                    self._as_kept(param, entry, key, homes[id(param)])
 
     # -- where state lies --------------------------------------------------------------------
 
@@ -225,46 +221,27 @@ class KeepsMoments(torch.optim.Optimizer):
         )
         return replace(update, stored=stored)
 
-    def _as_kept(self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str) -> None:
-        """Let all ``states`` have the moment ``key`` as it is kept, made or converted."""
+    def _as_kept(self, param: torch.Tensor, entry: Entry, key: str, home: Home) -> Entry:
+        """The moment ``key`` of ``entry`` as it is kept; see `as_kept`."""
+        kept, dtype = self._kept_as(key, param, home), self._dtype_of(key, param)
+        return as_kept(type(self).__name__, entry, key, home, kept, dtype)
+
+    def _make_moments(
+        self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str
+    ) -> None:
+        """Let all ``states`` have the moment ``key`` as it is kept: zeros where there is none."""
         by_id = self._homes().by_id
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        rounded: set[str] = set()
         for param, state in zip(params, states, strict=True):
             home = by_id[id(param)]
-            if state.get(key) is None:
-                kept = self._kept_as(key, param, home)
-                state[key] = home.made(kept.dtype or self._dtype_of(key, param))
-                if kept.has_scales:
-                    state[key + SCALES] = home.made_scales()
+            if state.get(key) is not None:
+                made = self._as_kept(param, state, key, home)
+                state.pop(key + SCALES, None)
+                state.update(made)
                 continue
-            # The number of the update before this one, which is counted already
-            step = state.get("step", groups[home.number].get("step", 1) - 1)
-            made = self._moment(param, state, key, home, step)
-            rounded |= made.rounded
-            state.pop(key + SCALES, None)
-            state.update(made.entry)
-        if vars(self).get("_rounded_to") != self.storage:
-            self._tell_rounded(rounded)
-
-    def _moment(self, param: torch.Tensor, entry: Entry, key: str, home: Home, step: Any) -> _Made:
-        """A moment of ``entry`` as it is kept."""
-        kept, dtype = self._kept_as(key, param, home), self._dtype_of(key, param)
-        row = list(self.moments).index(key) if key in self.moments else 0
-        by = Chance(self.storage.seed, step, row)
-        made = converted(entry, key, home, kept, dtype, by)
-        if kept is Format.PLAIN or is_exact(entry, key, kept):
-            return _Made(made)
-        return _Made(made, frozenset({described(entry[key])}))
-
-    def _tell_rounded(self, sources: Set[str]) -> None:
-        if sources:
-            vars(self)["_rounded_to"] = self.storage
-            kept = self.storage.moments.replace("8bit", "8 bits")
-            say(
-                f"{type(self).__name__}: moments of {' and '.join(sorted(sources))} are rounded "
-                f"to {kept}, by the storage of this run"
-            )
+            kept = self._kept_as(key, param, home)
+            state[key] = home.made(kept.dtype or self._dtype_of(key, param))
+            if kept.has_scales:
+                state[key + SCALES] = home.made_scales()
 
     def _kept(self, params: Sequence[torch.Tensor]) -> tuple[Kept, list[Entry]]:
         """What is kept of a step that updated these ``params``, and their state dicts.
@@ -315,31 +292,26 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _own_state(
         self, given: Mapping[str, Any]
-    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any], set[str]]:
+    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any]]:
         """Of a loaded state what is kept as it is, by parameter, and the rest for torch to cast.
 
-        And what `_tell_rounded` is to tell of, once all is loaded.
-
-        Raises `ValueError` for moments in fewer bits that do not fit.
+        Raises `ValueError` for moments in fewer bits that do not fit, and `PreampStateError` for
+        those that `storage` keeps in fewer bits than they are in.
         """
-        groups: list[dict[str, Any]] = given["param_groups"]
-        numbers = [number for group in groups for number in group["params"]]
-        steps = [group.get("step", 0) for group in groups for _ in group["params"]]
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
         params = itertools.chain(*(group["params"] for group in self.param_groups))
         homes, rest = self._homes().by_id, dict[Any, Any](given["state"])
         found: dict[torch.Tensor, Entry] = {}
-        rounded: set[str] = set()
-        for number, step, param in zip(numbers, steps, params, strict=False):
+        for number, param in zip(numbers, params, strict=False):
             entry = cast("Entry | None", rest.get(number))
             if isinstance(entry, dict):
-                made = self._own_entry(param, entry, homes[id(param)], entry.get("step", step))
-                found[param], rounded = made.entry, rounded | made.rounded
-                mine = {*made.entry, *(key + SCALES for key in (*made.entry, *self.moments))}
+                own = found[param] = self._own_entry(param, entry, homes[id(param)])
+                mine = {*own, *(key + SCALES for key in (*own, *self.moments))}
                 rest[number] = {key: value for key, value in entry.items() if key not in mine}
-        return found, rest, rounded
+        return found, rest
 
-    def _own_entry(self, param: torch.Tensor, given: Entry, home: Home, step: Any) -> _Made:
-        own, rounded = dict[str, Any](), frozenset[str]()
+    def _own_entry(self, param: torch.Tensor, given: Entry, home: Home) -> Entry:
+        own = dict[str, Any]()
         where = self._state_device or param.device
         tensors = {k: v.to(where) for k, v in given.items() if isinstance(v, torch.Tensor)}
         is_away = where != param.device  # torch would bring it to the parameter
@@ -348,20 +320,10 @@ class KeepsMoments(torch.optim.Optimizer):
                 check_fits(type(self).__name__, tensors, key, home)
         for key, value in tensors.items():
             is_plain = self._kept_as(key, param, home) is Format.PLAIN
-            if key + SCALES in tensors or (
-                key in self.moments and not (is_plain and is_kept_plain(tensors, key))
-            ):
+            is_in_codes = key in self.moments and format_kept(value).has_scales
+            if key + SCALES in tensors or is_in_codes or not is_plain:
                 check_fits(type(self).__name__, tensors, key, home, self.moments.get(key))
-                made = self._moment(param, tensors, key, home, int(step))
-                own, rounded = own | made.entry, rounded | made.rounded
+                own |= self._as_kept(param, tensors, key, home)
             elif key in self._wide_state or (is_away and value.is_floating_point()):
                 own[key] = value.to(self._dtype_of(key, param))
-        return _Made(own, rounded)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """State as it is kept, and what was rounded for that."""
-
-    entry: Entry
-    rounded: frozenset[str] = frozenset()
+        return own
