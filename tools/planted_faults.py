@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("elif given.has_scales or (kept", "elif (kept"),
     ),
     "src/preamp/optim/fused/norms.py": (
-        ("if max_norm == 0 or not any(every):", "if not any(every):"),
+        ("if max_norm == 0 or not any(", "if not any("),
         (
             "torch.where(norm > max_norm, max_norm / norm, one) * scale",
             "torch.where(norm > max_norm, max_norm / norm, one)",

@@ -57,14 +57,10 @@ class Entries:
         wanted = [column if any(map(_is_there, column)) else None for column in others]
         return cls(*cast("Any", [params, grads, *wanted]))
 
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self.params)
-
     def rows(self) -> Iterator[Row]:
         """The rows, one by one."""
         columns = self.params, self.grads, self.halves, self.factors, self.twins, self.lows
-        nothing = [None] * len(self)
+        nothing = [None] * len(self.params)
         return cast("Any", zip(*[c if c is not None else nothing for c in columns], strict=True))
 
     @property
@@ -84,11 +80,6 @@ class Entries:
             for param, _, half, _, _, low in self.rows()
         ]
 
-    @property
-    def factor(self) -> torch.Tensor | None:
-        """What unscales all gradients of a batch."""
-        return None if self.factors is None else self.factors[0]
-
     def update(
         self,
         *,
@@ -97,8 +88,8 @@ class Entries:
         found_inf: torch.Tensor | None = None,
         norms: torch.Tensor | None = None,
     ) -> Update:
-        """What the op is told of a batch; ``inv_scale`` comes in addition to `factor`."""
-        factor = self.factor
+        """What the op is told of a batch; ``inv_scale`` comes in addition to its factor."""
+        factor = None if self.factors is None else self.factors[0]
         both = inv_scale if factor is None else factor
         if inv_scale is not None and factor is not None:
             both = factor * inv_scale.to(factor.device)
@@ -210,7 +201,7 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
 
 def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:
     """Sort entries into lists for ops, by dtype, device and the column that ``apart`` returns."""
-    if not entries:
+    if not entries.params:
         return []
     if entries.are_alike and apart is None:
         return [entries]

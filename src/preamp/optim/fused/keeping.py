@@ -165,10 +165,8 @@ class KeepsMoments(torch.optim.Optimizer):
 
     # -- a step ------------------------------------------------------------------------------
 
-    def _apart(self, also: Apart | None = None) -> Apart | None:
-        """What `batches` sorts by: how moments are kept, and ``also``."""
-        if self.storage.moments != "8bit":
-            return also
+    def _apart(self, also: Apart | None) -> Apart:
+        """What `batches` sorts by where moments have 8 bits: how they are kept, and ``also``."""
         by_id = self._homes().by_id
 
         def column(params: list[torch.Tensor]) -> Sequence[Hashable]:
@@ -187,15 +185,13 @@ class KeepsMoments(torch.optim.Optimizer):
         return math_dtype(param.dtype) if key in self._wide_state else param.dtype
 
     def _kept_dtype(self, key: str, param: torch.Tensor) -> torch.dtype:
-        plain = self._dtype_of(key, param)
-        if not self._has_fewer_bits or key not in self.moments:
-            return plain
-        return self._kept_as(key, param, self._homes().by_id[id(param)]).dtype or plain
+        kept = None
+        if self.storage.moments != "float32":
+            kept = self._kept_as(key, param, self._homes().by_id[id(param)]).dtype
+        return self._dtype_of(key, param) if kept is None else kept
 
     def _told(self, params: Sequence[torch.Tensor], update: Update) -> Update:
-        """``update`` with how the moments of parameters of one batch are kept."""
-        if not self._has_fewer_bits:
-            return update
+        """``update`` with how the moments of a batch are kept, in fewer bits."""
         homes = self._homes()
         first = homes.by_id[id(params[0])]
         formats = [self._kept_as(key, params[0], first) for key in self.moments]
