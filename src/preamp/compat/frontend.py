@@ -81,9 +81,7 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
         say("After processing overrides, optimization options are:")
         _say_options(policy)
     return rooms.Entrance(
-        allow_half_model=amp_state.allow_incoming_model_not_fp32,
-        casts_forward=True,
-        ignores_rewriting=True,
+        allow_half_model=amp_state.allow_incoming_model_not_fp32, casts_forward=True
     )
 
 

@@ -58,9 +58,10 @@ class DirectGradients:
 
     Set aside, an earlier gradient is away during the backward and added afterwards: losses with
     any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
-    scale; exact for powers of two. That is for gradients which a hook reduces over ranks: it must
-    find the whole sum, or what this rank alone has accumulated would never be reduced. And for a
-    block that a `GradScaler` holds open: what a script zeroes or drops in it must be all there is.
+    scale; exact for powers of two. That is for gradients which a hook reduces over ranks, and that
+    this rank alone has accumulated: it must find the whole sum, or they would never be reduced. And
+    for a block that a `GradScaler` holds open: what a script zeroes or drops in it must be all
+    there is.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -69,8 +70,6 @@ class DirectGradients:
         self.params: Sequence[torch.Tensor] = ()  # whose gradients the backward makes
         # Earlier gradients; ``None`` where no backward is under way
         self._aside: dict[int, _Earlier] | None = None
-        # Earlier gradients that a backward of a block held open has added to
-        self._reached = set[int]()
         # Of the gradients as the last merge left them, -1 where there was none
         self._versions: dict[int, int] = {}
 
@@ -101,7 +100,6 @@ class DirectGradients:
                 kept = grad.clone() if may_be_overwritten or is_carried else grad
                 aside[id(param)] = _Earlier(param, kept, is_carried)
                 carried += [grad] if is_carried else []
-        self._reached.clear()
         self._aside = aside  # all that `put_back` needs, before anything changes
         try:
             for earlier in aside.values():
@@ -124,11 +122,6 @@ class DirectGradients:
         if param.grad is not None:
             aside[id(param)] = _Earlier(param, param.grad, is_carried=False)
             param.grad = None
-
-    def note_reached(self) -> None:
-        """A backward of an open block is over: what is dropped from now on was dropped whole."""
-        aside = self._aside or {}
-        self._reached.update(key for key, e in aside.items() if e.param.grad is not None)
 
     def put_back(self) -> None:
         """Restore what was there before `begin`, but for carried gradients since dropped."""
@@ -168,14 +161,15 @@ class DirectGradients:
             else:
                 news.append(grad)
                 olds.append(old)
+        if not news:
+            return
         with torch.no_grad():
             self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
 
     def commit(self) -> None:
         """End the backward; what got nothing new comes back. Cannot fail."""
-        for key, earlier in (self._aside or {}).items():
-            is_away = not earlier.is_carried and key not in self._reached
-            if is_away and earlier.param.grad is None:
+        for earlier in (self._aside or {}).values():
+            if not earlier.is_carried and earlier.param.grad is None:
                 earlier.param.grad = earlier.grad
         versions = versions_of(list(map(grad_of, self.params)))
         self._versions.update(zip(map(id, self.params), versions, strict=True))

@@ -32,7 +32,7 @@ from preamp.core.tensors import (
 )
 from preamp.core.torch_private.shards import set_data
 from preamp.kernels import Ops
-from preamp.optim.gradients import HalfGradients, Rewriting
+from preamp.optim.gradients import HalfGradients
 from preamp.optim.master_parameter import MasterParameter, is_master, master_parameter
 from preamp.policy.storage import Storage
 
@@ -213,7 +213,6 @@ class WeightTable(WeightPairs):
         *,
         name_of: NameOf = repr,
         others: list[WeightTable] | None = None,
-        rewriting: Rewriting | None = None,
         has_masters: bool = False,
     ) -> None:
         """Start without rows; `adopt` makes them, if half weights are to have masters.
@@ -231,7 +230,7 @@ class WeightTable(WeightPairs):
         # Of each row what is beside its half weight, int16, where masters are split. Of a sharded
         # tensor this rank's part.
         self.lows: list[torch.Tensor | None] = []
-        self.gradients = HalfGradients(ops, self.halves, self.masters, rewriting or Rewriting())
+        self.gradients = HalfGradients(ops, self.halves, self.masters)
         self.gradients.wait_on_host = storage.waits_on_host
         self.is_fresh = True  # whether no backward has begun yet
         self.trusted: set[int] = set()  # rows whose masters were set since `initialize`

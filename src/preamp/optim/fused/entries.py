@@ -19,6 +19,7 @@ import torch
 from preamp.core.tensors import device_of, dtype_of, kinds_of, stored_grad, with_gradients
 from preamp.kernels import Update
 from preamp.kernels.stored import Stored
+from preamp.optim.gradients import State
 from preamp.optim.master_parameter import MASTER_KINDS, leaves_of
 from preamp.optim.table import Twin
 
@@ -161,7 +162,9 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     gradients = table.gradients
     gradients.take_in()
     found = gradients.seen[start:stop]
-    if not (gradients.is_half and table.are_alike) or any(map(is_, found, repeat(None))):
+    if not (gradients.state is State.HALF and table.are_alike) or any(
+        map(is_, found, repeat(None))
+    ):
         return None
     grads = cast("list[torch.Tensor]", found)
     lows = table.lows[start:stop]
@@ -192,7 +195,7 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
             table.follow()
             gradients.take_in()
             latest = table
-        is_half = gradients.is_half
+        is_half = gradients.state is State.HALF
         grad = gradients.seen[twin.row] if is_half else stored_grad(param)
         if grad is not None:
             factor = gradients.factor_on(grad.device) if is_half else None
