@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("if misfits or not math.isfinite(factor)", "if not math.isfinite(factor)"),
     ),
     "src/preamp/optim/table.py": (
-        ("return len(dtypes) == len(devices) == 1", "return True"),
+        ("len(forms[0]) == len(forms[1]) == 1", "True"),
         ("torch.where(is_same, half, now)", "now"),
         ("and value.shape == param.shape\n", ""),
     ),

@@ -243,8 +243,10 @@ class WeightTable(WeightPairs):
         self._known: list[list[Any]] = []  # the parameters of each group, as last adopted
         # By row, what half weights were when somebody was given their master's memory
         self._handed_out: dict[int, torch.Tensor] = {}
-        # Dtypes and devices of the half weights, as last seen
+        # Dtypes and devices of the half weights, as `follow` has last seen them, and whether all
+        # rows have the same
         self._forms: tuple[set[torch.dtype], set[torch.device]] = set(), set()
+        self.are_alike = False
 
     # -- rows, and the optimizer's groups ---------------------------------------------------------
 
@@ -339,12 +341,6 @@ class WeightTable(WeightPairs):
             "Call preamp.engine_of(model).close() before model.float()",
         )
 
-    @property
-    def are_alike(self) -> bool:
-        """Whether all rows have the same dtypes and lie on one device, as `follow` has seen."""
-        dtypes, devices = self._forms
-        return len(dtypes) == len(devices) == 1
-
     # -- values -----------------------------------------------------------------------------------
 
     def value(self, row: int) -> torch.Tensor:
@@ -401,10 +397,12 @@ class WeightTable(WeightPairs):
         if forms != self._forms or not self.are_alike:  # of several devices one row may change
             for row in range(len(self)):
                 self.come_along(row)
-            self._forms = forms
+            self._forms, self.are_alike = forms, len(forms[0]) == len(forms[1]) == 1
         if self._handed_out:
             self._take_in_data()
-        super().follow()
+        written = self._master_marks.changed(self._marked)
+        if written:
+            self.round(written)
 
     def absorb(self) -> None:
         """Let all masters agree with their half weights before they are used."""
