@@ -577,18 +577,6 @@ class HalfGradients:
         """After a step: masters' gradients go, half gradients stay but are used up."""
         if self.is_shown:
             self._note_all()
-        self._drop_bases()
-
-    def drop(self) -> None:
-        """Clear the gradients on both sides. A backward that is under way stays so."""
-        self.changes += 1
-        self._new = None
-        self._clear_halves()
-        self._carried.clear()
-        self._reached.clear()
-        self._drop_bases()
-
-    def _drop_bases(self) -> None:
         if self.may_have_bases:
             for master in self._masters:
                 store_grad(master, None)
@@ -597,6 +585,15 @@ class HalfGradients:
         self.is_shown = False
         if self.state is not State.OPEN:
             self.state = State.NONE
+
+    def drop(self) -> None:
+        """Clear the gradients on both sides. A backward that is under way stays so."""
+        self.changes += 1
+        self._new = None
+        self._clear_halves()
+        self._carried.clear()
+        self._reached.clear()
+        self.spend()
 
     def zero(self) -> None:
         """Zero the half gradients, and drop the masters', but in a backward; see `be_zeros`."""
