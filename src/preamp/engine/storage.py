@@ -42,7 +42,7 @@ def check_storage(
     """
     storage, optimizers = policy.storage, list(optimizers)
     for optimizer in optimizers:
-        if getattr(type(optimizer), "takes_stored", False):
+        if isinstance(optimizer, KeepsMoments) and optimizer.moments:
             continue
         kind = with_article(type(optimizer).__name__)
         if storage.moments != "float32":

@@ -38,7 +38,6 @@ from preamp.kernels import (
 )
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
-from preamp.optim.fused.full_precision import copy_of
 from preamp.optim.fused.keeping import KeepsMoments, Kept
 from preamp.optim.fused.moments import Entry
 from preamp.optim.fused.norms import Call, norms_of_wholes
@@ -47,6 +46,9 @@ from preamp.optim.split import form_of
 from preamp.policy.storage import FULL
 
 Group = dict[str, Any]
+MASTER = "master_param"
+"""State key of the float32 copy of a half parameter that an optimizer keeps by itself."""
+
 Closure = Callable[[], Any]
 R = TypeVar("R", bound=Rule)
 REQUIRED: Any = required
@@ -268,7 +270,7 @@ class FusedOptimizer(KeepsMoments):
         if self.storage.moments != "float32":
             update = self._told(batch.params, update)
         if self._has_copy(targets[0]):
-            copies = [copy_of(param, own) for param, own in zip(targets, states, strict=True)]
+            copies = list(map(_copy_of, targets, states))
             update = replace(update, halves=batch.params, halves_lead=True)
             return Call(batch, [copies, batch.grads, *state], rule, update)
         kept.note("halves", batch.halves)
@@ -304,20 +306,18 @@ class FusedOptimizer(KeepsMoments):
 
     def _groups_of_copies(self) -> list[Group]:
         """What is updated, in the form of ``param_groups``; makes copies that are missing."""
-
-        def updated(param: torch.Tensor) -> torch.Tensor:
-            if not self._has_copy(param):
-                return param
-            made = copy_of(param, self.state[param])
-            self._ops.take_over_([made], [param.detach()])
-            return made
-
-        return [{"params": [*map(updated, group["params"])]} for group in self.param_groups]
+        groups: list[Group] = []
+        for group in self.param_groups:
+            halves = [param for param in group["params"] if self._has_copy(param)]
+            made = {half: _copy_of(half, self.state[half]) for half in halves}
+            self._ops.take_over_([*made.values()], [half.detach() for half in halves])
+            groups.append({"params": [made.get(param, param) for param in group["params"]]})
+        return groups
 
     def _have_started(self, params: Sequence[torch.Tensor]) -> list[bool]:
         """Which of ``params`` have state."""
         key = next(iter(self.moments))
-        return [state.get(key) is not None for state in self._states_of(params)]
+        return [state.get(key) is not None for state in self._kept(params)[1]]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add ``param_group``; refuses numbers that the constructor refuses.
@@ -459,6 +459,20 @@ class FusedOptimizer(KeepsMoments):
     ) -> torch.Tensor:
         """State that is no moment, before the first step."""
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _copy_of(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The float32 copy of ``param`` in its ``state``, and so in checkpoints, beside the parameter.
+
+    Made at the first step rather than at construction, so that weights loaded or broadcast in
+    between count. Later writes to the parameter count as well, however they are made, since updates
+    take half weights for the truth.
+    """
+    if MASTER not in state:
+        check_has_state(param)
+        state[MASTER] = param.detach().float()
+    state[MASTER] = state[MASTER].to(param.device)
+    return state[MASTER]
 
 
 def evaluate(closure: Closure) -> Any:

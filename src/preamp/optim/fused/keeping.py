@@ -64,13 +64,11 @@ _referred_to: Any = cast("Any", weakref.ref).__call__
 
 @dataclass(frozen=True, eq=False)
 class _Homes:
-    """Where an optimizer's parameters are, as long as nothing of `made_for` changes."""
+    """Where an optimizer's parameters are, as long as these and its storage are the same."""
 
-    made_for: tuple[Any, ...]
+    storage: Storage
+    refs: list[Any]  # to the parameters
     by_id: dict[int, Home]
-    # Whoever of the parameters is no more, whose id may be another one's
-    gone: list[Any] = field(default_factory=list[Any])
-    refs: list[Any] = field(default_factory=list[Any])  # weak ones, which fill `gone`
 
 
 class KeepsMoments(torch.optim.Optimizer):
@@ -83,24 +81,16 @@ class KeepsMoments(torch.optim.Optimizer):
     """
 
     moments: ClassVar[Mapping[str, Format]] = {}
-    """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits."""
+    """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits.
+
+    Where there is any, split masters too are updated as they are.
+    """
 
     _more_state: ClassVar[tuple[str, ...]] = ()
     """The rule's state behind `moments`."""
 
-    takes_stored: ClassVar[bool] = False
-    """Whether split masters, and moments in fewer bits, are updated as they are.
-
-    True of a class that has `moments`, unless it says otherwise itself.
-    """
-
     _wide_state: ClassVar[frozenset[str]] = frozenset()
     """State that is float32 even where the parameter is half; the rest has its dtype."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "moments" in vars(cls) and "takes_stored" not in vars(cls):
-            cls.takes_stored = bool(cls.moments)
 
     @property
     def _has_fewer_bits(self) -> bool:
@@ -113,18 +103,18 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _homes(self) -> _Homes:
         params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
-        made_for = (list(map(id, params)), self.storage)
         known: _Homes | None = vars(self).get("_kept_homes")
-        if known is not None and known.made_for == made_for and not known.gone:
-            return known
+        if known is not None and known.storage == self.storage:
+            before: Any = map(_referred_to, known.refs)
+            if len(params) == len(known.refs) and all(map(is_, params, before)):
+                return known
         homes = {
             id(param): Home.of(number, param, self._state_device)
             for number, param in enumerate(params)
         }
         if self._has_fewer_bits:
             self._check_kept(params, homes)
-        known = _Homes(made_for, homes)
-        known.refs.extend([weakref.ref(param, known.gone.append) for param in params])
+        known = _Homes(self.storage, list(map(weakref.ref, params)), homes)
         # At full storage no step asks again, and what is kept would keep weights alive.
         vars(self)["_kept_homes"] = known if self._has_fewer_bits else None
         return known
@@ -132,7 +122,7 @@ class KeepsMoments(torch.optim.Optimizer):
     def _check_kept(self, params: Sequence[Any], homes: Mapping[int, Home]) -> None:
         """Raise `PreampStateError` unless moments can be kept as `storage` says, and are."""
         kind = type(self).__name__
-        if not self.takes_stored:
+        if not self.moments:
             raise bad_state(
                 f"{kind} got moments={self.storage.moments!r}",
                 "It knows no format of fewer bits for its state; FusedAdam and others do",
@@ -263,10 +253,6 @@ class KeepsMoments(torch.optim.Optimizer):
         kept.note("params", params)
         kept.note("keys", state)
         return kept, own
-
-    def _states_of(self, params: Sequence[torch.Tensor]) -> list[Entry]:
-        """State dicts of ``params``."""
-        return self._kept(params)[1]
 
     def _column(
         self, kept: Kept, states: Sequence[Entry], key: str, dtype: torch.dtype | None
