@@ -33,7 +33,7 @@ from preamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 BOOK = "engine"
 levels = pytest.mark.parametrize("level", MASTERS)
 TORCHS = ["AdamW", "AdamW fused", "AdamW foreach", "SGD", "Adagrad", "RMSprop"]
-OTHERS = [*TORCHS, "LBFGS", "LARC FusedSGD"]
+OTHERS = [*TORCHS, "LBFGS"]
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_unknown_storages(name: str, storage: Any) -> None:
     refuse(name, "O5", storage)
 
 
-@pytest.mark.parametrize("name", OTHERS[:-1])
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_moments_of_other_optimizers_are_refused(level: str, name: str) -> None:
     words = {"kind": name.partition(" ")[0], "kinds": ", ".join(SPLITS)}
@@ -334,10 +334,11 @@ def test_other_optimizers_refuse_to_split_masters(level: str, name: str) -> None
     refuse("masters of others", level, "split", name, **words)
 
 
-def test_larc_around_an_initialized_optimizer_is_refused() -> None:
-    run = start("O5", "split").play("backward")
-    words: Any = {"kind": "LARC", "kinds": ", ".join(SPLITS)}
-    with refused(BOOK, "masters of others", run.model, run.optimizer, **words):
+@levels
+def test_larc_refuses_split_masters(level: str) -> None:
+    refuse("masters of LARC", level, "split", "LARC FusedSGD")
+    run = start(level, "split").play("backward")
+    with refused(BOOK, "masters of LARC", run.model, run.optimizer):
         LARC(run.optimizer).step()
 
 

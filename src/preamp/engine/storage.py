@@ -23,7 +23,7 @@ from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
 from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
-from preamp.optim.larc import masters_split, released
+from preamp.optim.larc import check_storage as check_larc
 from preamp.policy import Policy
 
 if TYPE_CHECKING:
@@ -52,7 +52,11 @@ def check_storage(
                 'Choose one of these, or pass storage="full", where moments are float32',
             )
         if storage.masters == "split":
-            raise masters_split(kind)
+            raise bad_type(
+                f'storage has masters="split", and an optimizer is {kind}',
+                f"Split masters are updated as they are by {', '.join(KEEP_FEWER_BITS)}",
+                'Choose one of these, or pass storage="full"',
+            )
     if storage.masters == "split" and policy.cast_model_type is torch.float16:
         updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         norms = kept.norms if policy.keep_batchnorm_fp32 else ()
@@ -78,10 +82,10 @@ def check_updates(
     if policy.storage.place == "host":
         _check_host(every, optimizers, ops.name)
         _reserve_for_host(optimizers, has_masters=policy.master_weights)
-    if policy.storage.masters == "split" and any(isinstance(one, LARC) for one in every):
-        raise masters_split("LARC")
+    if any(isinstance(one, LARC) for one in every):
+        check_larc(policy.storage)
     if policy.storage.release_gradients:
-        _check_release(every, optimizers, policy, splits, recording)
+        _check_release(optimizers, policy, splits, recording)
 
 
 def _check_host(
@@ -130,15 +134,12 @@ def _not_on_host(what: str, why: str) -> PreampStateError:
 
 
 def _check_release(
-    every: Sequence[object],
     optimizers: Sequence[torch.optim.Optimizer],
     policy: Policy,
     splits: Splits,
     recording: Recording,
 ) -> None:
     """Refuse what needs gradients of a whole step, or on the device."""
-    if any(isinstance(one, LARC) for one in every):
-        raise released()
     params = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
     if policy.storage.applies_at_once:
         for optimizer in optimizers:
