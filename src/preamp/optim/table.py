@@ -161,28 +161,15 @@ class Twin:
         self.row = len(table)  # its number there
         master.twin = self
 
-    def gradient(self) -> torch.Tensor | None:
-        """The unscaled float32 gradient, made if need be."""
-        return self.table.gradients.gradient(self.row)
-
     def value(self) -> torch.Tensor:
         """The exact value, with what was written to either; see `WeightTable.value`."""
         return self.table.value(self.row)
-
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What a split master is kept as, of a sharded one this rank's part; else ``None``."""
-        return self.table.parts(self.row)
 
     @property
     def kept(self) -> torch.Tensor:
         """What the master takes memory for: itself, or what is beside the half weight."""
         low = self.table.lows[self.row]
         return self.master if low is None else low
-
-    @property
-    def unscales(self) -> torch.Tensor | None:
-        """What takes the loss scale from the half gradient, without what clips it."""
-        return self.table.gradients.unscales
 
 
 def _note_accumulated(master: Any) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,14 +142,3 @@ def _check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
                 f"It updates {', '.join(map(dtype_name, DTYPES))}",
                 "Give this parameter to an optimizer of torch.optim",
             )
-
-
-def check_one_device(kind: str, params: Iterable[torch.Tensor]) -> None:
-    """Raise ``RuntimeError`` if the parameters of a group lie on several devices."""
-    devices = sorted({str(param.device) for param in params})
-    if len(devices) > 1:
-        raise refusal(
-            f"{kind} got a group whose tensors are not on the same device: {', '.join(devices)}",
-            "All parameters of a group share a device",
-            "Make one group per device",
-        )
