@@ -66,6 +66,12 @@ def check_group(kind: str, group: Mapping[str, Any]) -> None:
     check_numbers(kind, **{name: group[name] for name in NUMBERS if name in group})
     if "betas" in group:
         check_betas(kind, group["betas"])
+    if group.get("norm_type", 2) not in (0, 2):
+        raise refusal(
+            f"{kind} got norm_type={group['norm_type']!r}",
+            "It knows 2, the L2 norm, and 0, the largest magnitude",
+            "Leave norm_type out for the L2 norm",
+        )
 
 
 def check_arguments(kind: str, given: Mapping[str, Any]) -> None:

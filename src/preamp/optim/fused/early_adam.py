@@ -103,10 +103,9 @@ class EarlyArguments:
                 twin = None if out is not None else pair_of(param)
                 if grad is not None and twin is not None:
                     twin.table.follow()
-                    low = twin.table.lows[twin.row]
-                    rows.append((param, grad, twin.half, None, twin, low))
+                    rows.append((param, grad, twin.half, None, twin))
                 elif grad is not None:
-                    rows.append((param, grad, out, None, None, None))
+                    rows.append((param, grad, out, None, None))
             found.append(Entries.of_rows(rows))
         return found
 

@@ -29,7 +29,6 @@ Row = tuple[
     torch.Tensor | None,  # what gets the new value rounded as well
     torch.Tensor | None,  # a float32 scalar that unscales the gradient
     Twin | None,  # of a master
-    torch.Tensor | None,  # of a split master what is beside its half weight
 ]
 Apart = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """Says of parameters in which of several calls each is to be updated."""
@@ -48,19 +47,20 @@ class Entries:
     halves: list[torch.Tensor | None] | None = None
     factors: list[torch.Tensor | None] | None = None
     twins: list[Twin | None] | None = None
-    lows: list[torch.Tensor | None] | None = None
+    lows: list[torch.Tensor | None] | None = None  # of split masters what is beside half weights
     are_alike: bool = False  # whether all go into one batch, as far as is known already
 
     @classmethod
     def of_rows(cls, rows: Iterable[Row]) -> Entries:
         """Turn rows into columns."""
-        params, grads, *others = map(list, tuple(zip(*rows, strict=True)) or [()] * 6)
-        wanted = [column if any(map(_is_there, column)) else None for column in others]
-        return cls(*cast("Any", [params, grads, *wanted]))
+        columns: list[list[Any]] = [*map(list, tuple(zip(*rows, strict=True)) or [()] * 5)]
+        columns.append([None if t is None else t.table.lows[t.row] for t in columns[4]])
+        wanted: Any = [c if any(map(_is_there, c)) else None for c in columns[2:]]
+        return cls(columns[0], columns[1], *wanted)
 
     def rows(self) -> Iterator[Row]:
         """The rows, one by one."""
-        columns = self.params, self.grads, self.halves, self.factors, self.twins, self.lows
+        columns = self.params, self.grads, self.halves, self.factors, self.twins
         nothing = [None] * len(self.params)
         return cast("Any", zip(*[c if c is not None else nothing for c in columns], strict=True))
 
@@ -78,7 +78,7 @@ class Entries:
             return cast("list[torch.Tensor]", self.halves)
         return [
             param if half is None or low is None else half
-            for param, _, half, _, _, low in self.rows()
+            for param, half, low in zip(self.params, self.halves, self.lows, strict=True)
         ]
 
     def update(
@@ -188,7 +188,7 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
         if twin is None:
             grad = param.grad
             if grad is not None:
-                yield param, grad, None, None, None, None
+                yield param, grad, None, None, None
             continue
         table, gradients = twin.table, twin.table.gradients
         if table is not latest:
@@ -199,7 +199,7 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
         grad = gradients.seen[twin.row] if is_half else stored_grad(param)
         if grad is not None:
             factor = gradients.factor_on(grad.device) if is_half else None
-            yield param, grad, twin.half, factor, twin, table.lows[twin.row]
+            yield param, grad, twin.half, factor, twin
 
 
 def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_state
 from preamp.core.tensors import are_same, dtype_of
 from preamp.kernels import Standing, Update
 from preamp.kernels.stored import Format, Stored
@@ -102,6 +101,7 @@ class KeepsMoments(torch.optim.Optimizer):
             self._homes()
 
     def _homes(self) -> _Homes:
+        """Where the parameters are; raises `PreampStateError` as `check_storage` does."""
         params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
         known: _Homes | None = vars(self).get("_kept_homes")
         if known is not None and known.storage == self.storage:
@@ -112,29 +112,16 @@ class KeepsMoments(torch.optim.Optimizer):
             id(param): Home.of(number, param, self._state_device)
             for number, param in enumerate(params)
         }
-        if self._has_fewer_bits:
-            self._check_kept(params, homes)
+        state: dict[Any, Entry] = self.state
+        for param in params if self._has_fewer_bits else ():
+            home, entry = homes[id(param)], state.get(param, {})
+            home.check(type(self).__name__, self.storage)
+            for key in [key for key in self.moments if entry.get(key) is not None]:
+                self._as_kept(param, entry, key, home)  # which refuses what it would have to round
         known = _Homes(self.storage, list(map(weakref.ref, params)), homes)
         # At full storage no step asks again, and what is kept would keep weights alive.
         vars(self)["_kept_homes"] = known if self._has_fewer_bits else None
         return known
-
-    def _check_kept(self, params: Sequence[Any], homes: Mapping[int, Home]) -> None:
-        """Raise `PreampStateError` unless moments can be kept as `storage` says, and are."""
-        kind = type(self).__name__
-        if not self.moments:
-            raise bad_state(
-                f"{kind} got moments={self.storage.moments!r}",
-                "It knows no format of fewer bits for its state; FusedAdam and others do",
-                "Use one of those, or keep float32 moments",
-            )
-        state: dict[Any, Entry] = self.state
-        for param in params:
-            homes[id(param)].check(kind, self.storage)
-            entry = state.get(param, {})
-            for key in self.moments:
-                if entry.get(key) is not None:
-                    self._as_kept(param, entry, key, homes[id(param)])
 
     # -- where state lies --------------------------------------------------------------------
 
