@@ -109,15 +109,13 @@ class WeightPairs:
         )
 
     def follow(self) -> None:
-        """Round masters that somebody wrote to into their half weights."""
-        written = self._master_marks.changed(self._marked)
-        if written:
-            self.round(written)
+        """Follow moved half weights, and round masters that somebody wrote to into theirs."""
+        for row in range(len(self)):
+            self.come_along(row)
+        self.round(self._master_marks.changed(self._marked))
 
     def absorb(self) -> None:
         """Let all masters agree with their half weights before they are used."""
-        for row in range(len(self)):
-            self.come_along(row)
         self.follow()
         self.take_over(range(len(self)))
 
@@ -377,7 +375,7 @@ class WeightTable(WeightPairs):
             self.take_over((row,))
 
     def follow(self) -> None:
-        """Round masters that somebody wrote to into their half weights, and follow a move."""
+        """As of pairs; does nothing while half weights are exact."""
         if self.is_exact:
             return
         forms = kinds_of(dtype_of, self.halves), devices_of(self.halves)
@@ -391,19 +389,14 @@ class WeightTable(WeightPairs):
         if written:
             self.round(written)
 
-    def absorb(self) -> None:
-        """Let all masters agree with their half weights before they are used."""
-        self.follow()
-        self.take_over(range(len(self)))
-
     def write_halves(self) -> None:
         """Round new masters into half weights, after a step that has not done so itself."""
         if self._handed_out:
             self._take_in_data()
-        if self.updates_halves:
-            super().follow()
-        else:
+        if not self.updates_halves:
             super().write_halves()
+        elif written := self._master_marks.changed(self._marked):
+            self.round(written)
         self.is_stepping = False
 
     def note_rounded(self, start: int, stop: int) -> None:
