@@ -87,7 +87,6 @@ class Entries:
         step: int | torch.Tensor = 1,
         inv_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
-        norms: torch.Tensor | None = None,
     ) -> Update:
         """What the op is told of a batch; ``inv_scale`` comes in addition to its factor."""
         factor = None if self.factors is None else self.factors[0]
@@ -101,7 +100,6 @@ class Entries:
             found_inf=found_inf,
             halves=None if is_split else self.halves,
             halves_lead=self.twins is not None,  # else a script's places for results
-            norms=norms,
             stored=Stored(lows=cast("Any", self.lows)) if is_split else None,
         )
 
