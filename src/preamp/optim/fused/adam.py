@@ -229,8 +229,7 @@ class FusedAdam(FusedOptimizer):
         check_formula(
             is_early,
             early,
-            is_capturable=self.capturable,
-            counts_per_group=not self.capturable and any("step" in g for g in self.param_groups),
+            counts_per_group=any("step" in g for g in self.param_groups),
             counts_per_parameter=self._steps_done(next(iter(self.state), None)) > 0,
         )
         return is_early

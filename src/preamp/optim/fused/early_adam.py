@@ -137,12 +137,7 @@ class EarlyArguments:
 
 
 def check_formula(
-    is_early: bool,
-    early: EarlyArguments,
-    *,
-    is_capturable: bool,
-    counts_per_group: bool,
-    counts_per_parameter: bool,
+    is_early: bool, early: EarlyArguments, *, counts_per_group: bool, counts_per_parameter: bool
 ) -> None:
     """Refuse a step whose formula, arguments and state do not belong together.
 
@@ -155,12 +150,6 @@ def check_formula(
             f"FusedAdam.step() got {names}",
             "Without grads they belong to the FusedAdam of early 2019 alone",
             "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
-        )
-    if is_early and is_capturable:
-        raise refusal(
-            f"FusedAdam.step() got {names} while capturable=True",
-            "A capturable FusedAdam takes no argument but the closure and grad_scaler",
-            "Construct it without capturable, or let torch.amp.GradScaler unscale",
         )
     if counts_per_group if is_early else counts_per_parameter:
         here, there = ("early 2019", "today") if is_early else ("today", "early 2019")
