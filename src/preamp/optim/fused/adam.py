@@ -21,7 +21,7 @@ from preamp.optim.fused.base import (
     names_scaler,
     rule_of,
 )
-from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
+from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions
 from preamp.optim.fused.entries import batches
 from preamp.optim.fused.moments import TWO_MOMENTS
 
@@ -157,18 +157,20 @@ class FusedAdam(FusedOptimizer):
             PreampStateError: Earlier steps followed the other formula.
             ValueError: ``grads``, ``output_params`` or ``grad_norms`` do not match the groups.
         """
-        early = None
+        early, has_own_steps = None, self._steps_done(next(iter(self.state), None)) > 0
         if (
             not grads is output_params is scale is grad_norms is None
             or self._is_early_kind
-            or self._steps_done(next(iter(self.state), None)) > 0
+            or has_own_steps
         ):
             early = EarlyArguments(grads, output_params, scale, grad_norms)
         if scaling and names_scaler("FusedAdam", scaling):
             closures = {} if closure is None else {"closure": closure}
             others = {} if early is None else early.given()
             return scaling["grad_scaler"].step(self, **closures, **others)
-        if early is None or not self._selects_early(early):
+        if early is None or not early.select_early(
+            self.param_groups, is_early_kind=self._is_early_kind, counts_per_parameter=has_own_steps
+        ):
             return super().step(closure)
         loss = None if closure is None else evaluate(closure)
         with torch.no_grad():
@@ -222,17 +224,6 @@ class FusedAdam(FusedOptimizer):
                 self._update([self._call(group, batch, rule, update)])
                 for param in batch.params:
                     self.state[param]["step"] = step
-
-    def _selects_early(self, early: EarlyArguments) -> bool:
-        """Whether this step follows the formula of early 2019."""
-        is_early = self._is_early_kind or early.grads is not None
-        check_formula(
-            is_early,
-            early,
-            counts_per_group=any("step" in g for g in self.param_groups),
-            counts_per_parameter=self._steps_done(next(iter(self.state), None)) > 0,
-        )
-        return is_early
 
     def _steps_of(self, params: Sequence[torch.Tensor]) -> list[int]:
         return list(map(self._steps_done, params))
