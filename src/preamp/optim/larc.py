@@ -164,13 +164,19 @@ class _Adaptation:
         if self._is_done:  # hooks run twice where a subclass calls super().step
             return
         self._is_done = True
-        _refuse_sparse(optimizer)
         own = [
             (param, group)
             for group in optimizer.param_groups
             for param in group["params"]
             if param.grad is not None
         ]
+        for param, _ in own:
+            if param.grad.is_sparse:
+                raise bad_state(
+                    f"LARC found a sparse gradient of shape {tuple(param.shape)}",
+                    "It takes dense gradients, since weight decay changes every element",
+                    "Make the embedding with sparse=False, or step it with an optimizer of its own",
+                )
         place_gradients([param for param, _ in own])
         norms = _norms([param for param, _ in own], getattr(optimizer, "splits", Splits()))
         for (param, group), pair in zip(own, norms, strict=True):
@@ -217,14 +223,3 @@ def _norms(params: Sequence[torch.Tensor], splits: Splits) -> list[torch.Tensor]
         over = [[splits.of(leaf_of(param))] for param in params]
         complete_([pair[:, None] for pair in pairs], over, splits)
     return pairs
-
-
-def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None and param.grad.is_sparse:
-                raise bad_state(
-                    f"LARC found a sparse gradient of shape {tuple(param.shape)}",
-                    "It takes dense gradients, since weight decay changes every element",
-                    "Make the embedding with sparse=False, or step it with an optimizer of its own",
-                )
