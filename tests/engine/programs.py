@@ -40,7 +40,6 @@ from preamp.kernels.stored import (
     split,
 )
 from preamp.numerics import NumericsRecord, OverflowRecord, StepRecord, read_history
-from preamp.optim.fused.moments import without_codes
 from preamp.optimizers import FusedAdam, FusedSGD
 
 GRAIN = 2.0**-10
@@ -184,6 +183,15 @@ RELEASED = {
 }
 """With gradients that are applied as they are made, or wait on the host: nobody may read them."""
 STORAGES |= RELEASED
+
+
+def without_codes(entry: Any) -> dict[str, Any]:
+    """An optimizer's state whose moments in 8 bits are float32 tensors, with the same values."""
+    found = dict(entry)
+    for key in [key for key in entry if f"{key}_scales" in entry]:
+        kind = Format.SIGNED if entry[key].dtype is torch.int8 else Format.UNSIGNED
+        found[key] = decode(entry[key], found.pop(f"{key}_scales"), kind)
+    return found
 
 
 def storage_at(level: LevelCase, name: str) -> Storage:

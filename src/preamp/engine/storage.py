@@ -17,12 +17,12 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.engine.recording import Recording
 from preamp.kernels import Ops, reserve
-from preamp.kernels.stored import are_beyond_float16, scales_shape
+from preamp.kernels.stored import are_beyond_float16
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
-from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
+from preamp.optim.fused.moments import is_in_codes
 from preamp.optim.larc import check_storage as check_larc
 from preamp.policy import Policy
 
@@ -197,34 +197,26 @@ def _check_range(name: str, param: torch.Tensor) -> None:
         )
 
 
-def read_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """A state that is being loaded, with float32 values for moments in 8 bits.
+def refuse_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Refuse to load moments in 8 bits into an optimizer that would take codes for values.
 
-    For optimizers that would take the codes themselves for values, as torch's do. ``None`` where
-    there are none, or where the optimizer reads them.
+    As torch's optimizers do. Changes nothing.
     """
-    entries = state.get("state")
+    entries: object = state.get("state")
     if isinstance(optimizer, KeepsMoments) or not isinstance(entries, Mapping):
-        return None
-    made = {key: _values_of(entry) for key, entry in cast("dict[Any, Any]", entries).items()}
-    return {**state, "state": made}
-
-
-def _values_of(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    own = cast("dict[str, Any]", entry)
-    for key in [key for key in own if is_in_codes(own, key)]:
-        codes, scales = own[key], own[key + SCALES]
-        wanted = scales_shape(codes.shape) if codes.dim() else ()
-        if not isinstance(scales, torch.Tensor) or tuple(scales.shape) != wanted:
-            raise bad_value(
-                f"The state has {key} in 8 bits of shape {tuple(codes.shape)}, and scales that do "
-                "not fit",
-                f"These are a float32 tensor of shape {wanted}; nothing was loaded",
-                "Load a state as an optimizer has saved it",
-            )
-    return without_codes(own)
+        return
+    for entry in cast("Mapping[Any, object]", entries).values():
+        own = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        for key in own:
+            if is_in_codes(own, key):
+                raise bad_value(
+                    f"The state has {key} in 8 bits, and is for "
+                    f"{with_article(type(optimizer).__name__)}",
+                    "It holds codes and their scales, which preamp's optimizers read; nothing was "
+                    "loaded",
+                    "Load it into the fused optimizer that saved it, outside of any engine, and "
+                    "take its state_dict(), which is float32",
+                )
 
 
 def describe_storage(engine: EngineCore) -> list[str]:

@@ -142,15 +142,6 @@ def _in_words(kept: Format, dtype: torch.dtype | None) -> str:
     return "8 bits" if kept.has_scales or dtype is None else dtype_name(dtype)
 
 
-def without_codes(entry: Mapping[str, Any]) -> Entry:
-    """A state whose moments in 8 bits are float32 tensors, with the same values."""
-    found = dict(entry)
-    for key in entry:
-        if is_in_codes(entry, key):
-            found[key] = decode(entry[key], found.pop(key + SCALES), format_kept(entry[key]))
-    return found
-
-
 def is_in_codes(entry: Mapping[str, Any], key: str) -> bool:
     """Whether the moment ``key`` is there in 8 bits, with its scales."""
     return f"{key}{SCALES}" in entry and format_kept(entry.get(key)).has_scales
