@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     "src/preamp/engine/storage.py": (
         ("id(param) in updated and not kept.is_wide(param)", "not kept.is_wide(param)"),
         ("not kept.is_wide(param) and id(param) not in norms", "id(param) not in norms"),
-        ("tuple(scales.shape) != wanted", "False"),
+        ("if is_in_codes(own, key):", "if False:"),
     ),
     "src/preamp/kernels/plans.py": (
         (" or tensor.is_neg():", ":"),
@@ -110,15 +110,14 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     "src/preamp/optim/fused/keeping.py": (
         ('kept.is_same("params", params) and kept.is_same("keys", state):', "True:"),
         ("and all(map(is_, column, referred))", ""),
-        ('groups[home.number].get("step", 1) - 1', "0"),
         ("numbers=kept.numbers", "numbers=[0] * len(kept.numbers)"),
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),
-        ("            row=self.row,\n", "            row=0,\n"),
+        ("elif given.has_scales or (kept", "elif (kept"),
     ),
     "src/preamp/optim/fused/norms.py": (
-        ("if max_norm == 0 or not any(every):", "if not any(every):"),
+        ("if max_norm == 0 or not any(", "if not any("),
         (
             "torch.where(norm > max_norm, max_norm / norm, one) * scale",
             "torch.where(norm > max_norm, max_norm / norm, one)",
@@ -136,7 +135,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("if misfits or not math.isfinite(factor)", "if not math.isfinite(factor)"),
     ),
     "src/preamp/optim/table.py": (
-        ("return len(dtypes) == len(devices) == 1", "return True"),
+        ("len(forms[0]) == len(forms[1]) == 1", "True"),
         ("torch.where(is_same, half, now)", "now"),
         ("and value.shape == param.shape\n", ""),
     ),

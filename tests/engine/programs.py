@@ -40,7 +40,6 @@ from preamp.kernels.stored import (
     split,
 )
 from preamp.numerics import NumericsRecord, OverflowRecord, StepRecord, read_history
-from preamp.optim.fused.moments import without_codes
 from preamp.optimizers import FusedAdam, FusedSGD
 
 GRAIN = 2.0**-10
@@ -184,6 +183,15 @@ RELEASED = {
 }
 """With gradients that are applied as they are made, or wait on the host: nobody may read them."""
 STORAGES |= RELEASED
+
+
+def without_codes(entry: Any) -> dict[str, Any]:
+    """An optimizer's state whose moments in 8 bits are float32 tensors, with the same values."""
+    found = dict(entry)
+    for key in [key for key in entry if f"{key}_scales" in entry]:
+        kind = Format.SIGNED if entry[key].dtype is torch.int8 else Format.UNSIGNED
+        found[key] = decode(entry[key], found.pop(f"{key}_scales"), kind)
+    return found
 
 
 def storage_at(level: LevelCase, name: str) -> Storage:
@@ -1081,6 +1089,7 @@ class World:
         plain.rounds = None
         for i, optimizer in enumerate(self.opts if is_alone else ()):
             opts.append(build(_owned(ours, i)))
+            opts[i].storage = getattr(optimizer, "storage", None)  # of the state that comes
             opts[i].load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for made, theirs in zip((*opts, *plain_opts), (*self.opts, *self.plain_opts), strict=True):
             made.storage = getattr(theirs, "storage", None)
@@ -1311,7 +1320,7 @@ class World:
     def given(self) -> dict[str, Any]:
         """All that a close gives back, by identity, whatever the numbers are by now."""
         seen: dict[str, Any] = {}
-        own = ("_kept", "_is_early_kind", "_rounded_to")  # what an optimizer finds out for itself
+        own = ("_kept", "_is_early_kind")  # what an optimizer finds out for itself
         for number, optimizer in enumerate(self.opts):
             attributes = {k: v for k, v in vars(optimizer).items() if not k.startswith(own)}
             seen[f"{number}"] = {k: [*v] if "hooks" in k else None for k, v in attributes.items()}

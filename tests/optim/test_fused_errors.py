@@ -126,12 +126,3 @@ def test_gradients_that_no_rule_takes(case: FusedCase, refusal: str, bad: torch.
     assert torch.equal(good, torch.ones(3))
     assert not optimizer.state
     assert not any(int(group.get("step", 0)) for group in optimizer.param_groups)
-
-
-def test_adagrad_wants_one_device_per_group() -> None:
-    params = [param(), nn.Parameter(torch.ones(3, device="meta"))]
-    for tensor in params:
-        tensor.grad = torch.ones_like(tensor)
-    optimizer = optimizers.FusedAdagrad(params)
-    assert_refused("optim", "a group on two devices", optimizer.step)
-    assert torch.equal(params[0], torch.ones(3))

@@ -84,7 +84,7 @@ def value_of(param: torch.Tensor) -> Value:
     twin = pair_of(param)
     if twin is None:
         return param.detach()
-    parts = twin.parts()
+    parts = twin.table.parts(twin.row)
     return twin.value() if parts is None else SplitTensor(*parts, twin.table.ops)
 
 

@@ -80,9 +80,7 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
         say("Processing user overrides (additional kwargs that are not None)...")
         say("After processing overrides, optimization options are:")
         _say_options(policy)
-    return rooms.Entrance(
-        allow_half_model=amp_state.allow_incoming_model_not_fp32, ignores_rewriting=True
-    )
+    return rooms.Entrance(allow_half_model=amp_state.allow_incoming_model_not_fp32)
 
 
 def _say_options(policy: Policy) -> None:

@@ -14,14 +14,14 @@ import torch
 
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
-from preamp.core.tensors import dtype_of, has_sharded, host_reaches, kinds_of, with_gradients
+from preamp.core.tensors import dtype_of, host_reaches, kinds_of, with_gradients
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, engine_of, find_engine, is_optimizer
 from preamp.engine.session import OptimizerSession
 from preamp.kernels import Ops
 from preamp.optim import HalfGradients, leaves_of
-from preamp.optim.rank_norms import norm_of_order, total_norm
+from preamp.optim.rank_norms import total_norm
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -212,13 +212,12 @@ class _Gradients:
 
     def norm(self, engine: Engine, order: float) -> torch.Tensor:
         """The norm of all, unscaled: a float32 scalar."""
-        made, splits, device = self.made, self.splits, engine.device
-        if order != 2.0:
-            return norm_of_order(made, order, self.owners, splits, device).float()
-        grads, factors = made + self.halves, [None] * len(made) + self.factors
-        if splits.given or has_sharded(self.owners) or torch.float64 in kinds_of(dtype_of, made):
-            return total_norm(engine.ops, grads, factors, self.owners, splits, device).float()
-        return engine.ops.l2norm(grads, factors, device)
+        ops, owners, splits, device = engine.ops, self.owners, self.splits, engine.device
+        grads, factors = self.made + self.halves, [None] * len(self.made) + self.factors
+        is_wide = torch.float64 in kinds_of(dtype_of, self.made)
+        if order == 2.0 and not (is_wide or splits.concern(owners)):
+            return ops.l2norm(grads, factors, device)
+        return total_norm(ops, grads, factors, owners, splits, device, order).float()
 
     @torch.no_grad()
     def multiply_(self, ops: Ops, factor: torch.Tensor) -> None:

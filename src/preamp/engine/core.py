@@ -34,8 +34,6 @@ class Entrance:
     """
 
     allow_half_model: bool = False  # accept models that are half already
-    # Whether writing to a scaled half gradient has no effect, as in Apex, or is refused
-    ignores_rewriting: bool = False
 
 
 OWN = Entrance()
@@ -138,7 +136,6 @@ class EngineCore:
             self.reductions,
             has_masters=policy.master_weights,
             storage=policy.storage,
-            ignores_rewriting=entrance.ignores_rewriting,
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         # Scalers that have not heard of gradients that ranks have yet to reduce

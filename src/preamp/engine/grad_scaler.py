@@ -254,7 +254,6 @@ class GradScaler(torch.amp.GradScaler):
             note.graphs = released((*note.graphs, root))
         sessions = [session for session in self._sessions if id(session) in self._blocks]
         for session in sessions:
-            session.direct.note_reached()
             session.halves.note_reached()
         if has_process_group():
             return  # ranks may exchange gradients after this

@@ -48,7 +48,7 @@ from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
-from preamp.engine.storage import check_storage, check_updates, read_codes
+from preamp.engine.storage import check_storage, check_updates, refuse_codes
 from preamp.engine.waiting import Waiting
 from preamp.engine.weights import attach_weight_doors, master_of, zeros_are_stepped
 from preamp.kernels import Ops
@@ -357,7 +357,7 @@ def _attach(engine: Engine) -> None:
         check_joins = functools.partial(checks.check_joins, engine, session)
         OptimizerHooks(engine, session, check_joins).attach(engine.undo)
         loads = "register_load_state_dict_pre_hook"
-        add_hook(session.optimizer, loads, read_codes, engine.undo)
+        add_hook(session.optimizer, loads, refuse_codes, engine.undo)
     if policy.storage.waits_on_host:
         Waiting(engine).attach()
     elif policy.storage.release_gradients:

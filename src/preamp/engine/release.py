@@ -224,12 +224,12 @@ class Release:
         for param, grad in [(place.param, grad) for place, grad in pairs]:
             twin = pair_of(param)
             if twin is None:
-                rows.append((param, grad, None, None, None, None))
+                rows.append((param, grad, None, None, None))
                 direct.append(grad)
                 continue
             plain = twin.table.gradients.one(grad.device)
             factor = plain if inverse is None else inverse.to(grad.device)
-            rows.append((param, grad, twin.half, factor, twin, twin.table.lows[twin.row]))
+            rows.append((param, grad, twin.half, factor, twin))
         if inverse is not None:
             self._engine.ops.scale_add_(direct, inverse, [None] * len(direct))
         cast("FusedOptimizer", optimizer).update_alone(place.group, Entries.of_rows(rows))

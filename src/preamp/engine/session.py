@@ -36,7 +36,6 @@ from preamp.engine.reductions import Reductions
 from preamp.kernels import Census, Ops
 from preamp.optim import (
     DirectGradients,
-    Rewriting,
     SplitTable,
     State,
     WeightTable,
@@ -151,19 +150,20 @@ class OptimizerSession:
     def recast_state(self, undo: UndoStack | None = None) -> None:
         """Bring the optimizer's state to the dtype of its parameters, after these changed.
 
-        That of a fused optimizer goes where its storage says.
+        That of a fused optimizer goes where its storage says; its steps bring it to its dtype.
 
         In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
         ``undo`` gets what brings the very tensors back.
         """
+        if isinstance(self.optimizer, KeepsMoments):
+            self.optimizer.place_state()
+            return
         state: dict[Any, Any] = self.optimizer.state
         for param in self.params():
             if param in state and isinstance(state[param], dict):
                 if undo is not None:
                     undo.push(partial(state[param].update, state[param].copy()))
                 cast_state(state[param], param)
-        if isinstance(self.optimizer, KeepsMoments):
-            self.optimizer.place_state()
 
     # -- a backward begins -------------------------------------------------------------------
 
@@ -217,8 +217,8 @@ class OptimizerSession:
     ) -> None:
         """Make room for a backward, in which a hook ``may_reduce`` over ranks.
 
-        Where the block ``is_held_open``, and no hook may reduce, float32 gradients are summed in
-        place and scaled, as by torch: what a script zeroes counts for all that was accumulated.
+        Where the block ``is_held_open`` float32 gradients are summed in place and scaled, as by
+        torch: what a script zeroes counts for all that was accumulated.
         ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
         Mutates the parameters' ``grad``.
         """
@@ -236,8 +236,7 @@ class OptimizerSession:
         self.halves.take_in()  # may refuse before anything is moved
         self.exit = block_exit or Exit()
         self.is_open = True  # for `undo`, which takes back as much as was done
-        held = scale if is_held_open and not may_reduce else carry
-        self.direct.begin(own, held, may_be_overwritten=may_reduce)
+        self.direct.begin(own, scale if is_held_open else carry, may_be_overwritten=may_reduce)
         if self.table.is_fresh:
             self._start_weights()
         self.halves.begin(carry)
@@ -319,7 +318,8 @@ class OptimizerSession:
 
         Those of half weights stay apart as they are until somebody asks for the sum.
         """
-        self.direct.merge(factor)
+        if self.direct.params:
+            self.direct.merge(factor)
         if self.halves.may_have_bases:
             self.halves.show_missing()
 
@@ -342,7 +342,9 @@ class OptimizerSession:
 
     def holds_earlier(self) -> bool:
         """Whether earlier gradients join those of the backward."""
-        return self.direct.has_earlier or self.halves.has_earlier
+        if self.direct.has_earlier:
+            return True
+        return self.halves.may_have_bases and self.halves.has_earlier
 
     def holds_raw(self) -> bool:
         """Whether any gradient lies on the model's side."""
@@ -511,22 +513,15 @@ def make_sessions(
     reductions: Reductions,
     *,
     has_masters: bool,
-    ignores_rewriting: bool,
     storage: Storage,
 ) -> dict[int, OptimizerSession]:
     """One session for each optimizer, by its ``id``."""
-    rewriting, tables = Rewriting(is_ignored=ignores_rewriting), list[WeightTable]()
+    tables = list[WeightTable]()
     sessions: dict[int, OptimizerSession] = {}
     kind = SplitTable if storage.masters == "split" else WeightTable
     for optimizer in optimizers:
         table = kind(
-            optimizer,
-            ops,
-            storage,
-            name_of=name_of,
-            others=tables,
-            rewriting=rewriting,
-            has_masters=has_masters,
+            optimizer, ops, storage, name_of=name_of, others=tables, has_masters=has_masters
         )
         table.updates_halves = isinstance(optimizer, FusedOptimizer)
         tables.append(table)

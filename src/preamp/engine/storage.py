@@ -17,13 +17,13 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.engine.recording import Recording
 from preamp.kernels import Ops, reserve
-from preamp.kernels.stored import are_beyond_float16, scales_shape
+from preamp.kernels.stored import are_beyond_float16
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
-from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
-from preamp.optim.larc import masters_split, released
+from preamp.optim.fused.moments import is_in_codes
+from preamp.optim.larc import check_storage as check_larc
 from preamp.policy import Policy
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def check_storage(
     """
     storage, optimizers = policy.storage, list(optimizers)
     for optimizer in optimizers:
-        if getattr(type(optimizer), "takes_stored", False):
+        if isinstance(optimizer, KeepsMoments) and optimizer.moments:
             continue
         kind = with_article(type(optimizer).__name__)
         if storage.moments != "float32":
@@ -52,7 +52,11 @@ def check_storage(
                 'Choose one of these, or pass storage="full", where moments are float32',
             )
         if storage.masters == "split":
-            raise masters_split(kind)
+            raise bad_type(
+                f'storage has masters="split", and an optimizer is {kind}',
+                f"Split masters are updated as they are by {', '.join(KEEP_FEWER_BITS)}",
+                'Choose one of these, or pass storage="full"',
+            )
     if storage.masters == "split" and policy.cast_model_type is torch.float16:
         updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         norms = kept.norms if policy.keep_batchnorm_fp32 else ()
@@ -78,10 +82,10 @@ def check_updates(
     if policy.storage.place == "host":
         _check_host(every, optimizers, ops.name)
         _reserve_for_host(optimizers, has_masters=policy.master_weights)
-    if policy.storage.masters == "split" and any(isinstance(one, LARC) for one in every):
-        raise masters_split("LARC")
+    if any(isinstance(one, LARC) for one in every):
+        check_larc(policy.storage)
     if policy.storage.release_gradients:
-        _check_release(every, optimizers, policy, splits, recording)
+        _check_release(optimizers, policy, splits, recording)
 
 
 def _check_host(
@@ -130,15 +134,12 @@ def _not_on_host(what: str, why: str) -> PreampStateError:
 
 
 def _check_release(
-    every: Sequence[object],
     optimizers: Sequence[torch.optim.Optimizer],
     policy: Policy,
     splits: Splits,
     recording: Recording,
 ) -> None:
     """Refuse what needs gradients of a whole step, or on the device."""
-    if any(isinstance(one, LARC) for one in every):
-        raise released()
     params = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
     if policy.storage.applies_at_once:
         for optimizer in optimizers:
@@ -196,34 +197,26 @@ def _check_range(name: str, param: torch.Tensor) -> None:
         )
 
 
-def read_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """A state that is being loaded, with float32 values for moments in 8 bits.
+def refuse_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Refuse to load moments in 8 bits into an optimizer that would take codes for values.
 
-    For optimizers that would take the codes themselves for values, as torch's do. ``None`` where
-    there are none, or where the optimizer reads them.
+    As torch's optimizers do. Changes nothing.
     """
-    entries = state.get("state")
+    entries: object = state.get("state")
     if isinstance(optimizer, KeepsMoments) or not isinstance(entries, Mapping):
-        return None
-    made = {key: _values_of(entry) for key, entry in cast("dict[Any, Any]", entries).items()}
-    return {**state, "state": made}
-
-
-def _values_of(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    own = cast("dict[str, Any]", entry)
-    for key in [key for key in own if is_in_codes(own, key)]:
-        codes, scales = own[key], own[key + SCALES]
-        wanted = scales_shape(codes.shape) if codes.dim() else ()
-        if not isinstance(scales, torch.Tensor) or tuple(scales.shape) != wanted:
-            raise bad_value(
-                f"The state has {key} in 8 bits of shape {tuple(codes.shape)}, and scales that do "
-                "not fit",
-                f"These are a float32 tensor of shape {wanted}; nothing was loaded",
-                "Load a state as an optimizer has saved it",
-            )
-    return without_codes(own)
+        return
+    for entry in cast("Mapping[Any, object]", entries).values():
+        own = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        for key in own:
+            if is_in_codes(own, key):
+                raise bad_value(
+                    f"The state has {key} in 8 bits, and is for "
+                    f"{with_article(type(optimizer).__name__)}",
+                    "It holds codes and their scales, which preamp's optimizers read; nothing was "
+                    "loaded",
+                    "Load it into the fused optimizer that saved it, outside of any engine, and "
+                    "take its state_dict(), which is float32",
+                )
 
 
 def describe_storage(engine: EngineCore) -> list[str]:

@@ -225,6 +225,6 @@ class WeightsAtEnd:
 def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
     """The master's gradient, or ``None`` also where it cannot be told any more."""
     try:
-        return twin.gradient()
+        return twin.table.gradients.gradient(twin.row)
     except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
         return None

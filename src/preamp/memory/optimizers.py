@@ -262,7 +262,7 @@ def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
             "Choose one of these, or a storage without it",
         )
     if storage.masters == "split" or storage.moments != "float32":
-        if getattr(optimizer, "takes_stored", False):
+        if isinstance(optimizer, FusedOptimizer) and optimizer.moments:
             return
         what = f"moments={storage.moments!r}" if storage.moments != "float32" else "masters='split'"
         raise bad_value(

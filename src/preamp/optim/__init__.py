@@ -4,7 +4,6 @@
 from preamp.optim.direct import DirectGradients as DirectGradients
 from preamp.optim.direct import is_zeroed as is_zeroed
 from preamp.optim.gradients import HalfGradients as HalfGradients
-from preamp.optim.gradients import Rewriting as Rewriting
 from preamp.optim.gradients import State as State
 from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter

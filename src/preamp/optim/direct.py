@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -21,15 +20,6 @@ _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 
 def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
     return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Earlier:
-    """A gradient from before the backward; a copy of it if it ``is_carried`` along in place."""
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    is_carried: bool
 
 
 def negative_zeros(param: torch.Tensor, *, waits: bool) -> torch.Tensor:
@@ -58,19 +48,20 @@ class DirectGradients:
 
     Set aside, an earlier gradient is away during the backward and added afterwards: losses with
     any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
-    scale; exact for powers of two. That is for gradients which a hook reduces over ranks: it must
-    find the whole sum, or what this rank alone has accumulated would never be reduced. And for a
-    block that a `GradScaler` holds open: what a script zeroes or drops in it must be all there is.
+    scale; exact for powers of two. That is for gradients which a hook reduces over ranks, and that
+    this rank alone has accumulated: it must find the whole sum, or they would never be reduced. And
+    for a block that a `GradScaler` holds open: what a script zeroes or drops in it must be all
+    there is.
     """
 
     def __init__(self, ops: Ops) -> None:
         """Start with nothing set aside."""
         self._ops = ops
         self.params: Sequence[torch.Tensor] = ()  # whose gradients the backward makes
-        # Earlier gradients; ``None`` where no backward is under way
-        self._aside: dict[int, _Earlier] | None = None
-        # Earlier gradients that a backward of a block held open has added to
-        self._reached = set[int]()
+        # Earlier gradients, or copies of them if they ``_are_carried`` along in place, with their
+        # parameters, by the ``id`` of these; ``None`` where no backward is under way
+        self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._are_carried = False
         # Of the gradients as the last merge left them, -1 where there was none
         self._versions: dict[int, int] = {}
 
@@ -92,24 +83,20 @@ class DirectGradients:
         ``may_be_overwritten`` says that a hook may write to the memory that gradients lie in.
         """
         self.params = params
-        aside: dict[int, _Earlier] = {}
-        carried: list[torch.Tensor] = []
-        for param in params:
-            grad = param.grad
-            if grad is not None:
-                is_carried = carry is not None
-                kept = grad.clone() if may_be_overwritten or is_carried else grad
-                aside[id(param)] = _Earlier(param, kept, is_carried)
-                carried += [grad] if is_carried else []
-        self._reached.clear()
-        self._aside = aside  # all that `put_back` needs, before anything changes
+        some, grads = with_gradients(params)
+        kept = grads
+        if may_be_overwritten or carry is not None:
+            kept = [grad.clone() for grad in grads]
+        self._are_carried = carry is not None
+        # All that `put_back` needs, before anything changes
+        self._aside = dict(zip(map(id, some), zip(some, kept, strict=True), strict=True))
         try:
-            for earlier in aside.values():
-                if not earlier.is_carried:
-                    earlier.param.grad = None
-            if isinstance(carry, torch.Tensor):  # else it is 1
+            if carry is None:
+                for param in some:
+                    param.grad = None
+            elif isinstance(carry, torch.Tensor):  # else it is 1
                 with torch.no_grad():
-                    self._ops.scale_add_(carried, carry, [None] * len(carried))
+                    self._ops.scale_add_(grads, carry, [None] * len(grads))
         except BaseException:
             self.put_back()
             raise
@@ -122,32 +109,24 @@ class DirectGradients:
         aside = self._aside = {} if self._aside is None else self._aside
         aside.pop(id(param), None)
         if param.grad is not None:
-            aside[id(param)] = _Earlier(param, param.grad, is_carried=False)
+            aside[id(param)] = param, param.grad
             param.grad = None
-
-    def note_reached(self) -> None:
-        """A backward of an open block is over: what is dropped from now on was dropped whole."""
-        aside = self._aside or {}
-        self._reached.update(key for key, e in aside.items() if e.param.grad is not None)
 
     def put_back(self) -> None:
         """Restore what was there before `begin`, but for carried gradients since dropped."""
         aside = self._aside
         if aside is None:
             return
-        for key in [k for k, e in aside.items() if e.is_carried and e.param.grad is None]:
-            del aside[key]
         for param in self.params:
-            if id(param) not in aside:
-                param.grad = None
-        for key, earlier in aside.items():
-            earlier.param.grad = earlier.grad
-            self._versions.pop(key, None)  # it may be a copy, whose version says nothing
+            _, earlier = aside.get(id(param), (param, None))
+            if earlier is None or not (self._are_carried and param.grad is None):
+                param.grad = earlier
+                self._versions.pop(id(param), None)  # a copy's version says nothing
         self._aside = None
 
     def merge(self, factor: Factor | None) -> None:
         """Unscale new gradients and add old ones, in place: ``grad = grad * factor + aside``."""
-        aside = self._aside or {}
+        aside = {} if self._are_carried or self._aside is None else self._aside
         if factor is None and not aside:
             return
         news: list[torch.Tensor] = []
@@ -157,8 +136,7 @@ class DirectGradients:
             news, some = grads, []
             olds += [None] * len(grads)
         for param in some:
-            earlier = aside.get(id(param))
-            old = None if earlier is None or earlier.is_carried else earlier.grad
+            _, old = aside.get(id(param), (param, None))
             if old is None and factor is None:
                 continue
             grad = param.grad
@@ -168,15 +146,17 @@ class DirectGradients:
             else:
                 news.append(grad)
                 olds.append(old)
+        if not news:
+            return
         with torch.no_grad():
             self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
 
     def commit(self) -> None:
         """End the backward; what got nothing new comes back. Cannot fail."""
-        for key, earlier in (self._aside or {}).items():
-            is_away = not earlier.is_carried and key not in self._reached
-            if is_away and earlier.param.grad is None:
-                earlier.param.grad = earlier.grad
+        if not self._are_carried:
+            for param, earlier in (self._aside or {}).values():
+                if param.grad is None:
+                    param.grad = earlier
         versions = versions_of(list(map(grad_of, self.params)))
         self._versions.update(zip(map(id, self.params), versions, strict=True))
         self._aside = None

@@ -18,9 +18,7 @@ loss scale is on them, since clipping a scaled gradient would be wrong without a
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import repeat
 from operator import is_
@@ -30,7 +28,7 @@ import torch
 
 from preamp.core.away import is_away
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, bad_state, message
+from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
 from preamp.core.tensors import (
@@ -52,8 +50,6 @@ from preamp.kernels import Ops
 from preamp.optim.direct import is_zeroed, negative_zeros
 from preamp.optim.rewritten import factors_of
 
-_STEPS_WATCHED = 10  # a script that writes to gradients does so from its first steps on
-
 
 class State(Enum):
     """Where all gradients of a table are."""
@@ -62,19 +58,6 @@ class State(Enum):
     OPEN = "open"
     HALF = "half"
     MADE = "made"
-
-
-@dataclass(slots=True, eq=False)
-class Rewriting:
-    """What comes of writing to scaled half gradients, for all tables of an engine.
-
-    It is refused, or, as in Apex, has no effect. What was written over is lost, so for that the
-    gradients of masters are made as soon as a backward has ended: while it is not known whether the
-    script writes, and from then on if it does.
-    """
-
-    is_ignored: bool = False
-    was_seen: bool = False  # and warned of
 
 
 class HalfGradients:
@@ -88,30 +71,25 @@ class HalfGradients:
     anything between backwards calls `take_in` first.
     """
 
-    def __init__(
-        self, ops: Ops, halves: list[Any], masters: list[Any], rewriting: Rewriting
-    ) -> None:
+    def __init__(self, ops: Ops, halves: list[Any], masters: list[Any]) -> None:
         """Start without rows; ``halves`` and ``masters`` are columns of the table's."""
         self._ops = ops
         self._halves = halves
         self._masters = masters
         self._has_sharded = False
+        self._versions_of: Callable[[Sequence[Any]], list[int]] = plain_versions
         self._names: list[str] = []  # by row, as messages call the weights
-        self._rewriting = rewriting
-        self._steps = 0  # with them watched
         self.state = State.NONE
         # Half gradients as they were last seen, and their versions then
         self.seen: list[torch.Tensor | None] = []
         self.versions: list[int] = []
         # What takes the loss scale from half gradients, a float32 scalar, and clips nothing;
-        # ``None`` where nothing was scaled
+        # ``None`` where nothing was scaled, so that what is done to them means what it says
         self.unscales: torch.Tensor | None = None
         # That, clipped, by device; a factor elsewhere would make an update wait for a copy
         self._factors: dict[torch.device, torch.Tensor] = {}
         self._is_clipped = False
-        # Whether no loss scale is on the half gradients, so that what is done to them means what it
-        # says; and whether they are all that the masters' were made of
-        self._is_plain, self._is_whole = False, True
+        self._is_whole = True  # whether they are all that the masters' were made of
         self.is_shown = False  # whether the script sees them unscaled; see `show`
         self._zeroed = set[int]()  # rows whose gradient the script has zeroed
         self._carried = set[int]()  # rows whose half gradient holds the earlier one too
@@ -125,7 +103,8 @@ class HalfGradients:
 
     def add_row(self, name: str, *, is_sharded: bool) -> None:
         """Add a row without a gradient."""
-        self._has_sharded |= is_sharded
+        if is_sharded:
+            self._has_sharded, self._versions_of = True, versions_of
         self._names.append(name)
         self.seen.append(None)
         self.versions.append(-1)
@@ -138,11 +117,6 @@ class HalfGradients:
 
     # -- what there is -----------------------------------------------------------------------------
 
-    @property
-    def is_half(self) -> bool:
-        """Whether masters have yet to be given what the half gradients hold."""
-        return self.state is State.HALF
-
     def factor_on(self, device: torch.device) -> torch.Tensor:
         """What unscales and clips half gradients on a device."""
         found = self._factors.get(device)
@@ -154,10 +128,10 @@ class HalfGradients:
         return found
 
     def _factors_for(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        factors = {device: self.factor_on(device) for device in devices_of(grads)}
-        if len(factors) == 1:
-            return [*factors.values()] * len(grads)
-        return [factors[grad.device] for grad in grads]
+        devices = devices_of(grads)
+        if len(devices) == 1:
+            return [self.factor_on(*devices)] * len(grads)
+        return [self.factor_on(grad.device) for grad in grads]
 
     def one(self, device: torch.device) -> torch.Tensor:
         """The factor of a gradient that has no loss scale on it."""
@@ -245,36 +219,31 @@ class HalfGradients:
             shown = [r for r in shown if now[r] is not None and self.base(r) is not None]
             self._read_back({row: now[row] for row in shown}, rows, splits)
             rows = [row for row in rows if row not in shown]
-        written: list[int] = []
         for row in rows:
-            if now[row] is None:  # dropped, and all that was accumulated with it
+            grad, base = now[row], self.base(row)
+            if grad is None:  # dropped, and all that was accumulated with it
                 self._keep(row, None)
                 self._zeroed.discard(row)
-                self._note(row, None)
             elif self.seen[row] is None:  # a backward outside scale_loss
-                self._add_plain(row, now[row])
-            elif self._is_moved(row, now[row]):
-                self._note(row, now[row])
-            else:
-                written.append(row)
-        zeros = {r for r in written if now[r] is self.seen[r] and is_zeroed(now[r])}
-        is_made = self.state is State.MADE
-        for row in written:
-            is_all = self._is_whole if is_made else not self._is_clipped and self.base(row) is None
-            if self._is_plain and is_all:
-                self._replace(row, now[row])
-            # Zeros are a clip's if it left other rows something, else a script's.
-            elif is_made and self._rewriting.is_ignored and len(zeros) < len(written):
-                self._warn_without_effect(now[row], self._names[row])
-                self._note(row, now[row])
-            elif row in zeros:  # they are a gradient: momentum and weight decay stay in effect
-                base = self.base(row)
-                if base is not None:
+                self._add_plain(row, grad)
+            elif self._is_moved(row, grad):
+                pass
+            elif self.unscales is None and (
+                self._is_whole
+                if self.state is State.MADE
+                else base is None and not self._is_clipped
+            ):
+                if row in self._zeroed and not is_zeroed(grad):
+                    self._zeroed.discard(row)
+                if self.state is State.MADE:
+                    self._keep(row, self._wide(grad))
+            elif grad is self.seen[row] and is_zeroed(grad):
+                if base is not None:  # zeros are a gradient: momentum and weight decay go on
                     base.detach().zero_()
                 self._zeroed.add(row)
-                self._note(row, now[row])
             else:
-                raise _changed_in_place(now[row], self._names[row], is_plain=self._is_plain)
+                raise _changed_in_place(grad, self._names[row], is_plain=self.unscales is None)
+            self._note(row, grad)
 
     def _take_in_spent(self, rows: Sequence[int], now: Sequence[Any]) -> None:
         """Take in what has come to half gradients that a step has used up."""
@@ -283,12 +252,12 @@ class HalfGradients:
             if now[row] is not None and now[row] is self.seen[row]:
                 if is_zeroed(now[row]):
                     zeros.add(row)
-                elif not self._is_plain:
+                elif self.unscales is not None:
                     raise _changed_in_place(now[row], self._names[row], is_plain=False)
             if now[row] is not None:
                 fresh.append(row)
         if fresh:
-            self._be_plain()
+            self._start_from(None)
             self._zeroed = zeros
             are_all = len(fresh) == sum(grad is not None for grad in now)
             for row in () if are_all else fresh:
@@ -297,28 +266,20 @@ class HalfGradients:
         for row in rows:  # last: what is seen is not taken in again after an interrupt
             self._note(row, now[row])
 
-    def _be_plain(self) -> None:
-        self.unscales, self._is_clipped = None, False
+    def _start_from(self, unscales: torch.Tensor | None) -> None:
+        """New half gradients are there, which nobody has clipped."""
+        self.unscales, self._is_clipped, self._is_whole = unscales, False, True
         self._factors.clear()
-        self._is_plain = self._is_whole = True
 
     def _add_plain(self, row: int, grad: torch.Tensor) -> None:
         """A gradient without any loss scale has come to a row that had none."""
-        if self._is_clipped or not self._is_plain:
+        if self._is_clipped or self.unscales is not None:
             self.make_all()
         if self.state is State.MADE:
             earlier, wide = self.base(row), self._wide(grad)
+            self._is_whole &= earlier is None
             self._keep(row, wide if earlier is None else earlier + wide)
         self._zeroed.discard(row)
-        self._note(row, grad)
-
-    def _replace(self, row: int, grad: torch.Tensor) -> None:
-        """Let a half gradient that was written be the row's."""
-        if row in self._zeroed and not is_zeroed(grad):
-            self._zeroed.discard(row)
-        if self.state is State.MADE:
-            self._keep(row, self._wide(grad))
-        self._note(row, grad)
 
     def _note(self, row: int, grad: torch.Tensor | None) -> None:
         self.changes += 1
@@ -344,14 +305,6 @@ class HalfGradients:
             return False
         return torch.equal(local_of(now).view(torch.int16), local_of(seen).view(torch.int16))
 
-    def _versions_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        return versions_of(grads) if self._has_sharded else plain_versions(grads)
-
-    def _warn_without_effect(self, grad: torch.Tensor, name: str) -> None:
-        if not self._rewriting.was_seen:
-            self._rewriting.was_seen = True
-            warnings.warn(_without_effect(grad, name), stacklevel=2)
-
     # -- shown unscaled ----------------------------------------------------------------------------
 
     def show(self) -> None:
@@ -363,7 +316,7 @@ class HalfGradients:
         if not self._halves:
             return
         self.take_in()
-        if self.state is State.HALF and self._is_plain and not self._is_clipped:
+        if self.state is State.HALF and self.unscales is None and not self._is_clipped:
             return  # they mean what they say
         self.make_all()
         if self.state is not State.MADE:
@@ -413,7 +366,9 @@ class HalfGradients:
                 if common is None:
                     raise _clipped_to_zero(now[row], self._names[row])
                 found[row] = common  # which left nothing of what was small
-            elif found[row] is None and now[row].dtype is torch.float16 and not self._is_plain:
+            elif (
+                found[row] is None and now[row].dtype is torch.float16 and self.unscales is not None
+            ):
                 raise _rewritten(now[row], self._names[row])
         for row in rows:
             base: Any = self.base(row)
@@ -467,7 +422,7 @@ class HalfGradients:
 
     def note_accumulated(self) -> None:
         """A backward has reached masters themselves, as of a penalty on them."""
-        self.may_have_bases = True
+        self.may_have_bases, self._is_whole = True, False
         self.changes += 1
         if self.state is State.NONE:
             self.state = State.MADE
@@ -506,11 +461,12 @@ class HalfGradients:
         Where earlier gradients must be in the half ones too, ``carry`` is the scale of the coming
         backward; see `DirectGradients`.
         """
-        are_zeros = self.state is State.HALF and self._zeroed.issuperset(
-            [row for row, grad in enumerate(self.seen) if grad is not None]
-        )
-        if not are_zeros:
-            self.make_all()
+        are_zeros = False
+        if self.state is State.HALF:
+            rows = [row for row, grad in enumerate(self.seen) if grad is not None]
+            are_zeros = self._zeroed.issuperset(rows)
+            if not are_zeros:
+                self.make_all()
         self.state = State.OPEN  # before any is cleared, or an interrupt would drop them
         self.is_shown = False
         self._new = None
@@ -573,7 +529,7 @@ class HalfGradients:
             self._is_whole = False
             self.state = State.MADE
         else:
-            self._be_plain()
+            self._start_from(None)
             self.state = State.HALF if self._zeroed else State.NONE
 
     def show_missing(self) -> None:
@@ -595,50 +551,33 @@ class HalfGradients:
         ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled. It
         is called again if it was interrupted.
         """
-        if self.state is State.OPEN:
-            for row in self._carried:  # the half gradient holds the earlier one too
+        if self.state is not State.OPEN:
+            return
+        for row in self._carried:  # the half gradient holds the earlier one too
+            self._keep(row, None)
+        if self._reached:
+            for row in self._dropped():
                 self._keep(row, None)
-            if self._reached:
-                for row in self._dropped():
-                    self._keep(row, None)
-                self._reached.clear()
-            # Sharded ones may have been placed anew since they were read.
-            grads = None if self._has_sharded else self._new
-            grads = list(map(grad_of, self._halves)) if grads is None else grads
-            versions = self._versions_of(grads)
-            if self._zeroed:  # those that nothing was added to
-                same = zip(grads, self.seen, versions, self.versions, strict=True)
-                kept = {row for row, (a, b, v, w) in enumerate(same) if a is b and v == w}
-                self._zeroed &= {row for row in kept if grads[row] is not None}
-            self.seen, self.versions, self._new = grads, versions, None
-            self._be_plain()
-            self.unscales, self._is_plain = factor, factor is None
-            self._carried.clear()
-            self.state = State.HALF
-        watch = self._rewriting  # the script may write over what masters' gradients are made of
-        watches = watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED)
-        if watches and not self._is_plain:
-            self.make_all()
+            self._reached.clear()
+        # Sharded ones may have been placed anew since they were read.
+        grads = None if self._has_sharded else self._new
+        grads = list(map(grad_of, self._halves)) if grads is None else grads
+        versions = self._versions_of(grads)
+        if self._zeroed:  # those that nothing was added to
+            same = zip(grads, self.seen, versions, self.versions, strict=True)
+            kept = {row for row, (a, b, v, w) in enumerate(same) if a is b and v == w}
+            self._zeroed &= {row for row in kept if grads[row] is not None}
+        self.seen, self.versions, self._new = grads, versions, None
+        self._start_from(factor)
+        self._carried.clear()
+        self.state = State.HALF
 
     # -- after a step, and zeroing -----------------------------------------------------------------
 
     def spend(self) -> None:
         """After a step: masters' gradients go, half gradients stay but are used up."""
-        self._steps = min(self._steps + 1, _STEPS_WATCHED)
         if self.is_shown:
             self._note_all()
-        self._drop_bases()
-
-    def drop(self) -> None:
-        """Clear the gradients on both sides. A backward that is under way stays so."""
-        self.changes += 1
-        self._new = None
-        self._clear_halves()
-        self._carried.clear()
-        self._reached.clear()
-        self._drop_bases()
-
-    def _drop_bases(self) -> None:
         if self.may_have_bases:
             for master in self._masters:
                 store_grad(master, None)
@@ -647,6 +586,15 @@ class HalfGradients:
         self.is_shown = False
         if self.state is not State.OPEN:
             self.state = State.NONE
+
+    def drop(self) -> None:
+        """Clear the gradients on both sides. A backward that is under way stays so."""
+        self.changes += 1
+        self._new = None
+        self._clear_halves()
+        self._carried.clear()
+        self._reached.clear()
+        self.spend()
 
     def zero(self) -> None:
         """Zero the half gradients, and drop the masters', but in a backward; see `be_zeros`."""
@@ -671,7 +619,7 @@ class HalfGradients:
         """The zeros that `zero` has left are the gradients now."""
         if self.state is State.OPEN:
             return
-        self._be_plain()
+        self._start_from(None)
         self._zeroed = {row for row, grad in enumerate(self.seen) if grad is not None}
         self.state = State.MADE if self.has_earlier else State.HALF
         if self.state is State.MADE:  # of masters that were given one, and zeroed by now
@@ -686,17 +634,6 @@ def _sparse(name: str) -> PreampStateError:
         f"The gradient of {name!r} is sparse and the parameter has a float32 master",
         "Masters take dense gradients; sparse ones work at O0, O1 and O4",
         "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
-    )
-
-
-def _without_effect(tensor: torch.Tensor, name: str) -> str:
-    """Warning: a script writes to half gradients from which the masters' are made already."""
-    return message(
-        f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed after scale_loss, while "
-        "it was still multiplied by the loss scale; as with Apex that has no effect, here and in "
-        "later steps",
-        "The step takes the unscaled float32 gradients, those of amp.master_params(optimizer)",
-        "Clip with torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
     )
 
 

@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import PreampStateError, bad_state, bad_type, with_article
+from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.core.torch_private.shards import place_gradients
 from preamp.optim.fused.base import rate_of
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS
 from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_
 from preamp.optim.table import pair_of
@@ -82,17 +81,7 @@ class LARC:
         Mutates:
             Gradients, and what the optimizer does. Weight decays are zero while it steps.
         """
-        storage: Storage = getattr(self.optim, "storage", FULL)
-        if storage.release_gradients:
-            raise released()
-        if storage.masters == "split":
-            raise masters_split("LARC")
-        if storage.place == "host":
-            raise bad_state(
-                'LARC was used with storage that has place="host"',
-                "It adapts gradients on the device, and the host's update takes them as they are",
-                'Pass the optimizer without LARC, or a storage with place="device"',
-            )
+        check_storage(getattr(self.optim, "storage", FULL))
         # In a hook, since the engine decides inside optim.step() whether there is a step at all,
         # and has brought the masters up to date by the time hooks run.
         adaptation = _Adaptation(self)
@@ -147,22 +136,20 @@ class LARC:
         return repr(self.optim)
 
 
-def released() -> PreampStateError:
-    """The error for an optimizer whose gradients have gone before LARC can adapt them."""
-    return bad_state(
-        "LARC was used with storage that has release_gradients=True",
-        "It adapts gradients in step(), and none is on the device by then",
-        "Pass the optimizer without LARC, or a storage without release_gradients",
-    )
-
-
-def masters_split(kind: str) -> TypeError:
-    """The error for an optimizer that reads or writes masters where these are split."""
-    return bad_type(
-        f'storage has masters="split", and an optimizer is {kind}',
-        f"Split masters are updated as they are by {', '.join(KEEP_FEWER_BITS)}",
-        'Choose one of these, or pass storage="full"',
-    )
+def check_storage(storage: Storage) -> None:
+    """Raise `PreampStateError` for a storage that leaves LARC nothing to adapt in ``step``."""
+    parts = {
+        'masters="split"': storage.masters == "split",
+        "release_gradients=True": storage.release_gradients,
+        'place="host"': storage.place == "host",
+    }
+    found = [name for name, is_chosen in parts.items() if is_chosen]
+    if found:
+        raise bad_state(
+            f"LARC was used with storage that has {' and '.join(found)}",
+            "It reads float32 masters and adapts whole gradients, on the device, in step()",
+            "Pass the optimizer without LARC, or a storage without that",
+        )
 
 
 class _Adaptation:
@@ -177,13 +164,19 @@ class _Adaptation:
         if self._is_done:  # hooks run twice where a subclass calls super().step
             return
         self._is_done = True
-        _refuse_sparse(optimizer)
         own = [
             (param, group)
             for group in optimizer.param_groups
             for param in group["params"]
             if param.grad is not None
         ]
+        for param, _ in own:
+            if param.grad.is_sparse:
+                raise bad_state(
+                    f"LARC found a sparse gradient of shape {tuple(param.shape)}",
+                    "It takes dense gradients, since weight decay changes every element",
+                    "Make the embedding with sparse=False, or step it with an optimizer of its own",
+                )
         place_gradients([param for param, _ in own])
         norms = _norms([param for param, _ in own], getattr(optimizer, "splits", Splits()))
         for (param, group), pair in zip(own, norms, strict=True):
@@ -230,14 +223,3 @@ def _norms(params: Sequence[torch.Tensor], splits: Splits) -> list[torch.Tensor]
         over = [[splits.of(leaf_of(param))] for param in params]
         complete_([pair[:, None] for pair in pairs], over, splits)
     return pairs
-
-
-def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None and param.grad.is_sparse:
-                raise bad_state(
-                    f"LARC found a sparse gradient of shape {tuple(param.shape)}",
-                    "It takes dense gradients, since weight decay changes every element",
-                    "Make the embedding with sparse=False, or step it with an optimizer of its own",
-                )

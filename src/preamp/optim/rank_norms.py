@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.away import values_in
-from preamp.core.dtypes import is_half, math_dtype
+from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.core.splits import Groups, Splits
 from preamp.core.tensors import locals_of
 from preamp.kernels import Census, Ops
@@ -50,82 +50,57 @@ def of_all_ranks(census: Census, params: Tensors, with_grad: Tensors, splits: Sp
 
 def total_norm(
     ops: Ops,
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     factors: Sequence[torch.Tensor | None],
-    params: Sequence[torch.Tensor],
+    params: Tensors,
     splits: Splits,
     device: torch.device,
+    order: float = 2.0,
 ) -> torch.Tensor:
-    """Return the L2 norm over all ``tensor * factor``, each split tensor counted as a whole.
+    """Return the norm over all ``tensor * factor``, each split tensor counted as a whole.
 
-    A tensor that ranks hold copies of counts once. Costs one all-reduce of a few numbers for each
-    group that any tensor is split over. The result is float32 (float64 if a tensor is).
+    Only the L2 norm takes factors. A tensor that ranks hold copies of counts once. Costs one
+    all-reduce of a few numbers for each group that any tensor is split over. The result is float32
+    (float64 if a tensor is).
     """
-    kinds = splits.kinds(map(splits.sums_of, params)) if splits.concern(params) else {}
-    if len(kinds) <= 1:
-        return _norm_here(ops, tensors, factors, device)
+    if not splits.concern(params):
+        return _norm_here(ops, tensors, factors, device, order)
+    kinds = splits.kinds(map(splits.sums_of, params))
     norms = [
-        _norm_here(ops, [tensors[i] for i in own], [factors[i] for i in own], device)
+        _norm_here(ops, [tensors[i] for i in own], [factors[i] for i in own], device, order)
         for own in kinds.values()
     ]
-    squares = [norm.double().square() for norm in norms]
-    splits.sum_(squares, list(kinds))
     dtype = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
-    return torch.stack(squares).sum().sqrt().to(dtype)
+    if order == math.inf:
+        largest = [norm.double() for norm in norms]
+        splits.max_(largest, list(kinds))
+        return torch.stack(largest).max().to(dtype)
+    powers = [norm.double() ** order for norm in norms]
+    splits.sum_(powers, list(kinds))
+    return (torch.stack(powers).sum() ** (1.0 / order)).to(dtype)
 
 
 def _norm_here(
     ops: Ops,
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     factors: Sequence[torch.Tensor | None],
     device: torch.device,
-) -> torch.Tensor:
-    if torch.float64 not in {tensor.dtype for tensor in tensors}:
-        return ops.l2norm(tensors, factors, device)
-    wide = [
-        _wide_norm(tensor, factor).to(device)
-        for tensor, factor in zip(locals_of(values_in(tensors)), factors, strict=True)
-    ]
-    return _torch.linalg.vector_norm(torch.stack(wide))
-
-
-def _wide_norm(tensor: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    norm = _torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm if factor is None else norm * factor
-
-
-def norm_of_order(
-    tensors: Sequence[torch.Tensor],
     order: float,
-    params: Sequence[torch.Tensor],
-    splits: Splits,
-    device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm of any ``order`` as `total_norm` does; halves are summed in float32."""
-    if not splits.concern(params):
-        return _norm_of_order_here(values_in(tensors), order).to(device)
-    kinds, parts = splits.kinds(map(splits.sums_of, params)), locals_of(tensors)
+    """The norm of this rank's parts; halves are summed in float32."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if order == 2.0 and torch.float64 not in dtypes:
+        return ops.l2norm(tensors, factors, device)
+    pairs = zip(locals_of(values_in(tensors)), factors, strict=True)
+    pairs = [(tensor, factor) for tensor, factor in pairs if tensor.numel()]  # torch refuses others
+    if order != 2.0 and dtypes.isdisjoint(HALF_DTYPES):
+        return torch.nn.utils.get_total_norm([part for part, _ in pairs], order).to(device)
     norms: list[torch.Tensor] = []
-    for own in kinds.values():
-        some = [parts[place] for place in own if parts[place].numel()]  # torch refuses empty ones
-        norms.append(_norm_of_order_here(some, order).to(device).float().clone())
-    if order == math.inf:
-        splits.max_(norms, list(kinds))
-        return torch.stack(norms).max()
-    powers = [norm.double() ** order for norm in norms]
-    splits.sum_(powers, list(kinds))
-    return (torch.stack(powers).sum() ** (1.0 / order)).float()
-
-
-def _norm_of_order_here(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    if not any(map(is_half, tensors)):
-        return torch.nn.utils.get_total_norm(tensors, order)
-    norms = [
-        _torch.linalg.vector_norm(tensor, float(order), dtype=math_dtype(tensor.dtype))
-        for tensor in tensors
-        if tensor.numel()  # torch refuses some orders of empty ones
-    ]
-    return torch.nn.utils.get_total_norm(norms, order)
+    for part, factor in pairs:
+        dtype = torch.float64 if order == 2.0 else math_dtype(part.dtype)
+        norm = _torch.linalg.vector_norm(part, float(order), dtype=dtype)
+        norms.append(norm if factor is None else norm * factor)
+    return torch.nn.utils.get_total_norm(norms, order).to(device)
 
 
 def complete_(

@@ -32,7 +32,7 @@ from preamp.core.tensors import (
 )
 from preamp.core.torch_private.shards import set_data
 from preamp.kernels import Ops
-from preamp.optim.gradients import HalfGradients, Rewriting
+from preamp.optim.gradients import HalfGradients
 from preamp.optim.master_parameter import MasterParameter, is_master, master_parameter
 from preamp.policy.storage import Storage
 
@@ -109,15 +109,13 @@ class WeightPairs:
         )
 
     def follow(self) -> None:
-        """Round masters that somebody wrote to into their half weights."""
-        written = self._master_marks.changed(self._marked)
-        if written:
-            self.round(written)
+        """Follow moved half weights, and round masters that somebody wrote to into theirs."""
+        for row in range(len(self)):
+            self.come_along(row)
+        self.round(self._master_marks.changed(self._marked))
 
     def absorb(self) -> None:
         """Let all masters agree with their half weights before they are used."""
-        for row in range(len(self)):
-            self.come_along(row)
         self.follow()
         self.take_over(range(len(self)))
 
@@ -161,28 +159,15 @@ class Twin:
         self.row = len(table)  # its number there
         master.twin = self
 
-    def gradient(self) -> torch.Tensor | None:
-        """The unscaled float32 gradient, made if need be."""
-        return self.table.gradients.gradient(self.row)
-
     def value(self) -> torch.Tensor:
         """The exact value, with what was written to either; see `WeightTable.value`."""
         return self.table.value(self.row)
-
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What a split master is kept as, of a sharded one this rank's part; else ``None``."""
-        return self.table.parts(self.row)
 
     @property
     def kept(self) -> torch.Tensor:
         """What the master takes memory for: itself, or what is beside the half weight."""
         low = self.table.lows[self.row]
         return self.master if low is None else low
-
-    @property
-    def unscales(self) -> torch.Tensor | None:
-        """What takes the loss scale from the half gradient, without what clips it."""
-        return self.table.gradients.unscales
 
 
 def _note_accumulated(master: Any) -> None:
@@ -213,7 +198,6 @@ class WeightTable(WeightPairs):
         *,
         name_of: NameOf = repr,
         others: list[WeightTable] | None = None,
-        rewriting: Rewriting | None = None,
         has_masters: bool = False,
     ) -> None:
         """Start without rows; `adopt` makes them, if half weights are to have masters.
@@ -224,13 +208,14 @@ class WeightTable(WeightPairs):
         self.optimizer = optimizer
         self.has_masters = has_masters
         self.are_on_host = storage.place == "host"
+        self._casts_state = storage.moments == "float32"  # else bfloat16 stays that
         # Whether kernels take half weights for the truth, and round masters into them
         self.updates_halves = False
         self.twins: list[Twin] = []  # the rows as objects
         # Of each row what is beside its half weight, int16, where masters are split. Of a sharded
         # tensor this rank's part.
         self.lows: list[torch.Tensor | None] = []
-        self.gradients = HalfGradients(ops, self.halves, self.masters, rewriting or Rewriting())
+        self.gradients = HalfGradients(ops, self.halves, self.masters)
         self.gradients.wait_on_host = storage.waits_on_host
         self.is_fresh = True  # whether no backward has begun yet
         self.trusted: set[int] = set()  # rows whose masters were set since `initialize`
@@ -243,8 +228,10 @@ class WeightTable(WeightPairs):
         self._known: list[list[Any]] = []  # the parameters of each group, as last adopted
         # By row, what half weights were when somebody was given their master's memory
         self._handed_out: dict[int, torch.Tensor] = {}
-        # Dtypes and devices of the half weights, as last seen
+        # Dtypes and devices of the half weights, as `follow` has last seen them, and whether all
+        # rows have the same
         self._forms: tuple[set[torch.dtype], set[torch.device]] = set(), set()
+        self.are_alike = False
 
     # -- rows, and the optimizer's groups ---------------------------------------------------------
 
@@ -278,7 +265,7 @@ class WeightTable(WeightPairs):
         twin = self._by_half.get(id(half)) or self._add_half(half, original)
         state: dict[Any, Any] = self.optimizer.state
         _move_state(state, half, twin.master)
-        if twin.master in state:
+        if twin.master in state and self._casts_state:
             cast_state(state[twin.master], twin.master)
         return twin.master
 
@@ -339,12 +326,6 @@ class WeightTable(WeightPairs):
             "Call preamp.engine_of(model).close() before model.float()",
         )
 
-    @property
-    def are_alike(self) -> bool:
-        """Whether all rows have the same dtypes and lie on one device, as `follow` has seen."""
-        dtypes, devices = self._forms
-        return len(dtypes) == len(devices) == 1
-
     # -- values -----------------------------------------------------------------------------------
 
     def value(self, row: int) -> torch.Tensor:
@@ -394,31 +375,28 @@ class WeightTable(WeightPairs):
             self.take_over((row,))
 
     def follow(self) -> None:
-        """Round masters that somebody wrote to into their half weights, and follow a move."""
+        """As of pairs; does nothing while half weights are exact."""
         if self.is_exact:
             return
         forms = kinds_of(dtype_of, self.halves), devices_of(self.halves)
         if forms != self._forms or not self.are_alike:  # of several devices one row may change
             for row in range(len(self)):
                 self.come_along(row)
-            self._forms = forms
+            self._forms, self.are_alike = forms, len(forms[0]) == len(forms[1]) == 1
         if self._handed_out:
             self._take_in_data()
-        super().follow()
-
-    def absorb(self) -> None:
-        """Let all masters agree with their half weights before they are used."""
-        self.follow()
-        self.take_over(range(len(self)))
+        written = self._master_marks.changed(self._marked)
+        if written:
+            self.round(written)
 
     def write_halves(self) -> None:
         """Round new masters into half weights, after a step that has not done so itself."""
         if self._handed_out:
             self._take_in_data()
-        if self.updates_halves:
-            super().follow()
-        else:
+        if not self.updates_halves:
             super().write_halves()
+        elif written := self._master_marks.changed(self._marked):
+            self.round(written)
         self.is_stepping = False
 
     def note_rounded(self, start: int, stop: int) -> None:

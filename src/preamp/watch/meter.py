@@ -73,9 +73,9 @@ class Meter:
         places: dict[int, int] = {}
         scales: list[int | None] = []
         entries = entries_of(session.params())
-        for _, _, _, by, twin, _ in entries.rows():
+        for _, _, _, by, twin in entries.rows():
             # The entry's own factor may clip as well, by zero or nan too.
-            factor = None if by is None or twin is None else twin.unscales
+            factor = None if by is None or twin is None else twin.table.gradients.unscales
             if factor is not None and id(factor) not in places:
                 places[id(factor)] = copies.put(factor.reciprocal())
             scales.append(None if factor is None else places[id(factor)])

@@ -11,8 +11,6 @@ import torch
 from preamp.kernels.rules import AdagradRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import FusedOptimizer, Group, rule_of
-from preamp.optim.fused.checks import check_one_device
-from preamp.optim.fused.entries import Entries
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -56,10 +54,6 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
     ) -> None:
         super().__init__(params, locals())
-
-    def _check(self, entries: Entries) -> None:
-        super()._check(entries)
-        check_one_device("FusedAdagrad", entries.owners)  # masters may be on the host
 
     def _rule(self, group: Group) -> AdagradRule:
         return rule_of(AdagradRule, group, decoupled=self.adagrad_w_mode)

@@ -21,7 +21,7 @@ from preamp.optim.fused.base import (
     names_scaler,
     rule_of,
 )
-from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
+from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions
 from preamp.optim.fused.entries import batches
 from preamp.optim.fused.moments import TWO_MOMENTS
 
@@ -157,21 +157,22 @@ class FusedAdam(FusedOptimizer):
             PreampStateError: Earlier steps followed the other formula.
             ValueError: ``grads``, ``output_params`` or ``grad_norms`` do not match the groups.
         """
-        early = None
-        given = (grads, output_params, scale, grad_norms)
+        early, has_own_steps = None, self._steps_done(next(iter(self.state), None)) > 0
         if (
-            any([value is not None for value in given])
+            not grads is output_params is scale is grad_norms is None
             or self._is_early_kind
-            or self._steps_done(next(iter(self.state), None)) > 0
+            or has_own_steps
         ):
-            early = EarlyArguments(*given)
+            early = EarlyArguments(grads, output_params, scale, grad_norms)
         if scaling and names_scaler("FusedAdam", scaling):
             closures = {} if closure is None else {"closure": closure}
             others = {} if early is None else early.given()
             return scaling["grad_scaler"].step(self, **closures, **others)
-        if early is None or not self._selects_early(early):
+        if early is None or not early.select_early(
+            self.param_groups, is_early_kind=self._is_early_kind, counts_per_parameter=has_own_steps
+        ):
             return super().step(closure)
-        loss = evaluate(closure)
+        loss = None if closure is None else evaluate(closure)
         with torch.no_grad():
             self._step_early(early)
         return loss
@@ -182,7 +183,15 @@ class FusedAdam(FusedOptimizer):
         return not self._is_early_kind and self._steps_done(next(iter(self.state), None)) == 0
 
     def _rule(self, group: Group) -> AdamRule:
-        return _rule(group, BiasCorrection.MOMENTS, decoupled=self.adam_w_mode)
+        corrected = BiasCorrection.MOMENTS if group["bias_correction"] else BiasCorrection.NONE
+        return rule_of(AdamRule, group, bias_correction=corrected, decoupled=self.adam_w_mode)
+
+    def _early_rule(self, group: Group) -> AdamRule:
+        corrected = BiasCorrection.STEP_SIZE if group["bias_correction"] else BiasCorrection.NONE
+        inside = bool(self._early.eps_inside_sqrt)
+        return rule_of(
+            AdamRule, group, bias_correction=corrected, decoupled=True, eps_inside_sqrt=inside
+        )
 
     @property
     def _counts_on_device(self) -> bool:
@@ -199,34 +208,22 @@ class FusedAdam(FusedOptimizer):
         for entries in work:
             self._check(entries)
         for index, (group, entries) in enumerate(zip(self.param_groups, work, strict=True)):
-            if not entries:
+            if not entries.params:
                 continue
             check_counter(group)  # it counts per parameter, on the host
             inv_scale = early.inverse_scale(
                 index, entries, group.get("max_grad_norm", 0.0), self._ops
             )
-            eps_inside_sqrt = bool(self._early.eps_inside_sqrt)
-            rule = _rule(
-                group, BiasCorrection.STEP_SIZE, decoupled=True, eps_inside_sqrt=eps_inside_sqrt
+            rule = self._early_rule(group)
+            apart = (
+                self._steps_of if self.storage.moments != "8bit" else self._apart(self._steps_of)
             )
-            for batch in batches(entries, self._apart(self._steps_of)):
+            for batch in batches(entries, apart):
                 step = self._steps_done(batch.params[0]) + 1
                 update = batch.update(step=step, inv_scale=inv_scale)
                 self._update([self._call(group, batch, rule, update)])
                 for param in batch.params:
                     self.state[param]["step"] = step
-
-    def _selects_early(self, early: EarlyArguments) -> bool:
-        """Whether this step follows the formula of early 2019."""
-        is_early = self._is_early_kind or early.grads is not None
-        check_formula(
-            is_early,
-            early,
-            is_capturable=self.capturable,
-            counts_per_group=not self.capturable and any("step" in g for g in self.param_groups),
-            counts_per_parameter=self._steps_done(next(iter(self.state), None)) > 0,
-        )
-        return is_early
 
     def _steps_of(self, params: Sequence[torch.Tensor]) -> list[int]:
         return list(map(self._steps_done, params))
@@ -237,8 +234,3 @@ class FusedAdam(FusedOptimizer):
 
     def _has_copy(self, param: torch.Tensor) -> bool:
         return self.master_weights and is_half(param)
-
-
-def _rule(group: Group, correction: BiasCorrection, **others: bool) -> AdamRule:
-    correction = correction if group["bias_correction"] else BiasCorrection.NONE
-    return rule_of(AdamRule, group, bias_correction=correction, **others)

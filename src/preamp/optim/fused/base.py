@@ -38,7 +38,6 @@ from preamp.kernels import (
 )
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
 from preamp.optim.fused.entries import Entries, batches, entries_of
-from preamp.optim.fused.full_precision import copy_of
 from preamp.optim.fused.keeping import KeepsMoments, Kept
 from preamp.optim.fused.moments import Entry
 from preamp.optim.fused.norms import Call, norms_of_wholes
@@ -47,6 +46,9 @@ from preamp.optim.split import form_of
 from preamp.policy.storage import FULL
 
 Group = dict[str, Any]
+MASTER = "master_param"
+"""State key of the float32 copy of a half parameter that an optimizer keeps by itself."""
+
 Closure = Callable[[], Any]
 R = TypeVar("R", bound=Rule)
 REQUIRED: Any = required
@@ -72,12 +74,6 @@ class Signals:
         if found_inf is not None and getattr(optimizer, "storage", FULL).place == "host":
             found_inf = at_hand(found_inf)  # who makes the update has to know
         return cls(scale.reciprocal() if isinstance(scale, torch.Tensor) else None, found_inf)
-
-    @property
-    def is_skip(self) -> bool:
-        """Whether the step must do nothing, as far as that can be known without waiting."""
-        found_inf = self.found_inf
-        return found_inf is not None and host_reaches(found_inf) and bool(found_inf != 0)
 
     def unscale_(self, grads: Sequence[torch.Tensor], ops: Ops) -> None:
         """Leave the gradients unscaled after the step, as torch's fused optimizers do.
@@ -153,18 +149,15 @@ class FusedOptimizer(KeepsMoments):
         Raises:
             RuntimeError: A gradient is sparse or of a dtype that is not updated.
         """
-        loss = evaluate(closure)
+        loss = None if closure is None else evaluate(closure)
         with torch.no_grad():
-            self._run()
+            work, signals = self._collect(), Signals.of(self)
+            with self._counters_kept(work) if self.storage.place == "host" else nullcontext():
+                self._take_step(work, signals)
+            if signals.inv_scale is not None:
+                grads = [grad for _, entries in work for grad in entries.grads]
+                signals.unscale_(grads, self._ops)
         return loss
-
-    def _run(self) -> None:
-        work, signals = self._collect(), Signals.of(self)
-        with self._counters_kept(work) if self.storage.place == "host" else nullcontext():
-            self._take_step(work, signals)
-        if signals.inv_scale is not None:
-            grads = [grad for _, entries in work for grad in entries.grads]
-            signals.unscale_(grads, self._ops)
 
     @contextmanager
     def _counters_kept(self, work: Work) -> Generator[None]:
@@ -204,10 +197,12 @@ class FusedOptimizer(KeepsMoments):
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         """Update what has been collected; gradients stay as they are."""
-        if self._must_skip(work, signals):
+        if signals.found_inf is not None and self._must_skip(work, signals.found_inf):
             return
         inv_scale = self._unscaling(work, signals)
-        apart = self._apart(self._have_started if self._starts_apart else None)
+        apart = self._have_started if self._starts_apart else None
+        if self.storage.moments == "8bit":
+            apart = self._apart(apart)
         calls: list[Call] = []
         for group, entries in work:
             step, rule = self._count(group, signals), self._rule(group)
@@ -219,18 +214,21 @@ class FusedOptimizer(KeepsMoments):
                 calls.append(self._call(group, batch, rule, update))
         self._update(calls)
 
-    def _must_skip(self, work: Work, signals: Signals) -> bool:
+    def _must_skip(self, work: Work, found_inf: torch.Tensor) -> bool:
         """Whether nothing may happen; waits for the device where a first step depends on it.
 
         Where a parameter's first update is another one, whether it was taken must be known.
         """
-        if signals.found_inf is None or signals.is_skip or not self._starts_apart:
-            return signals.is_skip
-        starts = any(
-            entries and self._first_differs(group) and not all(self._have_started(entries.params))
-            for group, entries in work
+        must_know = host_reaches(found_inf) or (
+            self._starts_apart
+            and any(
+                entries.params
+                and self._first_differs(group)
+                and not all(self._have_started(entries.params))
+                for group, entries in work
+            )
         )
-        return starts and bool(signals.found_inf != 0)
+        return must_know and bool(found_inf != 0)
 
     def _first_differs(self, group: Group) -> bool:
         """Whether a first update and a later one from zeros differ, where `_starts_apart`."""
@@ -241,8 +239,22 @@ class FusedOptimizer(KeepsMoments):
         return signals.inv_scale
 
     def _count(self, group: Group, signals: Signals) -> int | torch.Tensor:
-        """The number of the update; where `_starts_apart` not of parameters without state."""
-        return count_step(group, signals) if self._counts or self._has_fewer_bits else 1
+        """Advance the group's counter unless skipped, and return the number of the update.
+
+        A number while the host knows what is skipped, else a tensor; where `_starts_apart` not that
+        of parameters without state.
+        """
+        if not (self._counts or self._has_fewer_bits):
+            return 1
+        found_inf, step = signals.found_inf, group.get("step", 0)
+        if not isinstance(step, torch.Tensor):
+            check_counter(group)
+            if found_inf is None or host_reaches(found_inf):
+                group["step"] = int(step) + 1
+                return group["step"]
+            if group["params"]:
+                group["step"] = scalar_on(step, torch.int32, group["params"][0].device)
+        return count_on_device(group, found_inf)
 
     def _rule(self, group: Group) -> Rule:
         """The rule of a group."""
@@ -251,11 +263,14 @@ class FusedOptimizer(KeepsMoments):
     def _call(self, group: Group, batch: Entries, rule: Rule, update: Update) -> Call:
         """The update of a batch, which makes the state that is missing."""
         kept, states = self._kept(batch.params)
-        keys = *self.moments, *self._more_state
-        state = [self._state(kept, batch.params, states, key, group) for key in keys]
-        update, targets = self._told(batch.params, update), batch.params
+        state: list[list[torch.Tensor]] = []
+        for key in (*self.moments, *self._more_state):
+            state.append(self._state(kept, batch.params, states, key, group))
+        targets = batch.params
+        if self.storage.moments != "float32":
+            update = self._told(batch.params, update)
         if self._has_copy(targets[0]):
-            copies = [copy_of(param, own) for param, own in zip(targets, states, strict=True)]
+            copies = list(map(_copy_of, targets, states))
             update = replace(update, halves=batch.params, halves_lead=True)
             return Call(batch, [copies, batch.grads, *state], rule, update)
         kept.note("halves", batch.halves)
@@ -268,16 +283,13 @@ class FusedOptimizer(KeepsMoments):
 
     def _update(self, calls: Sequence[Call]) -> None:
         ops = self._ops
-        found: list[torch.Tensor | None] = [None] * len(calls)
-        if any([call.rule.takes_norms for call in calls]):
-            found = norms_of_wholes(calls, ops, self.splits)
+        if not self.is_elementwise:
+            calls = norms_of_wholes(calls, ops, self.splits)
         on_host = self.storage.place == "host"
-        updates = ((call.lists, call.update) for call in calls)
-        with holding(updates) if on_host else nullcontext():
-            for call, norms in zip(calls, found, strict=True):
-                update = call.update if norms is None else replace(call.update, norms=norms)
+        with holding((c.lists, c.update) for c in calls) if on_host else nullcontext():
+            for call in calls:
                 try:
-                    ops.update_(*call.lists, rule=call.rule, update=update)
+                    ops.update_(*call.lists, rule=call.rule, update=call.update)
                     call.batch.note_written()
                 except BaseException:  # as Ctrl-C, which may come at any line
                     call.batch.note_interrupted()
@@ -294,20 +306,18 @@ class FusedOptimizer(KeepsMoments):
 
     def _groups_of_copies(self) -> list[Group]:
         """What is updated, in the form of ``param_groups``; makes copies that are missing."""
-
-        def updated(param: torch.Tensor) -> torch.Tensor:
-            if not self._has_copy(param):
-                return param
-            made = copy_of(param, self.state[param])
-            self._ops.take_over_([made], [param.detach()])
-            return made
-
-        return [{"params": [*map(updated, group["params"])]} for group in self.param_groups]
+        groups: list[Group] = []
+        for group in self.param_groups:
+            halves = [param for param in group["params"] if self._has_copy(param)]
+            made = {half: _copy_of(half, self.state[half]) for half in halves}
+            self._ops.take_over_([*made.values()], [half.detach() for half in halves])
+            groups.append({"params": [made.get(param, param) for param in group["params"]]})
+        return groups
 
     def _have_started(self, params: Sequence[torch.Tensor]) -> list[bool]:
         """Which of ``params`` have state."""
         key = next(iter(self.moments))
-        return [state.get(key) is not None for state in self._states_of(params)]
+        return [state.get(key) is not None for state in self._kept(params)[1]]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add ``param_group``; refuses numbers that the constructor refuses.
@@ -351,21 +361,20 @@ class FusedOptimizer(KeepsMoments):
         """Load what ``state_dict()`` returned.
 
         torch casts loaded state to the parameter's dtype on the way. State that is kept in
-        float32 or in fewer bits here is taken from ``state_dict`` itself. Moments of another
-        `storage` are converted; a line says what that rounds.
+        float32 or in fewer bits here is taken from ``state_dict`` itself. Moments in fewer bits
+        become float32 where `storage` keeps them so.
 
         Raises:
             ValueError: Its groups do not match those of this optimizer, or its moments in fewer
                 bits have other shapes than the parameters.
+            PreampStateError: `storage` keeps moments in fewer bits than the state has.
         """
         own: dict[torch.Tensor, Entry] = {}
-        rounded: set[str] = set()
 
         def take_out(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             # ``final`` is what the user's own hooks have made of it.
-            found, rest, sources = self._own_state(final)
+            found, rest = self._own_state(final)
             own.update(found)
-            rounded.update(sources)
             return {**final, "state": rest}
 
         def put_back(_: torch.optim.Optimizer) -> None:
@@ -381,7 +390,6 @@ class FusedOptimizer(KeepsMoments):
         finally:
             for handle in handles:
                 handle.remove()
-        self._tell_rounded(rounded)
 
     def __getstate__(self) -> dict[str, Any]:
         names = (*self._settings, "backend", "storage")
@@ -397,14 +405,15 @@ class FusedOptimizer(KeepsMoments):
                 place_on_device(group)
 
     def _collect(self) -> Work:
-        self.check_storage()
+        if self.storage.moments != "float32":
+            self.check_storage()
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
             if has_sharded(group["params"]):
                 place_gradients(without_masters(group["params"]))
             entries = entries_of(group["params"])
             self._check(entries)
-            if self.storage.place == "host" and entries:
+            if self.storage.place == "host" and entries.params:
                 check_not_captured(entries.owners[0].device)
             if group["params"]:
                 work.append((group, entries))
@@ -432,7 +441,7 @@ class FusedOptimizer(KeepsMoments):
             return column
         check_has_state(params[0])
         if key in self.moments:
-            self._as_kept(params, states, key)
+            self._make_moments(params, states, key)
         else:
             for param, state in zip(params, states, strict=True):
                 if state.get(key) is None:
@@ -452,10 +461,22 @@ class FusedOptimizer(KeepsMoments):
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def evaluate(closure: Closure | None) -> Any:
+def _copy_of(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The float32 copy of ``param`` in its ``state``, and so in checkpoints, beside the parameter.
+
+    Made at the first step rather than at construction, so that weights loaded or broadcast in
+    between count. Later writes to the parameter count as well, however they are made, since updates
+    take half weights for the truth.
+    """
+    if MASTER not in state:
+        check_has_state(param)
+        state[MASTER] = param.detach().float()
+    state[MASTER] = state[MASTER].to(param.device)
+    return state[MASTER]
+
+
+def evaluate(closure: Closure) -> Any:
     """Call the closure with gradients enabled, and return its loss."""
-    if closure is None:
-        return None
     with torch.enable_grad():
         return closure()
 
@@ -480,12 +501,14 @@ def rule_of(kind: type[R], group: Group, **others: Any) -> R:
     given: dict[str, Any] = {**group, "lr": rate_of(group), **others}
     if "betas" in group:
         given["beta1"], given["beta2"] = group["betas"]
-    return kind(**{name: given[name] for name in _fields_of(kind) if name in given})
+    for name in given.keys() - _fields_of(kind):
+        del given[name]
+    return kind(**given)
 
 
 @functools.cache
-def _fields_of(kind: type[Rule]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _fields_of(kind: type[Rule]) -> frozenset[str]:
+    return frozenset(field.name for field in fields(kind))
 
 
 def place_on_device(group: Group) -> None:
@@ -518,20 +541,6 @@ def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tenso
     step: torch.Tensor = group["step"]
     step += 1 if found_inf is None else (found_inf == 0).to(step.device)
     return step
-
-
-def count_step(group: Group, signals: Signals) -> int | torch.Tensor:
-    """Advance the group's counter unless skipped; a number while the host knows which."""
-    knows = signals.found_inf is None or host_reaches(signals.found_inf)
-    step = group.get("step", 0)
-    if not isinstance(step, torch.Tensor):
-        check_counter(group)
-    if knows and not isinstance(step, torch.Tensor):
-        group["step"] = int(step) + 1
-        return group["step"]
-    if not isinstance(step, torch.Tensor) and group["params"]:
-        group["step"] = scalar_on(step, torch.int32, group["params"][0].device)
-    return count_on_device(group, signals.found_inf)
 
 
 def names_scaler(kind: str, given: dict[str, Any]) -> bool:

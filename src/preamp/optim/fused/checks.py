@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,12 @@ def check_group(kind: str, group: Mapping[str, Any]) -> None:
     check_numbers(kind, **{name: group[name] for name in NUMBERS if name in group})
     if "betas" in group:
         check_betas(kind, group["betas"])
+    if group.get("norm_type", 2) not in (0, 2):
+        raise refusal(
+            f"{kind} got norm_type={group['norm_type']!r}",
+            "It knows 2, the L2 norm, and 0, the largest magnitude",
+            "Leave norm_type out for the L2 norm",
+        )
 
 
 def check_arguments(kind: str, given: Mapping[str, Any]) -> None:
@@ -142,14 +148,3 @@ def _check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
                 f"It updates {', '.join(map(dtype_name, DTYPES))}",
                 "Give this parameter to an optimizer of torch.optim",
             )
-
-
-def check_one_device(kind: str, params: Iterable[torch.Tensor]) -> None:
-    """Raise ``RuntimeError`` if the parameters of a group lie on several devices."""
-    devices = sorted({str(param.device) for param in params})
-    if len(devices) > 1:
-        raise refusal(
-            f"{kind} got a group whose tensors are not on the same device: {', '.join(devices)}",
-            "All parameters of a group share a device",
-            "Make one group per device",
-        )

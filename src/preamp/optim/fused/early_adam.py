@@ -103,18 +103,40 @@ class EarlyArguments:
                 twin = None if out is not None else pair_of(param)
                 if grad is not None and twin is not None:
                     twin.table.follow()
-                    low = twin.table.lows[twin.row]
-                    rows.append((param, grad, twin.half, None, twin, low))
+                    rows.append((param, grad, twin.half, None, twin))
                 elif grad is not None:
-                    rows.append((param, grad, out, None, None, None))
+                    rows.append((param, grad, out, None, None))
             found.append(Entries.of_rows(rows))
         return found
 
-    def norm_of(self, index: int, entries: Entries, ops: Ops) -> float | torch.Tensor:
-        """The norm of a group's scaled gradients, taken here if it was not given."""
-        if self.grad_norms is not None:
-            return self.grad_norms[index]
-        return global_norm([entries], ops, Splits())
+    def select_early(
+        self, groups: Sequence[Group], *, is_early_kind: bool, counts_per_parameter: bool
+    ) -> bool:
+        """Whether the step follows the formula of early 2019.
+
+        Refuses formula, arguments and state that do not belong together: ``RuntimeError`` if the
+        arguments belong to the other formula, `PreampStateError` if the state does.
+        """
+        is_early = is_early_kind or self.grads is not None
+        names = ", ".join(self.given())
+        if names and not is_early:
+            raise refusal(
+                f"FusedAdam.step() got {names}",
+                "Without grads they belong to the FusedAdam of early 2019 alone",
+                "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
+            )
+        counts_per_group = any("step" in group for group in groups)
+        if counts_per_group if is_early else counts_per_parameter:
+            here, there = ("early 2019", "today") if is_early else ("today", "early 2019")
+            raise bad_state(
+                f"This step of FusedAdam would follow the formula of {here}, but its state has "
+                f"the step counters of the formula of {there}",
+                "An optimizer keeps to one formula; today's counts steps in the group, that of "
+                "early 2019, like torch.optim.Adam, for each parameter",
+                "Call step always with grads or never, and load a file into the optimizer that "
+                "wrote it",
+            )
+        return is_early
 
     def inverse_scale(
         self, index: int, entries: Entries, max_norm: float, ops: Ops
@@ -131,48 +153,12 @@ class EarlyArguments:
         dtype, device = math_dtype(param.dtype), param.device
         combined = scalar_on(scale, dtype, device)
         if max_norm > 0:
-            norm = scalar_on(self.norm_of(index, entries, ops), dtype, device)
+            given = self.grad_norms
+            norm = global_norm([entries], ops, Splits()) if given is None else given[index]
+            norm = scalar_on(norm, dtype, device)
             clip = (norm / combined + CLIP_EPS) / max_norm
             combined = torch.where(clip > 1, clip * combined, combined)
         return combined.reciprocal()
-
-
-def check_formula(
-    is_early: bool,
-    early: EarlyArguments,
-    *,
-    is_capturable: bool,
-    counts_per_group: bool,
-    counts_per_parameter: bool,
-) -> None:
-    """Refuse a step whose formula, arguments and state do not belong together.
-
-    ``RuntimeError`` if the arguments belong to the other formula, `PreampStateError` if the state
-    does. Counters that lie on the device are today's alone, which counts per group.
-    """
-    names = ", ".join(early.given())
-    if names and not is_early:
-        raise refusal(
-            f"FusedAdam.step() got {names}",
-            "Without grads they belong to the FusedAdam of early 2019 alone",
-            "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
-        )
-    if is_early and is_capturable:
-        raise refusal(
-            f"FusedAdam.step() got {names} while capturable=True",
-            "A capturable FusedAdam takes no argument but the closure and grad_scaler",
-            "Construct it without capturable, or let torch.amp.GradScaler unscale",
-        )
-    if counts_per_group if is_early else counts_per_parameter:
-        here, there = ("early 2019", "today") if is_early else ("today", "early 2019")
-        raise bad_state(
-            f"This step of FusedAdam would follow the formula of {here}, but its state has "
-            f"the step counters of the formula of {there}",
-            "An optimizer keeps to one formula; today's counts steps in the group, that of "
-            "early 2019, like torch.optim.Adam, for each parameter",
-            "Call step always with grads or never, and load a file into the optimizer that "
-            "wrote it",
-        )
 
 
 def _per_group(name: str, value: Any, groups: Sequence[Group]) -> list[list[Any]]:

@@ -19,6 +19,7 @@ import torch
 from preamp.core.tensors import device_of, dtype_of, kinds_of, stored_grad, with_gradients
 from preamp.kernels import Update
 from preamp.kernels.stored import Stored
+from preamp.optim.gradients import State
 from preamp.optim.master_parameter import MASTER_KINDS, leaves_of
 from preamp.optim.table import Twin
 
@@ -28,7 +29,6 @@ Row = tuple[
     torch.Tensor | None,  # what gets the new value rounded as well
     torch.Tensor | None,  # a float32 scalar that unscales the gradient
     Twin | None,  # of a master
-    torch.Tensor | None,  # of a split master what is beside its half weight
 ]
 Apart = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """Says of parameters in which of several calls each is to be updated."""
@@ -47,24 +47,21 @@ class Entries:
     halves: list[torch.Tensor | None] | None = None
     factors: list[torch.Tensor | None] | None = None
     twins: list[Twin | None] | None = None
-    lows: list[torch.Tensor | None] | None = None
+    lows: list[torch.Tensor | None] | None = None  # of split masters what is beside half weights
     are_alike: bool = False  # whether all go into one batch, as far as is known already
 
     @classmethod
     def of_rows(cls, rows: Iterable[Row]) -> Entries:
         """Turn rows into columns."""
-        params, grads, *others = map(list, tuple(zip(*rows, strict=True)) or [()] * 6)
-        wanted = [column if any(map(_is_there, column)) else None for column in others]
-        return cls(*cast("Any", [params, grads, *wanted]))
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self.params)
+        columns: list[list[Any]] = [*map(list, tuple(zip(*rows, strict=True)) or [()] * 5)]
+        columns.append([None if t is None else t.table.lows[t.row] for t in columns[4]])
+        wanted: Any = [c if any(map(_is_there, c)) else None for c in columns[2:]]
+        return cls(columns[0], columns[1], *wanted)
 
     def rows(self) -> Iterator[Row]:
         """The rows, one by one."""
-        columns = self.params, self.grads, self.halves, self.factors, self.twins, self.lows
-        nothing = [None] * len(self)
+        columns = self.params, self.grads, self.halves, self.factors, self.twins
+        nothing = [None] * len(self.params)
         return cast("Any", zip(*[c if c is not None else nothing for c in columns], strict=True))
 
     @property
@@ -81,13 +78,8 @@ class Entries:
             return cast("list[torch.Tensor]", self.halves)
         return [
             param if half is None or low is None else half
-            for param, _, half, _, _, low in self.rows()
+            for param, half, low in zip(self.params, self.halves, self.lows, strict=True)
         ]
-
-    @property
-    def factor(self) -> torch.Tensor | None:
-        """What unscales all gradients of a batch."""
-        return None if self.factors is None else self.factors[0]
 
     def update(
         self,
@@ -95,10 +87,9 @@ class Entries:
         step: int | torch.Tensor = 1,
         inv_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
-        norms: torch.Tensor | None = None,
     ) -> Update:
-        """What the op is told of a batch; ``inv_scale`` comes in addition to `factor`."""
-        factor = self.factor
+        """What the op is told of a batch; ``inv_scale`` comes in addition to its factor."""
+        factor = None if self.factors is None else self.factors[0]
         both = inv_scale if factor is None else factor
         if inv_scale is not None and factor is not None:
             both = factor * inv_scale.to(factor.device)
@@ -109,7 +100,6 @@ class Entries:
             found_inf=found_inf,
             halves=None if is_split else self.halves,
             halves_lead=self.twins is not None,  # else a script's places for results
-            norms=norms,
             stored=Stored(lows=cast("Any", self.lows)) if is_split else None,
         )
 
@@ -170,7 +160,9 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     gradients = table.gradients
     gradients.take_in()
     found = gradients.seen[start:stop]
-    if not (gradients.is_half and table.are_alike) or any(map(is_, found, repeat(None))):
+    if not (gradients.state is State.HALF and table.are_alike) or any(
+        map(is_, found, repeat(None))
+    ):
         return None
     grads = cast("list[torch.Tensor]", found)
     lows = table.lows[start:stop]
@@ -194,23 +186,23 @@ def _rows_of(params: Sequence[Any]) -> Iterator[Row]:
         if twin is None:
             grad = param.grad
             if grad is not None:
-                yield param, grad, None, None, None, None
+                yield param, grad, None, None, None
             continue
         table, gradients = twin.table, twin.table.gradients
         if table is not latest:
             table.follow()
             gradients.take_in()
             latest = table
-        is_half = gradients.is_half
+        is_half = gradients.state is State.HALF
         grad = gradients.seen[twin.row] if is_half else stored_grad(param)
         if grad is not None:
             factor = gradients.factor_on(grad.device) if is_half else None
-            yield param, grad, twin.half, factor, twin, table.lows[twin.row]
+            yield param, grad, twin.half, factor, twin
 
 
 def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:
     """Sort entries into lists for ops, by dtype, device and the column that ``apart`` returns."""
-    if not entries:
+    if not entries.params:
         return []
     if entries.are_alike and apart is None:
         return [entries]

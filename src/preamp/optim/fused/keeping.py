@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_, itemgetter
 from typing import Any, ClassVar, cast
@@ -13,23 +13,11 @@ from typing import Any, ClassVar, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_state
-from preamp.core.log import say
 from preamp.core.tensors import are_same, dtype_of
 from preamp.kernels import Standing, Update
 from preamp.kernels.stored import Format, Stored
 from preamp.optim.fused.entries import Apart
-from preamp.optim.fused.moments import (
-    SCALES,
-    Chance,
-    Entry,
-    Home,
-    check_fits,
-    converted,
-    described,
-    is_exact,
-    is_kept_plain,
-)
+from preamp.optim.fused.moments import SCALES, Entry, Home, as_kept, check_fits, format_kept
 from preamp.policy.storage import FULL, Storage
 
 Column = list[torch.Tensor]
@@ -75,43 +63,33 @@ _referred_to: Any = cast("Any", weakref.ref).__call__
 
 @dataclass(frozen=True, eq=False)
 class _Homes:
-    """Where an optimizer's parameters are, as long as nothing of `made_for` changes."""
+    """Where an optimizer's parameters are, as long as these and its storage are the same."""
 
-    made_for: tuple[Any, ...]
+    storage: Storage
+    refs: list[Any]  # to the parameters
     by_id: dict[int, Home]
-    # Whoever of the parameters is no more, whose id may be another one's
-    gone: list[Any] = field(default_factory=list[Any])
-    refs: list[Any] = field(default_factory=list[Any])  # weak ones, which fill `gone`
 
 
 class KeepsMoments(torch.optim.Optimizer):
-    """Makes, finds and converts moments; a step at full storage asks for none of this."""
+    """Makes, finds and checks moments; a step at full storage asks for none of this."""
 
     storage: Storage = FULL
     """How masters and moments are kept between steps; set by ``preamp.initialize``.
 
-    Moments that are kept otherwise are converted at the next step.
+    At the next step moments in fewer bits become float32 where it says so; see `as_kept`.
     """
 
     moments: ClassVar[Mapping[str, Format]] = {}
-    """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits."""
+    """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits.
+
+    Where there is any, split masters too are updated as they are.
+    """
 
     _more_state: ClassVar[tuple[str, ...]] = ()
     """The rule's state behind `moments`."""
 
-    takes_stored: ClassVar[bool] = False
-    """Whether split masters, and moments in fewer bits, are updated as they are.
-
-    True of a class that has `moments`, unless it says otherwise itself.
-    """
-
     _wide_state: ClassVar[frozenset[str]] = frozenset()
     """State that is float32 even where the parameter is half; the rest has its dtype."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "moments" in vars(cls) and "takes_stored" not in vars(cls):
-            cls.takes_stored = bool(cls.moments)
 
     @property
     def _has_fewer_bits(self) -> bool:
@@ -123,32 +101,27 @@ class KeepsMoments(torch.optim.Optimizer):
             self._homes()
 
     def _homes(self) -> _Homes:
+        """Where the parameters are; raises `PreampStateError` as `check_storage` does."""
         params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
-        made_for = (list(map(id, params)), self.storage)
         known: _Homes | None = vars(self).get("_kept_homes")
-        if known is not None and known.made_for == made_for and not known.gone:
-            return known
+        if known is not None and known.storage == self.storage:
+            before: Any = map(_referred_to, known.refs)
+            if len(params) == len(known.refs) and all(map(is_, params, before)):
+                return known
         homes = {
             id(param): Home.of(number, param, self._state_device)
             for number, param in enumerate(params)
         }
-        if self._has_fewer_bits:
-            self._check_kind()
-            for home in homes.values():
-                home.check(type(self).__name__, self.storage)
-        known = _Homes(made_for, homes)
-        known.refs.extend([weakref.ref(param, known.gone.append) for param in params])
+        state: dict[Any, Entry] = self.state
+        for param in params if self._has_fewer_bits else ():
+            home, entry = homes[id(param)], state.get(param, {})
+            home.check(type(self).__name__, self.storage)
+            for key in [key for key in self.moments if entry.get(key) is not None]:
+                self._as_kept(param, entry, key, home)  # which refuses what it would have to round
+        known = _Homes(self.storage, list(map(weakref.ref, params)), homes)
         # At full storage no step asks again, and what is kept would keep weights alive.
         vars(self)["_kept_homes"] = known if self._has_fewer_bits else None
         return known
-
-    def _check_kind(self) -> None:
-        if not self.takes_stored:
-            raise bad_state(
-                f"{type(self).__name__} got moments={self.storage.moments!r}",
-                "It knows no format of fewer bits for its state; FusedAdam and others do",
-                "Use one of those, or keep float32 moments",
-            )
 
     # -- where state lies --------------------------------------------------------------------
 
@@ -169,10 +142,8 @@ class KeepsMoments(torch.optim.Optimizer):
 
     # -- a step ------------------------------------------------------------------------------
 
-    def _apart(self, also: Apart | None = None) -> Apart | None:
-        """What `batches` sorts by: how moments are kept, and ``also``."""
-        if self.storage.moments != "8bit":
-            return also
+    def _apart(self, also: Apart | None) -> Apart:
+        """What `batches` sorts by where moments have 8 bits: how they are kept, and ``also``."""
         by_id = self._homes().by_id
 
         def column(params: list[torch.Tensor]) -> Sequence[Hashable]:
@@ -191,15 +162,13 @@ class KeepsMoments(torch.optim.Optimizer):
         return math_dtype(param.dtype) if key in self._wide_state else param.dtype
 
     def _kept_dtype(self, key: str, param: torch.Tensor) -> torch.dtype:
-        plain = self._dtype_of(key, param)
-        if not self._has_fewer_bits or key not in self.moments:
-            return plain
-        return self._kept_as(key, param, self._homes().by_id[id(param)]).dtype or plain
+        kept = None
+        if self.storage.moments != "float32":
+            kept = self._kept_as(key, param, self._homes().by_id[id(param)]).dtype
+        return self._dtype_of(key, param) if kept is None else kept
 
     def _told(self, params: Sequence[torch.Tensor], update: Update) -> Update:
-        """``update`` with how the moments of parameters of one batch are kept."""
-        if not self._has_fewer_bits:
-            return update
+        """``update`` with how the moments of a batch are kept, in fewer bits."""
         homes = self._homes()
         first = homes.by_id[id(params[0])]
         formats = [self._kept_as(key, params[0], first) for key in self.moments]
@@ -225,46 +194,27 @@ class KeepsMoments(torch.optim.Optimizer):
         )
         return replace(update, stored=stored)
 
-    def _as_kept(self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str) -> None:
-        """Let all ``states`` have the moment ``key`` as it is kept, made or converted."""
+    def _as_kept(self, param: torch.Tensor, entry: Entry, key: str, home: Home) -> Entry:
+        """The moment ``key`` of ``entry`` as it is kept; see `as_kept`."""
+        kept, dtype = self._kept_as(key, param, home), self._dtype_of(key, param)
+        return as_kept(type(self).__name__, entry, key, home, kept, dtype)
+
+    def _make_moments(
+        self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str
+    ) -> None:
+        """Let all ``states`` have the moment ``key`` as it is kept: zeros where there is none."""
         by_id = self._homes().by_id
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        rounded: set[str] = set()
         for param, state in zip(params, states, strict=True):
             home = by_id[id(param)]
-            if state.get(key) is None:
-                kept = self._kept_as(key, param, home)
-                state[key] = home.made(kept.dtype or self._dtype_of(key, param))
-                if kept.has_scales:
-                    state[key + SCALES] = home.made_scales()
+            if state.get(key) is not None:
+                made = self._as_kept(param, state, key, home)
+                state.pop(key + SCALES, None)
+                state.update(made)
                 continue
-            # The number of the update before this one, which is counted already
-            step = state.get("step", groups[home.number].get("step", 1) - 1)
-            made = self._moment(param, state, key, home, step)
-            rounded |= made.rounded
-            state.pop(key + SCALES, None)
-            state.update(made.entry)
-        if vars(self).get("_rounded_to") != self.storage:
-            self._tell_rounded(rounded)
-
-    def _moment(self, param: torch.Tensor, entry: Entry, key: str, home: Home, step: Any) -> _Made:
-        """A moment of ``entry`` as it is kept."""
-        kept, dtype = self._kept_as(key, param, home), self._dtype_of(key, param)
-        row = list(self.moments).index(key) if key in self.moments else 0
-        by = Chance(self.storage.seed, step, row)
-        made = converted(entry, key, home, kept, dtype, by)
-        if kept is Format.PLAIN or is_exact(entry, key, kept):
-            return _Made(made)
-        return _Made(made, frozenset({described(entry[key])}))
-
-    def _tell_rounded(self, sources: Set[str]) -> None:
-        if sources:
-            vars(self)["_rounded_to"] = self.storage
-            kept = self.storage.moments.replace("8bit", "8 bits")
-            say(
-                f"{type(self).__name__}: moments of {' and '.join(sorted(sources))} are rounded "
-                f"to {kept}, by the storage of this run"
-            )
+            kept = self._kept_as(key, param, home)
+            state[key] = home.made(kept.dtype or self._dtype_of(key, param))
+            if kept.has_scales:
+                state[key + SCALES] = home.made_scales()
 
     def _kept(self, params: Sequence[torch.Tensor]) -> tuple[Kept, list[Entry]]:
         """What is kept of a step that updated these ``params``, and their state dicts.
@@ -291,10 +241,6 @@ class KeepsMoments(torch.optim.Optimizer):
         kept.note("keys", state)
         return kept, own
 
-    def _states_of(self, params: Sequence[torch.Tensor]) -> list[Entry]:
-        """State dicts of ``params``."""
-        return self._kept(params)[1]
-
     def _column(
         self, kept: Kept, states: Sequence[Entry], key: str, dtype: torch.dtype | None
     ) -> Column | None:
@@ -315,31 +261,26 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _own_state(
         self, given: Mapping[str, Any]
-    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any], set[str]]:
+    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any]]:
         """Of a loaded state what is kept as it is, by parameter, and the rest for torch to cast.
 
-        And what `_tell_rounded` is to tell of, once all is loaded.
-
-        Raises `ValueError` for moments in fewer bits that do not fit.
+        Raises `ValueError` for moments in fewer bits that do not fit, and `PreampStateError` for
+        those that `storage` keeps in fewer bits than they are in.
         """
-        groups: list[dict[str, Any]] = given["param_groups"]
-        numbers = [number for group in groups for number in group["params"]]
-        steps = [group.get("step", 0) for group in groups for _ in group["params"]]
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
         params = itertools.chain(*(group["params"] for group in self.param_groups))
         homes, rest = self._homes().by_id, dict[Any, Any](given["state"])
         found: dict[torch.Tensor, Entry] = {}
-        rounded: set[str] = set()
-        for number, step, param in zip(numbers, steps, params, strict=False):
+        for number, param in zip(numbers, params, strict=False):
             entry = cast("Entry | None", rest.get(number))
             if isinstance(entry, dict):
-                made = self._own_entry(param, entry, homes[id(param)], entry.get("step", step))
-                found[param], rounded = made.entry, rounded | made.rounded
-                mine = {*made.entry, *(key + SCALES for key in (*made.entry, *self.moments))}
+                own = found[param] = self._own_entry(param, entry, homes[id(param)])
+                mine = {*own, *(key + SCALES for key in (*own, *self.moments))}
                 rest[number] = {key: value for key, value in entry.items() if key not in mine}
-        return found, rest, rounded
+        return found, rest
 
-    def _own_entry(self, param: torch.Tensor, given: Entry, home: Home, step: Any) -> _Made:
-        own, rounded = dict[str, Any](), frozenset[str]()
+    def _own_entry(self, param: torch.Tensor, given: Entry, home: Home) -> Entry:
+        own = dict[str, Any]()
         where = self._state_device or param.device
         tensors = {k: v.to(where) for k, v in given.items() if isinstance(v, torch.Tensor)}
         is_away = where != param.device  # torch would bring it to the parameter
@@ -348,20 +289,10 @@ class KeepsMoments(torch.optim.Optimizer):
                 check_fits(type(self).__name__, tensors, key, home)
         for key, value in tensors.items():
             is_plain = self._kept_as(key, param, home) is Format.PLAIN
-            if key + SCALES in tensors or (
-                key in self.moments and not (is_plain and is_kept_plain(tensors, key))
-            ):
+            is_in_codes = key in self.moments and format_kept(value).has_scales
+            if key + SCALES in tensors or is_in_codes or not is_plain:
                 check_fits(type(self).__name__, tensors, key, home, self.moments.get(key))
-                made = self._moment(param, tensors, key, home, int(step))
-                own, rounded = own | made.entry, rounded | made.rounded
+                own |= self._as_kept(param, tensors, key, home)
             elif key in self._wide_state or (is_away and value.is_floating_point()):
                 own[key] = value.to(self._dtype_of(key, param))
-        return _Made(own, rounded)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """State as it is kept, and what was rounded for that."""
-
-    entry: Entry
-    rounded: frozenset[str] = frozenset()
+        return own

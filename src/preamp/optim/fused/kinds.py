@@ -15,7 +15,7 @@ KINDS: tuple[type[FusedOptimizer], ...] = tuple(
 )
 """All of them, by name."""
 
-KEEP_FEWER_BITS = tuple(kind.__name__ for kind in KINDS if kind.takes_stored)
+KEEP_FEWER_BITS = tuple(kind.__name__ for kind in KINDS if kind.moments)
 """Those whose moments may be kept in fewer bits."""
 
 ON_HOST = tuple(kind.__name__ for kind in KINDS if not kind.keeps_copies)

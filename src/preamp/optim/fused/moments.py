@@ -14,16 +14,7 @@ from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state, bad_value
 from preamp.core.tensors import is_sharded, local_of
 from preamp.core.torch_private.shards import box_of, has_whole_rows, sharded_as
-from preamp.kernels.stored import (
-    Format,
-    are_scales,
-    can_be_blocks,
-    decode,
-    encode,
-    noise,
-    round_by_chance,
-    scales_shape,
-)
+from preamp.kernels.stored import Format, are_scales, can_be_blocks, decode, scales_shape
 from preamp.optim.master_parameter import leaf_of
 from preamp.policy.storage import Storage
 
@@ -117,94 +108,43 @@ class Home:
     def made_scales(self) -> torch.Tensor:
         """Scales of a new moment in 8 bits."""
         own = torch.zeros(self.held_scales, dtype=torch.float32, device=self.device)
-        return self.with_scales_of(own)
-
-    def kept(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows as this rank keeps them."""
-        like = torch.empty_like(local_of(self.leaf.detach()), dtype=rows.dtype, device=self.device)
-        return sharded_as(like.copy_(rows), self.leaf)
-
-    def with_scales_of(self, held: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of scales as what the state has."""
-        return sharded_as(held, self.leaf, scales_shape(self.shape))
+        return sharded_as(own, self.leaf, scales_shape(self.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Chance:
-    """What the noise of a conversion depends on, besides the parameter."""
-
-    seed: int
-    step: int | torch.Tensor  # of the latest update
-    row: int  # which list of the rule's state it is
-
-    def noise(self, home: Home, rows: torch.Tensor) -> torch.Tensor:
-        """A number for each element of what this rank has."""
-        found = noise(
-            rows.numel(),
-            start=home.start,
-            step=self.step,
-            row=self.row,
-            seed=self.seed,
-            number=home.number,
-            device=rows.device,
-        )
-        return found.view(rows.shape)
-
-
-def converted(
-    entry: Mapping[str, Any], key: str, home: Home, kept: Format, dtype: torch.dtype, by: Chance
+def as_kept(
+    kind: str, entry: Mapping[str, Any], key: str, home: Home, kept: Format, dtype: torch.dtype
 ) -> Entry:
     """The moment ``key`` of ``entry`` as ``kept``, and its scales; ``dtype`` is of plain ones.
 
-    What is kept so already keeps its bits.
+    What is kept so already is returned as it is, and what has fewer bits widened where a plain one
+    is kept. Raises `PreampStateError` for one that would have to be rounded.
     """
     value, given = entry[key], format_kept(entry[key])
-    scales = entry[key + SCALES] if given.has_scales else None
-    if given is kept and scales is not None:
-        return {key: value, key + SCALES: scales}
-    if scales is None and value.dtype is (kept.dtype or dtype):
-        return {key: value}
-    wide = local_of(value)
-    if scales is not None:
-        wide = decode(wide, local_of(scales), given)
-    if kept.has_scales:
-        codes, sizes = encode(wide.float(), kept, by.noise(home, wide))
-        return {key: home.kept(codes), key + SCALES: home.with_scales_of(sizes)}
-    if kept is Format.BFLOAT16:
-        return {key: home.kept(round_by_chance(wide.float(), by.noise(home, wide)))}
-    return {key: home.kept(wide.to(dtype))}
+    if given.has_scales and given is kept:
+        return {key: value, key + SCALES: entry[key + SCALES]}
+    if given.has_scales and kept is Format.PLAIN:
+        wide = decode(local_of(value), local_of(entry[key + SCALES]), given)
+        like = torch.empty_like(local_of(home.leaf.detach()), dtype=dtype, device=home.device)
+        value = sharded_as(like.copy_(wide), home.leaf)
+    elif given.has_scales or (kept is not Format.PLAIN and value.dtype is not kept.dtype):
+        raise bad_state(
+            f"{kind} got {key} of parameter {home.number} in {_in_words(given, value.dtype)}, and "
+            f"its storage keeps it in {_in_words(kept, kept.dtype)}",
+            "Moments come back as they were kept; only float32 ones are made of those in fewer "
+            "bits, since others would be rounded once more",
+            "Load a state under the storage that it was saved with, or storage='full' for float32 "
+            "moments",
+        )
+    return {key: value.to(kept.dtype or dtype)}
 
 
-def without_codes(entry: Mapping[str, Any]) -> Entry:
-    """A state whose moments in 8 bits are float32 tensors, with the same values."""
-    found = dict(entry)
-    for key in entry:
-        if is_in_codes(entry, key):
-            scales = found.pop(key + SCALES)
-            found[key] = decode(entry[key], scales, format_kept(entry[key]))
-    return found
+def _in_words(kept: Format, dtype: torch.dtype | None) -> str:
+    return "8 bits" if kept.has_scales or dtype is None else dtype_name(dtype)
 
 
 def is_in_codes(entry: Mapping[str, Any], key: str) -> bool:
     """Whether the moment ``key`` is there in 8 bits, with its scales."""
     return f"{key}{SCALES}" in entry and format_kept(entry.get(key)).has_scales
-
-
-def is_kept_plain(entry: Mapping[str, Any], key: str) -> bool:
-    """Whether neither codes nor scales are there of the moment ``key``."""
-    return not format_kept(entry[key]).has_scales and key + SCALES not in entry
-
-
-def is_exact(entry: Mapping[str, Any], key: str, kept: Format) -> bool:
-    """Whether a moment keeps its values in the format ``kept``, which is not a plain one."""
-    if kept.has_scales:
-        return format_kept(entry[key]) is kept
-    return entry[key].dtype is kept.dtype
-
-
-def described(value: torch.Tensor) -> str:
-    """What a moment is kept as, in words."""
-    return "8 bits" if format_kept(value).has_scales else dtype_name(value.dtype)
 
 
 def check_fits(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -39,7 +39,7 @@ def clip_factor(
     Returns a scalar on the device of the first parameter, or ``None`` where there is nothing to do.
     ``max_norm`` is that of the unscaled gradients, 0 for no clipping.
     """
-    if max_norm == 0 or not any(every):
+    if max_norm == 0 or not any(entries.params for entries in every):
         return inv_scale
     norm = global_norm(every, ops, splits)
     one = torch.ones_like(norm)
@@ -58,30 +58,24 @@ class Call:
     update: Update
 
 
-def norms_of_wholes(calls: Sequence[Call], ops: Ops, splits: Splits) -> list[torch.Tensor | None]:
-    """Return what rules are told in `Update.norms`: ``None`` where they measure by themselves.
+def norms_of_wholes(calls: Sequence[Call], ops: Ops, splits: Splits) -> Sequence[Call]:
+    """Tell rules that take norms those of whole tensors, where this rank holds parts of some.
 
-    Tensors of which this rank holds a part are measured here, and all of them completed by one
-    all-reduce for each group of ranks and each kind of norm.
+    Its parts are measured here, and completed by one all-reduce for each group of ranks and each
+    kind of norm. Other rules measure by themselves.
     """
-    found: list[torch.Tensor | None] = [None] * len(calls)
-    for largest in (False, True):
-        places = [
-            place
-            for place, call in enumerate(calls)
-            if call.rule.takes_norms and _is_max(call.rule) is largest
-        ]
-        owners = [calls[place].batch.owners for place in places]
-        if not any(map(splits.concern, owners)):
-            continue
-        over = [[splits.of(owner) for owner in own] for own in owners]
-        split = [(place, own) for place, own in zip(places, over, strict=True) if any(own)]
-        columns = [_measured(calls[place], ops) for place, _ in split]
-        if columns:
-            complete_(columns, [own for _, own in split], splits, largest=largest)
-        for (place, _), column in zip(split, columns, strict=True):
-            found[place] = column
-    return found
+    asking = [c for c in calls if c.rule.takes_norms and splits.concern(c.batch.owners)]
+    found: dict[int, torch.Tensor] = {}
+    for largest in (False, True) if asking else ():
+        some = [call for call in asking if _is_max(call.rule) is largest]
+        over = [[splits.of(owner) for owner in call.batch.owners] for call in some]
+        split = [(call, own) for call, own in zip(some, over, strict=True) if any(own)]
+        columns = [_measured(call, ops) for call, _ in split]
+        complete_(columns, [own for _, own in split], splits, largest=largest)
+        found |= {id(call): norms for (call, _), norms in zip(split, columns, strict=True)}
+    if not found:
+        return calls
+    return [replace(call, update=replace(call.update, norms=found.get(id(call)))) for call in calls]
 
 
 def _is_max(rule: Rule) -> bool:

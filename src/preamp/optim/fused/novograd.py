@@ -13,7 +13,6 @@ from preamp.core.tensors import local_of
 from preamp.kernels.rules import NovoGradRule
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import FusedOptimizer, Group, rule_of
-from preamp.optim.fused.checks import refusal
 
 NO_NORM_YET = -1.0
 """What ``exp_avg_sq`` holds before the first step, see `preamp.kernels.Ops.novograd_`."""
@@ -82,14 +81,7 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _check_norm_type(norm_type)
         super().__init__(params, {**locals(), "moment_mode": 0 if reg_inside_moment else 1})
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add ``param_group``; refuses what the constructor refuses."""
-        if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-            _check_norm_type(param_group.get("norm_type", 2))
-        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, here or in Apex.
@@ -112,15 +104,6 @@ class FusedNovoGrad(FusedOptimizer):
             group,
             decays_inside_moment=self.moment_mode == 0,
             uses_max_norm=group["norm_type"] == 0,
-        )
-
-
-def _check_norm_type(norm_type: int) -> None:
-    if norm_type not in (0, 2):
-        raise refusal(
-            f"FusedNovoGrad got norm_type={norm_type!r}",
-            "It knows 2, the L2 norm, and 0, the largest magnitude",
-            "Leave norm_type out for the L2 norm",
         )
 
 
