@@ -36,12 +36,11 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
             "self.found_inf = found_inf = larger(found_inf, self.found_inf)",
             "self.found_inf = found_inf",
         ),
-        ("return bool(torch.isfinite(norm))", "return True"),
+        ("is_sound = bool(torch.isfinite(norm))", "is_sound = True"),
     ),
     "src/preamp/engine/storage.py": (
         ("id(param) in updated and not kept.is_wide(param)", "not kept.is_wide(param)"),
         ("not kept.is_wide(param) and id(param) not in norms", "id(param) not in norms"),
-        ("tuple(scales.shape) != wanted", "False"),
     ),
     "src/preamp/kernels/plans.py": (
         (" or tensor.is_neg():", ":"),

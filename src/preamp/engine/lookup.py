@@ -100,7 +100,7 @@ def common_engine(
 
     ``initialize`` is the name by which the script knows it, for the errors.
     """
-    engines = [find_engine(optimizer) for optimizer in optimizers]
+    engines = list(map(find_engine, optimizers))
     first = engines[0]
     for optimizer, engine in zip(optimizers, engines, strict=True):
         if engine is None:

@@ -15,15 +15,13 @@ from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value,
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
-from preamp.engine.recording import Recording
 from preamp.kernels import Ops, reserve
-from preamp.kernels.stored import are_beyond_float16, scales_shape
+from preamp.kernels.stored import are_beyond_float16
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.optim.fused.keeping import KeepsMoments
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
-from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
-from preamp.optim.larc import masters_split, released
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, closest_first
+from preamp.optim.fused.moments import is_in_codes
+from preamp.optim.larc import masters_split
 from preamp.policy import Policy
 
 if TYPE_CHECKING:
@@ -67,7 +65,6 @@ def check_updates(
     optimizers: Sequence[torch.optim.Optimizer],
     policy: Policy,
     kernels: tuple[Ops, Splits],
-    recording: Recording,
 ) -> None:
     """Refuse what cannot be updated where, or when, a policy's storage says. Changes nothing.
 
@@ -81,7 +78,9 @@ def check_updates(
     if policy.storage.masters == "split" and any(isinstance(one, LARC) for one in every):
         raise masters_split("LARC")
     if policy.storage.release_gradients:
-        _check_release(every, optimizers, policy, splits, recording)
+        if splits.given:
+            raise _refused("process_groups")
+        check_no_ranks()
 
 
 def _check_host(
@@ -129,54 +128,16 @@ def _not_on_host(what: str, why: str) -> PreampStateError:
     )
 
 
-def _check_release(
-    every: Sequence[object],
-    optimizers: Sequence[torch.optim.Optimizer],
-    policy: Policy,
-    splits: Splits,
-    recording: Recording,
-) -> None:
-    """Refuse what needs gradients of a whole step, or on the device."""
-    if any(isinstance(one, LARC) for one in every):
-        raise released()
-    params = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
-    if policy.storage.applies_at_once:
-        for optimizer in optimizers:
-            check_releases(optimizer)
-        if len(set(params)) < len(params):
-            why = "the second one would need its gradient later"
-            raise _refused("optimizers that share a parameter", why)
-        if recording.numerics != "off" or policy.overflow == "trace":
-            what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
-            raise _refused(what, "this reads them once a backward has ended")
-    if splits.given:
-        raise _refused("process_groups", "norms and overflow of all ranks come after the backward")
-    check_no_ranks()
-
-
-def check_releases(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that needs more than a parameter's own gradient to update it."""
-    if isinstance(optimizer, FusedOptimizer) and optimizer.updates_alone:
-        return
-    kind = with_article(type(optimizer).__name__)
-    kind += " of early 2019's formula" if type(optimizer).__name__ in RELEASE else ""
-    raise bad_type(
-        f"storage has release_gradients=True, and an optimizer is {kind}",
-        f"A parameter is updated by its own gradient alone in {', '.join(RELEASE)}",
-        "Choose one of these, or a storage without release_gradients",
-    )
-
-
 def check_no_ranks() -> None:
-    """Refuse ranks, which may reduce gradients."""
+    """Refuse ranks beside released gradients."""
     if has_process_group():
-        raise _refused("a process group", "ranks reduce gradients after the hooks of parameters")
+        raise _refused("a process group")
 
 
-def _refused(what: str, why: str) -> PreampStateError:
+def _refused(what: str) -> PreampStateError:
     return bad_state(
         f"storage has release_gradients=True beside {what}",
-        f"Gradients do not stay on the device once they are made; {why}",
+        "Gradients do not stay on the device once they are made, and ranks exchange them later",
         "Leave one of the two out",
     )
 
@@ -196,53 +157,29 @@ def _check_range(name: str, param: torch.Tensor) -> None:
         )
 
 
-def read_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """A state that is being loaded, with float32 values for moments in 8 bits.
-
-    For optimizers that would take the codes themselves for values, as torch's do. ``None`` where
-    there are none, or where the optimizer reads them.
-    """
+def refuse_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Refuse a state with moments in 8 bits where an optimizer would take codes for values."""
     entries = state.get("state")
-    if isinstance(optimizer, KeepsMoments) or not isinstance(entries, Mapping):
-        return None
-    made = {key: _values_of(entry) for key, entry in cast("dict[Any, Any]", entries).items()}
-    return {**state, "state": made}
-
-
-def _values_of(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    own = cast("dict[str, Any]", entry)
-    for key in [key for key in own if is_in_codes(own, key)]:
-        codes, scales = own[key], own[key + SCALES]
-        wanted = scales_shape(codes.shape) if codes.dim() else ()
-        if not isinstance(scales, torch.Tensor) or tuple(scales.shape) != wanted:
+    if isinstance(optimizer, FusedOptimizer) or not isinstance(entries, Mapping):
+        return
+    for entry in cast("Mapping[Any, Any]", entries).values():
+        if isinstance(entry, dict) and any(is_in_codes(entry, key) for key in [*entry]):
             raise bad_value(
-                f"The state has {key} in 8 bits of shape {tuple(codes.shape)}, and scales that do "
-                "not fit",
-                f"These are a float32 tensor of shape {wanted}; nothing was loaded",
-                "Load a state as an optimizer has saved it",
+                f"{with_article(type(optimizer).__name__)} was given a state with moments in 8 "
+                "bits",
+                "Only fused optimizers read these",
+                "Load it into the fused optimizer, on parameters without an engine, and take that "
+                "one's state_dict(), which is float32",
             )
-    return without_codes(own)
 
 
 def describe_storage(engine: EngineCore) -> list[str]:
-    """How masters and moments of an engine are kept at the moment, where not all are float32."""
+    """Where masters, moments and gradients of an engine are, if the storage puts them elsewhere."""
     found: list[str] = []
-    if engine.policy.storage.masters == "split":
-        twins = [twin for s in engine.sessions.values() for twin in s.table.twins]
-        found.append(f"storage: {len(twins)} masters are split")
     if engine.policy.storage.place == "host":
         found.append(f"storage: {describe_place(engine)}")
-    if engine.policy.storage.applies_at_once:
-        found.append("storage: each gradient is applied as soon as it is made, and then dropped")
-    if engine.policy.storage.waits_on_host and uses_host(engine):
+    if engine.policy.storage.release_gradients and uses_host(engine):
         found.append("storage: each gradient goes to the host as soon as it is made")
-    kind = engine.policy.storage.moments
-    if kind != "float32":
-        moments = [moment for o in engine.optimizers for moment in _moments_of(o)]
-        fewer = sum(moment.element_size() < 4 for moment in moments)
-        found.append(f"storage: {fewer} of {len(moments)} moments are {kind} now")
     return found
 
 
@@ -261,8 +198,3 @@ def describe_place(engine: EngineCore) -> str:
     if uses_host(engine):
         return "masters and moments lie on the host, which makes the update"
     return MOVED_NOTHING
-
-
-def _moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    keys, entries = getattr(optimizer, "moments", {}), list(optimizer.state.values())
-    return [entry[key] for entry in entries for key in keys if entry.get(key) is not None]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import PreampStateError, bad_state, bad_type, with_article
+from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.core.torch_private.shards import place_gradients
@@ -76,15 +76,13 @@ class LARC:
         """Adapt the gradients and let the wrapped optimizer step. Does not synchronise by itself.
 
         Raises:
-            PreampStateError: A gradient is sparse, or they are released, or the host makes the
-                update; nothing was changed.
+            PreampStateError: A gradient is sparse, or the host makes the update; nothing was
+                changed.
 
         Mutates:
             Gradients, and what the optimizer does. Weight decays are zero while it steps.
         """
         storage: Storage = getattr(self.optim, "storage", FULL)
-        if storage.release_gradients:
-            raise released()
         if storage.masters == "split":
             raise masters_split("LARC")
         if storage.place == "host":
@@ -145,15 +143,6 @@ class LARC:
 
     def __repr__(self) -> str:
         return repr(self.optim)
-
-
-def released() -> PreampStateError:
-    """The error for an optimizer whose gradients have gone before LARC can adapt them."""
-    return bad_state(
-        "LARC was used with storage that has release_gradients=True",
-        "It adapts gradients in step(), and none is on the device by then",
-        "Pass the optimizer without LARC, or a storage without release_gradients",
-    )
 
 
 def masters_split(kind: str) -> TypeError:
