@@ -164,7 +164,8 @@ def test_any_program_does_what_it_does_with_torchs(
                 )
             if kind in ("update", "set"):
                 stages = [UPDATED.get(stage, stage) for stage in stages]
-        ours.scaler.scale(torch.zeros(()))  # nothing is left half done
+        if "unscaled" not in stages:
+            ours.scaler.scale(torch.zeros(()))  # nothing is left half done
         assert_alike(ours, torchs)
     finally:
         preamp.engine_of(ours.optimizers[0]).close()

@@ -221,14 +221,14 @@ class OptimizerHooks:
             others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
             for session in (self._session, *others) if others else ():
                 session.check_outside_block("add_param_group")
+                if session.is_within_step():
+                    raise refusals.within_step("add_param_group of another optimizer's weights")
             result = inner(optimizer, *args, **kwargs)
             joined = [p for group in optimizer.param_groups[before:] for p in group["params"]]
             if self._engine.scales_losses:  # nobody unscaled what they have
                 for param in joined:
                     if id(param) not in known:
                         param.grad = None
-            for session in others:
-                self._session.take_findings(session)
             self._session.table.adopt()
             return result
 

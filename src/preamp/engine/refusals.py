@@ -16,10 +16,10 @@ def inside_block(what: str) -> PreampStateError:
 
 
 def within_step(what: str) -> PreampStateError:
-    """A run is to be saved whose gradients no step has used yet."""
+    """A run is to be saved, or weights shared, whose gradients no step has used yet."""
     return bad_state(
         f"{what} was called between a backward and optimizer.step()",
-        "Gradients are not saved, nor what is known of them, so the run would go on without them",
+        "Gradients, and what is known of them, are neither saved nor handed over",
         "Call it after optimizer.step(), or after optimizer.zero_grad() to do without that step",
     )
 

@@ -135,12 +135,6 @@ class OptimizerSession:
             self._direct_params = without_masters(params)
         return self._direct_params
 
-    def take_findings(self, other: OptimizerSession) -> None:
-        """Take over what was found in gradients that this optimizer now shares with another."""
-        if other.found_inf is not None:
-            self.found_inf = larger(other.found_inf, self.found_inf)
-            self.notes += [note for note in other.notes if note not in self.notes]
-
     def release_masters(self) -> None:
         """Give the optimizer its half parameters back, and hold no parameters any more."""
         self.table.release()

@@ -165,8 +165,7 @@ def refuse_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
     for entry in cast("Mapping[Any, Any]", entries).values():
         if isinstance(entry, dict) and any(is_in_codes(entry, key) for key in [*entry]):
             raise bad_value(
-                f"{with_article(type(optimizer).__name__)} was given a state with moments in 8 "
-                "bits",
+                f"This {type(optimizer).__name__} was given a state with moments in 8 bits",
                 "Only fused optimizers read these",
                 "Load it into the fused optimizer, on parameters without an engine, and take that "
                 "one's state_dict(), which is float32",

@@ -77,7 +77,8 @@ class Reading:
     @property
     def has_nan(self) -> bool:
         """Whether any value is nan. Synchronises."""
-        return math.isnan(self.values()[0])
+        low, _ = self.values()  # both are nan, or neither
+        return math.isnan(low)
 
     @property
     def is_minus_infinity(self) -> bool:
