@@ -357,7 +357,7 @@ class OptimizerSession:
 
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients that are shown unscaled; all ranks call it."""
-        if self.found_inf is not None and self.found_inf.item() != 0:
+        if self.overflowed():
             self.halves.ignore_writes()  # no step will use them
         else:
             splits = self.splits if self.splits.concern(self.table.halves) else None
