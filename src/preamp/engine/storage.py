@@ -163,7 +163,8 @@ def refuse_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
     if isinstance(optimizer, FusedOptimizer) or not isinstance(entries, Mapping):
         return
     for entry in cast("Mapping[Any, Any]", entries).values():
-        if isinstance(entry, dict) and any(is_in_codes(entry, key) for key in [*entry]):
+        own = cast("dict[str, Any]", entry if isinstance(entry, dict) else {})
+        if any(is_in_codes(own, key) for key in own):
             raise bad_value(
                 f"This {type(optimizer).__name__} was given a state with moments in 8 bits",
                 "Only fused optimizers read these",
