@@ -447,7 +447,7 @@ class Tracer:
             if note.watched is not None and host_reaches(note.scale):
                 if any(bool(flag != 0) for flag in note.found_inf):
                     finding = note.watched(bool(note.loss_finite))
-                    note.watched = partial(_found, finding)
+                    note.watched = lambda _, finding=finding: finding
 
     def _end_step(self, session: object) -> None:
         """A step has been taken or not; the next forward begins another one."""
@@ -520,11 +520,6 @@ def _armed(tracer: weakref.ref[Tracer]) -> Tracer | None:
 def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: Any) -> None:
     if (own := _armed(tracer)) is not None:
         own.heard(name, args, result)
-
-
-def _found(finding: Finding, loss_was_finite: bool) -> Finding:
-    del loss_was_finite
-    return finding
 
 
 def _places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[Place, nn.Module]]:
