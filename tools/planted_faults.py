@@ -36,7 +36,7 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
             "self.found_inf = found_inf = larger(found_inf, self.found_inf)",
             "self.found_inf = found_inf",
         ),
-        ("return bool(torch.isfinite(norm))", "return True"),
+        ("is_sound = bool(torch.isfinite(norm))", "is_sound = True"),
     ),
     "src/preamp/engine/storage.py": (
         ("id(param) in updated and not kept.is_wide(param)", "not kept.is_wide(param)"),

@@ -25,7 +25,6 @@ LEVELS = ("O1", "O2", "O4", "O5")
 WARM_UP, STEPS = 3, 6
 OVERFLOW = WARM_UP + 1  # in the steps that must not wait
 BATCHES = WARM_UP + STEPS + 1
-RELEASED = preamp.Storage(release_gradients=True)
 Build = Callable[[Any], Any]
 OPTIMIZERS: dict[str, Build] = {
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3),
@@ -55,14 +54,13 @@ class Training:
         self.net.to(device)
         self.optimizer = build(self.net.parameters())
         options: Any = {"opt_level": level, "verbosity": 0, "storage": storage}
-        if storage is not RELEASED:
-            options["loss_scale"] = loss_scale
+        options["loss_scale"] = loss_scale
         preamp.initialize(self.net, self.optimizer, **options)
         self.engine = preamp.engine_of(self.net)
         self.is_dynamic = self.engine.policy.is_dynamic
         if self.is_dynamic:
             self.engine.scaler(0).set_scale(64.0)
-        self.scaler: Any = None if storage is RELEASED else preamp.GradScaler(self.optimizer)
+        self.scaler: Any = preamp.GradScaler(self.optimizer)
         self.batches = torch.randn(BATCHES, 32, 16).to(device)
         self.targets = torch.randn(BATCHES, 32, 4).to(device)
         factors = torch.ones(BATCHES)
@@ -183,10 +181,6 @@ def test_no_loop_waits(level: str, optimizer: str, loop: Loop) -> None:
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_no_storage_waits(level: str, optimizer: str, storage: str, loop: Loop) -> None:
     assert_as_on_the_cpu(loop, level, OPTIMIZERS[optimizer], storage)
-
-
-def test_released_gradients_wait_for_nothing() -> None:
-    assert_as_on_the_cpu(plain, "O5", OPTIMIZERS["FusedAdam"], RELEASED)
 
 
 @pytest.mark.parametrize("level", LEVELS)

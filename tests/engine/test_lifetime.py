@@ -27,7 +27,7 @@ from kit.loops import (
 )
 from kit.refusals import assert_refused, refused
 from preamp import amp
-from preamp.optimizers import FusedAdam, FusedSGD
+from preamp.optimizers import FusedAdam
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -137,14 +137,12 @@ def test_fused_optimizers_hold_no_state_beside_their_own(masters: bool) -> None:
     assert key in optimizer.state[other]
 
 
-def test_zero_grad_keeps_its_label_and_whoever_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_grad_is_that_of_whoever_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
     model, optimizer = preamp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0
     )
-    with torch.profiler.profile() as profile:
-        optimizer.zero_grad()
-    assert "Optimizer.zero_grad#SGD.zero_grad" in {event.key for event in profile.key_averages()}
+    optimizer.zero_grad()
     called: list[bool] = []
     monkeypatch.setattr(
         torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: called.append(True)
@@ -466,19 +464,3 @@ def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
         assert ours.dtype is torch.float32
         assert torch.equal(ours, plain)
     assert failed.value.__traceback__ is not None
-
-
-def test_gradients_are_no_longer_released() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = FusedSGD(model.parameters(), lr=0.1)
-    storage = preamp.Storage(release_gradients=True)
-    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0, storage=storage)
-    with preamp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
-    weight, engine = model.weight, weakref.ref(preamp.engine_of(model))
-    assert weight.grad is None
-    del model, optimizer, scaled
-    gc.collect()
-    assert engine() is None
-    weight.sum().backward()
-    assert weight.grad is not None

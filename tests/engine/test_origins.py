@@ -556,12 +556,9 @@ class Critic(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O5"])
-@pytest.mark.parametrize(
-    ("power", "operation", "line", "loss_is_finite"),
-    [(0.5, "sqrt", 4, False), (1.5, "pow", 5, True)],
-)
-def test_a_penalty_names_the_function_whose_derivative_it_was(
-    level: str, power: float, operation: str, line: int, loss_is_finite: bool
+@pytest.mark.parametrize(("power", "loss_is_finite"), [(0.5, False), (1.5, True)])
+def test_a_penalty_names_the_line_at_its_gradient(
+    level: str, power: float, loss_is_finite: bool
 ) -> None:
     torch.manual_seed(0)
     model = Critic(power)
@@ -583,6 +580,5 @@ def test_a_penalty_names_the_function_whose_derivative_it_was(
     (cause,) = engine.overflow_causes
     assert cause.loss_was_finite is loss_is_finite
     assert cause.trace is not None
-    assert (cause.trace.type, cause.trace.phase) == ("Critic", "backward")
-    assert cause.trace.operation == operation
-    assert cause.trace.where.endswith(f":{inspect.getsourcelines(Critic.forward)[1] + line}")
+    wanted = ("backward", "grad") if loss_is_finite else ("given", "square")
+    assert (cause.trace.phase, cause.trace.operation) == wanted

@@ -25,7 +25,6 @@ from engine.programs import (
     COPIES,
     NAMES,
     OPTIMIZERS,
-    RELEASED,
     STORAGES,
     Add,
     Again,
@@ -51,7 +50,6 @@ from engine.programs import (
 )
 from kit.run import Run, differing
 from preamp.core.torch_private import extremes
-from preamp.engine import release
 from preamp.kernels.plain import tally
 from preamp.numerics import RunRecord, read_history
 from preamp.watch import host_copies, observation
@@ -105,27 +103,21 @@ class Dice:
         program = [call for _ in range(self.number(1, 5)) for call in self.iteration()]
         return Case(program, level, optimizer, loss_scale, frozen, storage)
 
-    def loop(self, level: str, storage: str, *, releases: bool = False) -> Case:
-        """Ordinary iterations, with one backward if each gradient is applied at once."""
-        plain = "SGD" if storage == "full" and not releases else "FusedSGD"
+    def loop(self, level: str, storage: str) -> Case:
+        """Ordinary iterations."""
+        plain = "SGD" if storage == "full" else "FusedSGD"
         optimizer = self.one([plain, "FusedSGD"] if level == "O3" else [plain, "FusedAdam"])
         program = list[Call]()
         for _ in range(self.number(2, 5)):
             parts, both = self.one(["a", "ab", "aqn", "abqnc"]), self.happens()
-            for count in range(1 if releases else self.number(1, 3), 0, -1):
-                delay, poison = (
-                    count > 1 and self.happens(),
-                    not releases and self.happens(rarely=True),
-                )
+            for count in range(self.number(1, 3), 0, -1):
+                delay, poison = count > 1 and self.happens(), self.happens(rarely=True)
                 program += [Backward(parts, self.number(0, 5), 0, delay, both, poison)]
-            if not releases and self.happens():
+            if self.happens():
                 program += [Clip(self.one([0, 1]), 2.0**-6)]
             program += [Step(0), Step(1), Zero("model", to_none=True)]
-            if releases:
-                writes = Write(self.one(NAMES), self.one(["fill_", "mul_", "assigned"]))
-                program += [self.one([writes, self.between_steps()])]
         frozen: tuple[str, ...] = self.one([(), ("b.weight",), ("a.bias", "q")])
-        loss_scale = self.one([1.0, 128.0] if releases else [128.0, "dynamic"])
+        loss_scale = self.one([128.0, "dynamic"])
         return Case(program, level, optimizer, loss_scale, frozen, storage)
 
     def iteration(self) -> Iterator[Call]:
@@ -448,20 +440,6 @@ def test_far_from_the_host(
         replace(case, variant=Variant(FAR[watched], unread=NoHostReads)).run()
 
 
-@variants
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("storage", ["full", "split", "compact", "bfloat16"])
-@pytest.mark.parametrize("together", [1, 64, release.TOGETHER])
-def test_released_gradients_give_the_same_bits(
-    level: str, storage: str, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Applied one by one, by some, or all at the end of the block."""
-    monkeypatch.setattr(release, "TOGETHER", together)
-    for number in range(3):
-        case = Dice(f"{level} {number} {storage} {together}").loop(level, storage, releases=True)
-        assert_same_bits(case, replace(case, storage=f"{storage}, released"))
-
-
 FOUND_IN_WORDS = {
     "an overflow beneath what was left scaled, all of it zeroed": (
         "Backward b 0 poison; Backward b 0 delay; Zero model; Backward a 0 both; Backward a 0 both"
@@ -597,7 +575,7 @@ def test_each_thing_may_follow_each_other(level: str, first: str, turn: int) -> 
 # Random programs combine levels and storages freely; here each program needs each of them once.
 @pytest.mark.pairs
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("storage", [name for name in STORAGES if name not in RELEASED])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", FOUND)
 @pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
 def test_programs_that_went_wrong(level: str, storage: str, name: str) -> None:

@@ -13,14 +13,14 @@ _MADE: list[weakref.ref[Engine]] = []
 
 
 def note_engines() -> None:
-    """Note each engine that is made in this process from now on."""
-    make = Engine.__init__
+    """Note each engine that something leads to in this process from now on."""
+    be_found = Engine.be_found_from
 
-    def make_and_note(self: Engine, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
+    def be_found_and_noted(self: Engine, thing: Any) -> None:
+        be_found(self, thing)
         _MADE.append(weakref.ref(self))
 
-    Engine.__init__ = make_and_note  # type: ignore[method-assign]
+    Engine.be_found_from = be_found_and_noted  # type: ignore[method-assign]
 
 
 def close_engines() -> None:

@@ -70,7 +70,7 @@ def estimate(
         str, Option(help=f"Where masters and moments lie: {', '.join(get_args(Place))}.")
     ] = "device",
     releases: Annotated[
-        bool, Option("--release-gradients", help="Apply gradients, or send them to the host.")
+        bool, Option("--release-gradients", help="Send gradients to the host.")
     ] = False,
     card: Annotated[
         float | None, Option("--card-gib", help="GiB of the device: tell what fits.")
@@ -104,7 +104,6 @@ def estimate(
         _tell(found, by_twin, f"{fused} makes the update of {name_of(named)}.")
     else:
         _tell_fits(found, by_twin, f"With {fused} in place of {name_of(named)} there is:")
-    _tell_what_is_left_out(levels, kept)
 
 
 def _look(
@@ -140,17 +139,6 @@ def _tell_fits(found: list[MemoryEstimate], by_twin: list[MemoryEstimate], twin:
         print_wrapped(console, [twin])
         _print_fits(others, console)
     print_wrapped(console, [_ON_TOP])
-
-
-def _tell_what_is_left_out(levels: str | None, storage: Storage) -> None:
-    keeping = [
-        name
-        for name, policy in preamp.OPT_LEVELS.items()
-        if at_level(policy, storage).release_gradients is not storage.release_gradients
-    ]
-    if levels is None and keeping:
-        why = "A dynamic loss scale needs all gradients of a step."
-        print_wrapped(make_console(), [f"Left out: {', '.join(keeping)}. {why}"])
 
 
 def _storage(storage: str, place: str, releases: bool) -> Storage:

@@ -111,7 +111,7 @@ class _Backward:
 
     def prepare(self) -> None:
         """Set earlier gradients aside before a backward. Mutates the parameters' ``grad``."""
-        self._session.enter()
+        self._session.check_outside_block("_prepare_amp_backward")
         self._session.table.adopt()
         try:
             self._session.begin(self._engine.scaler(0), set())

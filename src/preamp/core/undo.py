@@ -35,13 +35,36 @@ def all_or_nothing(prepare: Callable[[], Iterable[Step]], undo: Step) -> None:
     An interrupt is raised when all has been done, or undone. Steps may run twice, as those of an
     `UndoStack`; the first error of one is raised at the end.
     """
-    end: UndoStack | None = None
+    left: list[Step] | None = None
     try:
-        end = UndoStack.of(prepare())
-        end.unwind()
+        left = [*prepare()][::-1]
+        unwind(left)
     except BaseException:
-        (undo if end is None else end.unwind)()
+        undo() if left is None else unwind(left)
         raise
+
+
+def unwind(steps: list[Step]) -> None:
+    """Run all steps, the last one first, and forget each one that has run. Mutates the list.
+
+    The first error is raised at the end. A step that has raised or was interrupted runs once
+    more; if an interrupt comes between steps, the others stay for the next call.
+    """
+    first: BaseException | None = None
+    again: Step | None = None
+    while steps:
+        step = steps[-1]
+        try:
+            step()
+        except BaseException as error:
+            first = first or error
+            if step is not again:
+                again = step
+                continue
+        if steps and steps[-1] is step:
+            steps.pop()
+    if first is not None:
+        raise first
 
 
 def run_to_end(*steps: Step) -> None:
@@ -57,23 +80,11 @@ class UndoStack:
     """
 
     def __init__(self) -> None:
-        self._steps: list[Callable[[], Any]] = []
-
-    @classmethod
-    def of(cls, steps: Iterable[Step]) -> UndoStack:
-        """A stack that runs ``steps`` in their order."""
-        stack = cls()
-        stack._steps = [*steps][::-1]
-        return stack
+        self._steps: list[Step] = []
 
     def push(self, step: Callable[[], Any]) -> None:
         """Add a step that takes the coming change back."""
         self._steps.append(step)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no step is left."""
-        return not self._steps
 
     def hold(self, *handles: Removable) -> None:
         """Add ``handle.remove`` for each handle."""
@@ -81,26 +92,8 @@ class UndoStack:
             self.push(handle.remove)
 
     def unwind(self) -> None:
-        """Run all steps, last change first, and forget each one that has run.
-
-        The first error is raised at the end. A step that has raised or was interrupted runs once
-        more; if an interrupt comes between steps, the others stay for the next call.
-        """
-        first: BaseException | None = None
-        again: Callable[[], Any] | None = None
-        while self._steps:
-            step = self._steps[-1]
-            try:
-                step()
-            except BaseException as error:
-                first = first or error
-                if step is not again:
-                    again = step
-                    continue
-            if self._steps and self._steps[-1] is step:
-                self._steps.pop()
-        if first is not None:
-            raise first
+        """Run all steps, last change first; see `unwind`."""
+        unwind(self._steps)
 
 
 _MISSING = object()

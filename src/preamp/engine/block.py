@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from preamp.core.errors import bad_type, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import all_finite
-from preamp.core.undo import Step, UndoStack, run_all
+from preamp.core.undo import Step, run_all, unwind
 from preamp.engine import refusals
 from preamp.engine.core import Late
 from preamp.engine.engine import Engine
@@ -108,9 +108,11 @@ class Block:
         loss: torch.Tensor,
         loss_id: int,
     ) -> None:
-        self.scaler: LossScaler = engine.scaler(loss_id)
+        if not 0 <= loss_id < len(engine.scalers):
+            raise refusals.no_such_loss(loss_id, len(engine.scalers))
+        self.scaler: LossScaler = engine.scalers[loss_id]
         self.loss = loss
-        self.sessions = [engine.sessions[id(optimizer)] for optimizer in optimizers]
+        self.sessions = list(map(engine.sessions.__getitem__, map(id, optimizers)))
         # The scale at the beginning is the block's, whatever a block inside does to the scaler.
         self.note = GradientNote(
             loss_id=loss_id, loss_finite=all_finite(loss.detach()), scale=self.scaler.scale.clone()
@@ -122,10 +124,12 @@ class Block:
         self.reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
         self.begun: list[OptimizerSession] = []  # whose earlier gradients are aside
         self.exit = Exit()
-        self._end: UndoStack | None = None  # what is left to do, once that is decided
+        self._is_decided = False  # how it ends: the steps are in `exit`
         self._reaction: Callable[[], None] | None = None  # of the loss scale
-        self._has_ranks = has_process_group()
-        self._answers = engine.reductions.begin_block() if self._has_ranks else NO_ANSWER
+        self._answers, self._end_ranks = NO_ANSWER, list[Step]()
+        if has_process_group():
+            self._answers = engine.reductions.begin_block()
+            self._end_ranks.append(engine.reductions.end_block)
 
     def begin(self, *, is_held_open: bool = False) -> None:
         """Set earlier gradients aside; takes itself back if it fails.
@@ -134,7 +138,7 @@ class Block:
         """
         self._engine.has_scaled = True
         for session in self.sessions:
-            session.enter()
+            session.check_outside_block("scale_loss")
         if self._engine.reductions.unasked:
             for session in self.sessions:
                 self._engine.reductions.compare_late(session.model_params)
@@ -158,14 +162,10 @@ class Block:
         """The same backward, of one of its optimizers."""
         one = copy.copy(self)
         one.sessions = one.begun = [session]
+        one.exit = session.exit = Exit()
         one.note = replace(self.note, found_inf=[], found=[], graphs=[])
         one.backward_of = None  # it is over before anybody asks
         return one
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call ``backward`` on."""
@@ -182,39 +182,23 @@ class Block:
         del grad
         self.reached.add(name)
 
-    def _end_body(self) -> None:
-        if self.backward_of is not None:
-            self.note.graphs.append(self.backward_of.grad_fn)
-        self._remove_hooks()
-        # Gradients of the loss itself nobody scaled. Nothing is noted where a `GradScaler` scales.
-        if self.reached == {"loss"} and any([one.holds_raw() for one in self.sessions]):
-            raise refusals.backward_of_loss()
-
-    def _conclude(self, steps: Sequence[Step]) -> None:
-        """Let ``steps`` be what is left to do, and do it."""
-        self._end = UndoStack.of(steps)
-        for session in self.begun:
-            session.ending = self._end
-        self._end.unwind()
-
     def abort(self) -> None:
         """Drop what came and put earlier gradients back; or go on with an end that has begun."""
-        if self._end is not None:
+        left = self.exit.left
+        if self._is_decided:
             try:
-                self._end.unwind()
+                unwind(left)
             finally:  # a step that has failed twice is not to leave a block open
-                if self._end.is_done:
+                if not left:
                     run_all([one.undo for one in self.begun])
             return
-        steps: list[Step] = [self._remove_hooks]
+        steps: list[Step] = [hook.remove for hook in self._hooks]
         steps += [one.undo for one in self.begun]
         if self.begun:
-            steps += [self._end_ranks, partial(self._engine.unreduced.end, self.scaler)]
-        self._conclude(steps)
-
-    def _end_ranks(self) -> None:
-        if self._has_ranks:
-            self._engine.reductions.end_block()
+            steps += [*self._end_ranks, partial(self._engine.unreduced.end, self.scaler)]
+        left[:] = steps[::-1]
+        self._is_decided = True
+        unwind(left)
 
     def finish(self, *, adjust: bool, record: Callable[[torch.Tensor], None] | None = None) -> None:
         """Unscale what came and add earlier gradients.
@@ -223,7 +207,13 @@ class Block:
         ``adjust`` to what it has been told.
         """
         try:
-            self._end_body()
+            if self.backward_of is not None:
+                self.note.graphs.append(self.backward_of.grad_fn)
+            for hook in self._hooks:
+                hook.remove()
+            # Gradients of the loss itself nobody scaled. A `GradScaler` does not ask.
+            if self.reached == {"loss"} and any([one.holds_raw() for one in self.sessions]):
+                raise refusals.backward_of_loss()
             for tell in self._engine.events.gradients_made:
                 tell(self)
             answers = self._answers
@@ -232,9 +222,14 @@ class Block:
             steps, found_inf = unscale(
                 self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
             )
-            tells = [_once(partial(tell, self)) for tell in self._engine.events.block_over]
+            steps += self._end_ranks
+            for tell in self._engine.events.block_over:
+                steps.append(_once(partial(tell, self)))
             hear = partial(self._hear, found_inf, record or self.scaler.record, False in answers)
-            self._conclude([*steps, self._end_ranks, *tells, partial(hear, adjust=adjust)])
+            steps.append(partial(hear, adjust=adjust))
+            self.exit.left[:] = steps[::-1]
+            self._is_decided = True
+            unwind(self.exit.left)
         except BaseException:
             self.abort()
             raise
@@ -280,7 +275,7 @@ def unscale(
     *,
     is_reduced: bool = False,
 ) -> tuple[list[Step], torch.Tensor | None]:
-    """Look for overflow, unscale, add earlier gradients; return what commits that for good.
+    """Unscale gradients of all; return what commits that for good.
 
     Whoever refuses, runs out of memory or is interrupted before has to `OptimizerSession.undo`, and
     gradients are those from before the block. The steps may run twice.
@@ -292,25 +287,26 @@ def unscale(
     # An overflow skips the steps of all. Where steps are taken each optimizer has a note of its own
     # of what was found, if anybody looks.
     have_own = note.watched is not None and not scaler.is_dynamic
-    notes = [replace(note, found_inf=[], found=[]) if have_own else note for _ in sessions]
-    found = [
-        session.census(scaler, own, is_reduced=is_reduced)
-        for session, own in zip(sessions, notes, strict=True)
-    ]
+    notes = [note] * len(sessions)
+    if have_own:
+        notes = [replace(note, found_inf=[], found=[]) for _ in sessions]
     factor = None if scaler.is_identity else note.scale.reciprocal()
-    for session in sessions:
-        session.merge(factor)
-    steps: list[Step] = [partial(s.commit, factor, is_reduced=is_reduced) for s in sessions]
+    steps, flags = list[Step](), list[torch.Tensor]()
+    for session, own in zip(sessions, notes, strict=True):
+        flag = session.unscale(scaler, own, factor, is_reduced=is_reduced)
+        flags += [] if flag is None else [flag]
+        steps.append(partial(session.commit, factor, is_reduced=is_reduced))
     if have_own:
         note.found_inf = [flag for own in notes for flag in own.found_inf]
         for session, own in zip(sessions, notes, strict=True):
             own.graphs = released(own.graphs)
             steps.append(partial(session.remember_watched, own))
-    flags = [flag for flag in found if flag is not None]
     if not flags:
         return steps, None
     found_inf = functools.reduce(torch.maximum, flags)
-    return [*steps, *(partial(s.remember, found_inf, note) for s in sessions)], found_inf
+    for session in sessions:
+        steps.append(partial(session.remember, found_inf, note))
+    return steps, found_inf
 
 
 def check_loss(loss: Any, who: str = "scale_loss") -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, host_reaches, kinds_of, with_gradients
-from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
-from preamp.engine.lookup import bare, engine_of, find_engine, is_optimizer
+from preamp.engine.lookup import bare, engine_of, find_engine
 from preamp.engine.session import OptimizerSession
 from preamp.kernels import Ops
 from preamp.optim import HalfGradients, leaves_of
@@ -57,7 +57,7 @@ def clip_grad_norm_(
 
     Raises:
         PreampStateError: The optimizer has no engine, parameters with gradients have none or
-            several, no optimizer updates them, or gradients are incomplete, or released.
+            several, no optimizer updates them, or gradients are incomplete.
         TypeError: ``parameters`` is neither.
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing was clipped.
 
@@ -113,7 +113,7 @@ def clip_grad_value_(
     _, sessions, only = _to_clip(parameters, "clip_grad_value_")
     found = _gradients_of(sessions, only, all_made=True)
     for session in sessions:
-        session.forget_norm()
+        session.norm = None
     for grad in found.made:
         grad.clamp_(-clip_value, clip_value)
     for gradients in found.shown:
@@ -125,9 +125,15 @@ def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], froz
 
     Takes in what the script did to unscaled gradients.
     """
-    engine, sessions, only = _found(given, who)
-    if engine.applies_at_once:
-        raise refusals.needs_gradients(who)
+    only = None
+    if not isinstance(given, (torch.Tensor, Iterable)) or isinstance(bare(given), Optimizer):
+        engine = find_engine(given) or engine_of(given)  # which raises
+        if id(bare(given)) not in engine.sessions:
+            raise _not_to_clip(given, who)
+        sessions = [engine.sessions[id(bare(given))]]
+    else:
+        params: list[Any] = [given] if isinstance(given, torch.Tensor) else [*given]
+        engine, sessions, only = _owners_of(params, who)
     for session in sessions:
         session.check_outside_block(who)
         if session.halves.is_shown:
@@ -135,20 +141,12 @@ def _to_clip(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], froz
     return engine, sessions, only
 
 
-def _found(given: Any, who: str) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
-    if isinstance(given, torch.Tensor):
-        params = [given]
-    elif is_optimizer(given) or not isinstance(given, Iterable):
-        engine = engine_of(given)
-        session = engine.sessions.get(id(bare(given)))
-        if session is None:
-            raise _not_to_clip(given, who)
-        return engine, [session], None
-    else:
-        params = list(cast("Iterable[Any]", given))
-        for param in params:
-            if not isinstance(param, torch.Tensor):
-                raise _not_to_clip(param, who)
+def _owners_of(
+    params: Sequence[Any], who: str
+) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise _not_to_clip(param, who)
     leaves = {id(leaf): leaf for leaf in leaves_of(params)}
     engine = _engine_with(leaves, who)
     owned = {id(s): frozenset(map(id, s.model_params())) for s in engine.sessions.values()}
@@ -169,7 +167,7 @@ def _not_to_clip(given: Any, who: str) -> TypeError:
 def _engine_with(leaves: Mapping[int, torch.Tensor], who: str) -> Engine:
     """The one engine whose optimizers update what has a gradient."""
     needed = {key for key, leaf in leaves.items() if leaf.grad is not None}
-    every = [(engine, _updated_leaves(engine)) for engine in engines_in_use()]
+    every = [(engine, engine.updated_params()) for engine in engines_in_use()]
     having = [engine for engine, own in every if not own.isdisjoint(leaves)]
     whole = [engine for engine, own in every if needed <= own and engine in having]
     if len(whole) > 1:  # one that the model has left, or that waits for the garbage collector
@@ -191,11 +189,6 @@ def _engine_with(leaves: Mapping[int, torch.Tensor], who: str) -> Engine:
         "A norm is taken of gradients that the optimizers of one preamp.initialize unscale",
         do,
     )
-
-
-def _updated_leaves(engine: Engine) -> frozenset[int]:
-    sessions = engine.sessions.values()
-    return frozenset(id(leaf) for session in sessions for leaf in session.model_params())
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +226,13 @@ def _gradients_of(
     sessions: Sequence[OptimizerSession], only: frozenset[int] | None, *, all_made: bool
 ) -> _Gradients:
     """The gradients of all that ``sessions`` update, or of parameters whose ``id`` is in it."""
-    shown = [session.halves for session in sessions if session.halves.is_shown]
-    found = _Gradients([], [], [], [], [], sessions[0].splits, shown)
+    found = _Gradients([], [], [], [], [], sessions[0].splits, [])
+    lazy: list[HalfGradients] = []
     for session in sessions:  # before any is asked for what is not made yet
         gradients = session.halves
+        lazy.append(gradients)
+        if gradients.is_shown:
+            found.shown.append(gradients)
         gradients.take_in()
         # One factor unscales all half gradients of an optimizer.
         if all_made or not (only is None or only.issuperset(map(id, session.model_params()))):
@@ -254,7 +250,7 @@ def _gradients_of(
             made, owners = [grad for grad, _ in pairs], [param for _, param in pairs]
         found.made.extend(made)
         found.owners.extend(owners)
-    for gradients in [session.halves for session in sessions]:
+    for gradients in lazy:
         halves, grads, factors = gradients.pending()
         if halves:
             found.lazy.append(gradients)

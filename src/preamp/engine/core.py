@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
+from preamp.casting import PATCH_LOCK
 from preamp.casting.modules import Conversion
+from preamp.core.link import Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
@@ -113,8 +117,6 @@ class EngineCore:
         self.names = ParameterNames(self.models, self.optimizers)
         # Whether functions are cast one by one (O1, O4)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
-        # Whether each gradient is applied as soon as it is made, and dropped
-        self.applies_at_once = policy.storage.applies_at_once
         self.closed = False  # whether `Engine.close` was called
         self.undo = UndoStack()  # takes back what was done to models and optimizers
         self.process_undo = UndoStack()  # takes back what was done to torch
@@ -144,6 +146,17 @@ class EngineCore:
         # Memory for gradients that wait there, which stays from step to step, by ``id`` of the leaf
         self.kept_on_host: dict[int, torch.Tensor] = {}
         self.is_exact = False  # whether the models' parameters are the masters, for a block
+        self._model_undo = {id(model): UndoStack() for model in self.models}
+        # Taken away last, so that an engine whose end was interrupted can still be found
+        self._links = {id(thing): UndoStack() for thing in (*self.models, *self.optimizers)}
+        self._end: UndoStack | None = None  # what is left to do in `close`, once it has begun
+        self._on_close: list[Callable[[], None]] = []
+        self.link: Link[Any] = Link(self)  # leads here until the engine is closed
+        # Casts of torch's functions outlive nobody: an engine that is dropped without close()
+        # takes them back when it is collected. The stack must not refer to the engine.
+        unwind = self.process_undo.unwind
+        self._when_dropped = weakref.finalize(self, PATCH_LOCK.run_or_leave, unwind)
+        self._when_dropped.atexit = False
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of loss ``loss_id``."""
@@ -186,9 +199,8 @@ class EngineCore:
         Gradients that were dropped or zeroed since count no more.
         """
         self.check_outside_blocks(what)
-        is_applied = self.applies_at_once  # weights are new before the step counts
         for session in self.sessions.values():
-            if session.is_within_step() or (is_applied and session.awaits_step):
+            if session.is_within_step():
                 raise refusals.within_step(what)
 
 

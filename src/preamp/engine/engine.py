@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -13,17 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 from torch import nn
 
-from preamp.casting import PATCH_LOCK
 from preamp.core.errors import bad_state
 from preamp.core.link import ATTRIBUTE, Link
-from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
-from preamp.engine import refusals, watchers
-from preamp.engine.copies import Copies
-from preamp.engine.core import EngineCore, Entrance
+from preamp.engine import watchers
+from preamp.engine.core import EngineCore
 from preamp.engine.explain import explain_engine
 from preamp.engine.overflow import OverflowCause
-from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.weights import (
     WeightsAtEnd,
@@ -32,8 +28,6 @@ from preamp.engine.weights import (
     load_exact,
     trust_masters,
 )
-from preamp.kernels import Ops
-from preamp.policy import Policy
 
 if TYPE_CHECKING:
     from preamp.numerics import History
@@ -59,36 +53,13 @@ class Engine(EngineCore):
 
     Attributes:
         link: Leads here until the engine is closed.
-        tracer: Watches the modules where that was asked for.
-        recorder: Makes the records of `history`.
+        tracer: Watches the modules where that was asked for; set by ``initialize``.
+        recorder: Makes the records of `history`; set by ``initialize``.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        kernels: tuple[Ops, Splits],
-        num_losses: int,
-        recording: Recording,
-        entrance: Entrance,
-    ) -> None:
-        """See `EngineCore`."""
-        super().__init__(policy, models, optimizers, kernels, num_losses, recording, entrance)
-        self._model_undo = {id(model): UndoStack() for model in self.models}
-        # Taken away last, so that an engine whose end was interrupted can still be found
-        self._links = {id(thing): UndoStack() for thing in (*self.models, *self.optimizers)}
-        self._end: UndoStack | None = None  # what is left to do in `close`, once it has begun
-        # Casts of torch's functions outlive nobody: an engine that is dropped without close()
-        # takes them back when it is collected. The stack must not refer to the engine.
-        self._when_dropped = weakref.finalize(
-            self, PATCH_LOCK.run_or_leave, self.process_undo.unwind
-        )
-        self._when_dropped.atexit = False
-        self.link: Link[Engine] = Link(self)
-        self.copies = Copies(self)
-        self._on_close: list[Callable[[], None]] = []
-        self.tracer, self.recorder = watchers.make_watchers(self, recording)
+    link: Link[Engine]
+    tracer: watchers.Tracer
+    recorder: watchers.Recorder
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -143,7 +114,7 @@ class Engine(EngineCore):
         waits for nobody. What is compiled or scripted is not looked into.
 
         Raises:
-            PreampStateError: The engine is closed, or gradients are applied as they are made.
+            PreampStateError: The engine is closed.
         """
         if self.closed:
             raise bad_state(
@@ -151,7 +122,6 @@ class Engine(EngineCore):
                 "The models of a closed engine are nobody's to watch",
                 "Call preamp.initialize again, and this on preamp.engine_of(model)",
             )
-        refusals.check_gradients_stay("Engine.trace_overflow", self.policy.storage)
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
             self.tracer.arm(is_first=backwards == 0)

@@ -22,8 +22,6 @@ class Backward(Protocol):
 
     note: GradientNote  # what is found in its gradients
     loss: torch.Tensor  # as given, unscaled
-    # Which of "loss" and "scaled loss" a backward has begun at or passed; empty without a scale
-    reached: set[str]
 
     @property
     def sessions(self) -> Sequence[OptimizerSession]:

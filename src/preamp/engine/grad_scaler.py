@@ -15,12 +15,19 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import Node
 
-from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, message, with_article
+from preamp.core.errors import (
+    LossScaleError,
+    PreampStateError,
+    bad_state,
+    bad_type,
+    bad_value,
+    message,
+    with_article,
+)
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
 from preamp.core.torch_private.autograd import after_backward
 from preamp.core.undo import run_to_end
-from preamp.engine import refusals
 from preamp.engine.block import Block, check_loss
 from preamp.engine.lookup import as_optimizers, bare, common_engine
 from preamp.engine.optimizer_hooks import skips_step
@@ -33,6 +40,18 @@ from preamp.scaling.scaler import larger
 
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 _STATE = ("scale", *_RULE, "_growth_tracker")
+
+
+def _in_rule(name: str, static: float) -> Any:
+    """A number that torch keeps in an attribute: the loss scale's; ``static`` of a static one."""
+
+    def read(scaler: GradScaler) -> Any:
+        return getattr(scaler.loss_scaler.rule, name, static)
+
+    def write(scaler: GradScaler, value: Any) -> None:
+        scaler.take({name: value})
+
+    return property(read, write)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -72,8 +91,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False makes all methods pass through, as torch's do.
 
     Raises:
-        PreampStateError: An optimizer has no engine, or they have several, or share parameters; or
-            gradients are applied as they are made.
+        PreampStateError: An optimizer has no engine, or they have several, or share parameters.
         IndexError: The engine has no loss ``loss_id``.
         TypeError: ``optimizers`` is a device, as torch's first argument is, or a model.
         ValueError: A number cannot be used.
@@ -109,11 +127,9 @@ class GradScaler(torch.amp.GradScaler):
         self._sessions = [self._engine.sessions[id(one)] for one in members]
         self._refuse_shared()
         self._loss_id = loss_id
-        self._loss_scaler = self._engine.scaler(loss_id)
+        self.loss_scaler = self._engine.scaler(loss_id)  # which it stands for
         self._enabled = enabled and self._engine.policy.enabled
-        if self._enabled:
-            refusals.check_gradients_stay("GradScaler", self._engine.policy.storage)
-        self._device = self._loss_scaler.device.type
+        self._device = self.loss_scaler.device.type
         # By ``id`` of the session: backwards left open
         self._blocks: dict[int, Block] = {}
         # What they have found and the loss scale has yet to hear of
@@ -129,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
             "growth_interval": growth_interval,
         }
         if self._enabled:
-            self._take({name: value for name, value in given.items() if value is not None})
+            self.take({name: value for name, value in given.items() if value is not None})
 
     def _refuse_shared(self) -> None:
         params = [id(p) for session in self._sessions for p in session.model_params()]
@@ -144,49 +160,27 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._loss_scaler.scale
+        return self.loss_scaler.scale
 
     @property
     def _growth_tracker(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
     ) -> torch.Tensor:
-        return self._loss_scaler.growth_tracker
+        return self.loss_scaler.growth_tracker
 
-    @property
-    def _growth_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self._loss_scaler.rule, "growth_factor", 1.0)
+    _growth_factor = _in_rule("growth_factor", 1.0)
+    _backoff_factor = _in_rule("backoff_factor", 1.0)
+    # Where as many clean updates have been counted already, the next one grows; torch's own scaler
+    # would not grow again before an overflow.
+    _growth_interval = _in_rule("growth_interval", 1)
 
-    @property
-    def _backoff_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self._loss_scaler.rule, "backoff_factor", 1.0)
-
-    @property
-    def _growth_interval(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self._loss_scaler.rule, "growth_interval", 1)
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Multiply by ``new_factor``, at least 1, after enough updates without an overflow."""
-        self._take({"growth_factor": new_factor})
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Multiply by ``new_factor``, between 0 and 1, after an overflow."""
-        self._take({"backoff_factor": new_factor})
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Let the scale grow after ``new_interval`` updates without an overflow.
-
-        Where as many have been counted already, the next one grows; torch's own scaler would not
-        grow again before an overflow.
-        """
-        self._take({"growth_interval": new_interval})
-
-    def _take(self, given: Mapping[str, Any]) -> None:
+    def take(self, given: Mapping[str, Any]) -> None:
         """Set numbers of the rule and the scale, all or none."""
-        rule = self._loss_scaler.rule
+        rule = self.loss_scaler.rule
         if given and not isinstance(rule, DynamicScale):
             raise bad_value(
                 f"{_listed(given)} was given to a GradScaler whose loss scale is static",
-                f"It stays {self._loss_scaler.value()} at this level",
+                f"It stays {self.loss_scaler.value()} at this level",
                 'Leave it out, or pass loss_scale="dynamic" to preamp.initialize',
             )
         numbers = {name: _number(name, value) for name, value in given.items()}
@@ -194,9 +188,9 @@ class GradScaler(torch.amp.GradScaler):
             numbers["growth_interval"] = min(numbers["growth_interval"], 2**31 - 1)
         scale = numbers.pop("scale", None)
         if numbers:
-            self._loss_scaler.rule = replace(cast("DynamicScale", rule), **cast("Any", numbers))
+            self.loss_scaler.rule = replace(cast("DynamicScale", rule), **cast("Any", numbers))
         if scale is not None:
-            self._loss_scaler.set_scale(scale)
+            self.loss_scaler.set_scale(scale)
 
     # -- a backward ----------------------------------------------------------------------------
 
@@ -234,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
     def _scaled(self, value: Any, scale: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return type(value)(self._scaled(item, scale) for item in value)
-        scaled = self._loss_scaler.scale_loss(value, scale)
+        scaled = self.loss_scaler.scale_loss(value, scale)
         if scaled.requires_grad and scaled.grad_fn is not None:
             # The result is there until its backward ends, as a loss need not be until `step`.
             cast("Any", scaled).register_hook(partial(self._follow, weakref.ref(scaled)))
@@ -281,11 +275,10 @@ class GradScaler(torch.amp.GradScaler):
                 "The engine that it stands in front of has ended",
                 "Call preamp.initialize again, and make a GradScaler of that optimizer",
             )
-        # What was unscaled, a script may be about to clip: it stays where it is.
-        waiting = [session for session in self._sessions if self._is_unscaled(session)]
-        for session in waiting:
-            _refuse_backwards(session)
-        sessions = [session for session in self._sessions if session not in waiting]
+        sessions = self._sessions
+        for session in sessions:
+            if self._is_unscaled(session):
+                raise _unscaled_already(session.optimizer)
         # Asks how ranks reduce before blocks that end forget the forwards
         optimizers = [session.optimizer for session in sessions]
         # Of the loss its value alone: a block that stays open must not keep activations alive.
@@ -364,10 +357,10 @@ class GradScaler(torch.amp.GradScaler):
         # what a block of scale_loss has found, the loss scale has heard of.
         found = self._found.get(id(session))
         if found is not None and session.found_inf is not None:  # nor what was dropped since
-            self._loss_scaler.record(torch.minimum(found, session.found_inf.to(found.device)))
+            self.loss_scaler.record(torch.minimum(found, session.found_inf.to(found.device)))
         self._found.pop(id(session), None)
-        found_inf = larger(torch.zeros((), device=self._loss_scaler.device), session.found_inf)
-        state["found_inf_per_device"] = {self._loss_scaler.device: found_inf}
+        found_inf = larger(torch.zeros((), device=self.loss_scaler.device), session.found_inf)
+        state["found_inf_per_device"] = {self.loss_scaler.device: found_inf}
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -410,7 +403,6 @@ class GradScaler(torch.amp.GradScaler):
         except LossScaleError as error:
             raise error.with_traceback(None) from None  # it ends at the script's line
         state["stage"] = OptState.STEPPED
-        session.accept_backwards()
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -444,21 +436,19 @@ class GradScaler(torch.amp.GradScaler):
             states = self._per_optimizer_states.values()
             if not any(state["found_inf_per_device"] for state in states):
                 raise AssertionError("No inf checks were recorded prior to update.")
-            react = partial(self._react, self._loss_scaler.reaction())
+            react = partial(self._react, self.loss_scaler.reaction())
         run_to_end(react, self._forget_steps)
 
     def _react(self, reaction: Callable[[], None]) -> None:
-        self._engine.late_scalers.pop(self._loss_scaler, None)
+        self._engine.late_scalers.pop(self.loss_scaler, None)
         reaction()
 
     def _set_scale(self, value: float) -> None:
-        self._loss_scaler.found_inf.zero_()
-        self._loss_scaler.set_scale(value)
+        self.loss_scaler.found_inf.zero_()
+        self.loss_scaler.set_scale(value)
 
     def _forget_steps(self) -> None:
         self._per_optimizer_states = _States()
-        for session in self._sessions:
-            session.accept_backwards()
 
     def _check_scaled(self, name: str) -> None:
         if not self._engine.has_scaled:
@@ -504,10 +494,10 @@ class GradScaler(torch.amp.GradScaler):
                 "preamp.engine_of(optimizer).load_state_dict(state)",
             )
         tracker = _number("_growth_tracker", state_dict["_growth_tracker"])
-        if self._loss_scaler.is_dynamic:
-            self._take({name: state_dict[name] for name in ("scale", *_RULE)})
-        self._loss_scaler.set_clean_steps(tracker)
-        self._loss_scaler.found_inf.zero_()
+        if self.loss_scaler.is_dynamic:
+            self.take({name: state_dict[name] for name in ("scale", *_RULE)})
+        self.loss_scaler.set_clean_steps(tracker)
+        self.loss_scaler.found_inf.zero_()
 
     def __getstate__(self) -> NoReturn:
         """Refuse: a copy would have no engine.
@@ -522,22 +512,14 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
-def _refuse_backwards(session: OptimizerSession) -> None:
-    """Let a backward raise that would add scaled gradients to unscaled ones."""
-    if not session.refusing:
-        for param in session.model_params():
-            if param.requires_grad and param.is_leaf:
-                hook = cast("Any", param).register_post_accumulate_grad_hook(_refuse)
-                session.refusing.append(hook)
-
-
-def _refuse(param: torch.Tensor) -> None:
-    raise bad_state(
-        f"A backward has reached a parameter of shape {tuple(param.shape)} whose gradient "
-        "unscale_ has unscaled already",
+def _unscaled_already(optimizer: torch.optim.Optimizer) -> PreampStateError:
+    return bad_state(
+        f"GradScaler.scale was called where unscale_ has unscaled the gradients of "
+        f"{with_article(type(optimizer).__name__)} that no step has used",
         "The sum with a scaled gradient would be neither",
-        "Call unscale_ after the last backward of its optimizer, and update() before the next. "
-        "After an exception in between call optimizer.zero_grad(), and begin again with the batch",
+        "Call unscale_ after the last backward, and step() or update() before the next scale; "
+        "after an exception in between optimizer.zero_grad(). Losses that take turns need a "
+        "GradScaler each, made for their own optimizer",
     )
 
 

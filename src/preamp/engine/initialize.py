@@ -37,8 +37,9 @@ from preamp.core.torch_private.fsdp import gather_dtypes, has_sharded_parts, res
 from preamp.core.torch_private.modules import add_hook
 from preamp.core.torch_private.named_state import NamedMasters
 from preamp.core.undo import UndoStack, run_all, set_attribute
-from preamp.engine import checks
+from preamp.engine import checks, watchers
 from preamp.engine.agreement import RankComparison
+from preamp.engine.copies import Copies
 from preamp.engine.core import OWN, Enter, Entrance
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.explain import summary_of
@@ -46,7 +47,6 @@ from preamp.engine.lookup import bare, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
-from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_storage, check_updates, refuse_codes
 from preamp.engine.waiting import Waiting
@@ -148,8 +148,7 @@ def initialize(
         storage: How masters and moments are kept between steps: ``"full"`` (default) in float32;
             ``"split"``, masters as half weights and the 16 bits that these lack, exactly;
             ``"compact"``, moments in 8 bits besides; or a `preamp.Storage`, which may also have
-            gradients applied and dropped as soon as they are made, masters and moments on the
-            host, or both.
+            masters and moments on the host, and gradients.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -247,12 +246,13 @@ def create_engine(
         optimizer_list = checks.as_list(optimizers, torch.optim.Optimizer, "optimizer")
     num_losses = checks.check_num_losses(num_losses)
     conversion = _checked(model_list, optimizer_list, policy, splits, entrance)
-    check_updates(optimizers, optimizer_list, policy, (ops, splits), recording)
+    check_updates(optimizers, optimizer_list, policy, (ops, splits))
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
     engine = Engine(
         policy, model_list, optimizer_list, (ops, splits), num_losses, recording, entrance
     )
+    engine.tracer, engine.recorder = watchers.make_watchers(engine, recording)
     engine.conversion = conversion
     exact_state = UndoStack()
     is_attached = False
@@ -349,8 +349,9 @@ def _attach(engine: Engine) -> None:
         )
         engine.process_undo.hold(names)
         names.hold()
+    copies = Copies(engine)
     for model in engine.models:
-        _hook_model(engine, model)
+        _hook_model(engine, model, copies)
     engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
@@ -358,15 +359,13 @@ def _attach(engine: Engine) -> None:
         OptimizerHooks(engine, session, check_joins).attach(engine.undo)
         loads = "register_load_state_dict_pre_hook"
         add_hook(session.optimizer, loads, refuse_codes, engine.undo)
-    if policy.storage.waits_on_host:
+    if policy.storage.release_gradients:
         Waiting(engine).attach()
-    elif policy.storage.release_gradients:
-        Release(engine).attach()
     if policy.overflow == "trace":
         engine.tracer.arm(stays=True, is_first=True)
 
 
-def _hook_model(engine: Engine, model: nn.Module) -> None:
+def _hook_model(engine: Engine, model: nn.Module, copies: Copies) -> None:
     policy, undo = engine.policy, engine.undo_of(model)
     undo.push(functools.partial(engine.tracer.release, model))
     target = policy.cast_model_type
@@ -394,7 +393,7 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         attach_layer_casts(layers, target, engine.conversion.kept, undo)
         attach_state_hooks(layers, engine.link, undo)
     if policy.master_weights or target not in HALF_DTYPES:
-        engine.copies.attach(layers, undo)
+        copies.attach(layers, undo)
     if policy.master_weights:
         attach_weight_doors(model, engine.link, undo)
 

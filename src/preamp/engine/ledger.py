@@ -114,20 +114,28 @@ class Ledger:
             return
         with self.lock:
             try:
-                self._tell_call(session)
+                for tell in tuple(self.on_call):
+                    tell(session)
             finally:  # the weights are updated, whatever becomes of a listener
                 notes = tuple(session.watched)
                 session.finish_step()
-                flags = [flag for note in notes for flag in note.found_inf]
-                flag = _Flag(functools.reduce(torch.maximum, flags)) if flags else None
-                step = _Open(session, flag, notes, (), was_taken=True)
-                if self._open or (notes and not host_reaches(notes[0].scale)):
-                    self._open.append(step)  # steps are counted in their order
+                if notes or self._open:
+                    self._take(session, notes)
                 else:
-                    self._count_taken(step)
+                    self._count(session, skipped=False)
+
+    def _take(self, session: OptimizerSession, notes: tuple[GradientNote, ...]) -> None:
+        """Count a step that was taken once those before it are, and what watchers saw has come."""
+        flags = [flag for note in notes for flag in note.found_inf]
+        flag = _Flag(functools.reduce(torch.maximum, flags)) if flags else None
+        step = _Open(session, flag, notes, (), was_taken=True)
+        if self._open or not host_reaches(notes[0].scale):
+            self._open.append(step)
+        else:
+            self._count_taken(step)
 
     def _count_taken(self, step: _Open) -> None:
-        """Count a step that was taken, and tell of an overflow before it, if there was one."""
+        """Count it, and tell of an overflow before it, if there was one."""
         try:
             if step.flag is not None and step.flag.read():
                 scales = [scaler.value() for scaler in self._scalers]
@@ -139,7 +147,8 @@ class Ledger:
         """Count a step not taken, tell why; raises `LossScaleError` where scaling cannot go on."""
         with self.lock:
             try:
-                self._tell_call(session)
+                for tell in tuple(self.on_call):
+                    tell(session)
                 self.settle(wait=True)  # the host has waited for this step's outcome anyway
             finally:
                 notes = tuple(session.notes)
@@ -157,7 +166,8 @@ class Ledger:
         with self.lock:
             self._open.append(_Open(session, flag, notes, scales))
             try:
-                self._tell_call(session)
+                for tell in tuple(self.on_call):
+                    tell(session)
             finally:
                 session.finish_step()
 
@@ -243,10 +253,6 @@ class Ledger:
     def _speaks(self, was_asked: bool) -> bool:
         """Whether a line is printed: what a program has asked for by name is, always."""
         return self.verbosity > 0 or was_asked
-
-    def _tell_call(self, session: OptimizerSession) -> None:
-        for tell in tuple(self.on_call):
-            tell(session)
 
     def _count(self, session: OptimizerSession, *, skipped: bool) -> None:
         session.count(skipped=skipped)

@@ -35,11 +35,6 @@ def bare(optimizer: Any) -> Any:
     return bare(inner) if is_same and getattr(optimizer, "state", state) is state else optimizer
 
 
-def is_optimizer(thing: Any) -> bool:
-    """Whether it is an optimizer, or a wrapper that `bare` looks through."""
-    return isinstance(bare(thing), torch.optim.Optimizer)
-
-
 def find_engine(thing: Any) -> Engine | None:
     """Return the open engine of a model or optimizer, or ``None``.
 
@@ -100,7 +95,7 @@ def common_engine(
 
     ``initialize`` is the name by which the script knows it, for the errors.
     """
-    engines = [find_engine(optimizer) for optimizer in optimizers]
+    engines = list(map(find_engine, optimizers))
     first = engines[0]
     for optimizer, engine in zip(optimizers, engines, strict=True):
         if engine is None:

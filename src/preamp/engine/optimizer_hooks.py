@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from inspect import isfunction
 from types import MethodType
 from typing import Any, cast
@@ -29,6 +29,7 @@ from preamp.engine import refusals
 from preamp.engine.core import EngineCore, Late
 from preamp.engine.session import OptimizerSession
 from preamp.optim import leaves_of
+from preamp.optim.fused.base import FusedOptimizer
 
 Check = Callable[[Sequence[torch.Tensor]], None]
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
@@ -75,21 +76,18 @@ class OptimizerHooks:
             self._stepping, self._unread = False, None  # whatever one that raised has left
             try:
                 self._engine.ledger.settle(wait=False)
-                self._session.check_unscaled()
+                self._session.check_outside_block("optimizer.step()")
                 if skips_step(self._engine, self._session, inner):
                     return None
-                self._unread = self._session.unread_overflow()
             except LossScaleError as error:
                 raise error.with_traceback(None) from None  # it ends at the script's line
+            unread = self._session.found_inf
             try:
-                self._is_called = True
+                self._is_called, self._unread = True, unread
+                if unread is not None:  # the optimizer obeys it, as under torch's GradScaler
+                    vars(optimizer).update(grad_scale=None, found_inf=unread)
                 sees_casts = self._engine.casts_functions or thread_has_casts()
-                if self._unread is None and not sees_casts:
-                    return inner(optimizer, *args, **kwargs)
-                with (
-                    disable_casts() if sees_casts else nullcontext(),
-                    _handed_over(optimizer, self._unread),
-                ):
+                with disable_casts() if sees_casts else nullcontext():
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
                 if self._stepping:
@@ -97,6 +95,9 @@ class OptimizerHooks:
                 raise
             finally:
                 self._is_called, self._unread = False, None
+                if unread is not None:
+                    for name in ("grad_scale", "found_inf"):
+                        vars(optimizer).pop(name, None)
 
         copy_identity(previous, step)
         return step
@@ -146,7 +147,9 @@ class OptimizerHooks:
         engine, unread = self._engine, self._unread
         self._stepping, self._unread = False, None
         if unread is None and not engine.has_scaled:
-            _warn_if_never_scaled(engine, self._session)
+            if any(scaler.is_dynamic for scaler in engine.scalers) and self._session.holds_raw():
+                engine.has_scaled = True  # or has been told once
+                warnings.warn(refusals.never_scaled(), stacklevel=2)
         _end_step(engine, self._session)
         if unread is None:
             engine.ledger.applied(self._session)
@@ -187,11 +190,10 @@ class OptimizerHooks:
             if not to_none:
                 return self._session.fill_with_zeros(original)
             self._session.drop_gradients()
-            if not (is_own and _only_drops(type(optimizer).zero_grad)):
+            if not is_own or type(optimizer).zero_grad not in _ONLY_DROP:
                 return original()
-            with _labelled(optimizer):
-                for param in self._session.direct_params():
-                    param.grad = None
+            for param in self._session.direct_params():
+                param.grad = None
             return None
 
         drop_untraced = untraced(drop)
@@ -218,14 +220,14 @@ class OptimizerHooks:
             others = [s for s in sessions if not added.isdisjoint(map(id, s.model_params()))]
             for session in (self._session, *others) if others else ():
                 session.check_outside_block("add_param_group")
+                if session.is_within_step():
+                    raise refusals.within_step("add_param_group of another optimizer's weights")
             result = inner(optimizer, *args, **kwargs)
             joined = [p for group in optimizer.param_groups[before:] for p in group["params"]]
             if self._engine.scales_losses:  # nobody unscaled what they have
                 for param in joined:
                     if id(param) not in known:
                         param.grad = None
-            for session in others:
-                self._session.take_findings(session)
             self._session.table.adopt()
             return result
 
@@ -263,40 +265,8 @@ def _is_known(kind: type) -> bool:
     return kind.__module__.startswith(("torch.", "preamp."))
 
 
-_TORCHS_ZERO_GRAD = torch.optim.Optimizer.zero_grad
-
-
-def _labelled(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """What shows a profiler torch's own name of ``zero_grad``; costs as much as all the rest."""
-    if not cast("Any", torch.autograd.profiler)._is_profiler_enabled:  # noqa: SLF001
-        return nullcontext()
-    label = getattr(optimizer, "_zero_grad_profile_name", "zero_grad")
-    return torch.profiler.record_function(label)
-
-
-def _only_drops(zero_grad: Any) -> bool:
-    """Whether it only sets gradients to ``None``: asking thousands of masters takes long."""
-    if zero_grad is _TORCHS_ZERO_GRAD:  # and nobody has replaced it since
-        return True
-    name = f"{zero_grad.__module__}.{zero_grad.__qualname__}"
-    return name == "preamp.optim.fused.base.FusedOptimizer.zero_grad"
-
-
-@contextmanager
-def _handed_over(
-    optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None
-) -> Generator[None]:
-    """Let the optimizer obey an overflow by itself, as under torch's ``GradScaler``."""
-    if found_inf is None:
-        yield
-        return
-    setattr(optimizer, "grad_scale", None)  # noqa: B010
-    setattr(optimizer, "found_inf", found_inf)  # noqa: B010
-    try:
-        yield
-    finally:
-        delattr(optimizer, "grad_scale")
-        delattr(optimizer, "found_inf")
+_ONLY_DROP = torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad
+"""These set gradients to ``None`` and do no more: asking thousands of masters takes long."""
 
 
 class _Evaluation:
@@ -313,7 +283,7 @@ class _Evaluation:
         self._session.table.write_halves()  # the optimizer may have moved masters since last time
         with thread_casts_restored() if self._engine.casts_functions else nullcontext():
             loss = self._closure()
-        self._session.check_unscaled()
+        self._session.check_outside_block("optimizer.step()")
         return loss
 
 
@@ -322,7 +292,7 @@ class _Evaluation:
 
 def skips_step(engine: EngineCore, session: OptimizerSession, step: Any) -> bool:
     """Whether the host knows that ``step`` must not be called; takes note of that."""
-    if session.unread_overflow() is not None or not session.overflowed():
+    if not session.overflowed(may_stay_unread=True):
         return False
     excuse_scheduler(session.optimizer, step)
     _end_step(engine, session)
@@ -346,12 +316,6 @@ def _end_step(engine: EngineCore, session: OptimizerSession) -> None:
         tell(session)
 
 
-def _warn_if_never_scaled(engine: EngineCore, session: OptimizerSession) -> None:
-    if any(scaler.is_dynamic for scaler in engine.scalers) and session.holds_raw():
-        engine.has_scaled = True  # or has been told once
-        warnings.warn(refusals.never_scaled(), stacklevel=2)
-
-
 def excuse_scheduler(optimizer: torch.optim.Optimizer, step: Any) -> None:
     """Let a scheduler, which warns if stepped before the optimizer, count a skipped ``step``."""
     if getattr(step, SCHEDULER_MARK, False):
@@ -360,20 +324,16 @@ def excuse_scheduler(optimizer: torch.optim.Optimizer, step: Any) -> None:
 
 def previous_method(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
     """The method as a function of the optimizer: the instance's own if it has one."""
-    if name in vars(optimizer) or not hasattr(type(optimizer), name):  # mocks make theirs up
-        own = getattr(optimizer, name)
+    is_own = name in vars(optimizer) or not hasattr(type(optimizer), name)  # mocks make theirs up
+    own = getattr(optimizer if is_own else type(optimizer), name)
 
-        def call_own(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if is_own:
             return own(*args, **kwargs)
-
-        copy_identity(own, call_own)
-        return call_own
-
-    def call_class(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
 
-    copy_identity(getattr(type(optimizer), name), call_class)
-    return call_class
+    copy_identity(own, call)
+    return call
 
 
 def copy_identity(source: Any, target: Callable[..., Any]) -> None:

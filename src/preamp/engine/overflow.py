@@ -98,14 +98,6 @@ class Finding:
     trace: TraceRecord | None = None  # the first to go wrong, if it was found
 
 
-@dataclass(frozen=True, slots=True)
-class Overflowing:
-    """One parameter with an infinite or nan gradient; see `OverflowCause`."""
-
-    param: torch.Tensor
-    kind: Kind
-
-
 @dataclass(slots=True, eq=False)
 class GradientNote:
     """Device-side findings about one backward; read only if the step turns out to be skipped."""
@@ -142,15 +134,15 @@ class GradientNote:
                     max_abs = max_abs.index_fill(0, max_abs.new_tensor([place]).long(), 0.0)
         self.found.append((params, max_abs))
 
-    def overflowing(self) -> Iterator[Overflowing]:
-        """The parameters whose gradient was infinite or nan, each once. Synchronises."""
+    def overflowing(self) -> Iterator[tuple[torch.Tensor, Kind]]:
+        """The parameters with infinite or nan gradients, each once, and which. Synchronises."""
         told: set[int] = set()  # a weight in several optimizers may be in the census of each
         for params, max_abs in self.found:
             magnitudes = cast("list[float]", cast("Any", max_abs).tolist())
             for param, magnitude in zip(params, magnitudes, strict=True):
                 if not math.isfinite(magnitude) and id(param) not in told:
                     told.add(id(param))
-                    yield Overflowing(param, "nan" if math.isnan(magnitude) else "inf")
+                    yield param, "nan" if math.isnan(magnitude) else "inf"
 
 
 def find_cause(
@@ -183,15 +175,15 @@ def find_cause(
             break
     else:  # so many backwards ago that its note is gone
         note, found = notes[0], []
-    found, candidates = sort_by_time(note.graphs, found, lambda item: item.param)
+    found, candidates = sort_by_time(note.graphs, found, lambda item: item[0])
     loss_was_finite = bool(note.loss_finite.item())
     finding = None if note.watched is None else note.watched(loss_was_finite)
     return OverflowCause(
         step=step,
         loss_id=note.loss_id,
-        parameters=tuple(name_of(item.param) for item in found),
+        parameters=tuple(name_of(param) for param, _ in found),
         candidates=candidates,
-        kinds=tuple(item.kind for item in found),
+        kinds=tuple(kind for _, kind in found),
         loss_was_finite=loss_was_finite,
         old_scale=float(note.scale.item()),
         new_scale=scales[note.loss_id],

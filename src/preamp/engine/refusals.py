@@ -3,18 +3,7 @@
 
 from __future__ import annotations
 
-from preamp.core.errors import PreampStateError, bad_state, message, with_article
-from preamp.policy.storage import Storage
-
-
-def nested(optimizer: object) -> PreampStateError:
-    """An optimizer enters a ``scale_loss`` block inside another one."""
-    return bad_state(
-        f"scale_loss was entered for {with_article(type(optimizer).__name__)} that is in a "
-        "scale_loss block already",
-        "One backward at a time: blocks of the same optimizer must not be nested",
-        "Leave the first block before entering the next, or add the losses up",
-    )
+from preamp.core.errors import PreampStateError, bad_state, message
 
 
 def inside_block(what: str) -> PreampStateError:
@@ -27,20 +16,11 @@ def inside_block(what: str) -> PreampStateError:
 
 
 def within_step(what: str) -> PreampStateError:
-    """A run is to be saved whose gradients no step has used yet."""
+    """A run is to be saved, or weights shared, whose gradients no step has used yet."""
     return bad_state(
         f"{what} was called between a backward and optimizer.step()",
-        "Gradients are not saved, nor what is known of them, so the run would go on without them",
+        "Gradients, and what is known of them, are neither saved nor handed over",
         "Call it after optimizer.step(), or after optimizer.zero_grad() to do without that step",
-    )
-
-
-def passes_by_scaler() -> PreampStateError:
-    """A step is taken past the `GradScaler` that scaled the loss."""
-    return bad_state(
-        "optimizer.step() was called where a GradScaler has scaled the loss",
-        "The gradients still carry the loss scale; the scaler takes it off before a step",
-        "Call scaler.step(optimizer), or scaler.unscale_(optimizer) before optimizer.step()",
     )
 
 
@@ -51,64 +31,6 @@ def backward_of_loss() -> PreampStateError:
         "Gradients are unscaled when the block ends, so they must come from the scaled loss: "
         "with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
         "Call backward() on the name behind 'as'; the gradients of this block were dropped",
-    )
-
-
-def check_gradients_stay(what: str, storage: Storage) -> None:
-    """Raise `PreampStateError` if gradients are dropped, which ``what`` would look at later."""
-    if storage.applies_at_once:
-        raise needs_gradients(what)
-
-
-def needs_gradients(what: str) -> PreampStateError:
-    """Something is asked for that needs all gradients of a step, which are dropped."""
-    return bad_state(
-        f"{what} was called where storage has release_gradients=True",
-        "Each gradient is applied as soon as it is made, and then dropped: none is left to clip, "
-        "to add to, to look at or to unscale later",
-        "Leave the call out, or pass preamp.initialize a storage without release_gradients",
-    )
-
-
-_APPLIED = "With release_gradients=True each gradient is applied as soon as it is made"
-
-
-def second_backward() -> PreampStateError:
-    """A step would have the updates of two backwards."""
-    return bad_state(
-        "scale_loss was entered for an optimizer whose updates of the backward before it no "
-        "optimizer.step() has ended",
-        f"{_APPLIED}, so a step has one backward and nothing is accumulated",
-        "Call optimizer.step() after each block, or pass preamp.initialize a storage without it",
-    )
-
-
-def second_gradient(name: str) -> PreampStateError:
-    """A block reaches a parameter again, whose gradient is applied already."""
-    return bad_state(
-        f"{name!r} got a second gradient in one scale_loss block",
-        f"{_APPLIED}, so a block has one backward, and that reaches each parameter once; "
-        "checkpoint(use_reentrant=True) reaches one for each segment that uses it",
-        "Add losses up before one backward, pass use_reentrant=False, or a storage without it",
-    )
-
-
-def outside_block(name: str) -> PreampStateError:
-    """Nobody has asked for the update that a gradient would be."""
-    return bad_state(
-        f"A backward outside of scale_loss blocks of its optimizer has made a gradient of {name!r}",
-        f"{_APPLIED}, and the block says that it is meant",
-        "Name the optimizer in scale_loss, or call requires_grad_(False) on what is not to be "
-        "trained by this loss; the gradient was dropped",
-    )
-
-
-def other_gradient() -> PreampStateError:
-    """A step would apply gradients besides those that were."""
-    return bad_state(
-        "An optimizer that releases gradients has some that its updates have not used",
-        f"{_APPLIED}; none is there between blocks, or added by a script or a penalty on masters",
-        "Call optimizer.zero_grad() to drop it, or pass a storage without release_gradients",
     )
 
 

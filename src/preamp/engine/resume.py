@@ -51,7 +51,7 @@ def prepare_engine(engine: Engine, state: Mapping[str, Any]) -> Callable[[], Non
             scaler.record(flag, forgets=True)
         engine.ledger.last_skipped = last_skipped
         for session, has_clipped in zip(engine.sessions.values(), clips, strict=True):
-            session.forget_norm()
+            session.norm = None
             session.clips, session.has_clipped = False, has_clipped
 
     return apply

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from preamp.core.errors import bad_state, bad_type, with_article
+from preamp.core.errors import bad_state, with_article
 from preamp.engine.lookup import bare, find_engine
 
 
@@ -31,7 +31,7 @@ def step_scheduler(scheduler: Any, optimizer: Any, *args: Any) -> bool:
     Raises:
         PreampStateError: ``optimizer`` has no engine and does not tell about its steps, or has not
             stepped yet.
-        TypeError: ``scheduler`` cannot be stepped; none was.
+        AttributeError: ``scheduler`` has no ``step``.
         LossScaleError: Scaling cannot go on after the latest step; see ``preamp.initialize``.
 
     Mutates:
@@ -39,25 +39,12 @@ def step_scheduler(scheduler: Any, optimizer: Any, *args: Any) -> bool:
         skips, which is where neither the host nor the optimizer looks at gradients: it waits for
         the latest step.
     """
-    schedulers = _as_schedulers(scheduler)
+    several = isinstance(scheduler, (list, tuple))
     taken = _latest_was_taken(optimizer)
     if taken:
-        for one in schedulers:
+        for one in cast("Sequence[Any]", scheduler) if several else [scheduler]:
             one.step(*args)
     return taken
-
-
-def _as_schedulers(scheduler: Any) -> list[Any]:
-    several = isinstance(scheduler, (list, tuple))
-    schedulers = list(cast("Sequence[Any]", scheduler)) if several else [scheduler]
-    for one in schedulers:
-        if not callable(getattr(one, "step", None)):
-            raise bad_type(
-                f"step_scheduler was given {with_article(type(one).__name__)} as a scheduler",
-                "A scheduler has a method step; a list of them is allowed too",
-                "Pass the scheduler first and the optimizer second",
-            )
-    return schedulers
 
 
 def _latest_was_taken(optimizer: Any) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
@@ -29,7 +28,7 @@ from preamp.core.tensors import (
     with_gradients,
 )
 from preamp.core.torch_private.shards import place_gradients
-from preamp.core.undo import UndoStack, run_all
+from preamp.core.undo import Step, UndoStack, run_all, unwind
 from preamp.engine import refusals
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
@@ -51,25 +50,28 @@ from preamp.scaling import LossScaler
 from preamp.scaling.scaler import larger
 
 NameOf = Callable[[torch.Tensor], str]
+Factor = torch.Tensor | None  # that unscales: a float32 scalar; ``None`` where there is no scale
 _NOTES_KEPT = 256  # backwards between two steps that an overflow message can still look back on
 
 
 @dataclass(slots=True, eq=False)
 class Exit:
-    """Whether the script is out of the ``with`` statement of a block, however it has ended."""
+    """How a block ends."""
 
-    is_over: bool = False
+    is_over: bool = False  # the script is out of the ``with`` statement, whatever was raised
+    left: list[Step] = field(default_factory=list[Step])  # to be done, the last one first
 
 
-Marks = tuple[int, list[Any], list[int]]
-"""By what to tell gradients: changes of the table, gradients without masters, their versions."""
+Norm = tuple[torch.Tensor, int, list[Any], list[int]]
+"""The norm of unscaled gradients; by what to tell that they are the same: changes of the table,
+gradients without masters, versions of these."""
 
 
 class OptimizerSession:
     """One optimizer of an engine: its weights, its gradients, and what was found in them.
 
-    A block is `enter`, `begin`, then `undo`, or `census`, `merge` and `commit`. Nothing is lost
-    before `commit`: each of the others may fail and be followed by `undo`. What ends a block
+    A block is `check_outside_block`, `begin`, then `undo`, or `unscale` and `commit`. Nothing is
+    lost before `commit`: each of the others may fail and be followed by `undo`. What ends a block
     (`undo`, `commit`) may be called again, where it was interrupted and where it was not.
     """
 
@@ -93,18 +95,14 @@ class OptimizerSession:
         # the norm along, which spares clipping a pass over gradients
         self.clips = self.has_clipped = False
         self._scaled_norm: torch.Tensor | None = None  # of all gradients of the block, if it counts
-        self._norm: torch.Tensor | None = None  # unscaled, for as long as these stay as they were
-        self._marks: Marks = 0, [], []  # by which that is known
+        self.norm: Norm | None = None  # for as long as gradients stay as they were
         self.backwards = 0
         self.steps_applied = 0  # steps that updated the weights
         self.steps_skipped = 0  # steps not taken because of overflow
         self.skips_in_row = 0  # skipped steps since the last applied one
         # Ends a backward that a `GradScaler` has left open; ``None`` if none is
         self.end_backward: Callable[[], None] | None = None
-        self.ending = UndoStack()  # what an interrupt has left of the end of a block
         self.exit = Exit()  # of the block under way, or of the latest one
-        # Hooks of one that let a backward raise, since what it has unscaled must stay in place
-        self.refusing: list[RemovableHandle] = []
         self.splits = reductions.splits
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
@@ -132,15 +130,9 @@ class OptimizerSession:
         """The parameters that the optimizer updates without a master."""
         params = self.params()
         if not are_same(params, self._params):
-            self._params, self._leaves = params.copy(), leaves_of(params)
+            self._params, self._leaves = [*params], leaves_of(params)
             self._direct_params = without_masters(params)
         return self._direct_params
-
-    def take_findings(self, other: OptimizerSession) -> None:
-        """Take over what was found in gradients that this optimizer now shares with another."""
-        if other.found_inf is not None:
-            self.found_inf = larger(other.found_inf, self.found_inf)
-            self.notes += [note for note in other.notes if note not in self.notes]
 
     def release_masters(self) -> None:
         """Give the optimizer its half parameters back, and hold no parameters any more."""
@@ -167,17 +159,16 @@ class OptimizerSession:
 
     # -- a backward begins -------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """A block is about to begin; one that a `GradScaler` has left open ends before.
+    def check_outside_block(self, what: str) -> None:
+        """Raise `PreampStateError` where a block is under way: ``what`` needs whole gradients.
 
-        Raises `PreampStateError` if this optimizer is in a block already, since both would unscale
-        the same gradients.
+        One that a `GradScaler` has left open ends.
         """
-        self.end_left_open()
+        self.finish_interrupted()
         if self.is_open:
-            raise refusals.nested(self.optimizer)
-        if self.refusing:
-            self.accept_backwards()
+            self.end_left_open()
+            if self.is_open:
+                raise refusals.inside_block(what)
 
     def end_left_open(self) -> None:
         """Let gradients be unscaled now, if a `GradScaler` would do so later."""
@@ -187,24 +178,10 @@ class OptimizerSession:
 
     def finish_interrupted(self) -> None:
         """Do what an interrupt has left of a block's end; take back a block that was left open."""
-        self.ending.unwind()
+        if self.exit.left:
+            unwind(self.exit.left)
         if self.is_open and self.exit.is_over:
             self.undo()
-
-    def accept_backwards(self) -> None:
-        """Let them come again: whoever begins one sets earlier gradients aside."""
-        for hook in self.refusing:
-            hook.remove()
-        self.refusing.clear()
-
-    def check_outside_block(self, what: str) -> None:
-        """Raise `PreampStateError` where a block is under way: ``what`` needs whole gradients.
-
-        One that a `GradScaler` has left open ends.
-        """
-        self.end_left_open()
-        if self.is_open:
-            raise refusals.inside_block(what)
 
     def begin(
         self,
@@ -224,7 +201,7 @@ class OptimizerSession:
         """
         if (self.found_inf is not None or self.watched) and not self.holds_any():
             self.reset()  # the gradients that overflowed were dropped or zeroed: a fresh start
-        self.forget_norm()
+        self.norm = None
         own = self.direct_params()
         self._has_claimed = not claimed.isdisjoint(map(id, own))
         if self._has_claimed:
@@ -248,7 +225,7 @@ class OptimizerSession:
 
     def undo(self) -> None:
         """The block failed: drop its gradients, restore those from before."""
-        self.forget_norm()
+        self.norm = None
         try:
             if self.is_open:
                 run_all((self.direct.put_back, self.halves.put_back))
@@ -257,17 +234,30 @@ class OptimizerSession:
             raise
         self.is_open = False
 
-    def census(
-        self, scaler: LossScaler, note: GradientNote, *, is_reduced: bool
+    def unscale(
+        self, scaler: LossScaler, note: GradientNote, factor: Factor, *, is_reduced: bool
     ) -> torch.Tensor | None:
-        """The backward is over: look for overflow, and note what is found.
+        """The backward is over: look for overflow, and join what came with earlier gradients.
 
-        ``is_reduced`` is for gradients certainly reduced over ranks. Returns a float32 scalar on
-        the device, 1.0 if any new gradient is infinite or nan; ``None`` for static scales: these
-        look only where modules are watched.
+        New gradients are multiplied by ``factor``, if any, and the earlier ones are added; those of
+        half weights stay apart as they are until somebody asks for the sum. ``is_reduced`` is for
+        gradients certainly reduced over ranks.
+
+        Returns a float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
+        for static scales: these look only where modules are watched. ``note`` is filled.
 
         Raises `PreampStateError` for sparse gradients of half weights.
         """
+        found_inf = self._census(scaler, note, is_reduced=is_reduced)
+        self.direct.merge(factor)
+        if self.halves.may_have_bases:
+            self.halves.show_missing()
+        return found_inf
+
+    def _census(
+        self, scaler: LossScaler, note: GradientNote, *, is_reduced: bool
+    ) -> torch.Tensor | None:
+        self._scaled_norm = None
         self.halves.read_new()
         leaves = self._leaves
         if self._has_claimed:
@@ -282,10 +272,17 @@ class OptimizerSession:
         # What is another optimizer's as well counts in this one's norm, and is not read here.
         wants_norm = (self.clips or self.has_clipped) and not self._has_claimed
         grads, census = self.look(leaves, scaler.device, note, with_norm=wants_norm)
-        if census.norm is not None and not self.holds_earlier() and _is_sound(census.norm, grads):
-            # What ranks have yet to reduce a script may reduce, and torch counts no such write.
-            are_whole = is_reduced or not has_process_group() or all(map(is_sharded, grads))
-            self._scaled_norm = census.norm if are_whole else None
+        norm, has_earlier = census.norm, self.direct.has_earlier or self.halves.has_earlier
+        if norm is None or has_earlier:
+            return census.found_inf
+        # Squares of scaled gradients may have overflowed; those of float16 ones cannot.
+        if host_reaches(norm):
+            is_sound = bool(torch.isfinite(norm))
+        else:
+            is_sound = all(grad.dtype is torch.float16 for grad in grads)
+        # What ranks have yet to reduce a script may reduce, and torch counts no such write.
+        if is_sound and (is_reduced or not has_process_group() or all(map(is_sharded, grads))):
+            self._scaled_norm = norm
         return census.found_inf
 
     def look(
@@ -313,18 +310,8 @@ class OptimizerSession:
         note.found_inf.append(census.found_inf)
         return grads, census
 
-    def merge(self, factor: torch.Tensor | None) -> None:
-        """Unscale new gradients by ``factor``, if any, and add the earlier ones.
-
-        Those of half weights stay apart as they are until somebody asks for the sum.
-        """
-        if self.direct.params:
-            self.direct.merge(factor)
-        if self.halves.may_have_bases:
-            self.halves.show_missing()
-
-    def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
-        """The block ends; ``is_reduced`` as for `census`."""
+    def commit(self, factor: Factor, *, is_reduced: bool = False) -> None:
+        """The block ends; ``factor`` and ``is_reduced`` as for `unscale`."""
         if is_reduced:
             self._reduced_at = self._reductions.unreduced
         self.direct.commit()
@@ -332,19 +319,13 @@ class OptimizerSession:
         norm = self._scaled_norm
         if norm is not None and self.halves.state is not State.MADE:
             # As a power of two the factor makes no difference to when it is applied.
-            self._norm = norm if factor is None else norm * factor.to(norm.device)
-            self._marks = self._marks_now()
+            norm = norm if factor is None else norm * factor.to(norm.device)
+            self.norm = norm, *self._marks()
         self.is_open = False
         self.awaits_step = True
         self.backwards += 1
 
     # -- gradients between backwards ---------------------------------------------------------
-
-    def holds_earlier(self) -> bool:
-        """Whether earlier gradients join those of the backward."""
-        if self.direct.has_earlier:
-            return True
-        return self.halves.may_have_bases and self.halves.has_earlier
 
     def holds_raw(self) -> bool:
         """Whether any gradient lies on the model's side."""
@@ -358,25 +339,20 @@ class OptimizerSession:
         """Whether gradients of a block wait for their step, neither dropped nor zeroed."""
         return self.awaits_step and self.holds_any()
 
-    def _marks_now(self) -> Marks:
+    def _marks(self) -> tuple[int, list[Any], list[int]]:
         grads = list(map(grad_of, self._direct_params))
         return self.halves.changes, grads, versions_of(grads)
 
     def take_norm(self) -> torch.Tensor | None:
         """The norm of the gradients as they are, if a census tells; they will be clipped by it."""
         self.clips = True
-        norm, (changes, grads, versions) = self._norm, self._marks
-        self.forget_norm()  # clipped gradients have another
-        if norm is None:
+        found, self.norm = self.norm, None  # clipped gradients have another
+        if found is None:
             return None
-        now = self._marks_now()
+        norm, changes, grads, versions = found
+        now = self._marks()
         is_same = now[0] == changes and now[2] == versions and are_same(now[1], grads)
         return norm if is_same else None
-
-    def forget_norm(self) -> None:
-        """The gradients are going, or will be others."""
-        self._scaled_norm = self._norm = None
-        self._marks = 0, [], []
 
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients that are shown unscaled; all ranks call it."""
@@ -420,22 +396,22 @@ class OptimizerSession:
         if not self.watched or self.watched[-1] is not note:
             self.watched.append(note)
 
-    def overflowed(self) -> bool:
-        """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
-        if self.found_inf is None or self.found_inf.item() != 0:
-            return self.found_inf is not None
-        self.found_inf = None  # known to be clean: not asked for again
-        return False
+    def overflowed(self, *, may_stay_unread: bool = False) -> bool:
+        """Whether the gradients at hand contain an overflow. Synchronises if any was possible.
 
-    def unread_overflow(self) -> torch.Tensor | None:
-        """The overflow flag, if the optimizer can obey it on the device and the host is not near.
-
-        torch's protocol for it is the one of its ``GradScaler``; fused optimizers follow it.
+        The flag ``may_stay_unread`` if the optimizer can obey it on the device and the host is not
+        near: then it is left in `found_inf`, and the answer is no. torch's protocol for that is the
+        one of its ``GradScaler``; fused optimizers follow it.
         """
         found_inf = self.found_inf
-        if found_inf is None or host_reaches(found_inf):
-            return None
-        return found_inf if self.obeys_on_device else None
+        if found_inf is None:
+            return False
+        if may_stay_unread and not host_reaches(found_inf) and self.obeys_on_device:
+            return False
+        if found_inf.item() != 0:
+            return True
+        self.found_inf = None  # known to be clean: not asked for again
+        return False
 
     @property
     def obeys_on_device(self) -> bool:
@@ -447,19 +423,9 @@ class OptimizerSession:
 
     # -- one step ----------------------------------------------------------------------------
 
-    def check_unscaled(self) -> None:
-        """Refuse to step with gradients that still carry the loss scale."""
-        self.finish_interrupted()
-        if self.is_open and self.end_backward is not None:
-            if self.holds_raw():
-                raise refusals.passes_by_scaler()
-            self.end_backward()
-        if self.is_open:
-            raise refusals.inside_block("optimizer.step()")
-
     def prepare_step(self) -> None:
         """Bring masters up to date with what the user did to half weights and gradients."""
-        self.check_unscaled()
+        self.check_outside_block("optimizer.step()")
         if self.halves.is_shown:
             self.read_back_shown()
         table = self.table
@@ -486,7 +452,7 @@ class OptimizerSession:
     def reset(self) -> None:
         """No gradients wait for a step, and nothing was found in any."""
         self.awaits_step = False
-        self.forget_norm()
+        self.norm = None
         self._reduced_at = self._reductions.unreduced
         self.found_inf = None
         self.notes.clear()
@@ -497,13 +463,6 @@ class OptimizerSession:
         self.drop_gradients()
         for param in self.direct_params():
             param.grad = None
-
-
-def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
-    """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
-    if host_reaches(norm):
-        return bool(torch.isfinite(norm))
-    return all(grad.dtype is torch.float16 for grad in grads)
 
 
 def make_sessions(

@@ -15,13 +15,12 @@ from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value,
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
-from preamp.engine.recording import Recording
 from preamp.kernels import Ops, reserve
 from preamp.kernels.stored import are_beyond_float16
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.keeping import KeepsMoments
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, closest_first
 from preamp.optim.fused.moments import is_in_codes
 from preamp.optim.larc import check_storage as check_larc
 from preamp.policy import Policy
@@ -71,7 +70,6 @@ def check_updates(
     optimizers: Sequence[torch.optim.Optimizer],
     policy: Policy,
     kernels: tuple[Ops, Splits],
-    recording: Recording,
 ) -> None:
     """Refuse what cannot be updated where, or when, a policy's storage says. Changes nothing.
 
@@ -85,7 +83,9 @@ def check_updates(
     if any(isinstance(one, LARC) for one in every):
         check_larc(policy.storage)
     if policy.storage.release_gradients:
-        _check_release(optimizers, policy, splits, recording)
+        if splits.given:
+            raise _refused("process_groups")
+        check_no_ranks()
 
 
 def _check_host(
@@ -133,51 +133,16 @@ def _not_on_host(what: str, why: str) -> PreampStateError:
     )
 
 
-def _check_release(
-    optimizers: Sequence[torch.optim.Optimizer],
-    policy: Policy,
-    splits: Splits,
-    recording: Recording,
-) -> None:
-    """Refuse what needs gradients of a whole step, or on the device."""
-    params = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
-    if policy.storage.applies_at_once:
-        for optimizer in optimizers:
-            check_releases(optimizer)
-        if len(set(params)) < len(params):
-            why = "the second one would need its gradient later"
-            raise _refused("optimizers that share a parameter", why)
-        if recording.numerics != "off" or policy.overflow == "trace":
-            what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
-            raise _refused(what, "this reads them once a backward has ended")
-    if splits.given:
-        raise _refused("process_groups", "norms and overflow of all ranks come after the backward")
-    check_no_ranks()
-
-
-def check_releases(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that needs more than a parameter's own gradient to update it."""
-    if isinstance(optimizer, FusedOptimizer) and optimizer.updates_alone:
-        return
-    kind = with_article(type(optimizer).__name__)
-    kind += " of early 2019's formula" if type(optimizer).__name__ in RELEASE else ""
-    raise bad_type(
-        f"storage has release_gradients=True, and an optimizer is {kind}",
-        f"A parameter is updated by its own gradient alone in {', '.join(RELEASE)}",
-        "Choose one of these, or a storage without release_gradients",
-    )
-
-
 def check_no_ranks() -> None:
-    """Refuse ranks, which may reduce gradients."""
+    """Refuse ranks beside released gradients."""
     if has_process_group():
-        raise _refused("a process group", "ranks reduce gradients after the hooks of parameters")
+        raise _refused("a process group")
 
 
-def _refused(what: str, why: str) -> PreampStateError:
+def _refused(what: str) -> PreampStateError:
     return bad_state(
         f"storage has release_gradients=True beside {what}",
-        f"Gradients do not stay on the device once they are made; {why}",
+        "Gradients do not stay on the device once they are made, and ranks exchange them later",
         "Leave one of the two out",
     )
 
@@ -220,22 +185,12 @@ def refuse_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
 
 
 def describe_storage(engine: EngineCore) -> list[str]:
-    """How masters and moments of an engine are kept at the moment, where not all are float32."""
+    """Where masters, moments and gradients of an engine are, if the storage puts them elsewhere."""
     found: list[str] = []
-    if engine.policy.storage.masters == "split":
-        twins = [twin for s in engine.sessions.values() for twin in s.table.twins]
-        found.append(f"storage: {len(twins)} masters are split")
     if engine.policy.storage.place == "host":
         found.append(f"storage: {describe_place(engine)}")
-    if engine.policy.storage.applies_at_once:
-        found.append("storage: each gradient is applied as soon as it is made, and then dropped")
-    if engine.policy.storage.waits_on_host and uses_host(engine):
+    if engine.policy.storage.release_gradients and uses_host(engine):
         found.append("storage: each gradient goes to the host as soon as it is made")
-    kind = engine.policy.storage.moments
-    if kind != "float32":
-        moments = [moment for o in engine.optimizers for moment in _moments_of(o)]
-        fewer = sum(moment.element_size() < 4 for moment in moments)
-        found.append(f"storage: {fewer} of {len(moments)} moments are {kind} now")
     return found
 
 
@@ -254,8 +209,3 @@ def describe_place(engine: EngineCore) -> str:
     if uses_host(engine):
         return "masters and moments lie on the host, which makes the update"
     return MOVED_NOTHING
-
-
-def _moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    keys, entries = getattr(optimizer, "moments", {}), list(optimizer.state.values())
-    return [entry[key] for entry in entries for key in keys if entry.get(key) is not None]

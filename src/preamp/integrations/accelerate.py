@@ -16,7 +16,7 @@ from torch import nn
 
 from preamp.core.errors import bad_state
 from preamp.engine import clip_grad_norm_, clip_grad_value_
-from preamp.engine.lookup import find_engine, is_optimizer
+from preamp.engine.lookup import bare, find_engine
 from preamp.integrations.shared import (
     EngineScaler,
     Options,
@@ -82,7 +82,8 @@ class Accelerator(_accelerate.Accelerator):
                 FSDP2 after ``preamp.initialize``.
         """
         models = [arg for arg in args if isinstance(arg, nn.Module)]
-        optimizers = [arg for arg in args if is_optimizer(arg) and find_engine(arg) is None]
+        given = [arg for arg in args if isinstance(bare(arg), torch.optim.Optimizer)]
+        optimizers = [optimizer for optimizer in given if find_engine(optimizer) is None]
         if self.is_fsdp2 and any(find_engine(arg) is not None for arg in args):
             raise bad_state(
                 "prepare was given a model or an optimizer that has an engine of preamp already",

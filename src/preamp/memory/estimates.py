@@ -271,7 +271,7 @@ def _staging_bytes(trained: Sequence[Slot], policy: Policy, part: ShardSize) -> 
     grads = [part(slot.shape) * slot.dtype_at(policy).itemsize for slot in trained]
     if not grads:
         return 0
-    waiting = (max(grads), AT_ONCE if policy.storage.waits_on_host else 0)
+    waiting = (max(grads), AT_ONCE if policy.storage.release_gradients else 0)
     if not trained[0].name:  # a number of parameters: nothing is known of its tensors
         pieces, rest = divmod(grads[0], RUN // 2)
         pieces = min(pieces, BUFFERS)  # more of them need no more buffers
@@ -279,7 +279,7 @@ def _staging_bytes(trained: Sequence[Slot], policy: Policy, part: ShardSize) -> 
     return bytes_reserved(buffers_for([2 * size for size in grads]), waiting)
 
 
-_ON_DEVICE = (*STORAGES.values(), replace(STORAGES["compact"], release_gradients=True))
+_ON_DEVICE = tuple(STORAGES.values())
 _ON_HOST = tuple(
     replace(storage, place="host", release_gradients=releases)
     for releases in (False, True)
@@ -376,8 +376,8 @@ def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, 
         parts = share if slot.is_parameter else 1
         name = "weights" if slot.is_parameter else "buffers"
         elements = -(-slot.elements // parts)
-        if slot.is_parameter and slot.is_trainable and not policy.storage.applies_at_once:
-            waits = policy.storage.waits_on_host
+        if slot.is_parameter and slot.is_trainable:
+            waits = policy.storage.release_gradients
             found["gradients_on_host" if waits else "gradients"] += elements * dtype.itemsize
         if dtype is not slot.dtype or parts > 1:
             found[name] += elements * dtype.itemsize

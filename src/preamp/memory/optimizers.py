@@ -19,7 +19,7 @@ from preamp.core.pytree import tensors_in
 from preamp.kernels.stored import Format, can_be_blocks, scales_shape
 from preamp.optim.fused import every as fused
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, RELEASE, closest_first
+from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, closest_first
 from preamp.optim.fused.moments import format_of
 from preamp.policy.storage import FULL, Storage
 
@@ -253,12 +253,6 @@ def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
         raise bad_value(
             f"storage has place='host', and the optimizer is {kind}",
             f"Masters and moments may lie on the host with {others}",
-            "Choose one of these, or a storage without it",
-        )
-    if storage.applies_at_once and not getattr(optimizer, "updates_alone", False):
-        raise bad_value(
-            f"storage has release_gradients=True, and the optimizer is {type(optimizer).__name__}",
-            f"Gradients are released by {', '.join(RELEASE)}",
             "Choose one of these, or a storage without it",
         )
     if storage.masters == "split" or storage.moments != "float32":

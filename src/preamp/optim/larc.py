@@ -75,8 +75,8 @@ class LARC:
         """Adapt the gradients and let the wrapped optimizer step. Does not synchronise by itself.
 
         Raises:
-            PreampStateError: A gradient is sparse, or they are released, or the host makes the
-                update; nothing was changed.
+            PreampStateError: A gradient is sparse, or the host makes the update; nothing was
+                changed.
 
         Mutates:
             Gradients, and what the optimizer does. Weight decays are zero while it steps.
@@ -138,11 +138,7 @@ class LARC:
 
 def check_storage(storage: Storage) -> None:
     """Raise `PreampStateError` for a storage that leaves LARC nothing to adapt in ``step``."""
-    parts = {
-        'masters="split"': storage.masters == "split",
-        "release_gradients=True": storage.release_gradients,
-        'place="host"': storage.place == "host",
-    }
+    parts = {'masters="split"': storage.masters == "split", 'place="host"': storage.place == "host"}
     found = [name for name, is_chosen in parts.items() if is_chosen]
     if found:
         raise bad_state(

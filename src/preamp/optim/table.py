@@ -216,7 +216,7 @@ class WeightTable(WeightPairs):
         # tensor this rank's part.
         self.lows: list[torch.Tensor | None] = []
         self.gradients = HalfGradients(ops, self.halves, self.masters)
-        self.gradients.wait_on_host = storage.waits_on_host
+        self.gradients.wait_on_host = storage.release_gradients
         self.is_fresh = True  # whether no backward has begun yet
         self.trusted: set[int] = set()  # rows whose masters were set since `initialize`
         self.is_stepping = False  # whether an optimizer may be writing to masters

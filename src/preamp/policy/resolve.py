@@ -80,25 +80,12 @@ def check_storage(policy: Policy) -> None:
             "master_weights=True",
             f"Choose one of these, or pass storage={storage_code(other)}",
         )
-    if storage.applies_at_once and policy.is_dynamic:
-        raise worded(
-            PreampPolicyError,
-            f"storage has release_gradients=True with opt_level={policy.opt_level!r} and a dynamic "
-            "loss scale",
-            "A gradient that overflows makes a dynamic scale skip the step, and by then others "
-            "would have been applied",
-            "Choose opt_level='O5' (bfloat16, which needs no loss scale), or pass a number such as "
-            "loss_scale=128.0",
-        )
 
 
 def at_level(policy: Policy, storage: Storage) -> Storage:
     """What of ``storage`` a policy can have."""
     return dataclasses.replace(
-        storage,
-        masters=storage.masters if policy.master_weights else "float32",
-        release_gradients=storage.release_gradients
-        and not (policy.is_dynamic and storage.applies_at_once),
+        storage, masters=storage.masters if policy.master_weights else "float32"
     )
 
 

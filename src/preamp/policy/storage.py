@@ -29,11 +29,9 @@ class Storage:
             float32 moments with ``"8bit"``.
         seed: Of the stochastic rounding: runs of equal seeds round alike, on any number of
             threads, devices and ranks.
-        release_gradients: Whether each parameter is updated as soon as a backward has made its
-            gradient, which then goes: those of the whole model are never in memory together. Needs
-            a static loss scale, and an optimizer whose updates need no other gradients; nothing
-            can be clipped or accumulated. With ``place="host"`` each gradient waits on the host
-            for its step instead, and all of that is possible.
+        release_gradients: Whether each gradient goes to the host as soon as a backward has made
+            it, and waits there for its step: those of the whole model are never on the device
+            together. For ``place="host"``.
         place: ``"device"``, beside the weights; or ``"host"``: masters and moments lie in the
             host's memory, and its processors make the update. In each step half weights and their
             gradients travel there, 2 bytes each for a parameter, and new half weights back. Of
@@ -51,16 +49,6 @@ class Storage:
     seed: int = 0
     release_gradients: bool = False
     place: Place = "device"
-
-    @property
-    def waits_on_host(self) -> bool:
-        """Whether gradients wait there for their step."""
-        return self.release_gradients and self.place == "host"
-
-    @property
-    def applies_at_once(self) -> bool:
-        """Whether gradients are applied as soon as they are made, and dropped."""
-        return self.release_gradients and self.place == "device"
 
     def __post_init__(self) -> None:
         """Refuse what is not known."""
@@ -87,6 +75,12 @@ class Storage:
                 f"Storage got release_gradients={self.release_gradients!r}",
                 "It takes True and False",
                 "Pass one of these",
+            )
+        if self.release_gradients and self.place == "device":
+            raise bad_value(
+                "Storage got release_gradients=True, and masters and moments on the device",
+                "Gradients are released to the host, which makes the update",
+                "Pass place='host' as well, or leave it out",
             )
 
 

@@ -77,7 +77,8 @@ class Reading:
     @property
     def has_nan(self) -> bool:
         """Whether any value is nan. Synchronises."""
-        return math.isnan(self.values()[0])
+        low, _ = self.values()  # both are nan, or neither
+        return math.isnan(low)
 
     @property
     def is_minus_infinity(self) -> bool:
@@ -116,7 +117,6 @@ class Operation:
     given: Sequence[Reading] = ()
     # Whether a number that is not finite was among the arguments, or no tensor was
     has_constant: bool = False
-    backward: Pass | None = None  # whose it is, if it computes a derivative
 
     @property
     def stack(self) -> list[Call]:

@@ -172,8 +172,6 @@ class Search:
     def of(self, reading: Reading) -> _Origin:
         """Where ``reading``, which is not finite, comes from."""
         first = self._first(reading)
-        if first.by is not None and first.by.backward is not None:
-            return self._backward(first.by.backward)
         call = first.inside if first.by is None else first.by.call
         if call is None:
             if first.by is None and first not in self._losses:

@@ -14,6 +14,7 @@ import inspect
 import math
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from preamp.core.errors import message
 from preamp.core.link import Link
 from preamp.core.program import calls_of_program
 from preamp.core.tensors import host_reaches, is_capturing, node_of
@@ -41,7 +43,7 @@ from preamp.core.torch_private.operations import (
 from preamp.core.undo import UndoStack
 from preamp.engine.core import EngineCore
 from preamp.engine.events import Backward
-from preamp.engine.overflow import Finding, GradientNote, OverflowCause
+from preamp.engine.overflow import Finding, OverflowCause
 from preamp.engine.session import OptimizerSession
 from preamp.engine.weights import master_of
 from preamp.kernels.wide_half import leaves
@@ -125,7 +127,6 @@ class Tracer:
         self._has_seen = False  # a forward with gradients
         self._thread = 0  # of the first forward
         self._nodes_before = 0  # that were made when the watching began
-        self._started: Reading | None = None  # the latest tensor that ``backward`` was called on
         self.values, self.observation = Values(), Observation()
         self.stack = _Stack()  # forwards under way
 
@@ -196,35 +197,8 @@ class Tracer:
         given, made = leaves(grad_outputs), leaves(grad_inputs)
         with unheard():
             seen.inputs, seen.outputs = self.values.read(given), self.values.read(made)
-            if self._is_between or torch.is_grad_enabled():
-                self._note_derivative(seen, given, made)
         seen.backward = self._backward
         self._add(self.observation, seen)
-
-    def _note_derivative(
-        self, seen: Pass, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> None:
-        """Gradients that a loss may be computed from were made: remember from what."""
-        operation = seen.operation
-        name, inputs = seen.name, tuple(seen.inputs)
-        if operation is not None:
-            name, inputs = operation.name, (*inputs, *operation.inputs)
-        lines = () if operation is None else operation.lines
-        by = Operation(name, lines, inputs, seen.call, inputs, backward=seen)
-        for reading in seen.outputs:
-            if reading not in inputs and not reading.is_made:
-                reading.by, reading.is_made = by, True
-        call = _Call(self, self.observation, seen.call or Pass(OUTSIDE, "forward"))
-        _watch_derivative(_nodes_of(made), _nodes_of(given), call, operation)
-
-    def begins_backward(self, args: Sequence[Any]) -> None:
-        """Gradients are asked for that a loss may be made from: watch what has no hooks yet."""
-        if not (self._is_between or self.stack.calls):
-            return  # it is another engine's
-        outside = _Call(self, self.observation, Pass(OUTSIDE, "forward"))
-        call = self.stack.calls[-1] if self.stack.calls else outside
-        with unheard():
-            _watch_nodes(leaves(args[:1]), call)
 
     def begin_call(self, place: Place, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins. Reads its arguments before they are cast."""
@@ -340,9 +314,7 @@ class Tracer:
         if hears and not is_compiled:
             if mode is None:
                 own_ref: weakref.ref[Tracer] = weakref.ref(self)
-                mode = self.stack.mode = OperationMode(
-                    partial(_tell, own_ref), partial(_tell_before, own_ref)
-                )
+                mode = self.stack.mode = OperationMode(partial(_tell, own_ref))
                 if own == self._thread:  # elsewhere it ends with the forward
                     weakref.finalize(self, mode.leave).atexit = False
             mode.enter()
@@ -364,8 +336,7 @@ class Tracer:
         """A function has been called, by a forward or between two."""
         call = self.stack.calls[-1].seen if self.stack.calls else None
         arguments, results = leaves(args), leaves((result,))
-        if name == "backward" and arguments:
-            self._started = next(iter(self.values.read(arguments[:1])), None)
+        if name == "backward":
             self._is_between = False
         if name == "__setitem__":
             results = arguments[:1]
@@ -470,47 +441,34 @@ class Tracer:
         self._pause()
         if not self._looks:
             return
-        if not session.watched and not session.notes and self.observation.trained:
-            self._look_at_gradients(session)
+        if not session.watched and self.observation.trained and session.holds_raw():
+            warnings.warn(_unwatched(), stacklevel=2)
         for note in session.watched:
             if note.watched is not None and host_reaches(note.scale):
                 if any(bool(flag != 0) for flag in note.found_inf):
                     finding = note.watched(bool(note.loss_finite))
-                    note.watched = partial(_found, finding)
-
-    def _look_at_gradients(self, session: OptimizerSession) -> None:
-        """There was no `scale_loss`: all that is known are gradients, and what modules returned."""
-        leaves = session.model_params()
-        device = leaves[0].device if leaves else torch.device("cpu")
-        if not host_reaches(leaves[0] if leaves else torch.zeros(())):
-            return
-        note = GradientNote(0, torch.tensor(True), torch.ones((), device=device))
-        session.look(leaves, device, note, is_joint=False)
-        if any(bool(flag != 0) for flag in note.found_inf):
-            losses = [self._started] if self._started else self._ends()
-            self.values.collect()
-            self.observation.losses += [(self._backward, loss) for loss in losses]
-            note.loss_finite = torch.tensor(all(loss.is_finite for loss in losses))
-            note.watched = self._finder()
-            note.graphs = [None]
-            session.remember_watched(note)
-
-    def _ends(self) -> list[Reading]:
-        """What the outermost forwards have returned."""
-        outermost = (call for call in self.observation.trained if call.call is None)
-        return [one for call in outermost for one in call.outputs]
+                    note.watched = lambda _, finding=finding: finding
 
     def _end_step(self, session: object) -> None:
         """A step has been taken or not; the next forward begins another one."""
         del session
         self._resume()  # between steps too: a hidden state may be cloned or copied there
-        self._is_over, self._is_between, self._started = True, False, None
+        self._is_over, self._is_between = True, False
 
     def _told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
         del session
         if cause.was_watched and not self._stays:
             self.disarm()
+
+
+def _unwatched() -> str:
+    return message(
+        "optimizer.step() was called with gradients that no scale_loss block has made, while "
+        "overflows are traced",
+        "A trace begins at the loss that the block was given; of this step nothing is told",
+        "Write: with preamp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
+    )
 
 
 def _watchable(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -562,16 +520,6 @@ def _armed(tracer: weakref.ref[Tracer]) -> Tracer | None:
 def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: Any) -> None:
     if (own := _armed(tracer)) is not None:
         own.heard(name, args, result)
-
-
-def _tell_before(tracer: weakref.ref[Tracer], args: Sequence[Any]) -> None:
-    if (own := _armed(tracer)) is not None:
-        own.begins_backward(args)
-
-
-def _found(finding: Finding, loss_was_finite: bool) -> Finding:
-    del loss_was_finite
-    return finding
 
 
 def _places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[Place, nn.Module]]:
@@ -627,20 +575,6 @@ def _watch_node(
         own = notes.get(_TAG, operation)
         tracer = weakref.ref(call.tracer)
         node.register_hook(partial(_see_node, tracer, call.seen, own, _named(node), is_cast))
-
-
-def _watch_derivative(
-    made: frozenset[Node], given: frozenset[Node], call: _Call, operation: Operation | None
-) -> None:
-    """Hook the nodes that the backward of ``operation`` has made, on the way to one more."""
-    mark = f"preamp.trace.{id(call.tracer)}"
-    pending = [*made]
-    while pending:
-        node = pending.pop()
-        following = [after for after, _ in node.next_functions if after is not None]
-        if node not in given and following and mark not in cast("Any", node).metadata:
-            _watch_node(node, call, operation)
-            pending += following
 
 
 def _see_node(

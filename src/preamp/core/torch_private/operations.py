@@ -81,20 +81,12 @@ def unheard() -> AbstractContextManager[None]:
 
 
 class OperationMode(TorchFunctionMode):
-    """Tells of each function that was called on this thread, its arguments and its result.
+    """Tells of each function that was called on this thread, its arguments and its result."""
 
-    Of ``torch.autograd.grad`` also before it runs.
-    """
-
-    def __init__(
-        self,
-        tell: Callable[[str, Sequence[Any], Any], None],
-        tell_before: Callable[[Sequence[Any]], None] | None = None,
-    ) -> None:
+    def __init__(self, tell: Callable[[str, Sequence[Any], Any], None]) -> None:
         """Tell nothing before `enter`."""
         super().__init__()
         self._tell = tell
-        self._tell_before = tell_before
         self.is_on = False
 
     def __torch_function__(
@@ -106,9 +98,6 @@ class OperationMode(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` and tell of it; of attributes that are read only if they are tensors."""
         name = getattr(func, "__name__", "")
-        before = self._tell_before if name == "grad" else None
-        if before is not None and not may_not_be_read():
-            before((*args, *kwargs.values()) if kwargs else args)
         result = func(*args, **(kwargs or {}))
         is_number = name == _READ and not isinstance(result, torch.Tensor)
         if not is_number and not may_not_be_read():

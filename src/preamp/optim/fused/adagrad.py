@@ -36,7 +36,6 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
-    may_update_alone: ClassVar[bool] = True
     _counts: ClassVar[bool] = False
     _options: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")

@@ -69,7 +69,6 @@ class FusedAdam(FusedOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
-    may_update_alone: ClassVar[bool] = True
     _options: ClassVar[tuple[str, ...]] = (
         *("lr", "bias_correction", "betas", "eps", "weight_decay"),
     )
@@ -176,11 +175,6 @@ class FusedAdam(FusedOptimizer):
         with torch.no_grad():
             self._step_early(early)
         return loss
-
-    @property
-    def updates_alone(self) -> bool:
-        """The early formula may clip, and counts per parameter."""
-        return not self._is_early_kind and self._steps_done(next(iter(self.state), None)) == 0
 
     def _rule(self, group: Group) -> AdamRule:
         corrected = BiasCorrection.MOMENTS if group["bias_correction"] else BiasCorrection.NONE

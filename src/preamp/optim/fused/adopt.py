@@ -44,7 +44,6 @@ class FusedADOPT(FusedOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
-    may_update_alone: ClassVar[bool] = True
     _starts_apart: ClassVar[bool] = True
     _options: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "decouple", "clip")

@@ -110,9 +110,6 @@ class FusedOptimizer(KeepsMoments):
     is_elementwise: ClassVar[bool] = False
     """Whether an element is updated from its own gradient, value and state alone."""
 
-    may_update_alone: ClassVar[bool] = False
-    """Whether the update of a parameter follows from its own gradient, by the usual formula."""
-
     keeps_copies: ClassVar[bool] = False
     """Whether it keeps float32 copies of half parameters itself, beside them."""
 
@@ -174,26 +171,6 @@ class FusedOptimizer(KeepsMoments):
                 elif isinstance(counter, torch.Tensor):
                     counter.copy_(value)
             raise
-
-    @property
-    def updates_alone(self) -> bool:
-        """Whether the update of a parameter follows from its own gradient; see `update_alone`."""
-        return self.may_update_alone
-
-    def update_alone(self, group: Group, entries: Entries) -> None:
-        """Update parameters of a group ahead of the `step` that will count and reset all else."""
-        before = {name: getattr(self, name) for name in self._settings}
-        counter = group.get("step")
-        if isinstance(counter, torch.Tensor):
-            group["step"] = counter.clone()
-        try:
-            self._check(entries)
-            self._take_step([(group, entries)], Signals(None, None))
-        finally:
-            vars(self).update(before)
-            group["step"] = counter
-            if counter is None:
-                del group["step"]
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         """Update what has been collected; gradients stay as they are."""

@@ -21,9 +21,6 @@ KEEP_FEWER_BITS = tuple(kind.__name__ for kind in KINDS if kind.moments)
 ON_HOST = tuple(kind.__name__ for kind in KINDS if not kind.keeps_copies)
 """Those whose masters and moments may lie on the host."""
 
-RELEASE = tuple(kind.__name__ for kind in KINDS if kind.may_update_alone)
-"""Those that may update each parameter as soon as its gradient is made."""
-
 
 def twin_of(name: str) -> str | None:
     """The fused optimizer that makes the update of torch's of this ``name``, if there is one."""

@@ -38,7 +38,6 @@ class FusedLion(FusedOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
-    may_update_alone: ClassVar[bool] = True
     _options: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
     moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}
 

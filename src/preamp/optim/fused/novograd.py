@@ -54,7 +54,6 @@ class FusedNovoGrad(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
-    may_update_alone: ClassVar[bool] = True
     _options: ClassVar[tuple[str, ...]] = (
         *("lr", "bias_correction", "betas", "eps", "weight_decay"),
         *("grad_averaging", "norm_type", "init_zero"),

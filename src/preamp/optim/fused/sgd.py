@@ -57,7 +57,6 @@ class FusedSGD(FusedOptimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
-    may_update_alone: ClassVar[bool] = True
     _counts: ClassVar[bool] = False
     _starts_apart: ClassVar[bool] = True
     _options: ClassVar[tuple[str, ...]] = (
