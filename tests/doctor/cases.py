@@ -331,13 +331,6 @@ BUGS = {
     "clipping in the block, O1": bug(
         "PA101", O1, IN_BLOCK, numbers={"loss_scale": 1024.0}, says="inside a scale_loss block"
     ),
-    "clipping the halves, O2": bug(
-        "PA101",
-        O2,
-        ("    params = amp.master_params(optimizer)\n", ""),
-        ("clip_grad_norm_(params, 1.0)", "clip_grad_norm_(model.parameters(), 1.0)  # <-"),
-        says="not those of the masters",
-    ),
     "autocast without a scaler": bug(
         "PA102",
         GRAD_SCALER,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torch.compile`` of what runs between two steps: one graph, the same numbers."""
+"""``torch.compile`` of what runs between two steps: the same numbers, in one graph if it can."""
 
 import shutil
 import warnings
@@ -28,6 +28,11 @@ pytestmark = pytest.mark.filterwarnings(
 # torch's compiler takes seconds: the quick suite has one level.
 levels = pytest.mark.parametrize(
     "level", ["O1", *(pytest.param(n, marks=pytest.mark.full) for n in LEVEL_NAMES if n != "O1")]
+)
+
+PLAIN_LEVELS = [name for name in LEVEL_NAMES if name not in CASTING_FUNCTIONS]
+plain_levels = pytest.mark.parametrize(
+    "level", ["O2", *(pytest.param(n, marks=pytest.mark.full) for n in PLAIN_LEVELS if n != "O2")]
 )
 
 
@@ -134,9 +139,12 @@ def assert_same_training(ours: Training, losses: list[float], eager: Training) -
 
 
 @models
-@levels
+@plain_levels
 def test_the_loss_is_one_graph(make: Any, level: str) -> None:
-    """``fullgraph=True`` raises at a graph break; later steps trace nothing again."""
+    """``fullgraph=True`` raises at a graph break; later steps trace nothing again.
+
+    Not where functions are cast: a hook of the model turns that on, which no graph can do.
+    """
     training = Training(make, level)
     training.loss = torch.compile(training._loss, backend="aot_eager", fullgraph=True)
     losses = training.run(1)
@@ -158,7 +166,7 @@ def test_training_by_a_compiled_loss_is_the_same(make: Any, level: str) -> None:
     training = Training(make, level, loss_scale=64.0)
     training.loss = torch.compile(training._loss, backend="aot_eager")
     losses = training.run(4)
-    assert graph_breaks() == {}
+    assert bool(graph_breaks()) is (level in CASTING_FUNCTIONS)
     assert_same_training(training, losses, Training(make, level, loss_scale=64.0))
 
 
@@ -176,7 +184,7 @@ def test_a_compiled_model_has_no_breaks(level: str, scope: str) -> None:
 
 
 @pytest.mark.parametrize("numerics", ["light", "full"])
-@levels
+@plain_levels
 def test_statistics_break_no_graph(level: str, numerics: str) -> None:
     options = {"numerics": numerics, "numerics_every": 1, "loss_scale": 64.0}
     training = Training(Perceptron, level, **options)
@@ -216,7 +224,7 @@ def test_casts_inside_the_model_only(level: str) -> None:
 def test_generated_code(level: str) -> None:
     pytest.importorskip("setuptools")
     training = Training(Perceptron, level)
-    training.loss = torch.compile(training._loss, fullgraph=True)
+    training.loss = torch.compile(training._loss, fullgraph=level not in CASTING_FUNCTIONS)
     losses = training.run(3)
     assert_same_training(training, losses, Training(Perceptron, level))
 

@@ -477,7 +477,7 @@ def fresh_compiler() -> Iterator[None]:
 def test_a_compiled_part_is_seen_from_outside() -> None:
     """And watching does not break its graph."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Spoil()), nn.Linear(4, 2))
-    run = Run("O1", model, overflow="trace", scope="thread")
+    run = Run("O2", model, overflow="trace")
     model[1].compile(backend="aot_eager", fullgraph=True)
     loss_of = torch.compile(lambda x: F.relu(model(x)), backend="aot_eager", fullgraph=True)
     loss_of(torch.ones(3, 4)).float().sum().backward()

@@ -4,6 +4,7 @@
 One that stays would cast functions in the tests that come after it.
 """
 
+import functools
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ def note_engines() -> None:
     """Note each engine that something leads to in this process from now on."""
     be_found = Engine.be_found_from
 
+    @functools.wraps(be_found)
     def be_found_and_noted(self: Engine, thing: Any) -> None:
         be_found(self, thing)
         _MADE.append(weakref.ref(self))

@@ -29,8 +29,8 @@ CLIPPED_SCALED = define_rule(
     about the loss scale, and training seems to stand still.""",
     how="""The gradients given to a clipping function of torch.nn.utils are the ones that a backward
     from a scaled loss has left, and nobody but clipping has written to them since. An infinite
-    limit only asks for the norm and is left out. Inside a scale_loss block, and for half gradients
-    whose float32 masters carry the unscaled values, the engine is asked. Clipping by hand is told
+    limit only asks for the norm and is left out. Inside a scale_loss block the engine is asked;
+    after it, it refuses changes of half gradients itself. Clipping by hand is told
     from the values just before they are unscaled. One in a hundred is exactly the largest
     magnitude, or their norm is the same in three steps. The script must have written to them or
     have hooks on them, or half of all tensors have that magnitude in them.""",
@@ -154,9 +154,6 @@ class Clipping(Detector):
                     is_left_open = session.end_backward is not None
                     what = _BEFORE_UNSCALE if is_left_open else "inside a scale_loss block"
                     self._report(name, both, params, scale, what)
-                elif halves:
-                    what = "that are the model's half ones, not those of the masters"
-                    self._report(name, halves, params, scale, what)
 
     def _report(
         self,
