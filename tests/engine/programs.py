@@ -177,7 +177,11 @@ STORAGES = {
 }
 ON_HOST = {f"{name} on the host": replace(kept, place="host") for name, kept in STORAGES.items()}
 """The same with ``place="host"``, which takes fused optimizers."""
-STORAGES |= ON_HOST
+RELEASED = {
+    f"{name}, released": replace(kept, release_gradients=True) for name, kept in ON_HOST.items()
+}
+"""With gradients that wait on the host: nobody may read them."""
+STORAGES |= ON_HOST | RELEASED
 
 
 def without_codes(entry: Any) -> dict[str, Any]:
@@ -556,6 +560,7 @@ class World:
     ) -> None:
         self.storage, self.moments = storage, STORAGES[storage].moments
         self.splits = STORAGES[storage].masters == "split"
+        self.releases = storage in RELEASED
         self.device, self.variant = device, variant or Variant()
         self.kind, self.loss_scale = optimizer, loss_scale
         self.log: list[str] = []
@@ -1004,7 +1009,7 @@ class World:
 
     def read(self, name: str) -> None:
         i = OWNER[name[0]]
-        if self.overflowed[i] or self.is_stale[i]:
+        if self.overflowed[i] or self.is_stale[i] or self.releases:
             return
         param, wanted = self.both(name)
         master = self.master(name)
