@@ -121,7 +121,9 @@ def test_two_processes_do_what_torchs_wrapper_does(tmp_path: Path) -> None:
             hand.run(data, every=2)
             # Its scaler carries what was accumulated through the next reduction, as torch's does.
             assert run.losses == pytest.approx(hand.losses, rel=1e-5)
-            for ours, wanted in zip(exact(run.net).values(), exact(hand.model).values(), strict=True):
+            for ours, wanted in zip(
+                exact(run.net).values(), exact(hand.model).values(), strict=True
+            ):
                 torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
             found[level] = list(bits(exact(run.net).values()))
         return found
