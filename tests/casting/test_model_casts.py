@@ -66,6 +66,23 @@ def test_checkpointed_model_has_the_gradients_of_the_plain_one(reentrant: bool) 
     torch.testing.assert_close(model.linear.weight.grad, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_outside_of_models_have_the_casts_of_their_thread(reentrant: bool) -> None:
+    seen: list[torch.dtype] = []
+
+    def call(t: torch.Tensor) -> torch.Tensor:
+        product = t @ t
+        seen.append(product.dtype)
+        return product * product
+
+    handle = held(push_thread_casts, CPU, BF16)
+    x = torch.rand(4, 4, requires_grad=True)
+    checkpoint(call, x, use_reentrant=reentrant).sum().backward()
+    handle.remove()
+
+    assert seen == [BF16, BF16]
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("input_is_half", [True, False])
 @pytest.mark.parametrize(

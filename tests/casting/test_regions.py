@@ -200,6 +200,7 @@ PROGRAMS = {
     "begun in a user's block that has ended": "block f16; push bf16; end; sees bf16; pop; plainly",
     "collected in a forward": "push bf16; cast f16; collected; sees f16; end; plainly",
     # Ctrl-C
+    "interrupted in another thread": "thread; caught; cast bf16; cast f16; interrupt; plainly; end",
     "interrupted": "caught; cast bf16; cast f16; interrupt; plainly",
     "interrupted in a thread's casts": "push bf16; note; caught; cast bf16; cast f16; interrupt; "
     "same; pop",
@@ -242,6 +243,41 @@ def test_torch_catches_interrupts_during_forwards_only() -> None:
 
     assert seen == [BaseException]
     assert "Exception" not in names
+
+
+def test_a_region_that_ends_in_its_forward_leaves_nothing() -> None:
+    undo, seen = UndoStack(), list[torch.dtype]()
+
+    def inside() -> None:
+        undo.unwind()
+        seen.append(product())
+
+    model = Probe(inside)
+    attach_cast_region(model, CPU, BF16, undo)
+    model(torch.ones(2, 4))
+
+    assert seen == [F32]
+    assert product() is F32
+    assert not thread_casts.FORWARDS_OPEN
+
+
+def test_an_interrupt_at_the_end_of_a_call_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = AutocastState.restore, list[int]()
+
+    def restore(state: AutocastState) -> None:
+        calls.append(0)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        original(state)
+
+    monkeypatch.setattr(AutocastState, "restore", restore)
+    handle = held(push_thread_casts, CPU, BF16)
+    before = AutocastState.capture()
+    with pytest.raises(KeyboardInterrupt):
+        product()
+    handle.remove()
+
+    assert AutocastState.capture() == before
 
 
 def test_hooks_copy_and_pickle_with_the_model() -> None:

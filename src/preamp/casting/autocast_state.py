@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torch's own thread-local autocast state: read, saved, set back.
 
-This state is the only thing that says "casts are active here". Nothing in this file remembers
-anything between calls except which device types may have an autocast state at all.
+It says whether casts are active, but for thread-wide ones outside of models. Nothing in this file
+remembers anything between calls except which device types may have an autocast state at all.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ from typing import Any, Final
 import torch
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
-from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
+from preamp.casting.op_lists import OP_TABLE, OpRow
 from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast
-from preamp.casting.thread_casts import autocast_off
+from preamp.casting.thread_casts import autocast_off, call_in_thread_casts
 from preamp.casting.wrappers import AnyFunction, wrap_banned, wrap_cast, wrap_in_place
 from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.torch_private.autograd import CHECKPOINT_STATE
 from preamp.core.torch_private.modules import recurrent_functions
 from preamp.core.undo import UndoStack
 from preamp.kernels.wide_half import WIDE_CONVOLUTIONS, WIDE_FUNCTIONS, cpu_lacks_matmul, wide
@@ -31,7 +32,7 @@ from preamp.kernels.wide_half import WIDE_CONVOLUTIONS, WIDE_FUNCTIONS, cpu_lack
 
 def namespace_owner(namespace: str) -> Any:
     """The module or class whose attributes a row's namespace means."""
-    owners: dict[Namespace, Any] = {
+    owners: dict[str, Any] = {
         "torch": torch,
         "torch.Tensor": torch.Tensor,
         "torch.nn.functional": torch.nn.functional,
@@ -39,7 +40,7 @@ def namespace_owner(namespace: str) -> Any:
         "torch.fft": torch.fft,
         "recurrent layers": recurrent_functions(),
     }
-    return next(owner for name, owner in owners.items() if name == namespace)
+    return owners[namespace]
 
 
 def row_wrapper(row: OpRow) -> Wrapper:
@@ -65,6 +66,10 @@ def _without_casts(fn: AnyFunction) -> AnyFunction:
     return backward_without_casts
 
 
+def _in_thread_casts(fn: AnyFunction) -> AnyFunction:
+    return lambda *args, **kwargs: call_in_thread_casts(fn, fn, args, kwargs)
+
+
 def _install_table(undo: UndoStack) -> None:
     for row in OP_TABLE:
         owner = namespace_owner(row.namespace)
@@ -74,6 +79,8 @@ def _install_table(undo: UndoStack) -> None:
     # and with thread-wide casts ``loss.backward()`` is called while they are on.
     for name in ("backward", "grad"):
         PATCHES.add(torch.autograd, name, Rank.TABLE, _without_casts, undo)
+    # What a checkpoint outside of models notes of casts, for its second forward
+    PATCHES.add(*CHECKPOINT_STATE, Rank.TABLE, _in_thread_casts, undo)
     # The fused inference kernels of nn.TransformerEncoder mix what CPU autocast casts with what it
     # does not, and fail. torch leaves them out under CUDA autocast, but does not look at the CPU's.
     undo.push(partial(set_fastpath_enabled, get_fastpath_enabled()))

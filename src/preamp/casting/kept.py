@@ -25,8 +25,7 @@ from preamp.policy import KeepFP32
 # are half themselves: float32 ones take half inputs.
 _SINGLE_DTYPE_LAYERS = (
     *(nn.Linear, nn.Bilinear, nn.PReLU, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )

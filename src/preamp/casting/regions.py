@@ -14,6 +14,7 @@ programs forget what a hook sets, is refused.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook
 from preamp.core.torch_private.modules import add_hook
 from preamp.core.torch_private.scripting import not_compiled_alone
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, finished
 
 _COMMON = ("cpu", "cuda", "xpu", "mps")  # device types that may cast while a forward is traced
 
@@ -62,15 +63,8 @@ def _enter_plain(module: nn.Module) -> None:
 
 
 @untraced
+@finished  # torch does not call the hook that ends a forward again
 def _leave(module: nn.Module) -> None:
-    try:
-        _close(module)
-    except KeyboardInterrupt:  # torch does not call the hook that ends a forward again
-        _close(module)
-        raise
-
-
-def _close(module: nn.Module) -> None:
     depths = [n for n, bracket in enumerate(CASTS.brackets) if bracket.module_id is not None]
     # Otherwise another module's bracket is innermost: this one's pre-hook did not run.
     if depths and CASTS.brackets[depths[-1]].module_id == id(module):
@@ -97,12 +91,9 @@ class _EnterCasts(EngineHook):
         _enter_casts(module, self)
 
     def _are_on(self) -> bool:
-        for kind in self.device_types:
-            if not torch.is_autocast_enabled(kind):
-                return False
-            if torch.get_autocast_dtype(kind) is not self.dtype:
-                return False
-        return True
+        on = [kind for kind in self.device_types if torch.is_autocast_enabled(kind)]
+        dtypes = [torch.get_autocast_dtype(kind) for kind in on]
+        return dtypes == [self.dtype] * len(self.device_types)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +122,12 @@ class _Leave(EngineHook):
 
 
 def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain, undo: UndoStack) -> None:
+    def leave() -> None:
+        if (alive := weak()) is not None:  # in a forward on this thread, the hook is gone
+            _leave(alive)
+
+    weak = weakref.ref(module)
+    undo.push(leave)
     # The region opens before other pre-hooks run and closes after other hooks have run, so an
     # exception in one of them finds it open and closes it.
     add_hook(module, "register_forward_pre_hook", enter, undo, prepend=True)

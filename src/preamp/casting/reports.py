@@ -12,7 +12,7 @@ import torch
 from preamp.casting.autocast_state import CASTABLE
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, append
 
 _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
@@ -38,14 +38,7 @@ def listen(listener: Listener, undo: UndoStack) -> None:
     autocast's cache holds its cast already. Compiled code tells nothing: what it casts was decided
     when it was compiled.
     """
-    entry = listener, object()
-
-    def end() -> None:
-        if entry in _listeners:
-            _listeners.remove(entry)
-
-    undo.push(end)
-    _listeners.append(entry)
+    append(_listeners, (listener, object()), undo)
 
 
 def say_cast(made: Cast) -> None:

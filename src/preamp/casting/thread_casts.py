@@ -14,7 +14,6 @@ to take back from a thread when an engine is closed on another one, or collected
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Generator, Iterable
@@ -32,7 +31,7 @@ from preamp.casting.autocast_state import (
     untraced,
 )
 from preamp.core.torch_private.modules import call_hooks_after_interrupts
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, append, finished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +73,7 @@ FORWARDS_OPEN: Final[list[Bracket]] = []
 thread's own, asks whether it is empty."""
 
 
+@finished
 def unwind_to(depth: int) -> None:
     """Close brackets, the innermost first, until ``depth`` of this thread are left."""
     brackets = CASTS.brackets
@@ -89,12 +89,14 @@ def unwind_to(depth: int) -> None:
         top.saved.restore()
         brackets.pop()  # last: interrupted before, it is closed once more
         if top.module_id is not None:
-            _catch_interrupts(any(one.module_id is not None for one in brackets))
+            _catch_interrupts()
 
 
-def _catch_interrupts(are_forwards_open: bool) -> None:
-    if threading.get_ident() == threading.main_thread().ident:  # no other is interrupted
-        call_hooks_after_interrupts(are_forwards_open)
+def _catch_interrupts() -> None:
+    if not FORWARDS_OPEN:
+        call_hooks_after_interrupts(False)
+    if FORWARDS_OPEN:  # perhaps another thread's since
+        call_hooks_after_interrupts(True)
 
 
 def open_bracket(module: nn.Module | None) -> Bracket:
@@ -103,7 +105,7 @@ def open_bracket(module: nn.Module | None) -> Bracket:
     CASTS.brackets.append(bracket)
     if module is not None:
         FORWARDS_OPEN.append(bracket)
-        _catch_interrupts(True)
+        _catch_interrupts()
     return bracket
 
 
@@ -131,17 +133,11 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: Und
     know_device_types(device_types)
     push = _Push(frozenset(device_types), dtype)
     for pushes in (CASTS.pushes, PUSHED):
-        undo.push(functools.partial(_remove, push, pushes))
-        pushes.append(push)
-
-
-def _remove(push: _Push, pushes: list[_Push]) -> None:
-    with contextlib.suppress(ValueError):
-        pushes.remove(push)
+        append(pushes, push, undo)
 
 
 def thread_has_casts() -> bool:
-    """Whether an engine that is alive has functions cast on this thread, in models or outside."""
+    """Whether an engine that is alive has functions cast on this thread outside of models."""
     return bool(CASTS.pushes)
 
 
@@ -223,9 +219,7 @@ def thread_casts_restored() -> Generator[None]:
         _set_state(before)
 
 
-@untraced
-def _set_state(state: AutocastState) -> None:
-    state.restore()
+_set_state = untraced(AutocastState.restore)
 
 
 # --- forked processes ---

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The callables that replace a function: one maker for rules that cast, and one for each other.
 
-All of them look at torch's autocast state when called and pass the call through where casts are not
-active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them. Both
-half dtypes are cast, as in Apex and autocast; float64 never, as the user has widened it.
+All of them look at torch's autocast state when called, then whether thread-wide casts act, and else
+pass the call through. Before the latter they are plain Python without thread-local look-ups, so
+``torch.compile`` traces them. Both half dtypes are cast, as in Apex; float64, widened by the user,
+never.
 """
 
 from __future__ import annotations

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from contextlib import suppress
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Step = Callable[[], Any]
 
 
@@ -27,6 +31,20 @@ def run_all(steps: Iterable[Callable[[], Any]]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def finished(fn: Callable[P, None]) -> Callable[P, None]:
+    """Call ``fn`` once more if a ``KeyboardInterrupt`` ends it."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            fn(*args, **kwargs)
+        except KeyboardInterrupt:
+            fn(*args, **kwargs)
+            raise
+
+    return call
 
 
 def all_or_nothing(prepare: Callable[[], Iterable[Step]], undo: Step) -> None:
@@ -120,3 +138,14 @@ def set_attribute(owner: Any, name: str, value: Any, undo: UndoStack) -> None:
 
     undo.push(restore)
     object.__setattr__(owner, name, value)  # a class of its own may forward it to another object
+
+
+def append(items: list[T], item: T, undo: UndoStack) -> None:
+    """Append ``item``, which equals no other, until ``undo``."""
+
+    def remove() -> None:
+        with suppress(ValueError):
+            items.remove(item)
+
+    undo.push(remove)
+    items.append(item)

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from preamp.core.dtypes import HALF_DTYPES
+
+CHECKPOINT_STATE: Final = (torch.utils.checkpoint, "_get_autocast_kwargs")
+"""The function, as module and name, by which activation checkpoints read the autocast state."""
 
 TELLS_HOOKS: Final = hasattr(cast("Any", torch)._C._autograd.SavedTensor, "unpack_hook")
 """Whether torch says what hooks unpack a saved tensor without calling them; 2.6 does not."""
@@ -187,6 +191,12 @@ def has_hooks(leaf: torch.Tensor) -> bool:
     """Whether the script has hooks on the gradient of ``leaf``."""
     hooks = (getattr(leaf, f"_{kind}_hooks", None) for kind in ("backward", "post_accumulate_grad"))
     return any(map(bool, hooks))
+
+
+def leaves_above(root: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves that a backward from ``root`` gives gradients to."""
+    nodes = () if root.grad_fn is None else _nodes_above(root.grad_fn)
+    return [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
 
 
 def is_freed(root: Node) -> bool:
