@@ -207,19 +207,34 @@ PROMOTED_CALLS: dict[str, Call] = {
     ),
     "huber_loss": lambda a, b: F.huber_loss(a, b),
     "huber_loss with a weight": lambda a, b: F.huber_loss(a, b, weight=b.detach().abs()),
-    "layer_norm": lambda a, b: F.layer_norm(a, [4], b[0]),
-    "group_norm": lambda a, b: F.group_norm(a, 2, b[0]),
     "weights of classes": lambda a, b: F.cross_entropy(a, INDEX[[0, 1, 2, 0]], b[0].detach().abs()),
 }
+NORMS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "layer_norm": lambda a, b: F.layer_norm(a, [4], b[0]),
+    "group_norm": lambda a, b: F.group_norm(input=a, num_groups=2, weight=b[0]),
+}
+
+
+@HALVES
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_of_half_inputs_are_torch_s(
+    kind: str, half: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    a, b = values(4, 4).to(half), values(4, 4)
+    expected = NORMS[kind](a, b)
+    request.getfixturevalue("installed")
+    found = NORMS[kind](a, b)
+    assert found.dtype is half
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("installed")
 @HALVES
-@pytest.mark.parametrize("kind", PROMOTED_CALLS)
+@pytest.mark.parametrize("kind", [*PROMOTED_CALLS, *NORMS])
 def test_other_functions_compute_in_float32(kind: str, half: torch.dtype) -> None:
-    call = PROMOTED_CALLS[kind]
+    call = (PROMOTED_CALLS | NORMS)[kind]
     a, b = values(4, 4).to(half), values(4, 4)
-    for given in ((a, b), (b, a)):
+    for given in ((b, a),) if kind in NORMS else ((a, b), (b, a)):
         mixed = [tensor.detach().requires_grad_() for tensor in given]
         wide = [tensor.detach().float().requires_grad_() for tensor in given]
         found, expected = call(*mixed), call(*wide)

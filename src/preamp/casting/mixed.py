@@ -98,6 +98,8 @@ def _call_alike(
         return fn(*args, **kwargs)
     floating = [t for t in found if t.is_floating_point()]
     is_pair = len({t.dtype for t in floating}) == 2
+    if fn.__name__ in ("layer_norm", "group_norm") and floating[0].dtype is not torch.float32:
+        return fn(*args, **kwargs)  # torch takes half inputs with float32 weights
     if not is_pair or kwargs.get("out") is not None or casting_device(args, kwargs):
         return fn(*args, **kwargs)
     dtype = choose(floating)
