@@ -141,3 +141,20 @@ def penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def test_a_loss_that_takes_gradients_itself_is_traced() -> None:
     assert activations(penalty, torch.ones(16, 8))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_modules_that_a_loss_closes_over_keep_their_gradients(is_frozen: bool) -> None:
+    criterion, old = nn.Linear(4, 1), nn.Linear(4, 1)
+    kept = [torch.ones_like(param) for param in old.parameters()]
+    for param, grad in zip(old.parameters(), kept, strict=True):
+        param.grad = grad
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = model(x).float()
+        return (criterion(out) + old(out)).mean()
+
+    model = nn.Linear(8, 4).requires_grad_(not is_frozen)
+    assert preamp.estimate(model, "O5", None, loss_fn=loss_fn, batch=torch.ones(2, 8)).peak
+    assert all(param.grad is None for param in criterion.parameters())
+    assert all(p.grad is g for p, g in zip(old.parameters(), kept, strict=True))

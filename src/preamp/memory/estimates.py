@@ -58,8 +58,7 @@ class MemoryEstimate:
         weights: The model's parameters.
         buffers: The model's buffers.
         masters: float32 masters of half weights, or of split ones what lies beside the weights.
-        gradients: What a backward leaves on every trainable parameter; nothing where they are
-            applied at once.
+        gradients: What a backward leaves on every trainable parameter.
         optimizer_state: Tensors in the optimizer's state and in its groups.
         scaler: Scale, growth counter and overflow flag of one loss scaler.
         master_gradients: For the time of ``optimizer.step`` only: float32 gradients of the

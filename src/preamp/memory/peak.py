@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
+from preamp.core.torch_private.autograd import leaves_above
 from preamp.core.torch_private.observe import ObservedOps, fake_tensors
 from preamp.engine.initialize import create_engine
 from preamp.kernels.wide_half import native_products
@@ -81,6 +82,7 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
         memo: dict[int, Any] = {id(t): _fake(t) for t in [*model.parameters(), *model.buffers()]}
         values = map_leaves(lambda x: _fake(x) if isinstance(x, torch.Tensor) else x, batch)
     twin, given = _copy_of(model, memo), {p: p.grad for p in model.parameters()}
+    others: dict[torch.Tensor, torch.Tensor | None] = {}  # that loss_fn closes over
     with untouched_random(), native_products(), mode:
         engine = create_engine(twin, None, policy)
         for param in twin.parameters() if policy.storage.release_gradients else ():
@@ -88,9 +90,12 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
                 cast("Any", param).register_post_accumulate_grad_hook(_drop)
         try:
             with Held() as held:
-                cast("Any", loss_fn(twin, values).float()).backward()
-            grads = [param.grad for param in twin.parameters()]
-            misses = not policy.storage.release_gradients and not any(g is not None for g in grads)
+                loss = cast("Any", loss_fn(twin, values).float())
+                others |= {leaf: leaf.grad for leaf in leaves_above(loss) if leaf not in given}
+                loss.backward()
+            grads = [param.grad for param in twin.parameters() if param.requires_grad]
+            are_kept = bool(grads) and not policy.storage.release_gradients
+            misses = are_kept and all(grad is None for grad in grads)
         except Exception as error:
             failed = f"A step cannot be traced without running it: {_first_line(error)}"
             if batch is None:
@@ -108,6 +113,7 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
         finally:
             engine.close()
             reaches = _put_back(given)
+            _put_back(others)
     if reaches or misses:
         raise bad_value(
             "loss_fn takes the loss of a model that it knows, not of the one that it is given",
@@ -128,7 +134,7 @@ def _copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ) from error
 
 
-def _put_back(given: dict[nn.Parameter, torch.Tensor | None]) -> bool:
+def _put_back(given: Mapping[Any, torch.Tensor | None]) -> bool:
     """Give parameters their gradients back; whether one had another."""
     changed = [param for param, grad in given.items() if param.grad is not grad]
     for param in changed:
