@@ -27,6 +27,7 @@ from fp16_utils.steps import (
 )
 from kit.refusals import refused
 from preamp.compat.amp_state import amp_state
+from preamp.core.errors import LossScaleError
 from preamp.fp16_utils import FP16_Optimizer, convert_network
 
 BOTH = pytest.mark.parametrize("kind", KINDS)
@@ -485,6 +486,20 @@ def test_overflows_without_end_are_an_error(
                 evaluate()
             optimizer.step(evaluate if closure else None)
     assert len(calls) == 50
+
+
+def test_the_error_numbers_parameters_as_groups_do() -> None:
+    params = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
+    params[1].data = params[1].data.half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(params, lr=0.1), dynamic_loss_scale=True)
+
+    def closure() -> torch.Tensor:
+        loss = params[0].sum() + params[1].float().sum() * torch.inf
+        optimizer.backward(loss)
+        return loss
+
+    with pytest.raises(LossScaleError, match=r"parameter 1 of group 0, of shape \(3,\)"):
+        optimizer.step(closure)  # calls it until it does not overflow
 
 
 def test_clipping_takes_everything_the_optimizer_updates() -> None:

@@ -272,8 +272,9 @@ class FP16_Optimizer(OptimizerWrapper):
         if amp_state.verbosity:
             say(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
         if self._skips_in_row >= MAX_SKIPS:
-            groups = zip(self.fp16_groups, self.fp32_from_fp32_groups, strict=True)
-            params = [[*halves, *own] for halves, own in groups]
+            halves = dict(zip(self._params.masters, self._params.halves, strict=True))
+            groups = self.optimizer.param_groups
+            params = [[halves[p] if p in halves else p for p in g["params"]] for g in groups]
             raise endless_overflow(self._skips_in_row, self.loss_scale, params)
 
     def _step_with(self, closure: Closure) -> Any:
