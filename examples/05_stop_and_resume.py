@@ -36,7 +36,7 @@ def train(folder: str, steps: int, until: int, opt_level: str) -> tuple[int, lis
         start, losses = extra["step"], extra["losses"]
 
     asked: list[int] = []  # to stop, after the step under way
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     for step in range(start + 1, until + 1):
         batch = torch.randint(len(inputs), (128,))
         loss = F.mse_loss(model(inputs[batch]), targets[batch])
@@ -51,7 +51,8 @@ def train(folder: str, steps: int, until: int, opt_level: str) -> tuple[int, lis
             file = f"{folder}/step_{step}.safetensors"
             preamp.save_checkpoint(file, model, optimizer, scheduler, extra, keep_last=2)
         if asked:
-            sys.exit(128 + asked[0])
+            sys.exit(128 + signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
     return start, losses
 
 

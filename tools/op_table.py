@@ -21,14 +21,14 @@ HEADER = """\
 # Which function runs in which precision at O1
 
 Generated from `preamp/casting/op_lists.py` by `python tools/op_table.py`. The table holds on every
-device, for float16 and bfloat16, wherever casts are active; float64 is never cast. "By autocast"
-names the device types on which `torch.autocast` does it; elsewhere preamp does.
+device, for float16 and bfloat16, while an engine at O1 or O4 lives: in its models, outside of them
+with `scope="thread"`, and in `torch.autocast` blocks. float64 is never cast. "By autocast" names the
+device types on which `torch.autocast` does it; elsewhere preamp does.
 `register_half_function`, `register_float_function` and `register_promote_function` override a row.
 
-Functions that are not listed are left to torch. Pointwise ones that are bounded or linear (`relu`,
-`tanh`), pools, `dropout` and look-ups run in the dtype of their input. `mean` and batch norms
-accumulate in float32 inside. In-place ones (`add_`) compute in the wider dtype and round once into
-the target.
+Others are left to torch. Pointwise ones that are bounded or linear (`relu`, `tanh`), pools,
+`dropout` and look-ups run in the dtype of their input. `mean` and batch norms accumulate in float32
+inside. In-place ones (`add_`) compute in the wider dtype and round once into the target.
 """
 
 
