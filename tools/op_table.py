@@ -22,8 +22,8 @@ HEADER = """\
 
 Generated from `preamp/casting/op_lists.py` by `python tools/op_table.py`. The table holds on every
 device, for float16 and bfloat16, while an engine at O1 or O4 lives: in its models, outside of them
-with `scope="thread"`, and in `torch.autocast` blocks. float64 is never cast. "By autocast" names the
-device types on which `torch.autocast` does it; elsewhere preamp does.
+with `scope="thread"`, and in `torch.autocast` blocks. float64 is never cast. "By autocast" names
+the device types on which `torch.autocast` does it; elsewhere preamp does.
 `register_half_function`, `register_float_function` and `register_promote_function` override a row.
 
 Others are left to torch. Pointwise ones that are bounded or linear (`relu`, `tanh`), pools,
