@@ -22,6 +22,7 @@ from preamp.kernels.stored import Format, Stored, lead
 from preamp.kernels.update import Scalar, Update, norms_at
 
 PLAIN = Stored()
+_NOTHING = Update(step=0)
 _LOWS = frozenset({torch.int16})
 
 
@@ -40,7 +41,7 @@ class Work(ABC):
     def __init__(self, plan: Plan, names: Sequence[str], rule: Rule, update: Update) -> None:
         self.plan, self.names = plan, names
         self.dtypes: dict[str, Any] = dict(zip(names, plan.dtypes, strict=True))
-        self.stored = update.stored or PLAIN
+        self.tell(rule, update)
         p, half = self.dtypes["P"], self.dtypes["H"]
         # Whether there are half weights, which parameters refine
         self.leads = update.halves_lead and half is not None and lead(p, half)
@@ -49,11 +50,10 @@ class Work(ABC):
         # How that is kept
         kept = [*self.stored.formats[: len(self.states)]]
         self.formats = kept + [Format.PLAIN] * (len(self.states) - len(kept))
-        self.tell(rule, update)
 
     def tell(self, rule: Rule, update: Update) -> None:
         """Take what differs from one update of the same lists to the next."""
-        self.rule, self.update = rule, update
+        self.rule, self.update, self.stored = rule, update, update.stored or PLAIN
         # As given, if they are
         self.norms = None if update.norms is None else norms_at(update.norms, self.plan.places)
 
@@ -241,7 +241,8 @@ class Combining(Ops):
                 work.start()
         finally:  # whoever keeps works keeps no tensors
             for work in works:
-                work.plan.rows = ()
+                work.plan.rows, work.norms = (), None
+                work.update, work.stored = _NOTHING, PLAIN
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
             self._check(devices_of(lists[0]))

@@ -132,6 +132,7 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def place_state(self) -> None:
         """Bring state to where `storage` says, after this or the parameters were changed."""
+        vars(self).pop("_kept_lists", None)
         state: dict[Any, Entry] = self.state
         for param, entry in state.items():
             for key in (*self.moments, *self._more_state):
