@@ -126,3 +126,9 @@ def test_gradients_that_no_rule_takes(case: FusedCase, refusal: str, bad: torch.
     assert torch.equal(good, torch.ones(3))
     assert not optimizer.state
     assert not any(int(group.get("step", 0)) for group in optimizer.param_groups)
+
+
+def test_a_norm_type_that_is_none_of_its_options_is_let_through() -> None:
+    """As by torch's optimizers: a script's own entry of a group."""
+    optimizer = optimizers.FusedAdam([{"params": [param()], "norm_type": 1}])
+    assert optimizer.param_groups[0]["norm_type"] == 1

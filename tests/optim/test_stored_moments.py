@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+import preamp
 from cases.tolerances import assert_same
 from kit.refusals import assert_refused
 from preamp.kernels.stored import Format, decode, scales_shape
 from preamp.optim.fused.base import FusedOptimizer
+from preamp.optim.fused.moments import SCALES
 from preamp.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -225,6 +227,31 @@ def test_parameters_that_are_taken_out_are_let_go(moments: str) -> None:
     gc.collect()
     assert gone() is None
     assert optimizer.state.keys() == set(params)
+
+
+def test_state_that_is_dropped_is_let_go() -> None:
+    """Nothing that an update was told stays with what launches the next one."""
+    params, optimizer = made("adam", "8bit")
+    for number in range(3):
+        step(params, optimizer, number)
+    entry = optimizer.state[params[0]]
+    gone = weakref.ref(entry["exp_avg" + SCALES]), weakref.ref(entry["exp_avg"])
+    optimizer.state[params[0]] = {key: value.clone() for key, value in entry.items()}
+    del entry
+    assert [ref() for ref in gone] == [None, None]
+
+
+@in_fewer_bits
+@pytest.mark.parametrize("kind", ["adam", "capturable"])
+def test_a_refused_step_is_not_counted(kind: str, moments: str) -> None:
+    params, optimizer = made(kind, moments)
+    for number in range(2):
+        step(params, optimizer, number)
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros(SHAPES[0])
+    before = int(optimizer.param_groups[0]["step"])
+    with pytest.raises(preamp.PreampStateError):
+        step(params, optimizer, 2)
+    assert int(optimizer.param_groups[0]["step"]) == before == 2
 
 
 def test_half_parameters_and_skipped_steps() -> None:

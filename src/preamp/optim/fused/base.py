@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import PreampUnavailableError, bad_state, bad_type
+from preamp.core.errors import PreampStateError, PreampUnavailableError, bad_state, bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import has_sharded, host_reaches, is_capturing
 from preamp.core.torch_private.shards import place_gradients
@@ -149,7 +149,9 @@ class FusedOptimizer(KeepsMoments):
         loss = None if closure is None else evaluate(closure)
         with torch.no_grad():
             work, signals = self._collect(), Signals.of(self)
-            with self._counters_kept(work) if self.storage.place == "host" else nullcontext():
+            storage = self.storage
+            may_refuse = storage.moments != "float32" or storage.place == "host"
+            with self._counters_kept(work) if may_refuse else nullcontext():
                 self._take_step(work, signals)
             if signals.inv_scale is not None:
                 grads = [grad for _, entries in work for grad in entries.grads]
@@ -158,17 +160,21 @@ class FusedOptimizer(KeepsMoments):
 
     @contextmanager
     def _counters_kept(self, work: Work) -> Generator[None]:
-        """Set counters back where there is no pinned memory: nothing else has changed by then."""
+        """Set counters back where there is no pinned memory, or state that cannot be kept.
+
+        Nothing else has changed by then.
+        """
         counters = [group.get("step") for group, _ in work]
         values: list[Any] = [c.clone() if isinstance(c, torch.Tensor) else c for c in counters]
         try:
             yield
-        except PreampUnavailableError:
+        except (PreampStateError, PreampUnavailableError):
             for (group, _), counter, value in zip(work, counters, values, strict=True):
-                group["step"] = counter
                 if counter is None:
-                    del group["step"]
-                elif isinstance(counter, torch.Tensor):
+                    group.pop("step", None)
+                    continue
+                group["step"] = counter
+                if isinstance(counter, torch.Tensor):
                     counter.copy_(value)
             raise
 
@@ -302,7 +308,8 @@ class FusedOptimizer(KeepsMoments):
         Where steps are counted on the device its ``lr`` and ``step`` become tensors of its own.
         """
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-            check_group(type(self).__name__, param_group)
+            names = param_group.keys() - ({"norm_type"} - {*self._options})
+            check_group(type(self).__name__, {name: param_group[name] for name in names})
         super().add_param_group(param_group)
         if self._counts_on_device:
             place_on_device(self.param_groups[-1])

@@ -15,7 +15,7 @@ from preamp.kernels.stored import Format
 from preamp.optim.fused.base import FusedOptimizer, Group, rule_of
 
 NO_NORM_YET = -1.0
-"""What ``exp_avg_sq`` holds before the first step, see `preamp.kernels.Ops.novograd_`."""
+"""What ``exp_avg_sq`` holds before the first step, see `preamp.kernels.rules.NovoGradRule`."""
 
 APEX_NORM_DTYPES = (torch.float16, torch.float32)
 """Apex keeps the norms in the group: one tensor for the parameters of each of these dtypes."""
