@@ -9,6 +9,7 @@ also masters below float16's normal range.
 import copy
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -321,6 +322,31 @@ def test_unknown_storages(name: str, storage: Any) -> None:
 def test_moments_of_other_optimizers_are_refused(level: str, name: str) -> None:
     words = {"kind": name.partition(" ")[0], "kinds": ", ".join(SPLITS)}
     refuse("moments", level, preamp.Storage(moments="8bit"), name, **words)
+
+
+@levels
+def test_moments_that_would_be_rounded_are_refused_before_anything(level: str) -> None:
+    run = Run(level, "FusedAdam", starts=False, storage=preamp.Storage(moments="bfloat16"))
+    for param in run.model.parameters():
+        param.grad = torch.ones_like(param)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    vars(run.optimizer).pop("_kept_lists")  # what it knows of its lists, found anew at any time
+    words = {"source": "float32", "target": "bfloat16"}
+    with refused("optim", "moments of another storage", run.model, run.optimizer, **words):
+        run.initialize()
+
+
+@levels
+def test_lows_go_with_the_engine(level: str) -> None:
+    run = start(level, "split", backend="auto")
+    for index in range(3):
+        train(run, index)
+    (session,) = run.engine.sessions.values()
+    lows: Any = session.table
+    gone = [weakref.ref(low) for low in lows.lows]
+    run.engine.close()
+    assert [ref() for ref in gone] == [None] * len(gone) != []
 
 
 @levels

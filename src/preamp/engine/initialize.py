@@ -303,6 +303,7 @@ def _mark_optimizers(engine: Engine, ops: Ops, splits: Splits) -> None:
         if isinstance(optimizer, FusedOptimizer):
             set_attribute(optimizer, "backend", ops.name, engine.undo)
             set_attribute(optimizer, "storage", engine.policy.storage, engine.undo)
+            optimizer.check_storage()
 
 
 def _take_over(engine: Engine, earlier: Iterable[tuple[nn.Module, Engine | None]]) -> None:
