@@ -96,6 +96,19 @@ def test_an_interpreter_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.choose(torch.device("cuda"))[0] == "plain"
 
 
+def test_where_the_processor_is_not_known_numba_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    binding = pytest.importorskip("llvmlite.binding")
+
+    def fail() -> None:
+        raise RuntimeError("no way to tell")
+
+    monkeypatch.setattr(binding, "get_host_cpu_features", fail)
+    monkeypatch.setattr(binding, "get_default_triple", lambda: "x86_64")
+    assert "no way to tell" in str(dispatch.lacks_numba.__wrapped__())
+
+
 def test_a_back_end_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     backend.cache_clear()

@@ -80,9 +80,11 @@ def lacks_numba() -> str | None:
         return f"the package numba cannot be imported: {error}"
     binding: Any = importlib.import_module("llvmlite.binding")  # which numba is made of
     is_arm = binding.get_default_triple().startswith(("aarch64", "arm64"))
-    if not (is_arm or binding.get_host_cpu_features().get("f16c", False)):
-        return "the processor has no instructions that convert float16"
-    return None
+    try:
+        converts = is_arm or binding.get_host_cpu_features().get("f16c", False)
+    except RuntimeError as error:  # where LLVM does not tell
+        return f"the instructions of the processor are not known: {error}"
+    return None if converts else "the processor has no instructions that convert float16"
 
 
 def choose(device: torch.device) -> tuple[str, str]:
