@@ -134,6 +134,14 @@ def test_several_schedulers(kind: Any) -> None:
     assert run.lr == 0.1 * 0.25
 
 
+def test_a_list_with_something_else_steps_none() -> None:
+    run = Scheduled()
+    run.train()
+    with pytest.raises(AttributeError, match="step"):
+        preamp.step_scheduler([run.scheduler, object()], run.optimizer)
+    assert run.lr == 0.1
+
+
 def test_anything_with_a_step() -> None:
     run = Scheduled()
     calls: list[tuple[Any, ...]] = []

@@ -42,8 +42,9 @@ def step_scheduler(scheduler: Any, optimizer: Any, *args: Any) -> bool:
     several = isinstance(scheduler, (list, tuple))
     taken = _latest_was_taken(optimizer)
     if taken:
-        for one in cast("Sequence[Any]", scheduler) if several else [scheduler]:
-            one.step(*args)
+        every = cast("Sequence[Any]", scheduler) if several else [scheduler]
+        for step in [one.step for one in every]:  # all have one, or none is stepped
+            step(*args)
     return taken
 
 
