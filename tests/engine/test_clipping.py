@@ -321,6 +321,11 @@ def replaced(pair: Pair) -> None:
         master.grad = torch.full_like(master, 100.0)
 
 
+def other_memory(pair: Pair) -> None:
+    for param in pair.model.parameters():
+        param.grad.data = param.grad.data * 3
+
+
 CHANGES: dict[str, Callable[[Pair], object]] = {
     "drop": lambda pair: setattr(masters_of(pair)[0], "grad", None),
     "accumulate": lambda pair: pair.ours(2),
@@ -329,6 +334,7 @@ CHANGES: dict[str, Callable[[Pair], object]] = {
     "penalty": penalty,
     "written outside": written_outside,
     "replaced": replaced,
+    "other memory": other_memory,
 }
 
 

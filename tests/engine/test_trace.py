@@ -413,8 +413,22 @@ def test_steps_without_scale_loss_are_told_of_by_a_warning(level: str) -> None:
     run.model(torch.ones(3, 4)).float().square().mean().backward()
     with pytest.warns(UserWarning, match="of this step nothing is told"):
         run.optimizer.step()
+    run.optimizer.step()  # told once
     run.optimizer.zero_grad()
     run.step()
+
+
+@pytest.mark.parametrize("level", [n for n in LEVEL_NAMES if n not in WITH_MASTERS])
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_gradients_of_a_block_that_are_zeroed_or_spent_are_not_warned_of(
+    level: str, zeroes: bool
+) -> None:
+    run = Run(level, loss_scale=1.0, overflow="trace")
+    scaled_backward(run.model(torch.ones(3, 4)).float().square().mean(), run.optimizer)
+    if zeroes:
+        run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()
+    run.optimizer.step()
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O2", 128.0), *((n, 1.0) for n in LEVEL_NAMES)])

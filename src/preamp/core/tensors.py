@@ -120,6 +120,17 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return plain_versions(tensors)
 
 
+def addresses_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Where this rank's parts lie, without those of sparse ones and ``None``."""
+    own = locals_of(tensors) if has_sharded(tensors) else tensors
+    try:
+        with unhooked():
+            return list(map(_address_of, cast("Any", own)))
+    except (TypeError, RuntimeError):
+        dense = [t for t in own if t is not None and t.layout is torch.strided]
+        return list(map(_address_of, dense))
+
+
 def plain_versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """`versions_of` tensors of which none is sharded."""
     try:

@@ -19,6 +19,7 @@ import torch
 
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
+    addresses_of,
     are_same,
     grad_of,
     has_sharded,
@@ -64,7 +65,7 @@ class Exit:
 
 Norm = tuple[torch.Tensor, int, list[Any], list[int]]
 """The norm of unscaled gradients; by what to tell that they are the same: changes of the table,
-gradients without masters, versions of these."""
+gradients without masters, versions of these and addresses of all."""
 
 
 class OptimizerSession:
@@ -331,9 +332,10 @@ class OptimizerSession:
         """Whether any gradient lies on the model's side."""
         return any(param.grad is not None for param in self.model_params())
 
-    def holds_any(self) -> bool:
+    def holds_any(self, *, of_blocks: bool = True) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""
-        return self.direct.holds_gradient(self.direct_params()) or self.halves.holds_gradient
+        own = self.direct_params()
+        return self.direct.holds_gradient(own, of_blocks=of_blocks) or self.halves.holds_gradient
 
     def is_within_step(self) -> bool:
         """Whether gradients of a block wait for their step, neither dropped nor zeroed."""
@@ -341,7 +343,8 @@ class OptimizerSession:
 
     def _marks(self) -> tuple[int, list[Any], list[int]]:
         grads = list(map(grad_of, self._direct_params))
-        return self.halves.changes, grads, versions_of(grads)
+        marks = versions_of(grads) + addresses_of(grads + self.halves.seen)
+        return self.halves.changes, grads, marks
 
     def take_norm(self) -> torch.Tensor | None:
         """The norm of the gradients as they are, if a census tells; they will be clipped by it."""
@@ -349,9 +352,9 @@ class OptimizerSession:
         found, self.norm = self.norm, None  # clipped gradients have another
         if found is None:
             return None
-        norm, changes, grads, versions = found
+        norm, changes, grads, marks = found
         now = self._marks()
-        is_same = now[0] == changes and now[2] == versions and are_same(now[1], grads)
+        is_same = now[0] == changes and now[2] == marks and are_same(now[1], grads)
         return norm if is_same else None
 
     def read_back_shown(self) -> None:

@@ -161,9 +161,10 @@ class DirectGradients:
         self._versions.update(zip(map(id, self.params), versions, strict=True))
         self._aside = None
 
-    def holds_gradient(self, params: Parameters) -> bool:
+    def holds_gradient(self, params: Parameters, *, of_blocks: bool = True) -> bool:
         """Whether any of ``params`` has a gradient that was not zeroed since the last `commit`.
 
+        Unless ``of_blocks`` those do not count that are as the last `commit` has left them.
         Values are looked at, and the device synchronised with, only where somebody wrote to a
         gradient in the meantime.
         """
@@ -171,7 +172,10 @@ class DirectGradients:
             grad = param.grad
             if grad is None:
                 continue
-            if version_of(grad) == self._versions.get(id(param)) or has_nonzero(grad):
+            if version_of(grad) == self._versions.get(id(param)):
+                if of_blocks:
+                    return True
+            elif has_nonzero(grad):
                 return True
         return False
 

@@ -122,6 +122,7 @@ class Tracer:
         self._hooks: dict[int, UndoStack] = {}
         self._stays = False
         self._backward = 1
+        self._has_warned = False  # of gradients that no block has made
         self._is_over = False  # whether a step was taken or not since the latest forward
         self._is_between = False  # whether a forward with gradients has ended, and no loss is there
         self._has_seen = False  # a forward with gradients
@@ -441,7 +442,9 @@ class Tracer:
         self._pause()
         if not self._looks:
             return
-        if not session.watched and self.observation.trained and session.holds_raw():
+        is_known = self._has_warned or session.watched or not self.observation.trained
+        if not is_known and session.holds_any(of_blocks=False):
+            self._has_warned = True
             warnings.warn(_unwatched(), stacklevel=2)
         for note in session.watched:
             if note.watched is not None and host_reaches(note.scale):
