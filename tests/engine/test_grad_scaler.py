@@ -657,14 +657,29 @@ def test_a_failed_load_changes_nothing(name: str) -> None:
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_past_it_is_the_same_step(level: str) -> None:
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_step_past_it_is_refused(level: str) -> None:
+    """The loss scale would never hear of an overflow; after `unscale_` it does."""
     ours, torchs = both(level)
     for loop in (ours, torchs):
         loop.backward((0,))
-    ours.optimizers[0].step()
+    optimizer = ours.optimizers[0]
+    assert_refused("grad_scaler", "a step past it", optimizer.step, *ours.models, optimizer)
+    ours.scaler.unscale_(optimizer)
+    optimizer.step()
     torchs.scaler.step(torchs.optimizers[0])
+    for loop in (ours, torchs):
+        loop.scaler.update()
     assert_alike(ours, torchs)
+
+
+def test_a_step_past_it_unscales_where_the_scale_is_static() -> None:
+    model, (optimizer,) = _start(opt_level="O2", loss_scale=8.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    preamp.GradScaler(optimizer).scale(loss_of([model], 0)).backward()
+    optimizer.step()
+    assert preamp.engine_of(model).steps_applied == 1
+    assert not all(map(torch.equal, before, model.parameters()))
 
 
 def test_another_optimizer_is_not_stepped() -> None:
@@ -695,6 +710,23 @@ def test_no_backward_adds_to_unscaled_gradients(level: str, zeroes: bool) -> Non
     ours.backward((0, 1))
     ours.scaler.unscale_(ours.optimizers[0])
     ours.scaler.step(ours.optimizers[0])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_unscaled_gradients_that_were_zeroed_are_none(level: str) -> None:
+    ours, torchs = both(level)
+    for loop in (ours, torchs):
+        loop.backward((0,))
+        _unscale(loop)
+        loop.zero(0, to_none=False)
+        if loop is torchs:
+            loop.scaler.update()
+        loop.backward((0,))
+        _step(loop)
+        loop.scaler.update()
+    for mine, model in zip(ours.models, torchs.models, strict=True):
+        for param, wanted in zip(mine.parameters(), model.parameters(), strict=True):
+            assert_same(param.detach().float(), wanted.detach().to(param.dtype).float())
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])

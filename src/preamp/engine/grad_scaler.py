@@ -210,7 +210,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: Something is no tensor.
             TypeError: A tensor is not floating.
-            PreampStateError: The engine was closed.
+            PreampStateError: The engine was closed, or gradients of one of its optimizers, unscaled
+                by `unscale_`, wait for their step.
 
         Mutates:
             Gradients, as above. Synchronises only where a script has changed unscaled
@@ -302,9 +303,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(session.optimizer)]
         if state["stage"] is not OptState.UNSCALED:
             return False
-        if any([param.grad is not None for param in session.model_params()]):
+        if session.awaits_step and session.holds_raw():
             return True
-        state["stage"] = OptState.READY  # they were dropped, as after an exception
+        state["stage"] = OptState.READY  # dropped or zeroed, as after an exception
         return False
 
     def _end(self, session: OptimizerSession) -> None:

@@ -76,6 +76,9 @@ class OptimizerHooks:
             self._stepping, self._unread = False, None  # whatever one that raised has left
             try:
                 self._engine.ledger.settle(wait=False)
+                is_held = self._session.is_open and self._session.end_backward is not None
+                if is_held and self._engine.policy.is_dynamic and self._session.holds_raw():
+                    raise refusals.passes_by_scaler()  # of whose gradients no loss scale would hear
                 self._session.check_outside_block("optimizer.step()")
                 if skips_step(self._engine, self._session, inner):
                     return None

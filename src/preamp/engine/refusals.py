@@ -34,6 +34,15 @@ def backward_of_loss() -> PreampStateError:
     )
 
 
+def passes_by_scaler() -> PreampStateError:
+    """A step is taken past the `GradScaler` that scaled the loss."""
+    return bad_state(
+        "optimizer.step() was called where a GradScaler has scaled the loss",
+        "The gradients still carry the loss scale; the scaler takes it off before a step",
+        "Call scaler.step(optimizer), or scaler.unscale_(optimizer) before optimizer.step()",
+    )
+
+
 def never_scaled() -> str:
     """Warning: an optimizer steps without any ``scale_loss``."""
     return message(
