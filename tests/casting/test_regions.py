@@ -280,6 +280,35 @@ def test_an_interrupt_at_the_end_of_a_call_leaves_nothing(monkeypatch: pytest.Mo
     assert AutocastState.capture() == before
 
 
+def test_an_interrupt_at_the_end_of_a_block_without_casts_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unwind_to, calls = thread_casts.unwind_to, list[int]()
+
+    def interrupted(depth: int) -> None:
+        unwind_to(depth)
+        calls.append(depth)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(thread_casts, "unwind_to", interrupted)
+    with pytest.raises(KeyboardInterrupt), disable_casts():
+        pass
+    assert thread_casts.CASTS.disabled is None
+
+
+def test_an_interrupt_while_a_forward_begins_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupts(list[Any]):
+        def append(self, entry: Any) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(thread_casts, "FORWARDS_OPEN", Interrupts())
+    Script("caught; cast bf16; end; sees f32")
+    assert not thread_casts.CASTS.brackets
+
+
 def test_hooks_copy_and_pickle_with_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
     held(attach_cast_region, model, CPU, BF16)

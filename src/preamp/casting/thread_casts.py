@@ -102,6 +102,8 @@ def _catch_interrupts() -> None:
 def open_bracket(module: nn.Module | None) -> Bracket:
     """Begin a bracket, for a forward of ``module`` or code that always closes it; sets nothing."""
     bracket = Bracket(AutocastState.capture(), nesting(), None if module is None else id(module))
+    if module is not None:
+        call_hooks_after_interrupts(True)  # first, so that one from here on closes the bracket
     CASTS.brackets.append(bracket)
     if module is not None:
         FORWARDS_OPEN.append(bracket)
@@ -200,6 +202,7 @@ def _disable() -> None:
 
 
 @untraced
+@finished
 def _enable(depth: int, disabled: Bracket | None) -> None:
     unwind_to(depth)
     CASTS.disabled = disabled
