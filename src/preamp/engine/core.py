@@ -99,6 +99,10 @@ class Late:
 class EngineCore:
     """The parts of an `Engine`."""
 
+    closed = False  # whether `Engine.close` was called
+    has_scaled = False  # whether there was a ``scale_loss`` block
+    is_exact = False  # whether the models' parameters are the masters, for a block
+
     def __init__(
         self,
         policy: Policy,
@@ -117,7 +121,6 @@ class EngineCore:
         self.names = ParameterNames(self.models, self.optimizers)
         # Whether functions are cast one by one (O1, O4)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
-        self.closed = False  # whether `Engine.close` was called
         self.undo = UndoStack()  # takes back what was done to models and optimizers
         self.process_undo = UndoStack()  # takes back what was done to torch
         self.cast_undo = UndoStack()  # the part of it that ends casts of functions; scaling goes on
@@ -131,21 +134,15 @@ class EngineCore:
         self.events = Events()  # whom to tell what happens
         self.reductions = Reductions(self.models, splits)  # which gradients ranks have exchanged
         # Of each optimizer, by its ``id``
+        masters, storage = policy.master_weights, policy.storage
         self.sessions = make_sessions(
-            self.optimizers,
-            self.ops,
-            self.names.of,
-            self.reductions,
-            has_masters=policy.master_weights,
-            storage=policy.storage,
+            self.optimizers, self.ops, names, self.reductions, has_masters=masters, storage=storage
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         # Scalers that have not heard of gradients that ranks have yet to reduce
         self.late_scalers: dict[LossScaler, Late] = {}
-        self.has_scaled = False  # whether there was a ``scale_loss`` block
         # Memory for gradients that wait there, which stays from step to step, by ``id`` of the leaf
         self.kept_on_host: dict[int, torch.Tensor] = {}
-        self.is_exact = False  # whether the models' parameters are the masters, for a block
         self._model_undo = {id(model): UndoStack() for model in self.models}
         # Taken away last, so that an engine whose end was interrupted can still be found
         self._links = {id(thing): UndoStack() for thing in (*self.models, *self.optimizers)}
