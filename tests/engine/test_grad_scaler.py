@@ -227,8 +227,9 @@ SECOND = [(level, (0,)) for level in LEVEL_NAMES] + [(level, (1,)) for level in 
 
 @pytest.mark.parametrize("build", ["sgd", "fused_sgd"])
 @pytest.mark.parametrize(("level", "second"), SECOND)
+@pytest.mark.parametrize("zeroes", [False, True])
 def test_what_is_dropped_is_dropped_with_all_that_was_accumulated(
-    level: str, second: tuple[int, ...], build: str
+    level: str, second: tuple[int, ...], build: str, zeroes: bool
 ) -> None:
     """As scripts keep a layer as it is for a while: without its gradient before each step."""
     ours, torchs = both(level, build)
@@ -237,7 +238,10 @@ def test_what_is_dropped_is_dropped_with_all_that_was_accumulated(
     for loop in (ours, torchs):
         loop.backward((0, 1))
         loop.backward(second)
-        loop.models[0].a.weight.grad = None
+        if zeroes:
+            loop.models[0].a.weight.grad.zero_()
+        else:
+            loop.models[0].a.weight.grad = None
         loop.scaler.step(loop.optimizers[0])
         loop.scaler.update()
     assert torch.equal(weight, start[0])

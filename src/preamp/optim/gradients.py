@@ -93,7 +93,8 @@ class HalfGradients:
         self.is_shown = False  # whether the script sees them unscaled; see `show`
         self._zeroed = set[int]()  # rows whose gradient the script has zeroed
         self._carried = set[int]()  # rows whose half gradient holds the earlier one too
-        self._reached = set[int]()  # rows that a backward of a block held open has reached
+        # Rows that a backward of a block held open has reached, and their versions then
+        self._reached: dict[int, int] = {}
         self.may_have_bases = False  # whether any master may have a float32 gradient
         self.wait_on_host = False  # whether values lie there from a backward to its step
         self.changes = 0  # differs once gradients may be others than before
@@ -416,7 +417,7 @@ class HalfGradients:
                 self.state = State.MADE
         self._halves[row].grad = None
         self._zeroed.discard(row)
-        self._reached.discard(row)  # the half one is not dropped by a script
+        self._reached.pop(row, None)  # the half one is not dropped by a script
         self._note(row, None)
         self._keep(row, grad)
 
@@ -488,15 +489,24 @@ class HalfGradients:
         self.versions = [-1] * len(self._halves)
 
     def note_reached(self) -> None:
-        """A backward of an open block is over: what is dropped from now on was dropped whole."""
+        """A backward of an open block is over: what is dropped or zeroed now goes as a whole."""
         if self.state is State.OPEN and self.may_have_bases:
             self.show_missing()
             grads = enumerate(map(grad_of, self._halves))
-            self._reached.update(row for row, grad in grads if grad is not None)
+            self._reached.update((row, version_of(g)) for row, g in grads if g is not None)
 
     def _dropped(self) -> list[int]:
-        """Rows that a backward of the block has reached, and the script has dropped since."""
-        return [row for row in self._reached if grad_of(self._halves[row]) is None]
+        """Rows that a backward of the block has reached, and whose sum the script dropped since.
+
+        By ``None``, or by zeroing what shows it. A reduction over ranks may leave zeros as well.
+        """
+        rows: list[int] = []
+        for row, version in self._reached.items():
+            grad = grad_of(self._halves[row])
+            is_written = grad is not None and version_of(grad) != version
+            if grad is None or (is_written and not has_process_group() and is_zeroed(grad)):
+                rows.append(row)
+        return rows
 
     def read_new(self) -> None:
         """Read the half gradients that a backward has left, for `commit`; refuse a sparse one."""
