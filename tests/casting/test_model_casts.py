@@ -209,10 +209,10 @@ def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:
 
 FORWARD_MODE = """
 import torch
-from preamp.casting.functions import install_function_casts
+from preamp.casting.functions import WIDE_HALF, install_function_casts
 from preamp.core.undo import UndoStack
 install_function_casts(UndoStack())
-install_wide_half(torch.float16, UndoStack())
+WIDE_HALF[torch.float16].acquire(UndoStack())
 x = torch.rand(4)
 print(torch.func.jvp(torch.sin, (x,), (x,))[1].equal(x * x.cos()))
 print(torch.func.hessian(lambda x: (x**3).sum())(x).allclose(torch.diag(6 * x)))

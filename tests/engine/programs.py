@@ -1154,8 +1154,8 @@ class World:
     # -- checkpoints and engines -----------------------------------------------------------------
 
     def checkpoint(self, how: str) -> None:
-        if how == "loaded_before" and hasattr(self.ours, "c"):
-            how = "restart"  # the new model has no such layer yet
+        if how == "loaded_before" and (hasattr(self.ours, "c") or self.moments != "float32"):
+            how = "restart"  # the new model has no such layer, or storage, yet
         if how == "save":
             self.log.append("save")
             self.saved = (
@@ -1227,6 +1227,9 @@ class World:
     def again(self, level: str, *, splits: bool) -> None:
         if level == "O3" and not self.exact:
             return  # float16 state of what differs by a rounding
+        kept, wanted = (storage_at(row, self.storage) for row in (self.row, BY_NAME[level]))
+        if kept.moments != wanted.moments == self.moments:
+            return  # float32 moments are not rounded to fewer bits
         self.log.append("engine.close()")
         self.engine.close()
         self.check_closed()
