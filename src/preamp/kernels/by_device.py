@@ -107,6 +107,13 @@ class ByDevice(Ops):
             norms.update(zip(places, part.unbind(), strict=True))
         return _in_order(norms)
 
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
+        tensors = locals_of(tensors)
+        groups = _by_device(tensors)
+        if len(groups) < 2:
+            return self.on(next(iter(groups), device)).l2norm(tensors, factors, device)
+        return super().l2norm(tensors, factors, device)
+
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:

@@ -15,7 +15,7 @@ from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
 from preamp.kernels.jit.loops import blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
-from preamp.kernels.ops import Census, Tensors
+from preamp.kernels.ops import Census, Column, Tensors
 from preamp.kernels.plain import Plain
 from preamp.kernels.plain.formulas import number_of
 from preamp.kernels.plans import GRADS, Plan, check_lengths, pick
@@ -340,6 +340,18 @@ class Jit(Combining):
         if not parts:
             return _PLAIN.l2norms(tensors, factor, device)
         return _float32(_norms_of(tensors, parts, others, factor), device)
+
+    @torch.no_grad()
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norm`; summed in float64, as the norm of a census is."""
+        check_lengths(tensors, factors)
+        parts, others = self._planned(tensors)
+        if not parts:
+            return _PLAIN.l2norm(tensors, factors, device)
+        distinct = dict(zip(map(id, factors), factors, strict=True))  # as a rule one
+        each = {key: 1.0 if by is None else _plain(by) for key, by in distinct.items()}
+        norms = _norms_of(tensors, parts, others)
+        return _scalar(_norm(norms * [each[id(by)] for by in factors]), device)
 
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
 
