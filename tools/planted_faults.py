@@ -6,7 +6,7 @@ Each replaces a text that stands exactly once in its file.
 
 FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     "src/preamp/casting/regions.py": (
-        ("if bracket.nesting == around and CASTS.disabled is None:", "if CASTS.disabled is None:"),
+        ("if bracket.inside == around and CASTS.disabled is None:", "if CASTS.disabled is None:"),
     ),
     "src/preamp/casting/wrappers.py": (
         (

@@ -8,8 +8,6 @@ import functools
 import weakref
 from typing import Any
 
-import torch
-
 from preamp.engine import Engine
 
 _MADE: list[weakref.ref[Engine]] = []
@@ -32,6 +30,3 @@ def close_engines() -> None:
     while _MADE:
         if (engine := _MADE.pop()()) is not None:
             engine.close()
-    # An error in the instant in which a forward ends may leave torch's count of autocast blocks.
-    for _ in range(torch.autocast_increment_nesting()):
-        torch.autocast_decrement_nesting()

@@ -49,16 +49,16 @@ def _enter_casts(module: nn.Module, hook: _EnterCasts) -> None:
     if CASTS.disabled is None:
         on: Devices = dict.fromkeys(hook.device_types, (True, hook.dtype))
         bracket.saved.changed(on, WEIGHT_CACHE_KEEPS_GRADIENTS).restore()
-        bracket.nesting = torch.autocast_increment_nesting()
-        bracket.raised_nesting = True
+        bracket.is_region = True
+        torch.autocast_increment_nesting()
 
 
 @untraced
 def _enter_plain(module: nn.Module) -> None:
     bracket = open_bracket(module)
-    around = CASTS.brackets[-2:][0].nesting
+    around = CASTS.brackets[-2:][0].inside
     # A deeper count means that the user opened a torch.autocast region around this call.
-    if bracket.nesting == around and CASTS.disabled is None:
+    if bracket.inside == around and CASTS.disabled is None:
         CASTS.brackets[0].saved.restore()
 
 

@@ -45,9 +45,14 @@ class Bracket:
     """A stretch of code with an autocast state of its own, and the state to go back to."""
 
     saved: AutocastState
-    nesting: int  # torch's count inside the bracket; more means that the user opened a region
+    outside: int  # torch's count of autocast regions around the bracket
     module_id: int | None = None  # whose forward it is; None for disable_casts and backward
-    raised_nesting: bool = False
+    is_region: bool = False  # whether it counts as one itself
+
+    @property
+    def inside(self) -> int:
+        """The count inside of it; more means that the user opened a region there."""
+        return self.outside + self.is_region
 
 
 class _Casts(threading.local):
@@ -79,9 +84,9 @@ def unwind_to(depth: int) -> None:
     brackets = CASTS.brackets
     while len(brackets) > depth:
         top = brackets[-1]
-        if top.raised_nesting:
-            top.raised_nesting = False
+        if top.is_region and nesting() >= top.inside:  # else it was interrupted before, or here
             torch.autocast_decrement_nesting()
+            top.is_region = False
         if top.module_id is not None:
             if top in FORWARDS_OPEN:
                 FORWARDS_OPEN.remove(top)
