@@ -66,13 +66,14 @@ def initialize(
         _refuse_fp16_optimizers(optimizers)
     of_apex: dict[str, object] = {"scope": "thread" if scope is None else scope}
     of_apex["hard_override"] = amp_state.hard_override
-    engine = rooms.start({**arguments, **of_apex}, _enter)
+    of_apex["allow_half_model"] = amp_state.allow_incoming_model_not_fp32
+    engine = rooms.start({**arguments, **of_apex}, _tell)
     _take_note(engine, _number(verbosity))
     return models if optimizers is None else (models, optimizers)
 
 
-def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
-    """Print the decisions as scripts know Apex to, and say what holds for its engines."""
+def _tell(policy: Policy, recording: rooms.Recording) -> None:
+    """Print the decisions as scripts know Apex to."""
     if recording.verbosity > 0:
         say(f"Selected optimization level {policy.brief}\n")
         say("Defaults for this optimization level are:")
@@ -80,7 +81,6 @@ def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
         say("Processing user overrides (additional kwargs that are not None)...")
         say("After processing overrides, optimization options are:")
         _say_options(policy)
-    return rooms.Entrance(allow_half_model=amp_state.allow_incoming_model_not_fp32)
 
 
 def _say_options(policy: Policy) -> None:

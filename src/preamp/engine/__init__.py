@@ -4,7 +4,6 @@
 from preamp.engine.block import scale_loss as scale_loss
 from preamp.engine.clipping import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine.clipping import clip_grad_value_ as clip_grad_value_
-from preamp.engine.core import Entrance as Entrance
 from preamp.engine.engine import Engine as Engine
 from preamp.engine.grad_scaler import GradScaler as GradScaler
 from preamp.engine.initialize import create_engine as create_engine

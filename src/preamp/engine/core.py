@@ -30,23 +30,6 @@ from preamp.policy import Policy
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entrance:
-    """What depends on the names by which an engine was asked for: preamp's own, or Apex's.
-
-    The defaults are those of ``preamp.initialize``.
-    """
-
-    allow_half_model: bool = False  # accept models that are half already
-
-
-OWN = Entrance()
-"""That of ``preamp.initialize``."""
-
-Enter = Callable[[Policy, Recording], Entrance]
-"""Called once the decisions are made, before a model is looked at."""
-
-
 class ParameterNames:
     """The models' names of parameters, as ``"1.decoder.weight"``, or places in optimizers."""
 
@@ -111,11 +94,9 @@ class EngineCore:
         kernels: tuple[Ops, Splits],
         num_losses: int,
         recording: Recording,
-        entrance: Entrance,
     ) -> None:
         """Collect the parts; ``initialize`` does the converting and hooking."""
         self.policy = policy  # the frozen decisions
-        self.entrance = entrance  # what depends on whom they were made for
         self.models = tuple(models)
         self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)

@@ -9,7 +9,7 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,6 @@ from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks, watchers
 from preamp.engine.agreement import RankComparison
 from preamp.engine.copies import Copies
-from preamp.engine.core import OWN, Enter, Entrance
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.explain import summary_of
 from preamp.engine.lookup import bare, find_engine
@@ -168,15 +167,19 @@ def initialize(
         O4 also functions of torch, until the last such engine is closed. So for O2, O3 and O5 where
         anything but batch norms stays float32: products that mix it with half.
     """
-    entrance = Entrance(allow_half_model=allow_half_model)
-    engine = start(locals(), lambda _policy, _recording: entrance)
+    engine = start(locals())
     if engine.verbosity > 0 and enabled:
         say(summary_of(engine))
     return models if optimizers is None else (models, optimizers)
 
 
-def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
-    """Do what `initialize` says, by its ``arguments``; ``enter`` says for whom."""
+def start(
+    arguments: Mapping[str, Any], tell: Callable[[Policy, Recording], None] | None = None
+) -> Engine:
+    """Do what `initialize` says, by its ``arguments``.
+
+    ``tell`` is called once the decisions are made, before a model is looked at.
+    """
     models, optimizers = arguments["models"], arguments["optimizers"]
     if not arguments["enabled"]:
         return _create_off(models, optimizers)
@@ -197,9 +200,17 @@ def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
         ops_named(arguments.get("backend", "auto"), policy.storage.place),
         splits_over(arguments.get("process_groups")),
     )
-    entrance = enter(policy, recording)
-    losses = arguments["num_losses"]
-    engine = create_engine(models, optimizers, policy, losses, recording, entrance, kernels)
+    if tell is not None:
+        tell(policy, recording)
+    engine = create_engine(
+        models,
+        optimizers,
+        policy,
+        arguments["num_losses"],
+        recording,
+        kernels,
+        allow_half_model=arguments["allow_half_model"],
+    )
     if engine.conversion.changed:
         warnings.warn(engine.conversion.changed, stacklevel=3)
     return engine
@@ -233,8 +244,9 @@ def create_engine(
     policy: Policy,
     num_losses: int = 1,
     recording: Recording = OFF,
-    entrance: Entrance = OWN,
     kernels: tuple[Ops, Splits] | None = None,
+    *,
+    allow_half_model: bool = False,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
     if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
@@ -245,13 +257,11 @@ def create_engine(
     if optimizers is not None:
         optimizer_list = checks.as_list(optimizers, torch.optim.Optimizer, "optimizer")
     num_losses = checks.check_num_losses(num_losses)
-    conversion = _checked(model_list, optimizer_list, policy, splits, entrance)
+    conversion = _checked(model_list, optimizer_list, policy, splits, allow_half_model)
     check_updates(optimizers, optimizer_list, policy, (ops, splits))
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
-    engine = Engine(
-        policy, model_list, optimizer_list, (ops, splits), num_losses, recording, entrance
-    )
+    engine = Engine(policy, model_list, optimizer_list, (ops, splits), num_losses, recording)
     engine.tracer, engine.recorder = watchers.make_watchers(engine, recording)
     engine.conversion = conversion
     exact_state = UndoStack()
@@ -280,7 +290,7 @@ def _checked(
     optimizers: list[torch.optim.Optimizer],
     policy: Policy,
     splits: Splits,
-    entrance: Entrance,
+    allow_half_model: bool,
 ) -> Conversion:
     """Refuse what does not fit, and return what is to be cast. Changes nothing."""
     checks.check_optimizers(optimizers)
@@ -288,7 +298,7 @@ def _checked(
         return Conversion()
     checks.check_keeps_params(optimizers, has_masters=policy.master_weights)
     checks.check_not_shared(models, policy)
-    checks.check_models(models, policy, allow_half_model=entrance.allow_half_model)
+    checks.check_models(models, policy, allow_half_model=allow_half_model)
     check_fits(models, policy, splits)
     conversion = checks.planned_conversion(models, policy)
     check_storage(models, optimizers, policy, conversion.kept)
