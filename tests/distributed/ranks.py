@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +35,9 @@ RUNS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event") and torch.__version__[:
 
 In torch 2.6 none could, and 2.8 adds float32 and bfloat16 gradients up that it has to average.
 """
+needs_fully_shard = pytest.mark.skipif(
+    not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
+)
 
 
 def checks_of(module: ModuleType, prefix: str = "check_") -> list[Check]:

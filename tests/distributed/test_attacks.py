@@ -25,7 +25,7 @@ from torch import nn
 
 import preamp
 from cases.ranks import join_ranks, start_ranks
-from distributed.ranks import RUNS_ON_CPUS, shard
+from distributed.ranks import needs_fully_shard, shard
 
 PATIENCE_SECONDS = 60  # of a test, on a machine that others use as well
 GROUP_SECONDS = 5
@@ -98,10 +98,6 @@ def run_rank(rank: int, folder: Path, attacks: Sequence[str]) -> None:
         dist.destroy_process_group()  # what an error holds keeps connections open: others wait
     os._exit(0)
 
-
-needs_fully_shard = pytest.mark.skipif(
-    not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
-)
 
 LOST = "RuntimeError: .*(closed by peer|reset by peer|[Tt]imed out)"
 ON_PURPOSE = "ValueError: on purpose"

@@ -16,12 +16,9 @@ from distributed import (
     sync_batchnorm_checks,
     training_checks,
 )
-from distributed.ranks import RUNS_ON_CPUS, assert_pass, checks_of
+from distributed.ranks import assert_pass, checks_of, needs_fully_shard
 
 more, full = pytest.mark.more, pytest.mark.full
-under_fully_shard = pytest.mark.skipif(
-    not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
-)
 ROWS: dict[str, tuple[int, Any, str, tuple[pytest.MarkDecorator, ...]]] = {
     # how many ranks, whose checks, how their names begin, and marks
     "ddp": (2, ddp_checks, "check_", ()),
@@ -31,9 +28,9 @@ ROWS: dict[str, tuple[int, Any, str, tuple[pytest.MarkDecorator, ...]]] = {
     "groups of sync batch norm": (4, sync_batchnorm_checks, "four_", ()),
     "optimizers over sharded parameters": (2, sharded_params_checks, "check_", ()),
     "meshes": (4, sharded_params_checks, "four_", (full,)),
-    "fully_shard": (2, fully_sharded_checks, "check_", (more, under_fully_shard)),
-    "programs under fully_shard": (2, fully_sharded_checks, "full_", (full, under_fully_shard)),
-    "records under fully_shard": (2, fully_sharded_checks, "records_", (full, under_fully_shard)),
+    "fully_shard": (2, fully_sharded_checks, "check_", (more, needs_fully_shard)),
+    "programs under fully_shard": (2, fully_sharded_checks, "full_", (full, needs_fully_shard)),
+    "records under fully_shard": (2, fully_sharded_checks, "records_", (full, needs_fully_shard)),
 }
 
 

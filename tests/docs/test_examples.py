@@ -22,16 +22,11 @@ import preamp
 from cases.ranks import run_ranks, start_ranks
 from cases.tolerances import assert_same
 from code_blocks import blocks_of
-from distributed.ranks import RUNS_ON_CPUS
+from distributed.ranks import RUNS_ON_CPUS, needs_fully_shard
 from preamp.kernels import cpu_lacks_matmul
 
 DEMO, *EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 LEARNT = 0.7  # what is left of the first value, at most
-
-
-needs_fully_shard = pytest.mark.skipif(
-    not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
-)
 
 
 def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 import preamp
 from cases.tolerances import assert_same
-from distributed.ranks import RUNS_ON_CPUS
+from distributed.ranks import needs_fully_shard
 from integrations.contract import (
     START,
     WARNINGS,
@@ -183,9 +183,6 @@ def test_what_cannot_work_is_refused() -> None:
 
 # -- sharded by the plugin ----------------------------------------------------------------------
 
-needs_fully_shard = pytest.mark.skipif(
-    not RUNS_ON_CPUS, reason="fully_shard of this torch needs GPUs"
-)
 Plugin = accelerate.utils.FullyShardedDataParallelPlugin
 SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 RESUMED = (

@@ -199,7 +199,7 @@ class GradScaler(torch.amp.GradScaler):
 
         The next backward is expected to be of the result. Gradients of half weights from earlier
         ones are kept apart until then, in float32. Those of float32 weights stay in place and are
-        scaled, as by torch; they are kept apart where several processes may reduce them.
+        scaled, as by torch.
 
         Args:
             outputs: Floating tensors of any shape and device.
