@@ -93,6 +93,10 @@ class Staged(ByDevice):
         here = values_in(tensors)
         return super().l2norms(here, factor if here is tensors else at_hand(factor), device)
 
+    def l2norm(self, tensors: Tensors, factors: Column, device: torch.device) -> torch.Tensor:
+        here = values_in(tensors)
+        return super().l2norm(here, factors if here is tensors else _all_at_hand(factors), device)
+
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
     ) -> list[torch.Tensor]:
