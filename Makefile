@@ -26,7 +26,9 @@ kernels: $(VENV)/.ready-dev  ## Compile what the tests take of the kernels, once
 
 # One thread for each worker: the tests use small tensors, and many threads only fight for cores.
 # Bytecode is kept, since tests start many interpreters.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(LIMIT) $(PYTEST_ARGS)
+# A test that waits for ever, as processes may that wait for each other, says where and ends.
+LIMIT = -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Frameworks have a target of their own, and warnings that pytest-xdist may fail to pass on.
 SUITES = $(PYTEST) --ignore=tests/integrations
 
@@ -40,11 +42,11 @@ test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest
 # Compiles a device of the host's memory, which takes a minute the first time.
 test-device: $(VENV)/.ready-dev  ## Run what only CUDA tensors reach on a pretended GPU; needs g++
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p devices.pretended.plugin \
-	  $(PYTEST_ARGS) tests/devices
+	  $(LIMIT) $(PYTEST_ARGS) tests/devices
 
 # One process: each framework takes seconds to import, and ranks are forks of the one that has.
 test-integrations: $(VENV)/.ready-integrations  ## Run preamp inside of training frameworks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --suite all tests/integrations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LIMIT) --suite all tests/integrations
 
 check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the docs
 	$(BIN)/ruff check .
