@@ -21,7 +21,7 @@ def run_python(arguments: Sequence[str], folder: Path, **environment: str) -> Do
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},

@@ -81,7 +81,7 @@ assert all(name in globals() for name in preamp.checkpoint.__all__)
 def run_each(*texts: str) -> list[dict[str, object]]:
     """Run programs in forks of one process that has imported torch; what they print."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, *texts], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", FORKS, *texts], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

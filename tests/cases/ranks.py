@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run a function on several processes joined by gloo, and collect what each returns."""
 
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +19,9 @@ from torch.distributed import distributed_c10d
 
 _SECONDS = 300
 """Until a rank that waits for a dead one gives up."""
+
+_LONGEST = 500
+"""Seconds until a rank that has not ended says where it is, and ends."""
 
 _LEFT: list[dist.ProcessGroup] = []
 """Groups that have ended in this process."""
@@ -57,6 +61,7 @@ def _begin(
 ) -> None:
     os.environ.clear()  # of when the first ranks of all were started
     os.environ.update(environment)
+    faulthandler.dump_traceback_later(_LONGEST, exit=True)
     work(rank, *arguments)
 
 

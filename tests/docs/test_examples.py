@@ -35,7 +35,7 @@ def run(example: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
         [sys.executable, "-W", "error", *launcher, str(example), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

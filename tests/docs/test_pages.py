@@ -92,7 +92,7 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "error", str(RUNNER), str(page)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

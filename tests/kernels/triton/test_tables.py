@@ -349,7 +349,7 @@ def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,
         env=environment,
     )
     assert run.returncode == 0, run.stderr
