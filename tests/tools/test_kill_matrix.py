@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,15 @@ def test_a_run_that_is_ended_leaves_no_process(tiny: tuple[Path, Rows]) -> None:
     whole = [*command, "--out", str(out), "--limit", "100"]
     process = subprocess.Popen(whole, cwd=tiny[0], env={**os.environ, "PYTHONPATH": "src"})
 
+    def command_of(file: Path) -> bytes:
+        with suppress(OSError):  # it has ended since it was listed
+            return file.read_bytes()
+        return b""
+
     def alive() -> int:
-        lines = [*Path("/proc").glob("[0-9]*/cmdline")]
-        return sum(str(out).encode() in line.read_bytes() for line in lines if line.exists())
+        return sum(
+            str(out).encode() in command_of(one) for one in Path("/proc").glob("[0-9]*/cmdline")
+        )
 
     while alive() < 3:  # the run, its worker, and the fork that hangs
         assert process.poll() is None
