@@ -123,18 +123,6 @@ def test_models_of_other_kinds(level: str, kind: Any, call: Any) -> None:
     train_plain(made, BUILDS["SGD"](p for p in made.parameters() if p.requires_grad), 1)
 
 
-@MASTERS
-@pytest.mark.parametrize("call", [pickled, saved])
-def test_marks_on_parameters_are_pickled(level: str, call: Any) -> None:
-    """As torch has it, of trained weights and of frozen ones."""
-    model, _ = started(level)
-    model.last.bias.requires_grad_(False)
-    for param in model.last.parameters():
-        param.no_decay = "yes"
-    made = call(model)
-    assert all(param.no_decay == "yes" for param in made.last.parameters())
-
-
 @pytest.mark.parametrize("level", [level for level in LEVEL_NAMES if level != "O3"])
 def test_a_pickled_model_needs_no_preamp(level: str) -> None:
     class Watched(pickle.Unpickler):

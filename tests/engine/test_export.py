@@ -6,11 +6,8 @@ made of a deep copy is float32. torch's own autocast is what casts are recorded 
 tried once where half products run as torch has them, and once where they run wide.
 """
 
-import copy
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,15 +117,6 @@ def test_exports_of_casts_are_refused(level: str, scope: Any, strict: bool) -> N
     assert_same(model(X), wanted)
 
 
-@pytest.mark.usefixtures("strict_knows_hooks")
-@pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.full)])
-def test_strict_exports_of_whole_casts(level: str) -> None:
-    model = started(level)
-    program = torch.export.export(model, (X,), strict=True).module()
-    with torch.no_grad():
-        assert_same(program(X), model(X))
-
-
 @levels
 def test_scripting_a_model_with_an_engine_is_refused(level: str) -> None:
     model = started(level)
@@ -138,19 +126,6 @@ def test_scripting_a_model_with_an_engine_is_refused(level: str) -> None:
     preamp.engine_of(model).close()
     with torch.no_grad():
         assert_same(scripted(model)(X), model(X))
-
-
-@pytest.mark.parametrize("level", [row for row in BY_KIND if row.values != ("O3",)])
-def test_programs_of_deep_copies_are_float32(level: str) -> None:
-    model = started(level)
-    plain = Block().eval()
-    plain.load_state_dict(model.state_dict())
-    twin = copy.deepcopy(model)
-    programs = [torch.export.export(twin, (X,), strict=True).module(), scripted(twin), traced(twin)]
-    preamp.engine_of(model).close()
-    with torch.no_grad():
-        for program in programs:
-            torch.testing.assert_close(program(X), plain(X), rtol=1e-6, atol=1e-6)
 
 
 # -- models that torch.jit has compiled before ---------------------------------------------------
@@ -190,14 +165,3 @@ def trained(make: Callable[[], nn.Module], level: str, door: Any) -> list[torch.
 )
 def test_compiled_models_train(compiled: Any, level: str) -> None:
     check_training(compiled, level)
-
-
-@casting
-def test_scripted_models_train_where_functions_are_cast(level: str) -> None:
-    """In a process each: torch keeps the first half dtype that a scripted backward met in one."""
-    script = "import sys; from engine import test_export as own; "
-    script += "own.check_training(own.scripted, sys.argv[1])"
-    command = [sys.executable, "-W", "ignore", "-c", script, level]
-    folder = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -65,34 +63,6 @@ def test_master_gradient_is_not_there_inside_the_body(level: str, zeroes: bool) 
     pair.check_grads()
 
 
-@with_masters
-def test_assigning_a_master_gradient_replaces_it(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    for master, plain in zip(masters_of(pair), plain_params(pair), strict=True):
-        for param in (master, plain):
-            param.grad = torch.full_like(param, 0.125)
-    pair.check_grads()
-    pair.backward(1)  # adds to it
-    pair.check_grads()
-    pair.step()
-    pair.check()
-
-
-@with_masters
-def test_masters_are_parameters_like_others(level: str) -> None:
-    pair = Pair(level)
-    pair.backward(0)
-    for master in masters_of(pair):
-        assert isinstance(master, nn.Parameter)
-        assert master.is_leaf
-        assert master.requires_grad
-        twin = pickle.loads(pickle.dumps(master))
-        assert type(twin) is nn.Parameter
-        assert_same(twin.detach(), master.detach())
-        assert_same(copy.deepcopy(master).detach(), master.detach())
-
-
 @levels
 def test_master_params_without_initialize(level: str) -> None:
     model = nn.Linear(2, 2)
@@ -104,15 +74,6 @@ def test_master_params_without_initialize(level: str) -> None:
 
 
 # -- half ones, and what a script does to them -----------------------------------------------------
-
-
-@with_masters
-def test_half_gradients_keep_the_scale(level: str) -> None:
-    pair = Pair(level, loss_scale=64.0)
-    pair.backward(0)
-    for half, plain in zip(pair.model.parameters(), plain_params(pair), strict=True):
-        assert plain.grad is not None
-        assert_same(half.grad, (plain.grad * 64).to(half.dtype))
 
 
 REWRITES: dict[str, Callable[[Any], object]] = {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import BY_NAME, HALF_WEIGHTS, LEVEL_NAMES
 from kit.loops import (
     begin,
     loss_of,
@@ -49,21 +49,6 @@ def named(record: NumericsRecord, what: str = "gradient") -> dict[str, TensorSta
 
 
 # -- which records ---------------------------------------------------------------------------
-
-
-def test_by_default_only_skipped_steps_leave_records() -> None:
-    model, optimizer = started("O2")
-    for step in range(6):
-        train_step(model, optimizer, step, poison=step in (1, 4))
-    history = history_of(optimizer)
-    assert history.path is None
-    assert [type(record) for record in history] == [RunRecord, OverflowRecord, OverflowRecord]
-    first, second = history.of(OverflowRecord)
-    cause = preamp.engine_of(optimizer).overflow_causes[0]
-    assert (first.step, second.step) == (2, 5)
-    assert first.parameters == list(cause.parameters)
-    assert (first.old_scale, first.new_scale) == (65536.0, 32768.0)
-    assert first.loss_was_finite
 
 
 @every_level
@@ -190,29 +175,6 @@ def test_a_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> No
     assert (tmp_path / "run.jsonl").read_text() == "{}\n"
 
 
-def test_a_resumed_run_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    model, optimizer = started("O2", history=path, numerics="light", numerics_every=2)
-    for step in range(3):
-        train_step(model, optimizer, step)
-    state = preamp.engine_of(optimizer).state_dict()
-    for step in range(3, 6):
-        train_step(model, optimizer, step, poison=step == 4)
-    preamp.engine_of(model).close()
-
-    model, optimizer = started("O2", history=path, numerics="light", numerics_every=2)
-    assert [r.step for r in history_of(model).of(StepRecord)] == [1, 2, 3, 4, 5, 6]
-    preamp.engine_of(optimizer).load_state_dict(state)
-    train_step(model, optimizer, 3)
-    history = history_of(model)
-    assert [record.step for record in history.of(StepRecord)] == [1, 2, 3, 4]
-    assert [record.step for record in history.of(NumericsRecord)] == [1, 3]
-    assert history.of(OverflowRecord) == []
-    assert history.of(ResumeRecord) == [ResumeRecord(step=3, steps=[3])]
-    assert len(history.of(RunRecord)) == 2
-    assert sum(isinstance(record, StepRecord) for record in read_history(path)) == 7
-
-
 def test_a_run_that_begins_anew_takes_back_all_steps_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     for _ in range(2):
@@ -225,18 +187,6 @@ def test_a_run_that_begins_anew_takes_back_all_steps_of_the_file(tmp_path: Path)
     assert history.of(ResumeRecord) == [ResumeRecord(step=0, steps=[0])]
     assert [record.step for record in history.of(OverflowRecord)] == [1]
     history.close()
-
-
-def test_apexs_checkpoints_set_no_counter_and_take_nothing_back() -> None:
-    model, optimizer = started("O2", numerics="light")
-    train_step(model, optimizer, 0)
-    preamp.engine_of(optimizer).load_state_dict(
-        {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
-    )
-    train_step(model, optimizer, 1)
-    history = history_of(model)
-    assert history.of(ResumeRecord) == []
-    assert [record.step for record in history.of(StepRecord)] == [1, 2]
 
 
 REFUSED: dict[str, tuple[str, list[Any]]] = {
@@ -272,20 +222,6 @@ def backward(model: nn.Module, optimizer: Any, step: int, **arguments: Any) -> t
 
 
 # -- whose numbers they are --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_used_up_gradients_are_no_later_steps(level: str) -> None:
-    """The half ones stay where they are until they are zeroed."""
-    model, optimizer = started(level, numerics="light", numerics_every=1)
-    preamp.engine_of(model).scaler(0).set_scale(16.0)
-    backward(model, optimizer, 0)
-    optimizer.step()
-    optimizer.step()
-    first, second = history_of(model).of(NumericsRecord)
-    halves = {name for name, p in model.named_parameters() if p.dtype is not torch.float32}
-    assert halves <= {tensor.name for tensor in first.tensors}
-    assert not halves & {tensor.name for tensor in second.tensors}
 
 
 def test_gradients_whose_backward_was_not_measured_have_their_scale() -> None:

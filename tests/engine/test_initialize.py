@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -99,17 +98,6 @@ def test_all_arguments_explicitly_with_their_defaults() -> None:
     arguments = {name: p.default for name, p in list(parameters.items())[2:]}
     amp.initialize(models=model, optimizers=optimizer, **{**arguments, "verbosity": False})
     assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"].replace(scope="thread")
-
-
-@pytest.mark.parametrize("keyword", ["combine_grad", "cast_batchnorm"])
-def test_unknown_keyword_of_another_fork(keyword: str) -> None:
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
-        amp.initialize(Net(), **{keyword: True})
-
-
-def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    assert halves_match(Run("O2", door=amp).play("iterate").model)
 
 
 # -- printing --------------------------------------------------------------------------------
@@ -355,19 +343,6 @@ def test_a_module_twice_or_beside_its_own_part(level: str, is_part: bool) -> Non
 
 
 @LEVELS
-def test_frozen_copies_for_averaging(level: str) -> None:
-    run = Run(level, starts=False)
-    average = copy.deepcopy(run.model).requires_grad_(False)
-    run.initialize(models=[run.model, average])
-    run.play("iterate")
-    for slow, fast in zip(average.parameters(), run.model.parameters(), strict=True):
-        slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
-    assert average.eval()(torch.ones(2, 4)).isfinite().all()
-    average.load_state_dict(run.model.state_dict())
-    assert same(weights(average), weights(run.model))
-
-
-@LEVELS
 def test_model_alone_for_evaluation(level: str) -> None:
     model = Net().eval()
     x = torch.randn(3, 4)
@@ -435,13 +410,6 @@ def test_disabled_state() -> None:
     assert preamp.clip_grad_norm_(run.optimizer, 1.0).item() == 0.0
     run.close()
     assert "_preamp_link" not in vars(run.model)
-
-
-def test_disabled_then_enabled() -> None:
-    run = Run("O2", enabled=False)
-    run.initialize(enabled=True)
-    assert run.engine.policy.opt_level == "O2"
-    assert halves_match(run.play("iterate").model)
 
 
 # -- inputs ----------------------------------------------------------------------------------

@@ -14,17 +14,7 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND, CASTING_FUNCTIONS, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, batch
-from kit.compare import same
-from kit.loops import (
-    begin,
-    make,
-    scaled_backward,
-    scaled_step,
-    started,
-    train_plain,
-    train_step,
-    weights,
-)
+from kit.loops import begin, make, scaled_backward, scaled_step, train_plain
 from kit.refusals import assert_refused, refused
 from preamp import amp
 from preamp.optimizers import FusedAdam
@@ -149,21 +139,6 @@ def test_zero_grad_is_that_of_whoever_replaced_it(monkeypatch: pytest.MonkeyPatc
     )
     optimizer.zero_grad()
     assert called == [True]
-
-
-def test_a_hook_that_cannot_be_removed_keeps_no_weights() -> None:
-    model, optimizer = started("O2")
-    train_step(model, optimizer, 0)
-    exact = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def fail() -> None:
-        raise RuntimeError("stuck")
-
-    engine = preamp.engine_of(model)
-    engine.undo.push(fail)
-    with pytest.raises(RuntimeError, match="stuck"):
-        engine.close()
-    assert same(weights(model), exact)
 
 
 # -- close, compared attribute by attribute ---------------------------------------------------
@@ -370,44 +345,6 @@ FAILURES = [
     _fail_without_casts,
     _fail_in_between,
 ]
-
-
-def _here(run: Callable[[], object]) -> None:
-    run()
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
-@pytest.mark.parametrize("where", [_here, _on_another_thread])
-@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
-@pytest.mark.parametrize("fail", FAILURES)
-def test_casts_end_with_the_exception_of_the_function_that_began_them(
-    fail: Callable[..., None], door: Any, where: Callable[[Callable[[], object]], None]
-) -> None:
-    """As long as its traceback lives, so do the models in it."""
-    seen: list[object] = []
-
-    def train() -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        door.initialize(model, optimizer, opt_level="O4", scope="thread", verbosity=0)
-        fail(model, optimizer)
-
-    def run() -> None:
-        casts = _casts()
-        try:
-            train()
-        except (_Fault, RuntimeError) as error:
-            kept = error
-        gc.collect()
-        seen.append(_product())
-        del kept
-        gc.collect()
-        seen.extend([_product(), _casts() == casts])
-
-    attributes = _attributes()
-    where(run)
-    assert seen == [torch.bfloat16, torch.float32, True]
-    assert _attributes() == attributes
 
 
 # -- a session whose cells fail ------------------------------------------------------------------

@@ -2,10 +2,8 @@
 """Which parameter overflowed first: the named cause is right wherever the bad value came in."""
 
 import dataclasses
-import gc
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,38 +215,6 @@ def test_a_graph_that_is_not_freed_is_not_kept(
     assert run.cause.candidates == (1 if is_followed else 2)
     if is_followed:
         assert run.cause.parameters == ("last.weight", "first.weight")
-
-
-class Keeping(torch.autograd.Function):
-    """Keeps a tensor as an attribute, which no backward frees."""
-
-    kept: weakref.ref[torch.Tensor]
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.x = x.clone()
-        Keeping.kept = weakref.ref(ctx.x)
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2.0
-
-
-def test_attributes_of_functions_are_not_kept_while_gradients_are_accumulated() -> None:
-    run = Run()
-    run.model.spoil = Keeping.apply
-    kept: list[weakref.ref[torch.Tensor]] = []
-    for _ in range(3):
-        run.backward(delay_unscale=True)
-        gc.collect()
-        kept.append(Keeping.kept)
-    assert [one() for one in kept] == [None] * 3
-    run.damage("first.weight")
-    run.damage("last.weight")
-    run.backward()
-    run.optimizer.step()
-    assert (run.cause.parameters, run.cause.candidates) == (("last.weight", "first.weight"), 1)
 
 
 def test_a_checkpoint_that_is_retained_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,27 +154,6 @@ def test_a_half_weight_in_two_optimizers_is_refused(
 
 
 @half_levels
-def test_float32_weights_of_a_half_model_may_be_in_two_optimizers(level: str) -> None:
-    """Those that are kept, those of batch norms, and those of no model, which may join later."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    late, outside = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    shared = [*model[1].parameters(), *model[2].parameters(), outside]
-    ours = [sgd([*model[0].parameters(), *shared, late]), torch.optim.Adam(shared)]
-    options: Any = {"keep_batchnorm_fp32": True, "keep_fp32": ["2"], "verbosity": 0}
-    preamp.initialize(model, ours, opt_level=level, loss_scale=128.0, **options)
-    ours[1].add_param_group({"params": [late]})
-    plain = [nn.Parameter(param.detach().clone()) for param in (*shared, late)]
-    scaled_backward(model(X).float().sum() * (outside + late).sum(), ours)
-    for mine, wanted in zip((*shared, late), plain, strict=True):
-        assert mine.grad is not None
-        wanted.grad = mine.grad.clone()
-    for optimizer in (*ours, sgd(plain), torch.optim.Adam(plain)):
-        optimizer.step()
-    for mine, wanted in zip((*shared, late), plain, strict=True):
-        assert_same(mine.detach(), wanted.detach())
-
-
-@half_levels
 @pytest.mark.parametrize("as_masters", [False, True])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_half_weight_that_is_to_join_a_second_optimizer_is_refused(

@@ -25,7 +25,7 @@ import preamp.parallel
 from kit.compare import same
 from kit.loops import begin, everything, scaled_backward, train_step
 from kit.refusals import assert_refused, refused
-from kit.run import MASTERS, PLAIN, Net, Run, act, assert_alike, assert_same_program, where
+from kit.run import MASTERS, Net, Run, act, assert_alike, assert_same_program, where
 from preamp.kernels.stored import join, split
 from preamp.optim import LARC
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS as SPLITS
@@ -129,51 +129,6 @@ def test_programs(level: str, name: str) -> None:
     assert_same_program(PROGRAMS[name], *pair(level))
 
 
-# Random programs combine levels and moments freely; here each optimizer needs each of them once.
-@pytest.mark.pairs
-@pytest.mark.usefixtures("small_blocks")
-@levels
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("backend", ["reference", "plain", "auto"])
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_numbers_do_not_depend_on_who_reads_and_resumes(
-    level: str, name: str, backend: str, moments: Any
-) -> None:
-    """Reading gradients of masters and resuming change no bit."""
-
-    def started() -> Run:
-        storage = preamp.Storage(masters="split", moments=moments, seed=3)
-        return start(level, storage, name, backend=backend, loss_scale=128.0)
-
-    def trained(then: str = "", resumes: bool = False) -> Run:
-        parts = [f"backward {n}; step; zero own; {then}" for n in range(5)]
-        run = started().play(*parts[:3], "save")
-        if resumes:
-            saved, run = run.saved, started()
-            run.saved = saved
-            run.play("load")
-        return run.play(*parts[3:], "zero")
-
-    runs = [trained(), trained("read"), trained(resumes=True)]
-    assert_alike(*runs)
-
-
-def test_ties_resume_bitwise() -> None:
-    """A half weight is rounded in one way, whenever it is."""
-    run, again = (start("O5", "split", "FusedSGD") for _ in range(2))
-    run.model.load_state_dict(
-        {k: torch.full_like(v, 1 + 2.0**-8) for k, v in run.model.state_dict().items()}
-    )
-    assert {float(twin.half.detach().flatten()[0]) for twin in run.twins()} == {1 + 2.0**-7}
-    again.model.load_state_dict(run.model.state_dict())
-    assert_same_program("train 0", run, again)
-    third = start("O5", "split")
-    third.model.load_state_dict(run.model.state_dict())
-    assert_alike(run, third, of=["stored"])
-    third.play("train 1")
-    assert all(torch.equal(t.half, split(t.value(), t.dtype)[0]) for t in third.twins())
-
-
 @levels
 @pytest.mark.parametrize("to", ["full", "split"])
 def test_checkpoints_load_into_another_storage(level: str, to: str, tmp_path: Any) -> None:
@@ -185,49 +140,6 @@ def test_checkpoints_load_into_another_storage(level: str, to: str, tmp_path: An
     again.save(tmp_path / "run.safetensors")
     run.load(tmp_path / "run.safetensors")
     assert_alike(run, again)
-
-
-class Scale(nn.Module):
-    """Multiplies: the forward saves the half weight itself for its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((8,), 2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-@levels
-@pytest.mark.parametrize("storage", ["full", "split", "compact"])
-@pytest.mark.parametrize("frozen", [[0], [1], [2], [1, 2], [0, 1, 2]])
-@pytest.mark.parametrize("thaws", ["before the forward", "before the step"])
-def test_a_weight_that_was_frozen_at_first_trains_later(
-    level: str, storage: str, frozen: list[int], thaws: str
-) -> None:
-    """Its master is made after a forward that saved it; small numbers are exact throughout."""
-    options: Any = {"storage": storage, "loss_scale": 128.0, "starts": False}
-    ours, plain = runs = [
-        Run(kind, name, lambda: nn.Sequential(*(Scale() for _ in range(4))), **options)
-        for kind, name in ((level, "FusedSGD"), (PLAIN, "SGD"))
-    ]
-    for run in runs:
-        run.optimizer.param_groups[0].update(lr=2.0**-5, momentum=0.0)
-        for place in frozen:
-            run.model[place].requires_grad_(False)
-    ours.initialize()
-    for number in range(3):
-        for run in runs:
-            if number == 1 and thaws == "before the forward":
-                run.model.requires_grad_(True)
-            run.back(run.model(torch.ones(8)).float().sum())
-            if number == 1:
-                run.model.requires_grad_(True)
-            run.play("step; zero own")
-        for mine, wanted in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
-            exact = ours.engine.exact_value(mine)
-            value = mine.detach().float() if exact is None else exact.detach()
-            torch.testing.assert_close(value, wanted.detach(), rtol=2.0**-6, atol=0)
 
 
 # -- what steps and scripts do to split masters ---------------------------------------------------
@@ -271,23 +183,6 @@ def test_split_masters_have_a_form_and_a_gradient_and_no_values(level: str, read
     for copied in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):  # as of any master
         assert type(copied) is nn.Parameter
         assert torch.equal(copied, value)
-
-
-@levels
-def test_a_write_to_a_half_weight_counts(level: str) -> None:
-    """However it is made; no element is further than half a unit from its half weight."""
-    run = start(level, "split").play("train 0")
-    for write in (lambda p: p.data.clamp_(-0.01, 0.01), lambda p: p.data.fill_(0.0)):
-        for index in range(2):
-            for param in run.model.parameters():
-                write(param)
-            halves = {n: p.detach().clone() for n, p in run.model.named_parameters()}
-            for name, value in run.model.state_dict().items():
-                if name in halves and halves[name].dtype is not torch.float32:
-                    assert torch.equal(split(value, halves[name].dtype)[0], halves[name])
-            run.play(f"train {index}")
-            for name, param in run.model.named_parameters():
-                assert (param - halves[name]).abs().max() < 0.05
 
 
 # -- refusals, and what is said -------------------------------------------------------------------

@@ -99,20 +99,6 @@ def test_float_functions_of_the_other_half_dtype(
     assert half.seen == {other}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_float_functions_of_the_other_half_dtype() -> None:
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x * 2, -1) + 1
-
-    x = torch.rand(2, 4).half()
-    compiled = torch.compile(attend, backend="eager")
-    assert compiled(x).dtype is torch.float16
-    kept = preamp.initialize(nn.Linear(4, 4), opt_level="O4", scope="thread", verbosity=0)
-    assert compiled(x).dtype is torch.float32
-    preamp.engine_of(kept).close()
-    assert compiled(x).dtype is torch.float16
-
-
 # -- shared sub-modules -------------------------------------------------------------------------
 
 
