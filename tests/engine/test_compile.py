@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torch.compile`` of what runs between two steps: the same numbers, in one graph if it can."""
 
+import itertools
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,16 +27,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-# torch's compiler takes seconds: the quick suite has one level.
-levels = pytest.mark.parametrize(
-    "level", ["O1", *(pytest.param(n, marks=pytest.mark.full) for n in LEVEL_NAMES if n != "O1")]
-)
-
-PLAIN_LEVELS = [name for name in LEVEL_NAMES if name not in CASTING_FUNCTIONS]
-plain_levels = pytest.mark.parametrize(
-    "level", ["O2", *(pytest.param(n, marks=pytest.mark.full) for n in PLAIN_LEVELS if n != "O2")]
-)
-
 
 class Perceptron(nn.Module):
     """Linear layers, a norm, functions that O1 casts either way."""
@@ -45,22 +37,6 @@ class Perceptron(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(F.gelu(self.norm(self.first(x)))).softmax(dim=-1)
-
-
-class Attention(nn.Module):
-    """Attention over the rows of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.qkv, self.last = nn.Linear(8, 8), nn.Linear(8, 24), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.embed(x)).reshape(1, -1, 2, 12).transpose(1, 2).chunk(3, dim=-1)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.last(mixed.transpose(1, 2).reshape(-1, 8))
-
-
-models = pytest.mark.parametrize("make", [Perceptron, Attention])
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +85,8 @@ class Training:
         return losses
 
 
-@levels
+# torch's compiler takes seconds: the quick suite has one level.
+@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.full)])
 def test_gradients_are_dropped_within_a_compiled_function(level: str) -> None:
     """In a graph without masters; those are dropped between two."""
     model = Perceptron()
@@ -126,96 +103,74 @@ def test_gradients_are_dropped_within_a_compiled_function(level: str) -> None:
     assert [param.grad for param in optimizer.param_groups[0]["params"]] == [None] * 6
 
 
-def close(training: Training) -> None:
-    preamp.engine_of(training.model).close()
-
-
-def assert_same_training(ours: Training, losses: list[float], eager: Training) -> None:
-    close(ours)
-    wanted = eager.run(len(losses))
-    tolerance = 2e-2 if preamp.engine_of(eager.model).policy.half_dtype else 1e-5
-    assert losses == pytest.approx(wanted, rel=tolerance)
-    close(eager)
-
-
-@models
-@plain_levels
-def test_the_loss_is_one_graph(make: Any, level: str) -> None:
-    """``fullgraph=True`` raises at a graph break; later steps trace nothing again.
+@dataclass(frozen=True)
+class Way:
+    """How a training is compiled, and whether its one graph has no break, traced once.
 
     Not where functions are cast: a hook of the model turns that on, which no graph can do.
     """
-    training = Training(make, level)
-    training.loss = torch.compile(training._loss, backend="aot_eager", fullgraph=True)
-    losses = training.run(1)
-    assert graphs() == 1
-    if preamp.engine_of(training.model).policy.is_dynamic:
-        preamp.engine_of(training.model).scaler(0).set_scale(256.0)
-    losses += training.run(3)[1:]
-    assert graphs() == 1, "traced again"
-    training.loss = training._loss
-    eager = Training(make, level)
-    if preamp.engine_of(eager.model).policy.is_dynamic:
-        preamp.engine_of(eager.model).scaler(0).set_scale(256.0)
-    assert losses[0] == pytest.approx(eager.run(1)[0], rel=2e-2)
+
+    loss: Callable[[Training], Any] = lambda training: compiled(training._loss)
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    make: Any = Perceptron
+    is_whole: Callable[[str], bool] = lambda level: level not in CASTING_FUNCTIONS
 
 
-@models
-@levels
-def test_training_by_a_compiled_loss_is_the_same(make: Any, level: str) -> None:
-    training = Training(make, level, loss_scale=64.0)
-    training.loss = torch.compile(training._loss, backend="aot_eager")
-    losses = training.run(4)
-    assert bool(graph_breaks()) is (level in CASTING_FUNCTIONS)
-    assert_same_training(training, losses, Training(make, level, loss_scale=64.0))
+def compiled(what: Any) -> Any:
+    return torch.compile(what, backend="aot_eager")
 
 
-@levels
-@pytest.mark.parametrize("scope", ["model", "thread"])
-def test_a_compiled_model_has_no_breaks(level: str, scope: str) -> None:
+def of_a_model(training: Training) -> Any:
     """Torch runs the hooks of the outermost module outside; its forward is one graph."""
-    training = Training(Perceptron, level, loss_scale=64.0, scope=scope)
-    compiled = torch.compile(training.model, backend="aot_eager", fullgraph=True)
-    training.loss = lambda x, target: F.mse_loss(compiled(x).float(), target)
-    losses = training.run(3)
-    assert graph_breaks() == {}
-    eager = Training(Perceptron, level, loss_scale=64.0, scope=scope)
-    assert_same_training(training, losses, eager)
+    model = compiled(training.model)
+    return lambda x, target: F.mse_loss(model(x).float(), target)
 
 
-@pytest.mark.parametrize("numerics", ["light", "full"])
-@plain_levels
-def test_statistics_break_no_graph(level: str, numerics: str) -> None:
-    options = {"numerics": numerics, "numerics_every": 1, "loss_scale": 64.0}
-    training = Training(Perceptron, level, **options)
-    training.loss = torch.compile(training._loss, backend="aot_eager", fullgraph=True)
-    losses = training.run(3)
-    assert graph_breaks() == {}
-    history = preamp.engine_of(training.model).history
-    assert [record.losses[0] for record in history.of(StepRecord)] == losses
-    assert len(history.of(NumericsRecord)) == 3
-    plain = Training(Perceptron, level, loss_scale=64.0)
-    plain.loss = torch.compile(plain._loss, backend="aot_eager", fullgraph=True)
-    assert losses == plain.run(3)
+MEASURED = {"numerics": "full", "numerics_every": 1}
+WAYS = {
+    "the loss": Way(),
+    "the loss, measured": Way(options=MEASURED),
+    "the loss, casts in the model only": Way(options={"scope": "model"}),
+    "the model": Way(of_a_model, is_whole=lambda _: True),
+    "the model, casts in it only": Way(of_a_model, {"scope": "model"}, is_whole=lambda _: True),
+    "before initialize": Way(lambda training: training._loss, make=lambda: compiled(Perceptron())),
+}
 
 
-@levels
-def test_a_model_compiled_before_initialize(level: str) -> None:
-    training = Training(
-        lambda: torch.compile(Perceptron(), backend="aot_eager"), level, loss_scale=64.0
-    )
-    losses = training.run(3)
-    assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0))
+def cases() -> Iterator[Any]:
+    """The quick suite has one level of each."""
+    for name, level in itertools.product(WAYS, LEVEL_NAMES):
+        quick = "O2" if name in ("the loss", "the loss, measured") else "O1"
+        yield pytest.param(name, level, marks=[] if level == quick else [pytest.mark.full])
 
 
-@pytest.mark.parametrize("level", CASTING_FUNCTIONS)
-def test_casts_inside_the_model_only(level: str) -> None:
-    """Outside its forward casts are off, so the hook has to turn them on: the graph breaks."""
-    training = Training(Perceptron, level, loss_scale=64.0, scope="model")
-    training.loss = torch.compile(training._loss, backend="aot_eager")
-    losses = training.run(3)
-    eager = Training(Perceptron, level, loss_scale=64.0, scope="model")
-    assert_same_training(training, losses, eager)
+@pytest.mark.parametrize(("name", "level"), cases())
+def test_compiled_training_is_the_same(name: str, level: str) -> None:
+    way = WAYS[name]
+    training = Training(way.make, level, loss_scale=64.0, **way.options)
+    training.loss = way.loss(training)
+    losses = training.run(2)
+    first = graphs()
+    preamp.engine_of(training.model).scaler(0).set_scale(32.0)  # a number, and not traced again
+    losses += training.run(4)[2:]
+    if name != "before initialize":
+        assert bool(graph_breaks()) is not way.is_whole(level)
+        assert graphs() == first == 1 or not way.is_whole(level), "traced again"
+    if MEASURED.items() <= way.options.items():
+        history = preamp.engine_of(training.model).history
+        assert [record.losses[0] for record in history.of(StepRecord)] != []
+        assert len(history.of(NumericsRecord)) == 6
+    options = {key: value for key, value in way.options.items() if key == "scope"}
+    assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0, **options))
+
+
+def assert_same_training(ours: Training, losses: list[float], eager: Training) -> None:
+    preamp.engine_of(ours.model).close()
+    torch._dynamo.reset()
+    wanted = eager.run(2)
+    wanted += eager.run(4)[2:]
+    tolerance = 2e-2 if preamp.engine_of(eager.model).policy.half_dtype else 1e-5
+    assert losses == pytest.approx(wanted, rel=tolerance)
 
 
 @pytest.mark.full
@@ -225,7 +180,8 @@ def test_generated_code(level: str) -> None:
     pytest.importorskip("setuptools")
     training = Training(Perceptron, level)
     training.loss = torch.compile(training._loss, fullgraph=level not in CASTING_FUNCTIONS)
-    losses = training.run(3)
+    losses = training.run(2)
+    losses += training.run(4)[2:]
     assert_same_training(training, losses, Training(Perceptron, level))
 
 

@@ -4,7 +4,6 @@
 import gc
 import inspect
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import preamp
-from cases.levels import WITH_MASTERS
 from kit.loops import scaled_step
 from preamp.core.torch_private.operations import OperationMode
 from preamp.engine import Engine
@@ -152,20 +150,6 @@ def test_a_state_that_is_kept_for_long_is_not_known() -> None:
     assert runs.told is None
 
 
-def test_targets_may_be_data_or_made_by_another_model() -> None:
-    model = Function(torch.tanh)
-    runs = Runs(model)
-    target = torch.full((2, 4), math.nan)
-    runs.step(F.mse_loss(model(torch.ones(2, 4)), target))
-    assert runs.told == ("", "given", "mse_loss")
-    assert runs.trace is not None
-    assert re.search(
-        r"^No module was seen to make it: mse_loss at \S+test_origins\.py:\d+ was given nan in a "
-        r"float32 argument\. Look at the batch first",
-        runs.trace.told(),
-    )
-
-
 def bad_layer() -> nn.Linear:
     layer = nn.Linear(4, 4)
     with torch.no_grad():
@@ -293,29 +277,6 @@ def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Ten
     assert runs.trace.where.endswith(line_of(function, 2))
 
 
-def fill(values: torch.Tensor, by: float) -> None:
-    values[:] = by
-
-
-@pytest.mark.parametrize(
-    "write", [fill, torch.Tensor.fill_, lambda values, by: values.mul_(0.0).add_(by)]
-)
-@pytest.mark.parametrize(("by", "named"), [(-math.inf, "softmax"), (math.nan, "")])
-def test_what_is_written_through_data(
-    write: Callable[[torch.Tensor, float], object], by: float, named: str
-) -> None:
-    """Torch counts no such write for the tensor. Minus infinity is a mask; nan is not softmax's."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        scores = x * 1.0
-        write(scores.data, by)
-        return scores.softmax(-1)
-
-    runs = Runs(Function(function))
-    runs.step(runs.models[0](torch.ones(2, 4)).square().sum())
-    assert runs.told == ("Function", "forward", named)
-
-
 def test_a_mask_of_everything_that_came_in() -> None:
     runs = Runs(Function(torch.tanh))
     mask = torch.zeros(4, 4)
@@ -373,39 +334,11 @@ def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
 # -- several steps, and what stays -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["validation", "backward"])
-def test_a_forward_in_between(way: str) -> None:
-    model, head = Function(torch.tanh), Function(lambda x: x)
-    runs = Runs(model, head)
-    features = model(torch.ones(2, 4))
-    other = head(features.detach())
-    runs.step(features.sum(), 0)
-    with torch.no_grad():
-        model(torch.ones(2, 4))
-    if way == "backward":
-        head.linear.weight.register_hook(lambda grad: grad * math.inf)
-    runs.step(other.sum() * (1.0 if way == "backward" else math.nan), 1)
-    assert len(runs.engine.overflow_causes) == 1
-    assert runs.told == (None if way == "backward" else ("", "forward", "mul"))
-
-
 class Mode(TorchFunctionMode):
     """Does nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def test_a_mode_that_ends_within_a_function_does_not_stay() -> None:
-    """As where the engine is collected there: torch takes a mode off while it hears."""
-    first = OperationMode(lambda *_: first.leave())
-    second = OperationMode(lambda *_: None)
-    first.enter()
-    torch.ones(2).add(1.0)
-    second.enter()
-    second.leave()
-    stack = overrides._get_current_function_mode_stack()
-    assert not any(mode in (first, second) for mode in stack)
 
 
 @pytest.mark.parametrize("default", [None, "cpu"])
@@ -482,19 +415,6 @@ def test_nothing_is_said_of_a_loss_whose_gradients_are_finite(
     assert (engine.steps_skipped, engine.overflow_causes) == (0, [])
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_nothing_is_said_twice_of_a_loss_with_bad_gradients(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(level, harmful, steps=3, overflow="trace", verbosity=0)
-    out = capsys.readouterr().out
-    assert out.startswith("Gradient overflow.")
-    assert out.count("overflow") == 1
-    assert "in mul at " in out
-    train(level, harmful, steps=3, verbosity=0)
-    assert capsys.readouterr().out == ""
-
-
 def test_tracing_that_was_asked_for_once_speaks_at_any_verbosity(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -510,29 +430,6 @@ def test_tracing_that_was_asked_for_once_speaks_at_any_verbosity(
 
 
 # -- what runs between a forward and its loss ------------------------------------------------------
-
-
-@torch.no_grad()
-def advantage(rewards: torch.Tensor) -> torch.Tensor:
-    centered = rewards - rewards.mean()
-    return centered / rewards.std(unbiased=False)
-
-
-def weighted(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
-    rewards = torch.ones(3) if is_bad else torch.arange(3.0)
-    return (y.square().mean(1) * advantage(rewards)).mean()
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_a_weight_that_the_program_computes_of_data(
-    level: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = train(level, weighted, steps=3, overflow="trace", verbosity=0)
-    trace = engine.overflow_causes[0].trace
-    assert trace is not None
-    assert (trace.phase, trace.operation, trace.output_found) == ("forward", "div", "nan")
-    assert trace.where.endswith(f":{inspect.getsourcelines(advantage)[1] + 3}")
-    assert trace.told() in capsys.readouterr().out
 
 
 # -- derivatives of derivatives --------------------------------------------------------------------

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which parameter overflowed first: the named cause is right wherever the bad value came in."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from cases.models import Damage
 from kit.loops import scaled_backward
 from preamp.core.torch_private.autograd import TELLS_HOOKS
 from preamp.engine import Engine, ledger
-from preamp.numerics import OverflowRecord, from_json, to_json
 from preamp.optimizers import FusedAdam
 
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
@@ -97,32 +95,6 @@ def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
     for loss_id in (0, 1):
         run.backward(loss_id=loss_id)
     assert [run.engine.loss_scale(loss_id) for loss_id in (0, 1)] == [8.0, 16.0]
-
-
-@pytest.mark.parametrize("row", [0, 2])
-@pytest.mark.parametrize(
-    ("level", "sparse"),
-    [("O1", False), ("O1", True), ("O2", False), ("O4", False), ("O4", True), ("O5", False)],
-)
-def test_a_row_of_an_embedding(level: str, sparse: bool, row: int) -> None:
-    run = Run(level, Model(sparse=sparse))
-
-    def spoil(grad: torch.Tensor) -> torch.Tensor:
-        if not grad.is_sparse:
-            grad = grad.clone()
-            grad[row, 0] = math.inf
-            return grad
-        values = grad.coalesce().values().clone()
-        values[row, 0] = math.inf
-        return torch.sparse_coo_tensor(
-            grad.coalesce().indices(), values, grad.shape, check_invariants=False
-        )
-
-    handle = run.model.words.weight.register_hook(spoil)
-    run.backward()
-    handle.remove()
-    run.optimizer.step()
-    assert run.cause.parameters == ("words.weight",)
 
 
 # -- magnitudes --------------------------------------------------------------------------------
@@ -234,20 +206,6 @@ def test_a_checkpoint_that_is_retained_does_not_run_again(monkeypatch: pytest.Mo
 
 
 # -- what is made of a cause -------------------------------------------------------------------
-
-
-def test_a_cause_as_a_record() -> None:
-    run = Run()
-    run.damage("first.weight", math.nan)
-    run.damage("last.weight")
-    run.step()
-    record = run.cause.to_record()
-    assert isinstance(record, OverflowRecord)
-    shared = {field.name for field in dataclasses.fields(record)} - {"optimizer"}  # by the recorder
-    for name in shared:
-        value = getattr(run.cause, name)
-        assert getattr(record, name) == (list(value) if isinstance(value, tuple) else value)
-    assert from_json(to_json(record)) == record
 
 
 @pytest.mark.parametrize(

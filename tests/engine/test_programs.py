@@ -447,6 +447,11 @@ FOUND_IN_WORDS = {
     "zeroed inside a block, of a weight that was frozen": (
         "Backward a 0; Freeze a.weight; Backward ab 0 zeroes"
     ),
+    "rows and bytes written before the first block and after a step": (
+        "Write a.weight rows; Write b.weight numpy; Look deepcopy; Backward ab 0; Step 0; Step 1; "
+        "Write a.weight rows; Write b.bias numpy; Look exact_weights; Backward ab 1; Step 0; "
+        "Write a.bias rows; Write a.weight numpy; Look state_dict; Backward ab 2"
+    ),
     "a quiet write before a step without gradients": (
         "Write a.weight data.fill_; Write b.bias data.fill_; Step 0; Backward a 0"
     ),

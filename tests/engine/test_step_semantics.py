@@ -15,7 +15,7 @@ from torch import nn
 import preamp
 import preamp.optimizers
 from cases.levels import EXACT, F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
-from cases.models import Exact, Parts, batch, loss_of, values
+from cases.models import Parts, batch, values
 from cases.tolerances import assert_same
 from kit.compare import differences, picture
 from kit.loops import begin, scaled_backward
@@ -42,26 +42,6 @@ def test_a_loss_that_is_no_scalar(level: str) -> None:
     pair.theirs(0)
     pair.step()
     pair.check()
-
-
-@pytest.mark.parametrize("container", [tuple, list, iter, set], ids=lambda kind: kind.__name__)
-@levels
-def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any]) -> None:
-    """A-21: a tuple meant that earlier gradients were divided again."""
-    models = [Exact(0), Exact(1)]
-    plain = [copy.deepcopy(model) for model in models]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    preamp.initialize(models, optimizers, opt_level=level, loss_scale=4.0, verbosity=0)
-    for index in range(2):
-        scaled_backward(loss_of(models, index), container(optimizers))
-        with preamp.disable_casts():
-            loss_of(plain, index).backward()
-    for model, oracle, optimizer in zip(models, plain, optimizers, strict=True):
-        for ours, theirs in zip(preamp.master_params(optimizer), oracle.parameters(), strict=True):
-            assert ours.grad is not None
-            assert_same(ours.grad.float(), theirs.grad)
-        optimizer.step()
-        assert model.linear.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -312,33 +312,6 @@ def test_states_of_float64_load(level: str) -> None:
     assert_same_program("iterate 1", *runs)
 
 
-def test_codes_load_into_optimizers_without_moments_in_fewer_bits() -> None:
-    """As float32 values: codes taken for values would be wrong by orders of magnitude."""
-    model = nn.Linear(64, 128)
-    optimizer = FusedAdam(model.parameters())
-    model, optimizer = preamp.initialize(
-        model, optimizer, opt_level="O0", storage=preamp.Storage(moments="8bit"), verbosity=0
-    )
-    model(torch.ones(2, 64)).square().sum().backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    assert state["state"][0]["exp_avg"].dtype is torch.int8
-    preamp.engine_of(model).close()
-
-    other = nn.Linear(64, 128)
-    lamb = preamp.optimizers.FusedMixedPrecisionLamb(other.parameters())
-    lamb.load_state_dict(state)
-    gradient = next(iter(model.parameters())).grad
-    assert gradient is not None
-    loaded = lamb.state[next(iter(other.parameters()))]
-    assert loaded["exp_avg"].dtype is torch.float32
-    assert not [key for key in loaded if key.endswith("_scales")]
-    # A tenth of the gradient, by the betas; a code has 5 bits of mantissa
-    torch.testing.assert_close(
-        loaded["exp_avg"], 0.1 * gradient, rtol=2.0**-5, atol=2.0**-5 * float(gradient.abs().max())
-    )
-
-
 def test_codes_are_refused_by_optimizers_that_would_take_them_for_values() -> None:
     model = nn.Linear(64, 128)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)

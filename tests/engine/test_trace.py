@@ -176,41 +176,6 @@ def test_a_float16_overflow_in_the_backward(lacks: bool, monkeypatch: pytest.Mon
     assert cause.parameters == ("weight",)
 
 
-def test_a_loss_that_is_not_finite_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(verbosity=1)
-    run.engine.trace_overflow()
-    capsys.readouterr()
-    run.step(factor=math.nan)
-    (cause,) = run.engine.overflow_causes
-    assert (cause.was_watched, cause.loss_was_finite) == (True, False)
-    assert "the loss itself is not finite" in capsys.readouterr().out
-    assert cause.trace is None or cause.trace.type == ""
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_recurrent_and_embedding_layers(sparse: bool) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(8, 4, sparse=sparse)
-            self.rnn = nn.LSTM(4, 4)
-            self.last = nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(self.words(x), [3, 2])
-            outputs, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0])
-            return self.last(outputs)
-
-    run = Run("O1", Words())
-    run.forward = lambda _: run.model(torch.tensor([[1, 2], [3, 4], [5, 0]]))
-    run.engine.trace_overflow()
-    run.step()
-    with torch.no_grad():
-        run.model.words.weight[4, 1] = math.nan
-    run.step()
-    assert run.where == ("words", "forward")
-
-
 class Keeping(nn.Module):
     """Uses all that a module can keep."""
 
@@ -279,17 +244,6 @@ def test_all_calls_that_led_to_an_operation_are_told(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count(f"\n  {stack[0]}\n  {stack[1]}\n") == 1
 
 
-def test_an_argument_that_its_function_cast_while_the_loss_stayed_finite() -> None:
-    """Infinite in float16, saturated by tanh, and times a gradient of zero nan in the backward."""
-    run = Run("O1", nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), overflow="trace")
-    x = torch.ones(3, 4)
-    x[0, 0] = 7e4
-    run.forward = lambda _: run.model(x)
-    assert run.step().isfinite()
-    assert run.where == ("0", "input cast")
-    assert (run.trace.operation, run.trace.input_max_abs) == ("linear", float(x[0, 0]))
-
-
 class Rows(nn.Module):
     """A product whose left argument has a row of nan, which the loss does not use."""
 
@@ -320,28 +274,6 @@ def test_a_product_that_was_given_nan_is_not_named(name: str, is_large: bool) ->
     run.engine.scaler(0).set_scale(2.0**12 if is_large else 2.0)
     assert run.step().isfinite()
     assert (run.trace.operation, run.trace.output_found) == ("softmax", "nan")
-
-
-class InfAndNan(torch.autograd.Function):
-    """A sum whose derivatives are infinite and nan."""
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a + b
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * math.inf, grads[0] * math.nan
-
-
-def test_of_gradients_that_one_function_makes_nan_is_told_before_inf() -> None:
-    class Both(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return InfAndNan.apply(super().forward(x), super().forward(2 * x))
-
-    run = Run("O1", nn.Sequential(Both(4, 4)), overflow="trace")
-    assert run.step().isfinite()
-    assert (run.trace.phase, run.trace.output_found) == ("backward", "nan")
 
 
 # -- the message -------------------------------------------------------------------------------
@@ -484,27 +416,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_part_is_seen_from_outside() -> None:
-    """And watching does not break its graph."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Spoil()), nn.Linear(4, 2))
-    run = Run("O2", model, overflow="trace")
-    model[1].compile(backend="aot_eager", fullgraph=True)
-    loss_of = torch.compile(lambda x: F.relu(model(x)), backend="aot_eager", fullgraph=True)
-    loss_of(torch.ones(3, 4)).float().sum().backward()
-    run.optimizer.zero_grad()
-    run.step()
-    assert not torch._dynamo.utils.counters["graph_break"]
-    spoil: Any = model[1]
-    spoil[1].forward_by = math.inf
-    run.step()
-    (cause,) = run.engine.overflow_causes
-    assert cause.was_watched
-    assert cause.trace is not None
-    assert not cause.trace.module.startswith("1.")
 
 
 @pytest.mark.usefixtures("fresh_compiler")

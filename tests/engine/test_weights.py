@@ -24,7 +24,7 @@ from cases.models import Parts
 from cases.tolerances import assert_same
 from kit.compare import halves_match
 from kit.loops import begin, scaled_backward
-from kit.pair import Pair, adam, sgd
+from kit.pair import Pair
 from preamp import fp16_utils
 from preamp.compat import flat
 
@@ -329,75 +329,6 @@ def test_masters_that_a_step_hook_changes_are_rounded_again(level: str) -> None:
 
 
 # -- writes to half weights that leave no version behind -------------------------------------------
-
-
-def _fill(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data.fill_(0.375)
-
-
-def _first_rows(model: nn.Module) -> None:
-    """The rest keeps its precision."""
-    for param in model.parameters():
-        param.data[:1] = 2.0
-
-
-def _flattened(model: nn.Module) -> None:
-    """As a broadcast of all weights in one buffer does."""
-    data = [param.data for param in model.parameters()]
-    buffer = torch.cat([tensor.reshape(-1) for tensor in data]).mul_(2)
-    parts = buffer.split([tensor.numel() for tensor in data])
-    for tensor, part in zip(data, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
-def _through_numpy(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data.view(-1).view(torch.int8).numpy()[:] = 0
-
-
-def _clamp(model: nn.Module) -> None:
-    """As the first WGAN does."""
-    for param in model.parameters():
-        param.data.clamp_(-0.01, 0.01)
-
-
-QUIET_WRITES = [_fill, _first_rows, _flattened, _through_numpy, _clamp]
-
-
-def expect_written(pair: Pair, write: Callable[[nn.Module], None]) -> None:
-    """Write to both sides: what is not written keeps the master's float32 value."""
-    rounded = [p.detach().clone() for p in pair.model.parameters()]
-    write(pair.model)
-    for ours, old, wanted in zip(
-        pair.model.parameters(), rounded, pair.plain.parameters(), strict=True
-    ):
-        with torch.no_grad():
-            wanted.copy_(torch.where(ours == old, wanted, ours.detach().to(wanted.dtype)))
-
-
-@with_masters
-@pytest.mark.parametrize("build", [sgd, adam])
-@pytest.mark.parametrize("write", QUIET_WRITES)
-@pytest.mark.parametrize("then", ["train", "state", "copy", "exact"])
-def test_half_weights_are_the_truth(
-    level: str, build: Any, write: Callable[[nn.Module], None], then: str
-) -> None:
-    """Before the first block and after any step: elements left alone keep all digits."""
-    pair = Pair(level, build=build)
-    for index in range(3):
-        expect_written(pair, write)
-        if then == "exact":
-            with pair.engine.exact_weights():
-                seen = {k: v.detach().clone() for k, v in pair.model.named_parameters()}
-        else:
-            model = copy.deepcopy(pair.model) if then == "copy" else pair.model
-            seen = {} if then == "train" else model.state_dict()
-        for key, value in seen.items():
-            assert_same(value, pair.plain.state_dict()[key], key)
-        for step in range(2):
-            pair.train(index + step)
-    pair.check()
 
 
 # -- the older wrappers ----------------------------------------------------------------------------
