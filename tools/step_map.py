@@ -3,7 +3,7 @@
 
 usage: python tools/step_map.py [--level O2] [--optimizer FusedAdam] [--no-clip] [--calls]
 
-A reader of the code follows this list from top to bottom. ``tests/engine/test_step_map.py`` holds
+A reader of the code follows this list from top to bottom. ``tests/engine/test_fast_path.py`` holds
 the number of files, and the number of Python calls that each further parameter costs.
 """
 

@@ -59,22 +59,6 @@ def started(level: str, build: str = "SGD", model: Any = Net, **more: Any) -> An
     return preamp.initialize(net, BUILDS[build](trained), **arguments)
 
 
-@MASTERS
-def test_lists_of_parameters_are_those_of_the_model(level: str) -> None:
-    model, optimizer = started(level)
-    frozen = model.first.weight.requires_grad_(False)
-    train_step(model, optimizer, 0)
-    for order in ((0, 1, 2), (2, 1, 0), (2, 0, 1)):
-        things: list[Any] = [[*model.parameters()], model, optimizer]
-        copied = copy.deepcopy([things[index] for index in order])
-        made: dict[int, Any] = dict(zip(order, copied, strict=True))
-        own = [*made[1].parameters()]
-        assert all(a is b for a, b in zip(made[0], own, strict=True))
-        assert same(weights(made[1]), dict(model.state_dict()))
-        assert not own[0].requires_grad
-    assert frozen.dtype is not torch.float32
-
-
 # -- models of other kinds -------------------------------------------------------------------
 
 
@@ -160,19 +144,6 @@ def test_a_copied_engine_says_how_to_go_on(level: str, call: Any) -> None:
     with pytest.raises(preamp.PreampStateError, match="An engine was to be copied or pickled"):
         call(optimizer)
     train_step(model, optimizer, 0)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_wrapper_with_the_attributes_of_an_optimizer_is_copied_as_itself(level: str) -> None:
-    class Slow:
-        def __init__(self, optimizer: Any) -> None:
-            vars(self).update(vars(optimizer))
-
-    net = Net()
-    _, optimizer = preamp.initialize(
-        net, BUILDS["SGD"](net.parameters()), opt_level=level, verbosity=0
-    )
-    assert type(copy.copy(Slow(optimizer))) is Slow
 
 
 # -- optimizers that are copied ----------------------------------------------------------------

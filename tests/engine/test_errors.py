@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every error a user can cause: its words, and that nothing has changed after it."""
 
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 import preamp
 from cases.host_reads import far_from_the_host
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS
-from kit.compare import differences, halves_match, picture, same
+from kit.compare import halves_match, same
 from kit.refusals import BOTH, assert_run_refused, each, reached, refusal, refused
 from kit.run import ALL, MASTERS, Net, Run, act
 from preamp import amp
@@ -414,34 +413,6 @@ def test_half_models_on_request(through: str) -> None:
     assert same([param.detach() for param in run.params()], widened)
     run.play("iterate")
     assert halves_match(run.model)
-
-
-@pytest.mark.parametrize("level", ALL)
-@pytest.mark.parametrize("nth", [0, 1])
-def test_a_failure_in_the_last_hooks_takes_all_back(
-    level: str, nth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two models and optimizers; test_interrupts stops at every line, of one."""
-    options = {"keep_fp32": [nn.LayerNorm, "last"]} if level in HALF_WEIGHTS else {}
-    run = Run(level, "Adam", count=2, starts=False, **options).play("used")
-    run.model.register_buffer("constant", torch.full((2,), 0.1), persistent=False)
-    before = picture(*run.models, *run.optimizers)
-    hooks, calls = sys.modules["preamp.engine.initialize"].OptimizerHooks, list[object]()
-    attach = hooks.attach
-
-    def fail(self: Any, undo: Any) -> None:
-        calls.append(self)
-        if len(calls) > nth:
-            raise KeyboardInterrupt
-        attach(self, undo)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hooks, "attach", fail)
-        with pytest.raises(KeyboardInterrupt):
-            run.initialize()
-    assert differences(before, picture(*run.models, *run.optimizers)) == []
-    run.initialize()
-    run.play("iterate")
 
 
 def test_failed_amp_initialize_keeps_the_current_engine() -> None:

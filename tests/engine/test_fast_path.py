@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What fused optimizers are spared: gradients of masters, second passes, waiting for the device."""
+"""What a step costs: calls of Python, gradients of masters, second passes, waits for the device."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kit.pair import Pair
 from preamp.engine import ledger
 from preamp.kernels.by_device import ByDevice
 from preamp.optimizers import FusedAdam, FusedSGD
+from step_map import calls_per_parameter, make_step, trace
 
 every_class = pytest.mark.parametrize("case", FUSED, ids=variant_id)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
@@ -190,3 +191,40 @@ class TestUnknownOutcomes:
         pair.engine.close()
         assert pair.engine.closed
         assert pair.engine.steps_skipped == 3
+
+
+# -- what a steady step costs in Python ------------------------------------------------------------
+
+HOWS: list[dict[str, Any]] = [{}, {"clips": True}, {"storage": "split"}]
+COSTS = [
+    *((name, how, 2) for name in ("FusedAdam", "FusedSGD", "FusedLAMB") for how in HOWS),
+    ("AdamW", {}, 8),  # it reads each gradient several times, and each read of a master's is a call
+]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(("optimizer", "how", "calls"), COSTS)
+def test_a_parameter_costs_few_calls(
+    level: str, optimizer: str, how: dict[str, Any], calls: int
+) -> None:
+    assert calls_per_parameter(level, optimizer, **how) <= calls
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("optimizer", "files", "functions"),
+    [("FusedAdam", 26, 183), ("AdamW", 21, 166), ("FusedSGD", 27, 193), ("FusedLAMB", 30, 213)],
+)
+def test_a_step_enters_few_files(level: str, optimizer: str, files: int, functions: int) -> None:
+    """Who follows one step opens no more; what is off, such as recording, is in none of them.
+
+    Comprehensions count as functions before Python 3.12.
+    """
+    entered, _ = trace(make_step(level, optimizer, 50, clips=True))
+    paths = {path for path, _ in entered}
+    assert len(entered) <= functions
+    assert len(paths) <= files
+    assert not any(path.startswith("watch/") for path in paths)
+    entries = entered.elements()  # before Python 3.11 without the class's name
+    ops = [name.split(".")[-1] for path, name in entries if path == "kernels/by_device.py"]
+    assert ops.count("widen_add") == (optimizer == "AdamW")  # all gradients of masters in one op

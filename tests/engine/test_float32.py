@@ -55,77 +55,42 @@ def traced(model: nn.Module, level: str, *, steps: int = 1) -> TraceRecord:
     return found
 
 
-def large() -> nn.Linear:
-    """Its output is 160,000 for ones."""
+def large(weight: float = 40000.0) -> nn.Linear:
+    """Its output is four times the weight for ones."""
     layer = nn.Linear(4, 4)
     with torch.no_grad():
-        layer.weight.fill_(40000.0)
+        layer.weight.fill_(weight)
         layer.bias.zero_()
     return layer
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_too_large_for_float16(level: str) -> None:
-    found = traced(nn.Sequential(nn.Identity(), large()), level)
-    assert (found.module, found.phase, found.dtype) == ("1", "forward", "float16")
+BETWEEN = "on the way it leaves float16's range, 6e-08 to 65,504."
+FAR = "times float16's largest number, 65,504: before the precision, look at"
+FOUND: list[tuple[str, Any, Any, str]] = [  # levels, a model, what float32 finds, and the words
+    ("O1 O2 O3", large, 160000.0, "finite, up to 1.6e+05; float16 ends at 65,504."),
+    ("O2", lambda: Layer(lambda x: (x * 0 + 100) ** 4 / 1e5), 1000.0, BETWEEN),
+    ("O2", lambda: Layer(lambda x: torch.rsqrt(x * 0 + 1e-8)), 1e4, "output, from zeros. In float"),
+    ("O1", lambda: large(4e8), 1.6e9, FAR),
+    ("O2", lambda: large(40001.0), 160004.0, ""),  # of masters and not of rounded weights
+    ("O1 O2 O5", lambda: Layer(lambda x: x / (x * 0)), "inf", "In float32 it is inf as well"),
+    ("O1 O2 O5", lambda: Layer(lambda x: (x * 0 - 1).log()), "nan", "In float32 it is nan as well"),
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "make", "finds", "words"),
+    [(level, *row) for levels, *row in FOUND for level in levels.split()],
+)
+def test_what_float32_finds_is_told(level: str, make: Any, finds: Any, words: str) -> None:
+    found = traced(nn.Sequential(nn.Identity(), make()), level)
+    assert (found.module, found.phase) == ("1", "forward")
     assert found.float32 is not None
-    assert (found.float32.found, found.float32.max_abs) == ("finite", 160000.0)
-    assert "finite, up to 1.6e+05; float16 ends at 65,504." in found.told()
+    is_finite = isinstance(finds, float)
+    assert found.float32.found == ("finite" if is_finite else finds)
+    assert found.float32.max_abs == (pytest.approx(finds) if is_finite else None)
+    assert words in found.told()
     record = overflow(1, trace=found)
     assert from_json(to_json(record)) == record
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize(
-    ("function", "kind"),
-    [(lambda x: x / (x * 0), "inf"), (lambda x: (x * 0 + 1000).exp(), "inf"), (torch.log, "nan")],
-)
-def test_no_precision_helps(level: str, function: Any, kind: str) -> None:
-    model = Layer(function)
-    nn.init.constant_(model.linear.weight, -1.0 if kind == "nan" else 1.0)
-    found = traced(model, level)
-    assert found.phase == "forward"
-    assert found.float32 is not None
-    assert (found.float32.found, found.float32.max_abs) == (kind, None)
-    assert f"In float32 it is {kind} as well" in found.told()
-
-
-def test_too_large_on_the_way() -> None:
-    found = traced(Layer(lambda x: (x * 0 + 100) ** 4 / 1e5), "O2")
-    assert found.float32 is not None
-    assert found.float32.max_abs == 1000.0
-    assert "on the way it leaves float16's range, 6e-08 to 65,504." in found.told()
-    # What is named is the function, and so is what it was given.
-    assert (found.operation, found.operation_max_abs, found.input_max_abs) == ("pow", 100.0, 1.0)
-    assert "from values up to 100." in found.told()
-
-
-def test_a_zero_that_a_function_fails_at_is_told() -> None:
-    """Its largest value tells nothing; and float16 has no such small eps."""
-    found = traced(Layer(lambda x: x * torch.rsqrt(x.sub(1).relu() + 1e-8)), "O2")
-    assert (found.operation, found.operation_min) == ("rsqrt", 0.0)
-    assert ", in rsqrt at " in found.told()
-    assert "inf in its float16 output, from zeros. In float32 it is finite" in found.told()
-
-
-def test_what_lies_far_beyond_float16_is_not_laid_to_it() -> None:
-    layer = large()
-    with torch.no_grad():
-        layer.weight.mul_(1e4)
-    found = traced(nn.Sequential(nn.Identity(), layer), "O1")
-    assert found.float32 is not None
-    assert found.float32.max_abs == pytest.approx(1.6e9)
-    assert "times float16's largest number, 65,504: before the precision, look at" in found.told()
-    assert "bfloat16" not in found.told()
-
-
-def test_masters_and_not_rounded_weights() -> None:
-    model = nn.Sequential(nn.Identity(), large())
-    with torch.no_grad():
-        model.get_parameter("1.weight").fill_(40001.0)  # 40,000 in float16
-    found = traced(model, "O2")
-    assert found.float32 is not None
-    assert found.float32.max_abs == 160004.0
 
 
 class Scaled(nn.Module):
@@ -212,38 +177,31 @@ def test_nothing_changes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what cannot be tried --------------------------------------------------------------------------
 
 
-def test_a_try_that_fails_is_told() -> None:
-    def choose(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float32:
-            raise RuntimeError("halves only,\nplease.")
-        return x * torch.inf
+def choose(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        raise RuntimeError("halves only,\nplease.")
+    return x * torch.inf
 
-    found = traced(Layer(choose), "O2", steps=2)
+
+class Square(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2.0) * 65504.0
+
+
+WHY = [
+    ("RuntimeError: halves only, please", lambda: Layer(choose)),
+    ("it casts to float16 itself", lambda: Layer(lambda x: x.half() * 0 + 3e5)),
+    ("it has written to its arguments", lambda: nn.Sequential(nn.Linear(4, 4), Square())),
+]
+
+
+@pytest.mark.parametrize(("why", "make"), WHY)
+def test_what_cannot_be_tried_is_told(why: str, make: Callable[[], nn.Module]) -> None:
+    found = traced(make(), "O2", steps=2 if "halves" in why else 1)
     assert found.phase == "forward"
     assert found.float32 is not None
-    assert found.told().endswith(
-        "It could not be computed in float32: RuntimeError: halves only, please."
-    )
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_what_casts_to_half_itself_tells_nothing(level: str) -> None:
-    found = traced(Layer(lambda x: x.half() * 0 + 3e5), level)
-    if level == "O0":  # nothing that it has or gets is half
-        assert found.float32 is None
-        return
-    assert found.float32 is not None
-    assert found.float32.why == "it casts to float16 itself"
-
-
-def test_arguments_that_were_written_to() -> None:
-    class Square(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.mul_(2.0) * 65504.0
-
-    found = traced(nn.Sequential(nn.Linear(4, 4), Square()), "O2")
-    assert found.float32 is not None
-    assert found.float32.why == "it has written to its arguments"
+    assert found.float32.why == why
+    assert f"It could not be computed in float32: {why}" in found.told()
 
 
 def test_what_may_talk_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

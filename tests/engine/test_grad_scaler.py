@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp.GradScaler``: loops written for ``torch.amp``, before and after the one changed line."""
 
-import copy
 import pickle
 import warnings
 import weakref
@@ -289,24 +288,17 @@ def test_misuse_is_refused_in_torchs_words(misuse: str, level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_numbers_are_asked_for_and_set_as_with_torchs(level: str) -> None:
+    told = []
     for loop in both(level, growth_factor=4.0, backoff_factor=0.25):
         scaler = loop.scaler
         assert isinstance(scaler, torch.amp.GradScaler)
-        assert scaler.is_enabled()
-        assert scaler.get_scale() == SCALE
-        assert scaler.get_growth_factor() == 4.0
-        assert scaler.get_backoff_factor() == 0.25
-        assert scaler.get_growth_interval() == 3
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        found = [getattr(scaler, f"get_{name}")() for name in names]
         scaler.set_growth_factor(8.0)
         scaler.set_backoff_factor(0.125)
         scaler.set_growth_interval(7)
-        assert scaler.state_dict() == {
-            "scale": SCALE,
-            "growth_factor": 8.0,
-            "backoff_factor": 0.125,
-            "growth_interval": 7,
-            "_growth_tracker": 0,
-        }
+        told.append((found, scaler.is_enabled(), scaler.state_dict()))
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -331,22 +323,6 @@ def test_scaling_of_containers_is_torchs() -> None:
         assert_same(result[1][1][0], x * SCALE)
         assert_same(next(iter(loop.scaler.scale(iter([y])))), y * SCALE)
         assert loop.scaler.scale([]) == []
-
-
-def test_without_scaling_it_lets_everything_through() -> None:
-    model = Exact()
-    optimizer = begin("O5", model, torch.optim.SGD(model.parameters(), lr=0.5))
-    scaler = preamp.GradScaler(optimizer, enabled=False)
-    loss = loss_of([model], 0)
-    assert scaler.scale(loss) is loss
-    loss.backward()
-    scaler.unscale_(optimizer)
-    before = copy.deepcopy(model.state_dict())
-    scaler.step(optimizer)
-    scaler.update()
-    assert not torch.equal(before["linear.weight"], model.state_dict()["linear.weight"])
-    assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
-    scaler.load_state_dict({"scale": 4.0})
 
 
 def test_an_engine_that_is_off_turns_it_off() -> None:
@@ -655,24 +631,6 @@ def test_another_optimizer_is_not_stepped() -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_no_backward_adds_to_unscaled_gradients(level: str, zeroes: bool) -> None:
-    """The error says what gets out, also of a cell that is run again after an exception."""
-    ours, _ = both(level)
-    ours.backward((0,))
-    ours.scaler.unscale_(ours.optimizers[0])
-    for which in (0, 1):
-        with refused("grad_scaler", "a scale after unscale_", *ours.models, *ours.optimizers):
-            ours.backward((which,))
-    ours.zero(0)
-    if not zeroes:
-        ours.scaler.update()
-    ours.backward((0, 1))
-    ours.scaler.unscale_(ours.optimizers[0])
-    ours.scaler.step(ours.optimizers[0])
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_unscaled_gradients_that_were_zeroed_are_none(level: str) -> None:
     ours, torchs = both(level)
     for loop in (ours, torchs):
@@ -690,7 +648,7 @@ def test_unscaled_gradients_that_were_zeroed_are_none(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("again", ["loop", "scaler", "block"])
+@pytest.mark.parametrize("again", ["loop", "update", "scaler", "block"])
 def test_a_session_goes_on_after_an_exception_behind_unscale(level: str, again: str) -> None:
     """A cell failed between `unscale_` and `step`, and the cell with the loop runs again."""
     ours, _ = both(level)
@@ -698,9 +656,11 @@ def test_a_session_goes_on_after_an_exception_behind_unscale(level: str, again: 
     ours.backward((0,))
     ours.scaler.unscale_(optimizer)
     with refused("grad_scaler", "a scale after unscale_", *ours.models, optimizer):
-        ours.scaler.scale(torch.ones(()))  # the next iteration, which forgot to zero gradients
-    if again == "loop":
+        ours.backward((1,))  # the next iteration, which forgot to zero gradients
+    if again in ("loop", "update"):
         ours.zero(0)
+    if again == "update":
+        ours.scaler.update()
     if again == "scaler":
         ours.scaler = preamp.GradScaler(optimizer)
     if again == "block":
@@ -730,8 +690,8 @@ def _moved(model: nn.Linear, step: Callable[[], object]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("how", ["assigned", "by a penalty"])
-def test_what_masters_get_before_unscale_counts(level: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["assigned", "by a penalty", "after unscale_"])
+def test_what_is_done_to_masters_counts(level: str, how: str) -> None:
     """Though half gradients are gone, which backwards have reached that had earlier ones."""
     model, optimizer, scaler = _linear(level)
     for _ in range(2):
@@ -739,9 +699,13 @@ def test_what_masters_get_before_unscale_counts(level: str, how: str) -> None:
     (master,) = preamp.master_params(optimizer)
     if how == "assigned":
         master.grad = torch.full_like(master, 3.0)
-    else:
+    elif how == "by a penalty":
         optimizer.zero_grad()
         (master.sum() * 3.0).backward()
+    else:
+        scaler.unscale_(optimizer)
+        assert master.grad is not None
+        master.grad.mul_(1.5)
     moved = _moved(model, lambda: scaler.step(optimizer))
     assert_same(moved, torch.full((64, 64), 3.0))
 
@@ -761,18 +725,6 @@ def test_a_backward_that_could_not_begin_ends_no_later_one() -> None:
         with pytest.raises(preamp.PreampStateError, match="inside a scale_loss block"):
             preamp.clip_grad_norm_(optimizer, 1.0)
     assert_same(_moved(model, optimizer.step), torch.ones(64, 64))
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_what_is_done_to_masters_after_unscale_counts(level: str) -> None:
-    model, optimizer, scaler = _linear(level)
-    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
-    scaler.unscale_(optimizer)
-    (master,) = preamp.master_params(optimizer)
-    assert master.grad is not None
-    master.grad.mul_(0.25)
-    moved = _moved(model, lambda: scaler.step(optimizer))
-    assert_same(moved, torch.full((64, 64), 0.25))
 
 
 def test_a_clip_whose_norm_overflowed_is_refused() -> None:

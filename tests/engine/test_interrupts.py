@@ -543,25 +543,6 @@ def test_an_error_at_every_line_of_an_update(overflows: bool) -> None:
 # -- what listeners raise, and interrupts of what an interrupt has begun ---------------------------
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_listener_that_raises_after_the_end_is_heard_and_harmless(
-    level: str, error: type[BaseException]
-) -> None:
-    run, other = (Blocks(level, 1, "dynamic") for _ in range(2))
-
-    def fail(backward: object) -> None:
-        del backward
-        run.engine.events.block_over.remove(fail)
-        raise error
-
-    run.engine.events.block_over.append(fail)
-    with pytest.raises(error):
-        run.backward(2)
-    other.backward(2)
-    assert same(run.go_on(), other.go_on())
-
-
 # -- blocks that fail while they set aside or unscale -----------------------------------------
 
 

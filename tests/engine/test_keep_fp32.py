@@ -345,22 +345,6 @@ def test_constants_stay_float32_and_mix_with_half(kind: str, level: str) -> None
         assert (model.eval()(x).double() - exact[0]).norm() < 4 * eps * exact[0].norm()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("level", HALF_WEIGHTS)
-@pytest.mark.parametrize("keep", [nn.LayerNorm, "layers.0.*", "*.linear1"])
-def test_nested_tensors_reach_the_attention_of_torch_s_encoder(keep: Any, level: str) -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2).eval()
-    x, padded = torch.randn(2, 5, 16), torch.tensor([[False] * 4 + [True]] * 2)
-    with torch.no_grad():
-        expected = model(x, src_key_padding_mask=padded)
-        preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=keep)
-        found = model(x, src_key_padding_mask=padded)
-    eps = torch.finfo(BY_NAME[level].half).eps
-    torch.testing.assert_close(found[:, :4], expected[:, :4], rtol=0, atol=4 * eps)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_models_mix_too() -> None:
     model, x = made("rotary, fused")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import broadcast as bound_early
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -308,42 +307,13 @@ def _mean(param: torch.Tensor) -> None:
     param.div_(2)
 
 
-def _coalesced(params: Params) -> None:
-    dist.all_reduce_coalesced([param.data for param in params])
-    for param in params:
-        param.data.div_(2)
-
-
-def _gathered(params: Params) -> None:
-    """Each rank's row of what is one tensor."""
-    for param in params:
-        rows = [param.data[:1], param.data[1:]]
-        dist.all_gather(rows, rows[dist.get_rank()].clone())
-
-
-def _scattered(params: Params) -> None:
-    for param in params:
-        given = [param.detach().clone() for _ in range(2)] if dist.get_rank() == 0 else None
-        dist.scatter(param.data, given, 0)
-
-
-def _later(params: Params) -> None:
-    works: list[Any] = [dist.broadcast(param.data, 0, async_op=True) for param in params]
-    for work in works:
-        work.wait()
-
-
 HALF_WAYS: dict[str, Callable[[Params], object]] = {
     "broadcast": lambda params: [dist.broadcast(param, 0) for param in params],
     "broadcast, data": lambda params: [dist.broadcast(param.data, 1) for param in params],
-    "broadcast, bound early": lambda params: [bound_early(param.data, 0) for param in params],
-    "broadcast, later": _later,
     "mean": lambda params: [_mean(param) for param in params],
     "mean, data": lambda params: [_mean(param.data) for param in params],
-    "mean, coalesced": _coalesced,
-    "gathered": _gathered,
-    "scattered": _scattered,
 }
+"""Half weights are the truth whoever writes: these are a write to all of one and to a part."""
 
 
 def start(level: str, rank: int, storage: str = "full") -> tuple[nn.Module, Any]:

@@ -17,36 +17,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import preamp
+from engine.test_trace import Watched
 from kit.loops import scaled_step
 from preamp.core.torch_private.operations import OperationMode
 from preamp.engine import Engine
-from preamp.numerics import TraceRecord
-
-
-class Runs:
-    """Models with one engine, whose modules are watched."""
-
-    def __init__(self, *models: nn.Module, late: bool = False, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.models = list(models)
-        self.optimizers = [torch.optim.SGD(model.parameters(), lr=2.0**-8) for model in models]
-        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
-        if not late:
-            settings["overflow"] = "trace"
-        preamp.initialize(self.models, self.optimizers, opt_level="O0", **settings)
-        self.engine: Engine = preamp.engine_of(self.optimizers[0])
-
-    def step(self, loss: torch.Tensor, which: int = 0) -> None:
-        scaled_step(loss, self.optimizers[which])
-
-    @property
-    def trace(self) -> TraceRecord | None:
-        return self.engine.overflow_causes[-1].trace
-
-    @property
-    def told(self) -> tuple[str, str, str] | None:
-        trace = self.trace
-        return None if trace is None else (trace.type, trace.phase, trace.operation)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,29 +82,27 @@ def write(state: torch.Tensor) -> torch.Tensor:
 def test_a_state_of_the_step_before(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """It is no data, whatever was done to it in between."""
     model = Cell()
-    runs = Runs(model)
+    run = Watched("O0", model, overflow="trace")
     state = torch.zeros(2, 4)
     for index in range(3):
         model.by = math.inf if index == 1 else 1.0
         y, state = model(torch.ones(2, 4), state)
-        runs.step(y.square().sum())
-        assert len(runs.engine.overflow_causes) == int(index > 1)
+        run.learn(y.square().sum())
+        assert len(run.engine.overflow_causes) == int(index > 1)
         state = keep(state.detach())
-    assert runs.told == ("Cell", "forward", "mul")
-    assert runs.trace is not None
-    assert runs.trace.where.endswith(line_of(Cell.forward, 2))
+    assert run.told == ("Cell", "forward", "mul")
+    assert run.trace.where.endswith(line_of(Cell.forward, 2))
 
 
 def test_a_state_from_before_the_watching() -> None:
     """Whether it is data nobody knows, and that is said."""
     model = Cell()
-    runs = Runs(model, late=True)
+    run = Watched("O0", model)
     y, state = model(torch.ones(2, 4), torch.full((2, 4), 1e38))
-    runs.step(y.sum())
-    runs.engine.trace_overflow()
-    runs.step(model(torch.ones(2, 4), state.detach() * math.inf)[0].square().sum())
-    assert runs.trace is not None
-    assert runs.trace.told() == (
+    run.learn(y.sum())
+    run.engine.trace_overflow()
+    run.learn(model(torch.ones(2, 4), state.detach() * math.inf)[0].square().sum())
+    assert run.trace.told() == (
         "No module was seen to make it: the Cell itself was given inf in a float32 argument. "
         "Look at the batch first, then at what the program computes outside of its models or "
         "keeps from step to step."
@@ -139,15 +111,15 @@ def test_a_state_from_before_the_watching() -> None:
 
 def test_a_state_that_is_kept_for_long_is_not_known() -> None:
     model = Cell()
-    runs = Runs(model)
+    run = Watched("O0", model, overflow="trace")
     model.by = math.inf
     y, state = model(torch.ones(2, 4), torch.zeros(2, 4))
-    runs.step(y.sum())
+    run.learn(y.sum())
     state = state.detach()
     for _ in range(3):
-        runs.step(model(torch.ones(2, 4), torch.zeros(2, 4))[0].sum())
-    runs.step(model(torch.ones(2, 4), state)[0].square().sum())
-    assert runs.told is None
+        run.learn(model(torch.ones(2, 4), torch.zeros(2, 4))[0].sum())
+    run.learn(model(torch.ones(2, 4), state)[0].square().sum())
+    assert run.told is None
 
 
 def bad_layer() -> nn.Linear:
@@ -179,40 +151,38 @@ def test_data_are_what_no_function_has_made(
 ) -> None:
     """Else it may be another model's, or computed by the program, and that is said."""
     model = Function(torch.tanh)
-    runs = Runs(model)
-    runs.step(model(torch.ones(2, 4)).sum())
-    runs.step(model(make(torch.full((2, 4), math.nan if phase == "data" else -1.0))).sum())
-    assert runs.told == ("Function", phase, "")
-    assert runs.trace is not None
-    assert "came in with the data" not in runs.trace.told()
+    run = Watched("O0", model, overflow="trace")
+    run.learn(model(torch.ones(2, 4)).sum())
+    run.learn(model(make(torch.full((2, 4), math.nan if phase == "data" else -1.0))).sum())
+    assert run.told == ("Function", phase, "")
+    assert "came in with the data" not in run.trace.told()
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_weight_outside_of_the_watched_modules(is_frozen: bool) -> None:
     model, judge = Function(torch.tanh), bad_layer().requires_grad_(not is_frozen)
-    runs = Runs(model)
-    runs.step(judge(model(torch.ones(2, 4))).square().sum())
-    assert runs.told == ("", "weight", "")
-    assert runs.trace is not None
-    assert "nan in a float32 parameter" in runs.trace.told()
+    run = Watched("O0", model, overflow="trace")
+    run.learn(judge(model(torch.ones(2, 4))).square().sum())
+    assert run.told == ("", "weight", "")
+    assert "nan in a float32 parameter" in run.trace.told()
 
 
 def test_data_that_another_thread_has_made() -> None:
     """It may have been with a model; functions are heard on one thread only."""
     model = Function(torch.exp)
-    runs = Runs(model)
+    run = Watched("O0", model, overflow="trace")
     made: list[torch.Tensor] = []
 
     def features() -> None:
         with torch.no_grad():
             made.append(model(torch.full((2, 4), 1e30)).mean(0, keepdim=True))
 
-    runs.step(model(torch.ones(2, 4)).sum())
+    run.learn(model(torch.ones(2, 4)).sum())
     thread = threading.Thread(target=features)
     thread.start()
     thread.join()
-    runs.step(model(made[0]).sum())
-    assert runs.told is None
+    run.learn(model(made[0]).sum())
+    assert run.told is None
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -270,29 +240,18 @@ def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Ten
         y = before(x)
         return (y * 1e30).square()
 
-    runs = Runs(Function(function))
-    runs.step(runs.models[0](torch.ones(4, 4)).sum())
-    assert runs.told == ("Function", "forward", "square")
-    assert runs.trace is not None
-    assert runs.trace.where.endswith(line_of(function, 2))
+    run = Watched("O0", Function(function), overflow="trace")
+    run.learn(run.model(torch.ones(4, 4)).sum())
+    assert run.told == ("Function", "forward", "square")
+    assert run.trace.where.endswith(line_of(function, 2))
 
 
 def test_a_mask_of_everything_that_came_in() -> None:
-    runs = Runs(Function(torch.tanh))
+    run = Watched("O0", Function(torch.tanh), overflow="trace")
     mask = torch.zeros(4, 4)
     mask[2] = -math.inf
-    runs.step((runs.models[0](torch.ones(4, 4)) + mask).softmax(-1).square().sum())
-    assert runs.told == ("", "forward", "softmax")
-
-
-def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        both = torch.stack([x.exp() * math.inf, x])
-        return (both[1] * 1e30).square()
-
-    runs = Runs(Function(function))
-    runs.step(runs.models[0](torch.ones(4, 4)).sum())
-    assert runs.told == ("Function", "forward", "square")
+    run.learn((run.model(torch.ones(4, 4)) + mask).softmax(-1).square().sum())
+    assert run.told == ("", "forward", "softmax")
 
 
 class Steep(torch.autograd.Function):
@@ -312,20 +271,20 @@ class Steep(torch.autograd.Function):
 )
 def test_the_backward_of_the_programs_own_function(after: Callable[[Any], Any]) -> None:
     """It is told by its name, not by that of the function after it."""
-    runs = Runs(Function(lambda x: after(Steep.apply(x))))
-    runs.step(runs.models[0](torch.ones(2, 4)).sum())
-    assert runs.told == ("Function", "backward", "Steep")
-    runs = Runs(Function(lambda x: x))
-    runs.step(after(Steep.apply(runs.models[0](torch.ones(2, 4)))).sum())
-    assert runs.told == ("", "backward", "Steep")
+    run = Watched("O0", Function(lambda x: after(Steep.apply(x))), overflow="trace")
+    run.learn(run.model(torch.ones(2, 4)).sum())
+    assert run.told == ("Function", "backward", "Steep")
+    run = Watched("O0", Function(lambda x: x), overflow="trace")
+    run.learn(after(Steep.apply(run.model(torch.ones(2, 4)))).sum())
+    assert run.told == ("", "backward", "Steep")
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
     """What watching reads is no part of the graph."""
-    runs = Runs(Function(torch.tanh))
-    tanh = runs.models[0] if is_watched else Function(torch.tanh)
-    features = runs.models[0](torch.ones(2, 4)).detach()
+    run = Watched("O0", Function(torch.tanh), overflow="trace")
+    tanh = run.model if is_watched else Function(torch.tanh)
+    features = run.model(torch.ones(2, 4)).detach()
     traced: Any = torch.jit.trace(tanh, features)
     torch.testing.assert_close(traced(features), tanh(features))
     assert "aminmax" not in str(traced.inlined_graph)
@@ -347,7 +306,7 @@ def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -
     gc.collect()  # engines of other tests listen until then
     stack = overrides._get_current_function_mode_stack
     model = Function(torch.exp)
-    runs = Runs(model)
+    run = Watched("O0", model, overflow="trace")
     torch.set_default_device(default)
     try:
         for around in (Mode, partial(torch.device, "cpu")):
@@ -359,9 +318,9 @@ def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -
         y = model(torch.full((2, 4), 1e30))
     finally:
         torch.set_default_device(None)
-    runs.step(y.sum())
-    assert runs.told == ("Function", "forward", "exp")
-    runs.engine.close()
+    run.learn(y.sum())
+    assert run.told == ("Function", "forward", "exp")
+    run.engine.close()
     assert not stack()
 
 
@@ -429,7 +388,7 @@ def test_tracing_that_was_asked_for_once_speaks_at_any_verbosity(
     assert [cause.step for cause in engine.overflow_causes[-2:]] == [2, 3]
 
 
-# -- what runs between a forward and its loss ------------------------------------------------------
+# -- what run between a forward and its loss ------------------------------------------------------
 
 
 # -- derivatives of derivatives --------------------------------------------------------------------

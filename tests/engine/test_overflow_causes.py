@@ -3,7 +3,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,62 +15,44 @@ import preamp
 from cases.host_reads import far_from_the_host
 from cases.models import Damage
 from kit.loops import scaled_backward
+from kit.run import Run
 from preamp.core.torch_private.autograd import TELLS_HOOKS
-from preamp.engine import Engine, ledger
-from preamp.optimizers import FusedAdam
+from preamp.engine import ledger
 
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-WORDS = 16
 
 
 class Model(nn.Module):
     """Words to a number; the gradients are made from the last line to the first."""
 
-    def __init__(self, *, sparse: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, 4, sparse=sparse)
+        self.words = nn.Embedding(16, 4)
         self.first = nn.Linear(4, 4, bias=False)
         self.middle = nn.Linear(4, 4, bias=False)
         self.last = nn.Linear(4, 1, bias=False)
-        self.spoil: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.first(self.words(words))
-        return self.last(self.spoil(self.middle(x)))
+        return self.last(self.middle(self.first(self.words(words))))
 
 
 BACKWARD = ("last.weight", "middle.weight", "first.weight", "words.weight")
 """The order in which a backward makes the gradients."""
 
 
-class Run:
-    """A model with an engine, its scale low enough for nothing to overflow by itself."""
+class Blamed(Run):
+    """A run whose scale is low enough for nothing to overflow by itself."""
 
-    def __init__(
-        self, level: str = "O2", model: Any = None, make: Any = torch.optim.SGD, **options: Any
-    ) -> None:
-        self.model: Any = Model() if model is None else model
-        self.optimizer = make(self.model.parameters(), lr=0.125)
-        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
-        preamp.initialize(self.model, self.optimizer, opt_level=level, **settings)
-        self.engine: Engine = preamp.engine_of(self.model)
+    def __init__(self, level: str = "O2", optimizer: str = "SGD", **options: Any) -> None:
+        super().__init__(level, optimizer, **{"model": Model, "loss_scale": "dynamic", **options})
         for scaler in self.engine.scalers:
             scaler.set_scale(16.0)
 
-    def loss(self) -> torch.Tensor:
+    def loss(self, index: int = 0) -> torch.Tensor:
         return self.model(torch.arange(3)).float().sum()
 
-    def backward(self, *, factor: float = 1.0, **scaling: Any) -> None:
-        scaled_backward(self.loss() * factor, self.optimizer, **scaling)
-
-    def step(self, **scaling: Any) -> None:
-        self.backward(**scaling)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def damage(self, name: str, value: float = math.inf) -> None:
-        Damage(self.model.get_parameter(name), value).armed = True
+    def damage(self, name: str) -> None:
+        Damage(self.model.get_parameter(name), math.inf).armed = True
 
     @property
     def cause(self) -> preamp.OverflowCause:
@@ -83,15 +65,14 @@ class Run:
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
     """Then come those of another loss, of the same scale or another one."""
-    run = Run(num_losses=2)
-    run.backward(delay_unscale=True)
-    run.backward(delay_unscale=True, factor=math.inf)
-    run.backward(delay_unscale=True)
+    run = Blamed(num_losses=2).play("backward 0 delay")
+    run.back(run.loss() * math.inf, delay_unscale=True)
+    run.backward(0, "delay")
     run.backward(loss_id=last)
-    run.optimizer.step()
+    run.step()
     assert not run.cause.loss_was_finite
     assert run.cause.loss_id == 0
-    run.optimizer.zero_grad()
+    run.zero()
     for loss_id in (0, 1):
         run.backward(loss_id=loss_id)
     assert [run.engine.loss_scale(loss_id) for loss_id in (0, 1)] == [8.0, 16.0]
@@ -101,11 +82,10 @@ def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
 
 
 def test_float64_beyond_float32_is_no_overflow() -> None:
-    model = Model().double()
-    run = Run("O0", model, cast_model_type=torch.float64)
+    run = Blamed("O0", model=lambda: Model().double(), cast_model_type=torch.float64)
     run.model.first.weight.register_hook(lambda grad: torch.full_like(grad, 1e300))
     run.damage("last.weight")
-    run.step()
+    run.iterate()
     assert run.cause.parameters == ("last.weight",)
 
 
@@ -116,9 +96,9 @@ def test_float64_beyond_float32_is_no_overflow() -> None:
 @pytest.mark.parametrize("names", list(itertools.combinations(BACKWARD, 2)))
 def test_the_order_is_that_of_the_very_backward(level: str, names: Sequence[str]) -> None:
     """Whatever the layers' order was in the steps before, and in which group they are."""
-    run = Run(level)
+    run = Blamed(level)
     head = nn.Parameter(torch.ones(1))
-    run.step()
+    run.iterate()
     run.optimizer.add_param_group({"params": [head]})
     run.model.forward = lambda words: run.model.first(
         run.model.last.weight * run.model.middle.weight
@@ -136,8 +116,7 @@ def test_the_order_is_that_of_the_very_backward(level: str, names: Sequence[str]
         scaled_backward(loss, run.optimizer)
         for hook in hooks:
             hook.remove()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.play("step; zero")
         own = {*names, "optimizers[0].param_groups[1][0]"}
         assert run.cause.parameters == tuple(name for name in made if name in own)
         assert run.cause.candidates == 1
@@ -147,14 +126,13 @@ def test_the_order_is_that_of_the_very_backward(level: str, names: Sequence[str]
 
 
 def test_gradients_that_a_script_sets_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(verbosity=1)
+    run = Blamed(verbosity=1)
 
     def step(*bad: str) -> preamp.OverflowCause:
         with preamp.scale_loss(run.loss(), run.optimizer):
             for name, param in run.model.named_parameters():
                 param.grad = torch.full_like(param, math.inf if name in bad else 1.0)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.play("step; zero")
         return run.cause
 
     assert step("middle.weight").candidates == 1
@@ -162,8 +140,7 @@ def test_gradients_that_a_script_sets_itself(capsys: pytest.CaptureFixture[str])
     with preamp.scale_loss(torch.ones(1), run.optimizer):  # there was no graph at all
         for param in run.model.parameters():
             param.grad = torch.full_like(param, math.inf)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    run.play("step; zero")
     assert run.cause.candidates == 4
     assert (
         "in 'words.weight', 'first.weight', 'middle.weight', 'last.weight', all of which may have "
@@ -177,7 +154,7 @@ def test_a_graph_that_is_not_freed_is_not_kept(
 ) -> None:
     """Where the host learns of an overflow later, the activations would stay alive until then."""
     far_from_the_host(monkeypatch)
-    run = Run(make=FusedAdam)
+    run = Blamed(optimizer="FusedAdam")
     run.damage("first.weight")
     run.damage("last.weight")
     with preamp.scale_loss(run.loss(), run.optimizer) as scaled:
@@ -192,7 +169,7 @@ def test_a_graph_that_is_not_freed_is_not_kept(
 def test_a_checkpoint_that_is_retained_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a graph is freed is asked without unpacking what was saved."""
     far_from_the_host(monkeypatch)
-    run, calls = Run(make=FusedAdam), list[int]()
+    run, calls = Blamed(optimizer="FusedAdam"), list[int]()
 
     def loss() -> torch.Tensor:
         calls.append(1)
@@ -219,12 +196,12 @@ def test_a_checkpoint_that_is_retained_does_not_run_again(monkeypatch: pytest.Mo
     ],
 )
 def test_the_message(names: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(verbosity=1)
+    run = Blamed(verbosity=1)
     capsys.readouterr()
-    run.step()
+    run.iterate()
     for name in names:
         run.damage(name)
-    run.step()
+    run.iterate()
     assert capsys.readouterr().out == (
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 8.0 "
         f"(step 2: {text} 16.0 to 8.0)\n"
@@ -234,32 +211,20 @@ def test_the_message(names: Sequence[str], text: str, capsys: pytest.CaptureFixt
 # -- listeners ---------------------------------------------------------------------------------
 
 
-class Heard:
-    """Everything a ledger tells."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        index = {id(session): i for i, session in enumerate(engine.sessions.values())}
-        engine.ledger.on_skip.append(
-            lambda session, cause: self.events.append((index[id(session)], "cause", cause.step))
-        )
-        engine.ledger.on_step.append(
-            lambda session, step, skipped: self.events.append((index[id(session)], step, skipped))
-        )
-
-
 def test_listeners_hear_in_order_where_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose outcome is known at once waits for those before it."""
     far_from_the_host(monkeypatch)
     monkeypatch.setattr(ledger._Flag, "has_come", lambda _: False)
-    run = Run(make=FusedAdam)
-    heard = Heard(run.engine)
+    run = Blamed(optimizer="FusedAdam")
+    heard, told = list[Any](), run.engine.ledger
+    told.on_skip.append(lambda _, cause: heard.append(("cause", cause.step)))
+    told.on_step.append(lambda _, step, skipped: heard.append((step, skipped)))
     run.damage("first.weight")
-    run.step()
-    run.optimizer.step()  # without gradients: nothing to skip
-    run.step()
-    assert heard.events == []
+    run.iterate()
+    run.step()  # without gradients: nothing to skip
+    run.iterate()
+    assert heard == []
     assert (run.engine.steps_skipped, run.engine.steps_applied) == (1, 2)
-    assert heard.events == [(0, "cause", 1), (0, 1, True), (0, 2, False), (0, 3, False)]
+    assert heard == [("cause", 1), (1, True), (2, False), (3, False)]
     assert run.cause.parameters == ("first.weight",)
     assert run.cause.kinds == ("inf",)

@@ -78,31 +78,23 @@ def plain_rates(make: Callable[[Any], Any], steps: int) -> list[float]:
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_schedule_counts_the_steps_that_were_taken(name: str, level: str, early: bool) -> None:
+@pytest.mark.parametrize("by", ["preamp", "itself"])
+def test_the_schedule_counts_the_steps_that_were_taken(
+    name: str, level: str, early: bool, by: str
+) -> None:
+    """A-17: warnings are errors here; a step of its own counts, and follows a skipped one."""
     run = Scheduled(SCHEDULERS[name], level, early=early)
     rates, taken = [run.lr], []
-    for overflow in (True, True, False, False, True, False, False):
+    overflows = [True, True, False, False, True, False, False][:: 1 if by == "preamp" else 2]
+    for overflow in overflows:
         run.train(overflow=overflow)
-        taken.append(preamp.step_scheduler(run.scheduler, run.optimizer))
+        if by == "itself":
+            run.scheduler.step()
+        taken.append(by == "itself" or preamp.step_scheduler(run.scheduler, run.optimizer))
         if taken[-1]:
             rates.append(run.lr)
-    assert taken == [False, False, True, True, False, True, True]
-    assert rates == plain_rates(SCHEDULERS[name], 4)
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_step_of_its_own_follows_a_skipped_one(name: str, level: str, early: bool) -> None:
-    """A-17: warnings are errors here, the one about the order of the two steps included."""
-    run = Scheduled(SCHEDULERS[name], level, early=early)
-    rates = [run.lr]
-    for overflow in (True, False, False, False):
-        run.train(overflow=overflow)
-        run.scheduler.step()
-        rates.append(run.lr)
-    assert rates == plain_rates(SCHEDULERS[name], 4)
+    assert taken == [by == "itself" or not overflow for overflow in overflows]
+    assert rates == plain_rates(SCHEDULERS[name], taken.count(True))
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -111,27 +103,19 @@ def test_a_scheduler_before_the_optimizer_is_still_warned_about(level: str) -> N
         Scheduled(level=level).scheduler.step()
 
 
-def test_a_plateau_gets_its_metric() -> None:
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_of_any_kind_get_the_metric(kind: Any) -> None:
     run = Scheduled(lambda o: S.ReduceLROnPlateau(o, factor=0.5, patience=0))
-    rates = []
+    calls, rates = list[Any](), []
+    both = kind([run.scheduler, types.SimpleNamespace(step=lambda *args: calls.append(args))])
     for metric in (1.0, 2.0, 3.0):
         run.train()
-        assert preamp.step_scheduler(run.scheduler, run.optimizer, metric)
+        assert preamp.step_scheduler(both, run.optimizer, metric)
         rates.append(run.lr)
     assert rates == [0.1, 0.05, 0.025]
     run.train(overflow=True)
-    assert not preamp.step_scheduler(run.scheduler, run.optimizer, 9.0)
-    assert run.lr == 0.025
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_several_schedulers(kind: Any) -> None:
-    run = Scheduled()
-    other = S.ExponentialLR(run.optimizer, 0.5)
-    for overflow in (True, False):
-        run.train(overflow=overflow)
-        preamp.step_scheduler(kind([run.scheduler, other]), run.optimizer)
-    assert run.lr == 0.1 * 0.25
+    assert not preamp.step_scheduler(both, run.optimizer, 9.0)
+    assert (run.lr, calls) == (0.025, [(1.0,), (2.0,), (3.0,)])
 
 
 def test_a_list_with_something_else_steps_none() -> None:
@@ -140,17 +124,6 @@ def test_a_list_with_something_else_steps_none() -> None:
     with pytest.raises(AttributeError, match="step"):
         preamp.step_scheduler([run.scheduler, object()], run.optimizer)
     assert run.lr == 0.1
-
-
-def test_anything_with_a_step() -> None:
-    run = Scheduled()
-    calls: list[tuple[Any, ...]] = []
-    schedule = types.SimpleNamespace(step=lambda *args: calls.append(args))
-    run.train()
-    assert preamp.step_scheduler(schedule, run.optimizer, 7)
-    run.train(overflow=True)
-    assert not preamp.step_scheduler(schedule, run.optimizer, 8)
-    assert calls == [(7,)]
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -205,12 +178,6 @@ def test_training_that_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- refusals ----------------------------------------------------------------------------------
-
-
-def trained() -> Scheduled:
-    run = Scheduled()
-    run.train()
-    return run
 
 
 def test_refused_before_the_first_step() -> None:

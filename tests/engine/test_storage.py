@@ -10,8 +10,6 @@ import copy
 import itertools
 import pickle
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,13 +21,13 @@ from torch.distributed.fsdp import fully_shard
 import preamp
 import preamp.parallel
 from kit.compare import same
-from kit.loops import begin, everything, scaled_backward, train_step
+from kit.loops import begin, scaled_backward
 from kit.refusals import assert_refused, refused
-from kit.run import MASTERS, Net, Run, act, assert_alike, assert_same_program, where
+from kit.run import MASTERS, Run, act, assert_alike, assert_same_program, where
 from preamp.kernels.stored import join, split
 from preamp.optim import LARC
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS as SPLITS
-from preamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
+from preamp.optimizers import FusedAdam, FusedSGD
 
 BOOK = "engine"
 levels = pytest.mark.parametrize("level", MASTERS)
@@ -188,35 +186,51 @@ def test_split_masters_have_a_form_and_a_gradient_and_no_values(level: str, read
 # -- refusals, and what is said -------------------------------------------------------------------
 
 
-def refuse(name: str, level: str, given: Any, optimizer: str = "FusedAdam", **words: Any) -> None:
-    run = Run(level, optimizer, starts=False, storage=given)
-    with refused(BOOK, name, run.model, run.optimizer, level=repr(level), **words):
-        run.initialize()
+HOST = preamp.Storage(place="host")
+EIGHT = preamp.Storage(moments="8bit")
+UNMADE = where(has_masters=False)
 
 
-@pytest.mark.parametrize("level", where(has_masters=False))
-@pytest.mark.parametrize(
-    ("storage", "instead"), [("split", '"full"'), ("compact", "preamp.Storage(moments='8bit')")]
-)
-def test_levels_without_masters_refuse_to_split_them(
-    level: str, storage: str, instead: str
+def of(name: str) -> dict[str, Any]:
+    return {"kind": name.partition(" ")[0], "kinds": ", ".join(SPLITS)}
+
+
+REFUSED: list[tuple[str, str, Any, str, dict[str, Any]]] = [  # level, storage, optimizer, words
+    *(
+        ("nothing to split", level, kept, "FusedAdam", {"storage": kept, "instead": instead})
+        for level in UNMADE
+        for kept, instead in (("split", '"full"'), ("compact", "preamp.Storage(moments='8bit')"))
+    ),
+    ("unknown storage", "O5", "splt", "FusedAdam", {}),
+    ("misspelt storage", "O5", "Compact", "FusedAdam", {}),
+    ("storage that is none", "O5", 16, "FusedAdam", {}),
+    *(("moments", level, EIGHT, name, of(name)) for level in ("O0", "O5") for name in OTHERS),
+    *(
+        ("masters of others", level, "split", name, of(name))
+        for level in MASTERS
+        for name in OTHERS
+    ),
+    *(("masters of LARC", level, "split", "LARC FusedSGD", {}) for level in MASTERS),
+    ("AdamW of torch", "O5", HOST, "AdamW", {}),
+    ("LARC", "O5", HOST, "LARC FusedSGD", {}),
+    ("copies", "O5", HOST, "FusedMixedPrecisionLamb", {}),
+    ("own masters", "O5", HOST, "FusedAdam", {}),
+    ("triton", "O5", HOST, "FusedAdam", {"backend": "triton"}),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "storage", "optimizer", "words"), REFUSED)
+def test_what_cannot_be_stored_so_is_refused(
+    name: str, level: str, storage: Any, optimizer: str, words: dict[str, Any]
 ) -> None:
-    refuse("nothing to split", level, storage, storage=storage, instead=instead)
-
-
-@pytest.mark.parametrize(
-    ("name", "storage"),
-    [("unknown storage", "splt"), ("misspelt storage", "Compact"), ("storage that is none", 16)],
-)
-def test_unknown_storages(name: str, storage: Any) -> None:
-    refuse(name, "O5", storage)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("level", ["O0", "O5"])
-def test_moments_of_other_optimizers_are_refused(level: str, name: str) -> None:
-    words = {"kind": name.partition(" ")[0], "kinds": ", ".join(SPLITS)}
-    refuse("moments", level, preamp.Storage(moments="8bit"), name, **words)
+    more = {key: words[key] for key in words.keys() & {"backend"}}
+    run = Run(level, optimizer, starts=False, storage=storage, **more)
+    if name == "own masters":
+        run.optimizer = FusedAdam(run.model.parameters(), capturable=True, master_weights=True)
+        run.optimizers = [run.optimizer]
+    book = "host_storage" if storage is HOST else BOOK
+    with refused(book, name, run.model, run.optimizer, level=repr(level), **words):
+        run.initialize()
 
 
 @levels
@@ -244,18 +258,16 @@ def test_lows_go_with_the_engine(level: str) -> None:
     assert [ref() for ref in gone] == [None] * len(gone) != []
 
 
-@levels
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_optimizers_refuse_to_split_masters(level: str, name: str) -> None:
-    words = {"kind": name.partition(" ")[0], "kinds": ", ".join(SPLITS)}
-    refuse("masters of others", level, "split", name, **words)
-
-
-@levels
-def test_larc_refuses_split_masters(level: str) -> None:
-    refuse("masters of LARC", level, "split", "LARC FusedSGD")
-    run = start(level, "split").play("backward")
-    with refused(BOOK, "masters of LARC", run.model, run.optimizer):
+@pytest.mark.parametrize(
+    ("level", "storage", "book", "name"),
+    [
+        *((level, "split", BOOK, "masters of LARC") for level in MASTERS),
+        ("O5", HOST, "host_storage", "LARC later"),
+    ],
+)
+def test_larc_around_it_later_is_refused(level: str, storage: Any, book: str, name: str) -> None:
+    run = start(level, storage, "FusedSGD").play("backward")
+    with refused(book, name, run.model, run.optimizer):
         LARC(run.optimizer).step()
 
 
@@ -304,14 +316,6 @@ def test_engines_say_their_storage(door: Any) -> None:
     assert run.optimizer.storage == preamp.Storage(masters="split")
 
 
-@levels
-def test_states_of_float64_load(level: str) -> None:
-    runs = [start(level, "split").play("iterate") for _ in range(2)]
-    state = runs[0].model.state_dict()
-    runs[0].model.load_state_dict({name: value.double() for name, value in state.items()})
-    assert_same_program("iterate 1", *runs)
-
-
 def test_codes_are_refused_by_optimizers_that_would_take_them_for_values() -> None:
     model = nn.Linear(64, 128)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -336,6 +340,7 @@ def test_codes_are_refused_by_optimizers_that_would_take_them_for_values() -> No
 @pytest.mark.parametrize(
     ("name", "given"),
     [
+        ("an unknown place", {"place": "cpu"}),
         ("misspelt masters", {"masters": "Split"}),
         ("masters of None", {"masters": None}),
         ("moments of a number", {"moments": 8}),
@@ -346,74 +351,18 @@ def test_codes_are_refused_by_optimizers_that_would_take_them_for_values() -> No
     ],
 )
 def test_wrong_storages(name: str, given: dict[str, Any]) -> None:
-    with refused("engine", name, **given):
+    with refused("host_storage" if "place" in given else BOOK, name, **given):
         preamp.Storage(**given)
 
 
-HOST = preamp.Storage(place="host")
-adam = partial(FusedAdam, lr=0.01)
-
-
-def on_host(build: Callable[..., Any] = adam, **more: Any) -> tuple[Net, Any]:
-    torch.manual_seed(0)
-    model = Net()
-    options: dict[str, Any] = {"opt_level": "O5", "verbosity": 0, "storage": HOST, **more}
-    return preamp.initialize(model, build(model.parameters()), **options)
-
-
-@pytest.mark.parametrize("masters", ["float32", "split"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_gradients_are_released_beside_it(level: str, masters: Any) -> None:
-    """Without a device nothing goes anywhere, and all works that needs gradients of a step."""
-    runs: list[tuple[Net, Any]] = []
-    for place, releases in (("device", False), ("host", True)):
-        storage = preamp.Storage(masters=masters, place=place, release_gradients=releases)
-        model, optimizer = on_host(opt_level=level, storage=storage)
-        for step in range(4):
-            train_step(model, optimizer, step, poison=step == 1)
-            preamp.clip_grad_norm_(optimizer, 0.1)
-        runs.append((model, optimizer))
-    assert same(*[everything(*run) for run in runs])
-
-
 def test_one_line_says_that_nothing_was_moved(capsys: pytest.CaptureFixture[str]) -> None:
-    model, _ = on_host(verbosity=1)
+    run = Run("O5", "FusedAdam", storage=HOST, verbosity=1)
     said = 'place="host" moved nothing, all is on the CPU'
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if said in line] == [printed.rstrip("\n")]
-    text = preamp.engine_of(model).explain()
+    text = run.engine.explain()
     assert f"storage: {said}" in text
     assert "no synchronisation" in text
-
-
-def test_an_unknown_place_is_refused() -> None:
-    with refused("host_storage", "an unknown place"):
-        preamp.Storage(place="cpu")  # pyright: ignore[reportArgumentType]
-
-
-REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "AdamW of torch": (partial(torch.optim.AdamW, lr=0.01), {}),
-    "LARC": (lambda params: LARC(FusedSGD(params, lr=0.1)), {}),
-    "copies": (FusedMixedPrecisionLamb, {}),
-    "own masters": (partial(FusedAdam, capturable=True, master_weights=True), {}),
-    "triton": (adam, {"backend": "triton"}),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_host_cannot_update_is_refused(name: str) -> None:
-    build, more = REFUSED[name]
-    model = Net()
-    optimizer = build(model.parameters())
-    options = {"opt_level": "O5", "verbosity": 0, "storage": HOST, **more}
-    with refused("host_storage", name, model):
-        preamp.initialize(model, optimizer, **options)
-    preamp.initialize(model, adam(model.parameters()), opt_level="O5", verbosity=0)
-
-
-def test_larc_around_it_later_is_refused() -> None:
-    model, optimizer = on_host(partial(FusedSGD, lr=0.1))
-    assert_refused("host_storage", "LARC later", LARC(optimizer).step, model, optimizer)
 
 
 def test_what_ranks_share_out_is_taken() -> None:
@@ -421,11 +370,7 @@ def test_what_ranks_share_out_is_taken() -> None:
     store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        model = nn.Linear(4, 4)
-        fully_shard(model)
-        preamp.initialize(
-            model, adam(model.parameters()), opt_level="O5", storage=HOST, verbosity=0
-        )
-        assert preamp.engine_of(model).policy.storage == HOST
+        run = Run("O5", "FusedAdam", lambda: fully_shard(nn.Linear(4, 4)), storage=HOST)
+        assert run.engine.policy.storage == HOST
     finally:
         dist.destroy_process_group()

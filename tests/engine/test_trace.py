@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Watching the modules: what is told, and nothing else changes; test_attribution_cases has whom."""
+"""Watching the modules: what is told, and nothing else changes; whom, on generated overflows."""
 
 import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import math
 import re
 import weakref
@@ -18,10 +19,12 @@ import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 
+import attribution
 import preamp
+from attribution import Score
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from kit.loops import begin, scaled_backward, scaled_step
-from preamp.engine import Engine
+from kit.run import Run
 from preamp.numerics import Float32Record, TraceRecord
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -74,36 +77,41 @@ class Model(nn.Module):
         return self.last(self.spoil(x))
 
 
-class Run:
-    """A model with an engine, its scale low enough for nothing to overflow by itself."""
+class Watched(Run):
+    """A run of a model, its scale low enough for nothing to overflow by itself."""
 
     def __init__(self, level: str = "O2", model: Any = None, **options: Any) -> None:
-        self.model: Any = Model() if model is None else model
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-6)
-        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
-        preamp.initialize(self.model, self.optimizer, opt_level=level, **settings)
-        self.engine: Engine = preamp.engine_of(self.model)
+        options = {"loss_scale": "dynamic", **options}
+        super().__init__(level, model=Model if model is None else lambda: model, **options)
+        self.optimizer.param_groups[0].update(lr=2.0**-8, momentum=0.0)
         if self.engine.policy.is_dynamic:
             self.engine.scaler(0).set_scale(2.0)
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
 
-    def step(self, index: int = 0, *, factor: float = 1.0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(index)
-        x = torch.randn(3, 4, generator=generator)
-        loss = self.forward(x).float().square().mean() * factor
-        scaled_step(loss, self.optimizer)
+    def train(self, index: int = 0, *, factor: float = 1.0) -> torch.Tensor:
+        """A step on a mean square of what ``forward`` gives."""
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(index))
+        return self.learn(self.forward(x).float().square().mean() * factor)
+
+    def learn(self, loss: torch.Tensor) -> torch.Tensor:
+        self.back(loss)
+        self.play("step; zero")
         return loss.detach()
 
     @property
-    def trace(self) -> TraceRecord:
-        (cause,) = self.engine.overflow_causes
-        assert cause.was_watched
-        assert cause.trace is not None
-        return cause.trace
+    def trace(self) -> Any:
+        """What is told of the latest overflow; ``None`` where nobody is named."""
+        assert self.engine.overflow_causes[-1].was_watched
+        return self.engine.overflow_causes[-1].trace
 
     @property
     def where(self) -> tuple[str, str]:
         return self.trace.module, self.trace.phase
+
+    @property
+    def told(self) -> tuple[str, str, str] | None:
+        trace = self.trace
+        return None if trace is None else (trace.type, trace.phase, trace.operation)
 
 
 def hooks_of(model: nn.Module) -> list[int]:
@@ -117,13 +125,13 @@ def hooks_of(model: nn.Module) -> list[int]:
 def test_a_float16_overflow_in_the_forward(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told alike on CPUs without units for float16, where a float32 product is rounded."""
     monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
-    run = Run("O2")
+    run = Watched("O2")
     run.engine.trace_overflow()
     with torch.no_grad():
         run.model.first.weight.fill_(30000.0)
         run.model.first.bias.fill_(0.0)
     run.forward = lambda x: run.model(torch.full_like(x, 2.0))
-    run.step()
+    run.train()
     assert dataclasses.replace(run.trace, frames=[], where="", stack=[]) == TraceRecord(
         module="first",
         type="Linear",
@@ -140,13 +148,15 @@ def test_a_float16_overflow_in_the_forward(lacks: bool, monkeypatch: pytest.Monk
 
 
 def test_frames_are_of_what_was_seen_before() -> None:
-    run = Run("O2", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), overflow="trace")
+    run = Watched(
+        "O2", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), overflow="trace"
+    )
     with torch.no_grad():
         run.model[0].weight.fill_(0.5)
         run.model[0].bias.fill_(0.25)
         run.model[2].weight.fill_(6e4)
     run.forward = lambda x: run.model(torch.ones_like(x))
-    run.step()
+    run.train()
     first, relu = run.trace.frames[:2]
     assert (first.module, first.type, relu.module) == ("0", "Linear", "1")
     assert (first.inputs, first.outputs) == ([[1.0, 1.0]], [[2.25, 2.25]])
@@ -158,7 +168,7 @@ def test_frames_are_of_what_was_seen_before() -> None:
 def test_a_float16_overflow_in_the_backward(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' gradient is the sum over the batch: 3 · 2 · 16384."""
     monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
-    run = Run("O2", nn.Linear(4, 2, bias=False))
+    run = Watched("O2", nn.Linear(4, 2, bias=False))
     run.engine.scaler(0).set_scale(2.0**14)
     run.engine.trace_overflow()
     loss = run.model(torch.full((3, 4), 2.0)).float().sum()
@@ -200,11 +210,11 @@ class Keeping(nn.Module):
     "name", ["first.weight", "last.bias", "norm.running_mean", "frozen", "sizes", "attribute"]
 )
 def test_what_a_module_keeps_is_told_by_name(name: str, value: float, level: str) -> None:
-    run = Run(level, nn.Sequential(Keeping()), overflow="trace")
-    run.step()
+    run = Watched(level, nn.Sequential(Keeping()), overflow="trace")
+    run.train()
     with torch.no_grad():
         functools.reduce(getattr, name.split("."), run.model[0])[1] = value
-    run.step()
+    run.train()
     module = f"0.{name}".rpartition(".")[0]
     kind = "Keeping" if module == "0" else type(run.model.get_submodule(module)).__name__
     assert (run.trace.held, run.where) == (f"0.{name}", (module, "forward"))
@@ -232,10 +242,10 @@ class Plain(nn.Module):
 
 
 def test_all_calls_that_led_to_an_operation_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run("O2", nn.Sequential(Plain()), overflow="trace")
+    run = Watched("O2", nn.Sequential(Plain()), overflow="trace")
     run.model[0].limit = -100.0
     for _ in range(2):
-        run.step()
+        run.train()
     first = inspect.getsourcelines(Plain.forward)[1]
     stack = run.engine.overflow_causes[-1].trace.stack
     assert re.search(rf"test_trace\.py:{first + 3}, in forward$", stack[0])
@@ -270,9 +280,9 @@ OF_ROWS = {
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_product_that_was_given_nan_is_not_named(name: str, is_large: bool) -> None:
     """What made it is, whether or not the left gradient is too large for float16."""
-    run = Run("O1", Rows(OF_ROWS[name]), overflow="trace")
+    run = Watched("O1", Rows(OF_ROWS[name]), overflow="trace")
     run.engine.scaler(0).set_scale(2.0**12 if is_large else 2.0)
-    assert run.step().isfinite()
+    assert run.train().isfinite()
     assert (run.trace.operation, run.trace.output_found) == ("softmax", "nan")
 
 
@@ -280,11 +290,11 @@ def test_a_product_that_was_given_nan_is_not_named(name: str, is_large: bool) ->
 
 
 def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(verbosity=1)
+    run = Watched(verbosity=1)
     run.engine.trace_overflow()
     capsys.readouterr()
     run.model.spoil.forward_by = math.inf
-    run.step()
+    run.train()
     out = capsys.readouterr().out
     assert out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to")
     assert re.search(
@@ -301,27 +311,27 @@ def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 @levels
 def test_hooks_go_after_an_overflow(level: str) -> None:
-    run = Run(level)
+    run = Watched(level)
     before = hooks_of(run.model)
     run.engine.trace_overflow()
     run.engine.trace_overflow()
     assert all(now > then for now, then in zip(hooks_of(run.model), before, strict=True))
-    run.step()
+    run.train()
     run.model.spoil.forward_by = math.inf
-    run.step()
+    run.train()
     assert hooks_of(run.model) == before
-    run.step()
+    run.train()
     assert [cause.was_watched for cause in run.engine.overflow_causes] == [True, False]
 
 
 def test_hooks_stay_on_request() -> None:
-    run = Run(overflow="trace")
+    run = Watched(overflow="trace")
     before = hooks_of(run.model)
     for _ in range(2):
         run.model.spoil.forward_by = math.inf
-        run.step()
+        run.train()
         run.model.spoil.forward_by = 1.0
-        run.step()
+        run.train()
     assert [cause.was_watched for cause in run.engine.overflow_causes] == [True, True]
     assert hooks_of(run.model) == before
     run.engine.close()
@@ -329,25 +339,25 @@ def test_hooks_stay_on_request() -> None:
 
 
 def test_an_overflow_whose_forward_was_not_watched_does_not_count() -> None:
-    run = Run()
+    run = Watched()
     run.model.spoil.forward_by = math.inf
     loss = run.model(torch.ones(3, 4)).float().sum()
     run.engine.trace_overflow()
     scaled_step(loss, run.optimizer)
     assert not run.engine.overflow_causes[0].was_watched
-    run.step()
+    run.train()
     assert run.engine.overflow_causes[1].trace is not None
 
 
 @pytest.mark.parametrize("level", [n for n in LEVEL_NAMES if n not in WITH_MASTERS])
 def test_steps_without_scale_loss_are_told_of_by_a_warning(level: str) -> None:
-    run = Run(level, loss_scale=1.0, overflow="trace")
+    run = Watched(level, loss_scale=1.0, overflow="trace")
     run.model(torch.ones(3, 4)).float().square().mean().backward()
     with pytest.warns(UserWarning, match="of this step nothing is told"):
         run.optimizer.step()
     run.optimizer.step()  # told once
     run.optimizer.zero_grad()
-    run.step()
+    run.train()
 
 
 @pytest.mark.parametrize("level", [n for n in LEVEL_NAMES if n not in WITH_MASTERS])
@@ -355,7 +365,7 @@ def test_steps_without_scale_loss_are_told_of_by_a_warning(level: str) -> None:
 def test_gradients_of_a_block_that_are_zeroed_or_spent_are_not_warned_of(
     level: str, zeroes: bool
 ) -> None:
-    run = Run(level, loss_scale=1.0, overflow="trace")
+    run = Watched(level, loss_scale=1.0, overflow="trace")
     scaled_backward(run.model(torch.ones(3, 4)).float().square().mean(), run.optimizer)
     if zeroes:
         run.optimizer.zero_grad(set_to_none=False)
@@ -367,9 +377,9 @@ def test_gradients_of_a_block_that_are_zeroed_or_spent_are_not_warned_of(
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_static_scales(level: str, scale: float, way: str) -> None:
     """The step is taken, and told all the same."""
-    run = Run(level, loss_scale=scale, overflow="trace")
+    run = Watched(level, loss_scale=scale, overflow="trace")
     setattr(run.model.spoil, f"{way}_by", math.inf)
-    run.step()
+    run.train()
     (cause,) = run.engine.overflow_causes
     assert not cause.was_skipped
     assert (cause.step, cause.old_scale, cause.new_scale) == (1, scale, scale)
@@ -399,11 +409,11 @@ def test_preamp_off() -> None:
 
 
 def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
-    run = Run("O2", overflow="trace")
+    run = Watched("O2", overflow="trace")
     with pytest.raises(RuntimeError, match="shape"):
         run.model(torch.ones(3, 5))
     run.model.spoil.forward_by = math.inf
-    run.step()
+    run.train()
     assert run.where == ("spoil", "forward")
 
 
@@ -428,7 +438,7 @@ def test_of_a_model_that_is_compiled_as_a_whole_nothing_is_seen(
     way: str, good_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In its first step too; then it is watched no longer: hooks would have it compiled anew."""
-    run = Run("O1", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), verbosity=1)
+    run = Watched("O1", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), verbosity=1)
     before = hooks_of(run.model)
     if way == "in place":
         run.model.compile(backend="aot_eager")
@@ -442,11 +452,11 @@ def test_of_a_model_that_is_compiled_as_a_whole_nothing_is_seen(
         )
     run.engine.trace_overflow()
     for _ in range(good_steps):
-        run.step()
+        run.train()
     capsys.readouterr()
     with torch.no_grad():
         run.model[2].bias.fill_(math.inf)
-    run.step()
+    run.train()
     (cause,) = run.engine.overflow_causes
     assert cause.was_watched
     assert cause.trace is None
@@ -456,11 +466,11 @@ def test_of_a_model_that_is_compiled_as_a_whole_nothing_is_seen(
 
 def test_a_scripted_part() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
-    run = Run("O1", model, overflow="trace")
-    run.step()
+    run = Watched("O1", model, overflow="trace")
+    run.train()
     with torch.no_grad():
         dict(model[1].named_parameters())["0.bias"].fill_(math.inf)
-    run.step()
+    run.train()
     assert run.where == ("", "forward")  # what it is in
 
 
@@ -501,3 +511,62 @@ def test_a_static_scale_above_one_may_be_smaller(
     out = capsys.readouterr().out
     assert "The step is taken, since the loss scale is static" in out
     assert ("A smaller loss_scale can help; 'dynamic' finds one" in out) == is_told
+
+
+# -- generated overflows whose cause is known; ``make bench`` has all of them ----------------------
+
+
+def chosen() -> Iterator[attribution.Case]:
+    """Each fault at each level it can be at; architectures and ways to train take turns."""
+    possible = set(attribution.cases())
+    pairs = itertools.product(attribution.FAULTS, attribution.LEVELS)
+    kinds, ways = list(attribution.ARCHITECTURES), attribution.WAYS
+    for number, (fault, level) in enumerate(pairs):
+        turns = range(5 * number, 5 * number + len(ways))
+        tried = (
+            attribution.Case(kinds[turn % len(kinds)], fault, level, ways[turn % len(ways)])
+            for turn in turns
+        )
+        yield from itertools.islice((case for case in tried if case in possible), 1)
+
+
+def check(cases: list[attribution.Case], every_order: int) -> None:
+    """Each case is answered, and rightly: the first parameter, the module, and the order."""
+    parameter, module, order = Score("parameter"), Score("module"), Score("order")
+    for case in cases:
+        attribution.judge(case, parameter, module)
+    orders = list(itertools.islice(attribution.order_cases(), 0, None, every_order))
+    for one in orders:
+        attribution.judge_order(*one, order)
+    assert [wrong for score in (parameter, module, order) for wrong in score.wrong] == []
+    assert (parameter.unknown, module.unknown, order.unknown) == (0, 0, 0)
+    assert {case.fault for case in cases} == set(attribution.FAULTS)
+    assert {case.architecture for case in cases} == set(attribution.ARCHITECTURES)
+    assert {case.level for case in cases} == set(attribution.LEVELS)
+    assert {case.way for case in cases} == set(attribution.WAYS)
+    assert {program for program, _, _ in orders} == set(attribution.PROGRAMS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_fault() -> None:
+    """At one level; each architecture, level and way is among them."""
+    by_fault = [list(some) for _, some in itertools.groupby(chosen(), lambda case: case.fault)]
+    check([some[number % len(some)] for number, some in enumerate(by_fault)], 67)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_each_fault_at_each_level() -> None:
+    check(list(chosen()), 13)
+
+
+def test_a_wrong_answer_counts() -> None:
+    parameter, module = Score("parameter"), Score("module")
+    case = next(iter(attribution.cases()))
+    attribution.FAULTS["lie"] = attribution.FAULTS[case.fault][0], attribution.Truth("1", "data")
+    try:
+        lie = attribution.Case(case.architecture, "lie", case.level, case.way)
+        attribution.judge(lie, parameter, module)
+    finally:
+        del attribution.FAULTS["lie"]
+    assert (parameter.right, len(module.wrong)) == (1, 1)

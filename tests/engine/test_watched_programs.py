@@ -29,53 +29,33 @@ def program(function: Program) -> Program:
 
 
 @program
-def one_row(model: Any, master: Any, found: list[Any]) -> None:
+def views(model: Any, master: Any, found: list[Any]) -> None:
     master[0].zero_()
     master[1] = 0.5
     master[[0, 1]] = 0.25
-
-
-@program
-def several_at_once(model: Any, master: Any, found: list[Any]) -> None:
     first, second, *_ = master.unbind(0)
     first.mul_(1.5)
     second.lerp_(first.clone(), 0.5)
     for part in master.chunk(2):
         part.add_(0.125)
     cast("Any", torch)._foreach_mul_([master[0], master[1]], 0.5)
-
-
-@program
-def out(model: Any, master: Any, found: list[Any]) -> None:
     torch.add(master[0], 1.0, out=master[1])
     nn.init.constant_(master[:1], 0.5)
-
-
-@program
-def a_view_that_is_kept(model: Any, master: Any, found: list[Any]) -> None:
     view = master[0]
     master.mul_(0.5)
     found += [view.clone(), view.sum(), model(view[None])]
 
 
 @program
-def parts_of_a_result(model: Any, master: Any, found: list[Any]) -> None:
+def results_and_data(model: Any, master: Any, found: list[Any]) -> None:
     with torch.enable_grad():
         result = model(torch.ones(2, 4))
         first, _ = result.unbind(0)
         result.mul_(2.0)
     found += [first.clone(), model(first[None])]
-
-
-@program
-def data(model: Any, master: Any, found: list[Any]) -> None:
     master.data[0].zero_()
     master.detach()[1].mul_(2)
     master.data = master.data * 0.5
-
-
-@program
-def a_half_weight(model: Any, master: Any, found: list[Any]) -> None:
     weight = next(model.parameters())
     weight[0].zero_()
     weight.t().mul_(0.5)
