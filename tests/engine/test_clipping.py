@@ -19,7 +19,7 @@ import preamp
 import preamp.optimizers
 from cases.host_reads import far_from_the_host
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
-from cases.models import Parts, batch, values
+from cases.models import values
 from cases.tolerances import assert_same
 from kit.loops import begin, scaled_backward
 from kit.pair import Pair
@@ -33,31 +33,6 @@ with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 
 def masters_of(pair: Pair) -> list[Any]:
     return list(preamp.master_params(pair.optimizer))
-
-
-FORMS: dict[str, Callable[[Pair], Any]] = {
-    "optimizer": lambda pair: pair.optimizer,
-    "list": lambda pair: list(pair.model.parameters()),
-    "generator": lambda pair: pair.model.parameters(),
-    "masters": lambda pair: preamp.master_params(pair.optimizer),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_all_parameters_are_clipped_as_the_optimizer(level: str, form: str, order: float) -> None:
-    pair, wanted = Pair(level), Pair(level)
-    wanted.model.load_state_dict(pair.model.state_dict())
-    for one in (pair, wanted):
-        one.ours(0)
-    norm = preamp.clip_grad_norm_(FORMS[form](pair), 0.25, order)
-    assert_same(norm, preamp.clip_grad_norm_(wanted.optimizer, 0.25, order))
-    assert norm.dtype is torch.float32
-    for one in (pair, wanted):
-        one.optimizer.step()
-    for a, b in zip(values(pair.optimizer), values(wanted.optimizer), strict=True):
-        assert_same(a, b)
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -329,26 +304,6 @@ def test_gradients_reduced_by_hand_have_another_norm(level: str) -> None:
         assert_norm(pair)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("level", ["O0", "O4"])
-def test_the_norm_of_weights_of_which_another_optimizer_has_some(level: str) -> None:
-    """A census reads each gradient once, for the first of the two."""
-    model, other = Parts(), Parts()
-    every = [*model.parameters(), *other.parameters()]
-    both = [FusedAdam(model.parameters()), FusedAdam(every)]
-    optimizers = begin(level, [model, other], both, loss_scale="dynamic")
-    preamp.engine_of(model).scaler(0).set_scale(64.0)
-    x, norm = batch(0)[0], torch.zeros(())
-    for _ in range(3):
-        scaled_backward(model(x).float().sum() + other(x).float().sum(), optimizers)
-        wanted = torch.stack([p.grad.norm() for p in every if p.grad is not None]).norm()
-        for optimizer in optimizers:
-            norm = preamp.clip_grad_norm_(optimizer, 1e9)
-        torch.testing.assert_close(norm, wanted)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from cases.levels import BY_KIND, BY_NAME, CASTING_FUNCTIONS
 from cases.tolerances import assert_same
 from kit.loops import scaled_backward
 from kit.refusals import refused
-from preamp import amp
 
 levels = pytest.mark.parametrize("level", BY_KIND)
 casting = pytest.mark.parametrize("level", ["O1", pytest.param("O4", marks=pytest.mark.full)])
@@ -129,39 +128,3 @@ def test_scripting_a_model_with_an_engine_is_refused(level: str) -> None:
 
 
 # -- models that torch.jit has compiled before ---------------------------------------------------
-
-
-def check_training(compiled: Callable[[nn.Module], Any], level: str) -> None:
-    """A compiled model, and one that it is a part of, train as the model itself, by both doors."""
-    for door in (preamp, amp):
-        plain = trained(Block, level, door)
-        for make in (lambda: compiled(Block()), lambda: nn.Sequential(compiled(Block()))):
-            for ours, wanted in zip(trained(make, level, door), plain, strict=True):
-                tolerance = 0.0 if level == "O0" else 0.02
-                torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
-
-
-def trained(make: Callable[[], nn.Module], level: str, door: Any) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
-    options: dict[str, Any] = {"loss_scale": "dynamic", "max_loss_scale": 64.0, "verbosity": 0}
-    door.initialize(model, optimizer, opt_level=level, **options)
-    for number in range(4):  # torch compiles anew what has run
-        with door.scale_loss(model(X).sum(), optimizer) as scaled:
-            (scaled * float("inf") if number == 2 else scaled).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine = preamp.engine_of(model)
-    assert engine.loss_scale() == 32.0
-    result = [model(X).detach(), *model.state_dict().values()]
-    engine.close()
-    assert model(X).dtype is torch.float32
-    return result
-
-
-@pytest.mark.parametrize(
-    ("compiled", "level"), [(traced, "O0"), (traced, "O1"), (traced, "O4"), (scripted, "O0")]
-)
-def test_compiled_models_train(compiled: Any, level: str) -> None:
-    check_training(compiled, level)

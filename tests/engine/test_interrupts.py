@@ -5,10 +5,8 @@ After each one all is as before the first ``initialize``, or ``close`` makes it 
 counted off with ``sys.settrace``, so that each is hit and none by chance.
 """
 
-import functools
 import gc
 import linecache
-import os
 import sys
 import threading
 from collections import Counter
@@ -22,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
@@ -329,31 +326,27 @@ def prepared(level: str, count: int, prepare: Prepare) -> Blocks:
     return run
 
 
-def lines_in(run: Blocks, part: Part) -> list[Line]:
-    """Each line of a part the first and the last time; the whole of it is run."""
-    lines = sample(lines_of(part(run)), 1, 0)
-    end_block(run)
-    return lines
-
-
 def check(
     level: str,
     count: int,
-    prepare: Prepare,
-    part: Part,
-    chosen: Callable[[int, Line], bool],
+    before: str,
+    part: str,
+    every: int = 1,
+    offset: int = 0,
     error: type[BaseException] = KeyboardInterrupt,
 ) -> None:
-    """Interrupt ``part`` at the lines that are ``chosen``, by number too, in a run for each."""
+    """Interrupt a part at every so many of its lines, in a run for each."""
+    prepare, begin = BEFORE[before], PARTS[part]
     other = prepared(level, 1, nothing)  # while it is open, casts stay where they are
     allowed = [prepared(level, count, prepare).finish()]
     run = prepared(level, count, prepare)
-    lines = [line for number, line in enumerate(lines_in(run, part)) if chosen(number, line)]
+    lines = sample(lines_of(begin(run)), every, offset)
+    end_block(run)
     allowed.append(run.finish())
     hits = 0
     for line in lines:
         run = prepared(level, count, prepare)
-        hits += interrupt(part(run), line, error)
+        hits += interrupt(begin(run), line, error)
         run.block = None
         seen = run.finish()
         assert any(same(seen, one) for one in allowed), f"after an interrupt at {line}"
@@ -369,34 +362,13 @@ BEFORE = {"nothing": nothing, "accumulated": accumulated}
 KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]
 
 
-@functools.cache
-def turns(part: str, before: str) -> dict[tuple[str, int], tuple[str, int]]:
-    """By file and line: one of the levels and numbers of models that run the line."""
-    having: dict[tuple[str, int], list[tuple[str, int]]] = {}
-    for kind in KINDS:
-        run = prepared(*kind, BEFORE[before])
-        for place in {place_of(line) for line in lines_in(run, PARTS[part])}:
-            having.setdefault(place, []).append(kind)
-        run.engine.close()
-    return {
-        place: kinds[number % len(kinds)]
-        for number, (place, kinds) in enumerate(sorted(having.items()))
-    }
-
-
-def place_of(line: Line) -> tuple[str, int]:
-    return line.code.co_filename, line.number
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("level", "count"), KINDS)
-def test_every_line_of_a_block(level: str, count: int, part: str, before: str) -> None:
-    """Each at one of the levels, with one model or two."""
-    mine = {place for place, kind in turns(part, before).items() if kind == (level, count)}
-    assert mine
-    check(level, count, BEFORE[before], PARTS[part], lambda _, line: place_of(line) in mine)
+def test_many_lines_of_a_block(level: str, count: int, part: str, before: str) -> None:
+    """Others at each level, with one model and with two."""
+    check(level, count, before, part, 3, KINDS.index((level, count)) % 3)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +383,7 @@ def test_every_line_of_a_block(level: str, count: int, part: str, before: str) -
     ],
 )
 def test_some_lines_of_a_block(level: str, count: int, before: str, part: str) -> None:
-    check(level, count, BEFORE[before], PARTS[part], lambda number, _: number % 120 == 60)
+    check(level, count, before, part, 120, 60)
 
 
 @pytest.mark.full
@@ -420,7 +392,7 @@ def test_some_lines_of_a_block(level: str, count: int, before: str, part: str) -
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_error_at_every_line_of_a_block(level: str, before: str, part: str) -> None:
     """Such as of an allocation: what it leaves is complete or undone, and the next block begins."""
-    check(level, 1, BEFORE[before], PARTS[part], lambda *_: True, MemoryError)
+    check(level, 1, before, part, error=MemoryError)
 
 
 @pytest.mark.parametrize(
@@ -428,46 +400,33 @@ def test_an_error_at_every_line_of_a_block(level: str, before: str, part: str) -
     [("O1", "accumulated", "end"), ("O2", "accumulated", "end"), ("O2", "nothing", "beginning")],
 )
 def test_an_error_at_some_lines_of_a_block(level: str, before: str, part: str) -> None:
-    check(level, 1, BEFORE[before], PARTS[part], lambda number, _: number % 40 == 20, MemoryError)
+    check(level, 1, before, part, 40, 20, MemoryError)
 
 
 # -- a GradScaler ----------------------------------------------------------------------------------
 
 
-def loop(level: str, count: int, *, overflows: bool) -> tuple[Blocks, Any]:
+def begun(overflows: bool) -> tuple[Blocks, Any]:
     """A run that has taken a step with a scaler, and made gradients twice for the next."""
-    run, scaler = loop_before(level, count)
-    factor = float("inf") if overflows else 1.0
-    scaler.scale(loss_of(run.models, 1) * factor).backward()
-    return run, scaler
-
-
-def loop_before(level: str, count: int) -> tuple[Blocks, Any]:
-    run = Blocks(level, count, "dynamic")
+    run = Blocks("O2", 1, "dynamic")
     scaler = preamp.GradScaler(run.optimizers)
     iterate(run, scaler, 0)
-    scaler.scale(loss_of(run.models, 3)).backward()
+    for index in (3, 1):
+        factor = float("inf") if overflows and index == 1 else 1.0
+        scaler.scale(loss_of(run.models, index) * factor).backward()
+    scaler.step(run.optimizer)
     return run, scaler
 
 
 def iterate(run: Blocks, scaler: Any, index: int) -> None:
     scaler.scale(loss_of(run.models, index)).backward()
-    for optimizer in run.optimizers:
-        scaler.step(optimizer)
+    scaler.step(run.optimizer)
     scaler.update()
     run.zero()
 
 
-def finish(run: Blocks, scaler: Any) -> list[Any]:
-    """The rest of the iteration, as far as it is not done, and two more."""
-    for optimizer in run.optimizers:
-        if scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.STEPPED:
-            scaler.step(optimizer)
-    scaler.update()
-    return go_on(run, scaler)
-
-
 def go_on(run: Blocks, scaler: Any) -> list[Any]:
+    """Two more iterations, and what comes of them."""
     run.zero()
     seen = [run.numbers()]
     for index in (7, 8):
@@ -477,67 +436,24 @@ def go_on(run: Blocks, scaler: Any) -> list[Any]:
     return seen
 
 
-def check_scaler(
-    level: str,
-    count: int,
-    call: str,
-    overflows: bool,
-    every: int,
-    error: type[BaseException] = KeyboardInterrupt,
-) -> None:
-    def begun() -> tuple[Blocks, Any, Callable[[], object]]:
-        run, scaler = loop(level, count, overflows=overflows)
-        if call == "update":
-            for optimizer in run.optimizers:
-                scaler.step(optimizer)
-            return run, scaler, scaler.update
-        return run, scaler, lambda: scaler.unscale_(run.optimizers[0])
-
-    other = Blocks(level, 1, "dynamic")  # while it is open, casts stay where they are
-    run, scaler, whole = begun()
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_every_line_of_an_update(overflows: bool, error: type[BaseException]) -> None:
+    """What it leaves is complete or to be done again."""
+    other = Blocks("O2", 1, "dynamic")  # while it is open, casts stay where they are
+    run, scaler = begun(overflows)
     # What has been added in place within a kernel cannot be told from what has not.
-    kernels = os.sep + "kernels" + os.sep
-    every_line = [line for line in lines_of(whole) if kernels not in line.code.co_filename]
-    lines = sample(every_line, every, 0)
-    if call == "update":
-        run, scaler, _ = begun()
-    allowed = [finish(run, scaler)]
-    if call == "unscale_":  # the latter backward may be taken back, of this optimizer
-        run, scaler = loop_before(level, count)
-        rest = loss_of(run.models[1:], 1) if count > 1 else torch.zeros((), requires_grad=True)
-        scaler.scale(rest * (float("inf") if overflows else 1.0)).backward()
-        allowed.append(finish(run, scaler))
-    hits = 0
+    lines = [line for line in lines_of(scaler.update) if "kernels" not in line.code.co_filename]
+    lines = sample(lines, 1 if error is MemoryError else 7, 0)
+    wanted, hits = go_on(run, scaler), 0
     for line in lines:
-        run, scaler, whole = begun()
-        hits += interrupt(whole, line, error)
-        is_over = call == "update" and not scaler._per_optimizer_states
-        seen = go_on(run, scaler) if is_over else finish(run, scaler)
-        assert any(same(seen, one) for one in allowed), f"after an interrupt at {line}"
+        run, scaler = begun(overflows)
+        hits += interrupt(scaler.update, line, error)
+        if scaler._per_optimizer_states:
+            scaler.update()
+        assert same(go_on(run, scaler), wanted), f"after an interrupt at {line}"
     assert hits >= 0.8 * len(lines)
     other.engine.close()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("overflows", [False, True])
-@pytest.mark.parametrize("call", ["update", "unscale_"])
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_many_lines_of_a_grad_scaler(level: str, count: int, call: str, overflows: bool) -> None:
-    check_scaler(level, count, call, overflows, every=2)
-
-
-@pytest.mark.parametrize(
-    ("call", "every", "overflows"),
-    [("update", 7, True), ("update", 9, False), ("unscale_", 60, True)],
-)
-def test_some_lines_of_a_grad_scaler(call: str, every: int, overflows: bool) -> None:
-    check_scaler("O2", 1, call, overflows, every)
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-def test_an_error_at_every_line_of_an_update(overflows: bool) -> None:
-    check_scaler("O2", 1, "update", overflows, 1, MemoryError)
 
 
 # -- what listeners raise, and interrupts of what an interrupt has begun ---------------------------

@@ -80,23 +80,10 @@ class DecayAfter(torch.optim.SGD):
         return result
 
 
-class CentredGradients(torch.optim.Adam):
-    """Changes the gradients before ``super().step``."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.grad.dim() > 1:
-                    param.grad = param.grad - param.grad.amax(1, keepdim=True)
-        return super().step(closure)
-
-
 @levels
-@pytest.mark.parametrize("kind", [DecayAfter, CentredGradients])
-def test_subclasses_that_call_super(level: str, kind: Any) -> None:
+def test_a_subclass_that_calls_super(level: str) -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)  # hooks the base class's step, too
-    torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=1.0)
-    pair = Pair(level, lambda params: kind(params, lr=0.25), loss_scale="dynamic")
+    pair = Pair(level, lambda params: DecayAfter(params, lr=0.25), loss_scale="dynamic")
     pair.train(0)
     pair.check()
     pair.overflow()
@@ -298,37 +285,30 @@ IDS = ["forwards", "imitates", "has groups", "nested"]
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_name_looks_into_a_wrapper(level: str, wrap: Any) -> None:
     pair = Pair(level)
+    pair.engine.close()
     wrapped = wrap(pair.optimizer)
-    assert preamp.engine_of(wrapped) is pair.engine
+    given = preamp.initialize(pair.model, wrapped, opt_level=level, loss_scale=8.0, verbosity=0)
+    assert given[1] is wrapped
+    pair.engine = preamp.engine_of(wrapped)
+    assert preamp.engine_of(pair.optimizer) is pair.engine
     scaled_backward(pair.loss(0), [wrapped])
     pair.theirs(0)
-    norm = preamp.clip_grad_norm_(wrapped, 1e9)
-    assert float(norm) > 0
-    scheduler = torch.optim.lr_scheduler.StepLR(pair.optimizer, 1)
+    assert float(preamp.clip_grad_norm_(wrapped, 1e9)) > 0
+    scheduler = torch.optim.lr_scheduler.StepLR(pair.optimizer, 1, gamma=1.0)
     pair.step()
     assert preamp.step_scheduler(scheduler, wrapped)
     pair.zero()
     pair.check()
+    scaler = preamp.GradScaler(wrapped)
+    scaler.scale(pair.loss(1)).backward()
+    pair.theirs(1)
+    scaler.unscale_(wrapped)
+    scaler.step(wrapped if hasattr(wrapped, "step") else pair.optimizer)
+    scaler.update()
+    pair.plain_step()
+    pair.check()
     assert preamp.engine_of(wrapped).state_dict() == pair.engine.state_dict()
     assert len(list(preamp.master_params(wrapped))) == len(list(pair.model.parameters()))
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=IDS)
-def test_initialize_and_a_grad_scaler_take_a_wrapper(wrap: Any) -> None:
-    model = nn.Linear(4, 2)
-    inner = torch.optim.SGD(model.parameters(), lr=0.5)
-    wrapped = wrap(inner)
-    returned = preamp.initialize(model, wrapped, opt_level="O2", verbosity=0)
-    assert returned[1] is wrapped
-    assert preamp.engine_of(inner) is preamp.engine_of(wrapped)
-    scaler = preamp.GradScaler(wrapped, init_scale=8.0)
-    before = [param.clone() for param in model.parameters()]
-    scaler.scale(model(torch.ones(3, 4)).sum()).backward()
-    scaler.unscale_(wrapped)
-    scaler.step(wrapped if hasattr(wrapped, "step") else inner)
-    scaler.update()
-    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert preamp.engine_of(model).steps_applied == 1
 
 
 def test_an_optimizer_with_a_state_of_its_own_is_not_looked_through() -> None:
@@ -466,27 +446,6 @@ def test_an_optimizer_that_skips_its_base_s_init_trains(level: str, scale: Any, 
         pair.train(2)
         pair.check("after a skipped step")
     assert pair.engine.steps_applied == (3 if scale == "dynamic" else 2)
-
-
-@BUILDS
-def test_closed_it_is_as_before(build: Any) -> None:
-    pair = Pair("O2", build)
-    held = pair.optimizer.step
-    pair.train(0)
-    pair.engine.close()
-    assert not [name for name in vars(pair.optimizer) if "hook" in name or name == "step"]
-    inside = getattr(pair.optimizer, "opt", None)
-    if inside is not None:
-        assert not [name for name, own in vars(inside).items() if "_hooks" in name and own]
-    for step in (pair.optimizer.step, held):
-        pair.plain_loss(1).backward()
-        pair.model.load_state_dict(pair.plain.state_dict())
-        for ours, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-            ours.grad = plain.grad.clone()
-        step()
-        pair.plain_step()
-        pair.plain_optimizer.zero_grad()
-        assert all(map(torch.equal, pair.model.parameters(), pair.plain.parameters()))
 
 
 def test_an_optimizer_inside_does_not_speak_for_one_around_it() -> None:

@@ -16,11 +16,8 @@ from torch import nn, overrides
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-import preamp
 from engine.test_trace import Watched
-from kit.loops import scaled_step
 from preamp.core.torch_private.operations import OperationMode
-from preamp.engine import Engine
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,24 +58,16 @@ class Cell(nn.Module):
         return y + state, y.exp() * self.by
 
 
-def write(state: torch.Tensor) -> torch.Tensor:
-    kept = torch.zeros(3, 2, 4)
-    kept[1] = state
-    kept[2] = 0.0
-    return kept[1]
+KEPT: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda s: s,
+    lambda s: torch.cat([s[:1], s[1:]]).clone(),
+    lambda s: s.mT.contiguous().view(4, 2).t(),
+    lambda s: torch.zeros(2, 4).copy_(s),
+    lambda s: torch.zeros(3, 2, 4).index_copy_(0, torch.tensor([1]), s[None])[1],
+]
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda s: s,
-        lambda s: s.clone(),
-        lambda s: torch.cat([s[:1], s[1:]]),
-        lambda s: s.mT.contiguous().view(4, 2).t(),
-        lambda s: torch.zeros(2, 4).copy_(s),
-        write,
-    ],
-)
+@pytest.mark.parametrize("keep", KEPT)
 def test_a_state_of_the_step_before(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """It is no data, whatever was done to it in between."""
     model = Cell()
@@ -188,48 +177,24 @@ def test_data_that_another_thread_has_made() -> None:
 # -- operations ------------------------------------------------------------------------------------
 
 
-def causal(x: torch.Tensor) -> torch.Tensor:
-    mask = torch.full(x.shape, -math.inf).triu(1)
-    return (x + mask).softmax(-1)
+def later(x: torch.Tensor) -> torch.Tensor:
+    """Which elements a causal mask hides."""
+    return torch.ones_like(x, dtype=torch.bool).triu(1)
 
 
-def filled(x: torch.Tensor) -> torch.Tensor:
-    hidden = torch.ones_like(x, dtype=torch.bool).triu(1)
-    return x.masked_fill(hidden, value=-math.inf).logsumexp(-1, keepdim=True) + x
-
-
-def chosen(x: torch.Tensor) -> torch.Tensor:
-    lowest = torch.tensor(-math.inf)
-    return torch.where(x > 9.0, x, lowest).clamp(min=-1.0) + x
-
-
-def largest(x: torch.Tensor) -> torch.Tensor:
-    start = torch.empty_like(x).fill_(-math.inf)
-    start[0] = -math.inf
-    return torch.maximum(start, x)
-
-
-def unused(x: torch.Tensor) -> torch.Tensor:
-    lost = (x.detach() * 0.0).log()
-    return x + (lost.shape[0] - lost.shape[0])
-
-
-def attended(x: torch.Tensor) -> torch.Tensor:
-    mask = torch.full((x.shape[0], x.shape[0]), -math.inf).triu(1)
-    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-
-
-def listed(x: torch.Tensor) -> torch.Tensor:
-    return (x + torch.tensor([0.0, 0.0, 0.0, -math.inf])).softmax(-1)
-
-
-def by_numpy(x: torch.Tensor) -> torch.Tensor:
-    hidden = torch.ones_like(x, dtype=torch.bool).triu(1)
-    lowest: Any = np.float32(-math.inf)
-    return x.masked_fill(hidden, lowest).softmax(-1)
-
-
-HANDLED = [listed, by_numpy, causal, filled, chosen, largest, unused, attended]
+LOWEST: Any = np.float32(-math.inf)
+HANDLED: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: (x + torch.tensor([0.0, 0.0, 0.0, -math.inf])).softmax(-1),
+    lambda x: x.masked_fill(later(x), LOWEST).softmax(-1),
+    lambda x: (x + torch.full(x.shape, -math.inf).triu(1)).softmax(-1),
+    lambda x: x.masked_fill(later(x), value=-math.inf).logsumexp(-1, keepdim=True) + x,
+    lambda x: torch.where(x > 9.0, x, torch.tensor(-math.inf)).clamp(min=-1.0) + x,
+    lambda x: torch.maximum(torch.empty_like(x).fill_(-math.inf), x),
+    lambda x: x + 0 * (x.detach() * 0.0).log().shape[0],  # which nothing uses
+    lambda x: F.scaled_dot_product_attention(
+        x, x, x, attn_mask=torch.full((4, 4), -math.inf).triu(1)
+    ),
+]
 
 
 @pytest.mark.parametrize("before", HANDLED)
@@ -324,71 +289,42 @@ def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -
     assert not stack()
 
 
-Loss = Callable[[torch.Tensor, bool], torch.Tensor]
-
-
-def all_ignored(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
-    return F.cross_entropy(y, torch.full((3,), -100 if is_bad else 1))
-
-
-def hidden(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
-    zero = torch.zeros(3) if is_bad else torch.ones(3)
-    ratio = zero / zero
+def hidden(y: torch.Tensor) -> torch.Tensor:
+    ratio = torch.zeros(3) / torch.zeros(3)
     return torch.where(ratio == 1, y.square().mean(1), ratio).mean()
 
 
-def of_nothing(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
-    return y.square().mean(1)[: 0 if is_bad else 3].mean()
-
-
-def harmful(y: torch.Tensor, is_bad: bool) -> torch.Tensor:
-    return y.square().mean() * (float("nan") if is_bad else 1.0)
-
-
-def train(level: str, loss_of: Loss, *, steps: int = 4, **options: Any) -> Engine:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
-    preamp.initialize(model, optimizer, opt_level=level, **options)
-    engine = preamp.engine_of(optimizer)
-    if engine.policy.is_dynamic:
-        engine.scaler(0).set_scale(2.0)
-    for index in range(steps):
-        step(engine, loss_of, is_bad=index > 1)
-    return engine
-
-
-def step(engine: Engine, loss_of: Loss, *, is_bad: bool = True) -> None:
-    (model,), (optimizer,) = engine.models, engine.optimizers
-    loss = loss_of(model(torch.ones(3, 4)).float(), is_bad)
-    scaled_step(loss, optimizer)
+LOSSES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda y: F.cross_entropy(y, torch.full((3,), -100)),  # all of it is ignored
+    hidden,
+    lambda y: y.square().mean(1)[:0].mean(),
+]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("loss_of", [all_ignored, hidden, of_nothing])
+@pytest.mark.parametrize("loss_of", LOSSES)
 def test_nothing_is_said_of_a_loss_whose_gradients_are_finite(
-    level: str, loss_of: Loss, capsys: pytest.CaptureFixture[str]
+    level: str, loss_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = train(level, loss_of)
+    run = Watched(level, nn.Linear(4, 4), overflow="skip", verbosity=1)
+    for _ in range(2):
+        run.learn(loss_of(run.model(torch.ones(3, 4)).float()))
     assert "nan" not in capsys.readouterr().out
-    assert (engine.steps_skipped, engine.overflow_causes) == (0, [])
+    assert (run.engine.steps_skipped, run.engine.overflow_causes) == (0, [])
 
 
 def test_tracing_that_was_asked_for_once_speaks_at_any_verbosity(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    engine = train("O2", harmful, steps=0, verbosity=0)
+    run = Watched("O2", nn.Linear(4, 4))
     for index in range(3):
         if index == 1:
-            engine.trace_overflow()
-        step(engine, harmful)
+            run.engine.trace_overflow()
+        run.train(factor=math.nan)
     out = capsys.readouterr().out
     assert out.count("Gradient overflow.") == 1
     assert "(step 2:" in out
-    assert [cause.step for cause in engine.overflow_causes[-2:]] == [2, 3]
-
-
-# -- what run between a forward and its loss ------------------------------------------------------
+    assert [cause.step for cause in run.engine.overflow_causes[-2:]] == [2, 3]
 
 
 # -- derivatives of derivatives --------------------------------------------------------------------
@@ -405,10 +341,7 @@ class Critic(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x) * self.factor
-        squares = y.square().sum(1)
-        if self.power == 0.5:
-            return torch.sqrt(squares)
-        return y.abs().pow(self.power).sum(1)
+        return y.square().sum(1).sqrt() if self.power == 0.5 else y.abs().pow(self.power).sum(1)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O5"])
@@ -416,14 +349,8 @@ class Critic(nn.Module):
 def test_a_penalty_names_the_line_at_its_gradient(
     level: str, power: float, loss_is_finite: bool
 ) -> None:
-    torch.manual_seed(0)
     model = Critic(power)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-8)
-    preamp.initialize(
-        model, optimizer, opt_level=level, overflow="trace", loss_scale="dynamic", verbosity=0
-    )
-    engine = preamp.engine_of(optimizer)
-    engine.scaler(0).set_scale(2.0)
+    run = Watched(level, model, overflow="trace")
     for factor in (1.0, 0.0):
         model.factor = factor
         x = torch.ones(3, 4, requires_grad=True)
@@ -432,8 +359,8 @@ def test_a_penalty_names_the_line_at_its_gradient(
         norm = slope.square().sum(1)
         penalty = norm.add(1.0)
         loss = y.mean() + penalty.mean()
-        scaled_step(loss, optimizer)
-    (cause,) = engine.overflow_causes
+        run.learn(loss)
+    (cause,) = run.engine.overflow_causes
     assert cause.loss_was_finite is loss_is_finite
     assert cause.trace is not None
     wanted = ("backward", "grad") if loss_is_finite else ("given", "square")

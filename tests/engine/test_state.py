@@ -6,6 +6,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -43,30 +44,17 @@ def test_state_is_float32_and_does_not_alias(level: str) -> None:
     assert not any(value.requires_grad for value in state.values())
 
 
-def _without(state: dict[str, Any]) -> None:
-    del state["first.weight"]
-
-
-def _misshapen(state: dict[str, Any]) -> None:
-    state["first.weight"] = torch.ones(2, 2)
-
-
 @MASTERS
-@pytest.mark.parametrize(
-    ("change", "strict", "error"),
-    [(_without, False, ""), (_without, True, "Missing key"), (_misshapen, True, "size mismatch")],
-)
-def test_a_state_that_does_not_fit(level: str, change: Any, strict: bool, error: str) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_state_that_does_not_fit(level: str, strict: bool) -> None:
     """As in torch, what fits is loaded all the same."""
     model, optimizer = started(level)
     before, target = model.state_dict(), Net().state_dict()
-    change(target)
-    if error:
-        with pytest.raises(RuntimeError, match=error):
-            model.load_state_dict(target, strict=strict)
-    else:
-        result = model.load_state_dict(target, strict=strict)
-        assert result.missing_keys == ["first.weight"]
+    target["first.weight"] = torch.ones(2, 2)
+    if not strict:
+        del target["first.weight"]
+    with nullcontext() if not strict else pytest.raises(RuntimeError, match="size mismatch"):
+        assert model.load_state_dict(target, strict=strict).missing_keys == ["first.weight"]
     after = model.state_dict()
     assert same(after["first.weight"], before["first.weight"])
     assert same(after["last.weight"], target["last.weight"])

@@ -104,20 +104,6 @@ def test_steps_and_clipping_inside_a_block_are_refused(
     optimizer.step()
 
 
-@exact_levels
-def test_large_earlier_gradients_survive_a_delayed_block(level: str) -> None:
-    """Multiplied by the scale they would overflow in float16, and lose digits in bfloat16."""
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    for value, delay in ((0.875, False), (0.875, False), (2.0**-8, True), (2.0**-8, False)):
-        loss = model(torch.ones(1, 1)).float().sum() * value
-        scaled_backward(loss, optimizer, delay_unscale=delay)
-    (param,) = preamp.master_params(optimizer)
-    assert_same(param.grad, torch.tensor([[1.75 + 2.0**-7]]))
-    assert preamp.engine_of(model).loss_scale() == 2.0**16
-
-
 # -- which parameters take part --------------------------------------------------------------------
 
 

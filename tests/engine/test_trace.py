@@ -23,7 +23,8 @@ import attribution
 import preamp
 from attribution import Score
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
-from kit.loops import begin, scaled_backward, scaled_step
+from kit.loops import scaled_backward, scaled_step
+from kit.refusals import refused
 from kit.run import Run
 from preamp.numerics import Float32Record, TraceRecord
 
@@ -390,12 +391,9 @@ def test_static_scales(level: str, scale: float, way: str) -> None:
 
 @pytest.mark.parametrize("value", ["stop", True, []])
 def test_other_words_are_refused(value: Any) -> None:
-    text = (
-        f"overflow={value!r} is not known. Allowed are 'skip' (the step is skipped and told) and "
-        "'trace' (modules are watched too, to tell the first to go wrong). Choose one of the two."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        preamp.initialize(Model(), opt_level="O2", overflow=value)
+    model = Model()
+    with refused("engine", "unknown overflow", model, given=repr(value)):
+        preamp.initialize(model, opt_level="O2", overflow=value)
 
 
 def test_preamp_off() -> None:
@@ -428,28 +426,28 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda model: model.compile(backend="aot_eager"),
+    "function": lambda model: torch.compile(model, backend="aot_eager"),
+    "without a graph of its own": lambda model: torch.compile(model, backend="eager"),
+    "with the loss": lambda model: torch.compile(
+        lambda x: model(x).square().sum(), backend="eager"
+    ),
+    "scripted": lambda model: torch.jit.trace(model, torch.ones(3, 4)),
+}
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("good_steps", [0, 1])
-@pytest.mark.parametrize(
-    "way", ["in place", "function", "without a graph of its own", "with the loss", "scripted"]
-)
+@pytest.mark.parametrize("way", COMPILED)
 def test_of_a_model_that_is_compiled_as_a_whole_nothing_is_seen(
     way: str, good_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In its first step too; then it is watched no longer: hooks would have it compiled anew."""
     run = Watched("O1", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), verbosity=1)
     before = hooks_of(run.model)
-    if way == "in place":
-        run.model.compile(backend="aot_eager")
-    elif way == "scripted":
-        run.forward = torch.jit.trace(run.model, torch.ones(3, 4))
-    elif way == "with the loss":
-        run.forward = torch.compile(lambda x: run.model(x).square().sum(), backend="eager")
-    else:
-        run.forward = torch.compile(
-            run.model, backend="aot_eager" if way == "function" else "eager"
-        )
+    run.forward = COMPILED[way](run.model) or run.model
     run.engine.trace_overflow()
     for _ in range(good_steps):
         run.train()
@@ -476,22 +474,17 @@ def test_a_scripted_part() -> None:
 
 def test_what_a_step_computed_goes_with_the_step() -> None:
     """Nothing of it waits for Python's garbage collector, which on a GPU would cost memory."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = begin("O2", model, torch.optim.SGD(model.parameters(), lr=0.125), overflow="trace")
+    run = Watched("O2", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), overflow="trace")
     kept: list[weakref.ref[torch.Tensor]] = []
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
-            hidden = model[0](torch.ones(2, 4))
+            hidden = run.model[0](torch.ones(2, 4))
             weight = torch.ones(2, 1) / 2  # made from data between a forward and its loss
-            loss = (model[1](hidden).float() * weight).square().mean()
             kept += [weakref.ref(hidden), weakref.ref(weight)]
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del hidden, weight, loss, scaled
+            run.learn((run.model[1](hidden).float() * weight).square().mean())
+            del hidden, weight
         alive = [one() is not None for one in kept[:4]]
     finally:
         gc.enable()
@@ -502,12 +495,8 @@ def test_what_a_step_computed_goes_with_the_step() -> None:
 def test_a_static_scale_above_one_may_be_smaller(
     scale: float, is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    options: dict[str, Any] = {"loss_scale": scale, "overflow": "trace", "verbosity": 0}
-    preamp.initialize(model, optimizer, opt_level="O2", **options)
-    scaled_backward(model(torch.ones(2, 4)).float().sum() * 1e6, optimizer)
-    optimizer.step()
+    run = Watched("O2", nn.Linear(4, 4), loss_scale=scale, overflow="trace")
+    run.train(factor=1e6)
     out = capsys.readouterr().out
     assert "The step is taken, since the loss scale is static" in out
     assert ("A smaller loss_scale can help; 'dynamic' finds one" in out) == is_told

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -52,26 +52,6 @@ class Bowl(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.deep * x).square().sum() / 2 + self.flat.square().sum() / 2
-
-
-@with_masters
-@pytest.mark.parametrize("write", [False, True])
-def test_exact_weights_between_a_forward_and_its_backward(level: str, write: bool) -> None:
-    """An average may be taken there; weights that the forward saved and are written to are not."""
-    pair = Pair(level, lambda ps: torch.optim.SGD(ps, lr=0.5), Bowl, loss_scale=128.0)
-    loss = pair.model(torch.ones(4)).float()
-    with preamp.engine_of(pair.model).exact_weights(), torch.no_grad():
-        AveragedModel(pair.model).update_parameters(pair.model)
-        if write:
-            for param in pair.model.parameters():
-                param.mul_(1.0)
-    with ExitStack() as stack:
-        if write:
-            stack.enter_context(pytest.raises(RuntimeError, match="modified by an inplace"))
-        scaled_backward(loss, pair.optimizer)
-        pair.plain(torch.ones(4)).backward()
-        pair.step()
-        pair.check()
 
 
 class Mixture(nn.Module):
@@ -188,84 +168,62 @@ def check_halves_at_forward(pair: Pair) -> None:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD: trains at y, evaluates at x, between which train() and eval() move."""
+    """Schedule-free SGD: trains at y, evaluates at x, between which train() and eval() move.
 
-    def _of(self, p: torch.Tensor) -> torch.Tensor:
-        return p
+    It moves the parameters, their ``data``, of which torch counts no write, or a buffer that all of
+    them lie in.
+    """
 
-    def __init__(self, params: Iterable[Any]) -> None:
+    def __init__(self, params: Iterable[Any], how: str = "parameters") -> None:
         super().__init__(params, {"lr": 2.0**-3})
-        self.is_training = True
+        self.how, given = how, self.param_groups[0]["params"]
+        flat = torch.cat([p.detach().reshape(-1) for p in given])
+        parts = flat.split([p.numel() for p in given])
+        self.views = [part.view(p.shape) for p, part in zip(given, parts, strict=True)]
+        for p, view in zip(given, self.views, strict=True):
+            if how == "buffer":
+                p.data = view
 
-    def _each(self) -> Iterable[torch.Tensor]:
-        return (p for group in self.param_groups for p in group["params"])
+    def each(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters, and what is written to."""
+        given = self.param_groups[0]["params"]
+        kinds = {"parameters": given, "data": [p.data for p in given], "buffer": self.views}
+        return list(zip(given, kinds[self.how], strict=True))
 
     @torch.no_grad()
-    def eval(self) -> None:
-        moved = [p for p in self._each() if self.is_training and "z" in self.state[p]]
-        given = list(map(self._of, moved))  # all first, as foreach functions want them
-        for p, x in zip(moved, given, strict=True):
-            x.lerp_(end=self.state[p]["z"], weight=-1.0)
-        self.is_training = False
-
-    @torch.no_grad()
-    def train(self) -> None:
-        for p in self._each() if not self.is_training else ():
+    def move(self, by: float) -> None:
+        for p, x in self.each():
             if "z" in self.state[p]:
-                self._of(p).lerp_(end=self.state[p]["z"], weight=0.5)
-        self.is_training = True
+                x.lerp_(end=self.state[p]["z"], weight=by)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        for p in self._each():
+        for p, x in self.each():
             if p.grad is not None:
                 z = self.state[p].setdefault("z", p.clone())
-                self._of(p).lerp_(end=z, weight=0.5)
-                self._of(p).add_(p.grad, alpha=-(2.0**-5))
+                x.lerp_(end=z, weight=0.5)
+                x.add_(p.grad, alpha=-(2.0**-5))
                 z.sub_(p.grad, alpha=2.0**-3)
 
 
-class ScheduleFreeByData(ScheduleFree):
-    """As many packages have it: torch counts no write."""
-
-    def _of(self, p: torch.Tensor) -> torch.Tensor:
-        return p.data
-
-
-class ScheduleFreeByBuffer(ScheduleFree):
-    """Moves a buffer that all parameters lie in; the parameters themselves are not touched."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params)
-        given = list(self._each())
-        self.flat = torch.cat([p.detach().reshape(-1) for p in given])
-        parts = self.flat.split([p.numel() for p in given])
-        self.views = [part.view(p.shape) for p, part in zip(given, parts, strict=True)]
-        for p, view in zip(given, self.views, strict=True):
-            p.data = view
-
-    def _of(self, p: torch.Tensor) -> torch.Tensor:
-        return self.views[[id(each) for each in self._each()].index(id(p))]
-
-
 @with_masters
-@pytest.mark.parametrize("build", [ScheduleFree, ScheduleFreeByData, ScheduleFreeByBuffer])
-def test_what_schedule_free_moves_counts(level: str, build: Any) -> None:
+@pytest.mark.parametrize("how", ["parameters", "data", "buffer"])
+def test_what_schedule_free_moves_counts(level: str, how: str) -> None:
     """In the next forward, the state and the next step, after a load as well."""
-    pair = Pair(level, build)
+    pair = Pair(level, lambda params: ScheduleFree(params, how))
     both: Any = (pair.optimizer, pair.plain_optimizer)
     for index in range(3):
         pair.train(index)
         for owner in (pair.model, pair.optimizer, pair.engine) if index == 1 else ():
             owner.load_state_dict(copy.deepcopy(owner.state_dict()))
         for optimizer in both:
-            optimizer.eval()
+            optimizer.move(-1.0)  # eval()
         check_halves_at_forward(pair)
         for key, value in pair.model.state_dict().items():
             assert_same(value, pair.plain.state_dict()[key], key)
         for optimizer in both:
-            optimizer.train()
+            optimizer.move(0.5)  # train()
     check_halves_at_forward(pair)
     pair.check()
 
@@ -307,25 +265,6 @@ def test_a_step_that_fails_half_way_leaves_no_stale_half_weight(level: str) -> N
     engine = preamp.engine_of(model)
     assert all(engine.master_of(param) is not None for param in model.parameters())
     assert halves_match(model)
-
-
-@with_masters
-def test_masters_that_a_step_hook_changes_are_rounded_again(level: str) -> None:
-    @torch.no_grad()
-    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for master in preamp.master_params(optimizer):
-            master.clamp_(-0.01, 0.01)
-
-    def build(params: Iterable[Any]) -> torch.optim.Optimizer:
-        optimizer = preamp.optimizers.FusedAdam(params)
-        optimizer.register_step_post_hook(clamp)  # before the engine's own hook
-        return optimizer
-
-    pair = Pair(level, build)
-    pair.ours(0)
-    pair.optimizer.step()
-    assert max(half.abs().max() for half in pair.model.parameters()) <= 0.011
-    assert halves_match(pair.model)
 
 
 # -- writes to half weights that leave no version behind -------------------------------------------
