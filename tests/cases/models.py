@@ -32,8 +32,8 @@ class Exact(nn.Module):
             for param in self.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.norm.weight - 2 * self.norm.bias
+    def forward(self, x: torch.Tensor, parts: str = "ab") -> torch.Tensor:
+        return self.linear(x) + self.norm.weight - 2 * self.norm.bias  # all of it, as in `Parts`
 
 
 def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:

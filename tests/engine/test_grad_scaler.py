@@ -16,7 +16,6 @@ from torch import nn
 import preamp
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, loss_of
-from cases.optimizers import clone_state
 from cases.selection import examples
 from cases.tolerances import assert_same
 from kit.loops import begin, scaled_backward
@@ -54,23 +53,20 @@ class Loop:
     def backward(self, which: tuple[int, ...], *, damaged: bool = False) -> None:
         for one in which:
             self.damages[one].armed = damaged
-        self.index += 1
-        loss = loss_of([self.models[one] for one in which], self.index)
-        self.scaler.scale(loss).backward()
+        self.scaled(which).backward()
 
-    def multiply(self, which: int, factor: float) -> None:
-        """As a clip does, exactly."""
+    def scaled(self, which: tuple[int, ...]) -> torch.Tensor:
+        self.index += 1
+        return self.scaler.scale(loss_of([self.models[one] for one in which], self.index))
+
+    def each(self, which: int, change: Callable[[torch.Tensor], object]) -> None:
+        """Change all gradients, as a clip does by a factor."""
         for param in self.models[which].parameters():
             if param.grad is not None:
-                param.grad.mul_(factor)
+                change(param.grad)
 
     def zero(self, which: int, *, to_none: bool = True) -> None:
         self.optimizers[which].zero_grad(set_to_none=to_none)
-
-    def result(self) -> list[Any]:
-        states = [clone_state(optimizer) for optimizer in self.optimizers]
-        weights = [model.state_dict() for model in self.models]
-        return [weights, states, self.scaler.state_dict()]
 
 
 def assert_alike(ours: Loop, torchs: Loop) -> None:
@@ -95,15 +91,6 @@ def plain(loop: Loop) -> None:
         loop.scaler.step(loop.optimizers[0])
         loop.scaler.update()
         loop.zero(0)
-
-
-def accumulation(loop: Loop) -> None:
-    for number in range(9):
-        loop.backward((0,), damaged=number == 4)
-        if number % 3 == 2:
-            loop.scaler.step(loop.optimizers[0])
-            loop.scaler.update()
-            loop.zero(0)
 
 
 KINDS = ("backward", "unscale", "multiply", "step", "zero")
@@ -171,54 +158,59 @@ def test_any_program_does_what_it_does_with_torchs(
 
 
 def _outcome(loop: Loop, kind: str, which: tuple[int, ...]) -> object:
-    optimizer = loop.optimizers[which[0]] if which else None
+    """What an act is refused with."""
     try:
-        if kind in ("backward", "overflow"):
-            loop.backward(which, damaged=kind == "overflow")
-        elif kind == "anew":  # where some zero
-            loop.index += 1
-            scaled = loop.scaler.scale(loss_of([loop.models[w] for w in which], loop.index))
-            loop.zero(which[0], to_none=loop.index % 2 == 0)
-            scaled.backward()
-        elif kind == "lost":  # whose backward ran out of memory
-            loop.scaler.scale(loss_of([loop.models[w] for w in which], loop.index))
-        elif kind == "freeze":
-            weight = loop.models[which[0]].b.weight
-            weight.requires_grad_(not weight.requires_grad)
-        elif kind == "clean":  # which leaves an overflow one
-            for param in loop.models[which[0]].parameters():
-                if param.grad is not None:
-                    param.grad.nan_to_num_(0.0, 0.0, 0.0)
-        elif kind == "sum":  # of losses that were scaled one by one, and in a list
-            loop.index += 1
-            first = loop.scaler.scale(loss_of(loop.models[:1], loop.index))
-            second, third = loop.scaler.scale(
-                [loss_of(loop.models, loop.index), loss_of(loop.models[1:], loop.index)]
-            )
-            (first + second + third).backward()
-        elif kind == "set":
-            loop.scaler.set_growth_factor(2.0 ** (1 + loop.index % 2))
-            loop.scaler.set_backoff_factor(2.0 ** -(1 + loop.index % 3))
-            scale = 2.0 ** (5 + loop.index % 4)
-            loop.scaler.update(torch.tensor(scale) if loop.index % 2 else scale)
-        elif kind == "unscale":
-            loop.scaler.unscale_(optimizer)
-        elif kind == "multiply":
-            loop.multiply(which[0], 0.5)
-        elif kind == "step":
-            loop.scaler.step(optimizer)
-        elif kind == "update":
-            loop.scaler.update()
-        elif kind in ("zero", "fill"):
-            loop.zero(which[0], to_none=kind == "zero")
-        elif kind == "drop":
-            for param in loop.models[which[0]].parameters():
-                param.grad = None
-        else:
-            loop.scaler.get_scale()
+        ACTS[kind](loop, *which)
     except (AssertionError, RuntimeError) as error:
         return type(error), str(error)
     return None
+
+
+def _anew(loop: Loop, *which: int) -> None:
+    """Where some zero."""
+    scaled = loop.scaled(which)
+    loop.zero(which[0], to_none=loop.index % 2 == 0)
+    scaled.backward()
+
+
+def _sum(loop: Loop, *which: int) -> None:
+    """Of losses that were scaled one by one, and in a list."""
+    first = loop.scaled((0,))
+    losses = [loss_of(loop.models, loop.index), loss_of(loop.models[1:], loop.index)]
+    second, third = loop.scaler.scale(losses)
+    (first + second + third).backward()
+
+
+def _set(loop: Loop, *which: int) -> None:
+    loop.scaler.set_growth_factor(2.0 ** (1 + loop.index % 2))
+    loop.scaler.set_backoff_factor(2.0 ** -(1 + loop.index % 3))
+    scale = 2.0 ** (5 + loop.index % 4)
+    loop.scaler.update(torch.tensor(scale) if loop.index % 2 else scale)
+
+
+def _freeze(loop: Loop, which: int) -> None:
+    weight = loop.models[which].b.weight
+    weight.requires_grad_(not weight.requires_grad)
+
+
+ACTS: dict[str, Callable[..., object]] = {
+    "backward": lambda loop, *which: loop.backward(which),
+    "overflow": lambda loop, *which: loop.backward(which, damaged=True),
+    "anew": _anew,
+    "lost": lambda loop, *which: loop.scaled(which),  # whose backward ran out of memory
+    "sum": _sum,
+    "set": _set,
+    "freeze": _freeze,
+    "clean": lambda loop, which: loop.each(which, lambda grad: grad.nan_to_num_(0.0, 0.0, 0.0)),
+    "multiply": lambda loop, which: loop.each(which, lambda grad: grad.mul_(0.5)),
+    "drop": lambda loop, which: loop.models[which].zero_grad(),
+    "zero": lambda loop, which: loop.zero(which),
+    "fill": lambda loop, which: loop.zero(which, to_none=False),
+    "unscale": lambda loop, which: loop.scaler.unscale_(loop.optimizers[which]),
+    "step": lambda loop, which: loop.scaler.step(loop.optimizers[which]),
+    "update": lambda loop: loop.scaler.update(),
+    "read": lambda loop: loop.scaler.get_scale(),
+}
 
 
 SECOND = [(level, (0,)) for level in LEVEL_NAMES] + [(level, (1,)) for level in EXACT]
@@ -305,7 +297,6 @@ def test_numbers_are_asked_for_and_set_as_with_torchs(level: str) -> None:
 def test_states_are_exchanged_with_torchs(level: str) -> None:
     ours, torchs = both(level)
     plain(torchs)
-    accumulation(torchs)
     ours.scaler.load_state_dict(torchs.scaler.state_dict())
     assert ours.scaler.state_dict() == torchs.scaler.state_dict()
     assert preamp.engine_of(ours.optimizers[0]).loss_scale() == torchs.scaler.get_scale()

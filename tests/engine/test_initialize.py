@@ -18,6 +18,7 @@ import preamp
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS
 from kit.compare import halves_match, same
 from kit.loops import weights
+from kit.refusals import assert_approved
 from kit.run import ALL, MASTERS, PLAIN, Net, Run
 from preamp import amp
 from preamp.optim import MasterParameter
@@ -100,38 +101,24 @@ def test_all_arguments_explicitly_with_their_defaults() -> None:
     assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"].replace(scope="thread")
 
 
-# -- printing --------------------------------------------------------------------------------
+@pytest.mark.parametrize("keyword", ["combine_grad", "cast_batchnorm"])
+def test_unknown_keyword_of_another_fork(keyword: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        amp.initialize(Net(), **{keyword: True})
 
-BRIEFS = {
-    "O0": "O0:  Pure FP32 training.",
-    "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
-    "O3": "O3:  Pure FP16 training.",
-    "O4": "O4:  Insert automatic BF16 casts around Pytorch functions and Tensor methods.",
-    "O5": "O5:  BF16 training with FP32 batchnorm and FP32 master weights.",
-}
+
+def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert halves_match(Run("O2", door=amp).play("iterate").model)
+
+
+# -- printing --------------------------------------------------------------------------------
 
 
 @LEVELS
-def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_apex_prints_is_printed(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(Net(), opt_level=level, loss_scale="128.0")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
-    options = (
-        "enabled opt_level cast_model_type patch_torch_functions patch_torch_functions_type "
-        "keep_batchnorm_fp32 master_weights loss_scale"
-    ).split()
-    assert lines[0] == f"Selected optimization level {BRIEFS[level]}"
-    assert lines[1] == "Defaults for this optimization level are:"
-    assert [line.split(" : ")[0].strip() for line in lines[2:10]] == options
-    assert lines[10:12] == [
-        "Processing user overrides (additional kwargs that are not None)...",
-        "After processing overrides, optimization options are:",
-    ]
-    assert [line.split(" : ")[0].strip() for line in lines[12:]] == options
-    default = preamp.OPT_LEVELS[level].loss_scale
-    assert lines[9] == f"loss_scale                 : {default}"
-    assert lines[19] == "loss_scale                 : 128.0"
-    assert lines[2] == "enabled                    : True"
+    assert_approved("printed", level, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("verbosity", [0, False, "0"])
@@ -154,21 +141,10 @@ def test_skipped_step_is_told_by_the_first_rank(
     assert capsys.readouterr().out == ""
 
 
-SUMMARIES = {
-    "O0": "O0 in float32, no float32 masters, loss scale 1.0",
-    "O1": "O1 in float16, no float32 masters, loss scale dynamic",
-    "O2": "O2 in float16, 6 float32 masters, loss scale dynamic",
-    "O3": "O3 in float16, no float32 masters, loss scale 1.0",
-    "O4": "O4 in bfloat16, no float32 masters, loss scale 1.0",
-    "O5": "O5 in bfloat16, 6 float32 masters, loss scale 1.0",
-}
-
-
 @LEVELS
 def test_preamps_own_door_says_one_line(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     Run(level, verbosity=1, backend="reference")
-    told = f"preamp: {SUMMARIES[level]}, back end reference\n"
-    assert capsys.readouterr().out == told
+    assert_approved("summaries", level, capsys.readouterr().out)
 
 
 def test_what_fails_says_nothing_before(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,31 +9,15 @@ in ``test_programs``.
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import preamp
 from cases.levels import LEVEL_NAMES, LEVELS
-from cases.models import Damage, Exact, loss_of
-from cases.optimizers import ALL, NO_ROW, OptimizerCase
+from cases.models import Damage, Exact
+from cases.optimizers import ALL, NO_ROW
 from kit.pair import Pair
-
-
-class Whole(Pair):
-    """A linear layer, half where weights are, and a norm that is float32 at O2 and O5."""
-
-    def __init__(self, level: str, row: OptimizerCase, **options: Any) -> None:
-        super().__init__(level, row.build, Exact, **options)
-
-    def loss(self, index: int, parts: str = "") -> torch.Tensor:
-        return loss_of([self.model], index)
-
-    def plain_loss(self, index: int, parts: str = "") -> torch.Tensor:
-        with preamp.disable_casts():
-            return loss_of([self.plain], index)
-
 
 ROWS = {row.name: row for row in ALL} | {
     f"{row.name}, {variant}": replace(row, options={**row.options, variant: True})
@@ -59,7 +43,7 @@ def test_training_equals_plain_torch(level: str, optimizer: str, overflow: str) 
     if level in row.skips:
         pytest.skip(row.skips[level])
     # Static scales do not look.
-    pair = Whole(level, row, loss_scale=None if value is None else "dynamic")
+    pair = Pair(level, row.build, Exact, loss_scale=None if value is None else "dynamic")
     scale = pair.engine.loss_scale()
     damage = None if value is None else Damage(pair.model.get_parameter(target), value)
     for step in range(3):

@@ -118,35 +118,6 @@ def bad_layer() -> nn.Linear:
     return layer
 
 
-def of_frozen_layer(x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return bad_layer()(x)
-
-
-@pytest.mark.parametrize(
-    ("make", "phase"),
-    [
-        (lambda x: x, "data"),
-        (lambda x: torch.stack([x[0], x[1]]).requires_grad_(), "data"),
-        (lambda x: x.log(), "given"),
-        (lambda x: x.log().detach()[:1], "given"),
-        (lambda x: x.mul_(math.inf), "given"),
-        (lambda x: (x.double() * 1e300).float(), "given"),
-        (of_frozen_layer, "given"),
-    ],
-)
-def test_data_are_what_no_function_has_made(
-    make: Callable[[torch.Tensor], torch.Tensor], phase: str
-) -> None:
-    """Else it may be another model's, or computed by the program, and that is said."""
-    model = Function(torch.tanh)
-    run = Watched("O0", model, overflow="trace")
-    run.learn(model(torch.ones(2, 4)).sum())
-    run.learn(model(make(torch.full((2, 4), math.nan if phase == "data" else -1.0))).sum())
-    assert run.told == ("Function", phase, "")
-    assert "came in with the data" not in run.trace.told()
-
-
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_weight_outside_of_the_watched_modules(is_frozen: bool) -> None:
     model, judge = Function(torch.tanh), bad_layer().requires_grad_(not is_frozen)

@@ -13,8 +13,8 @@ from cases.levels import WITH_MASTERS
 from cases.models import Parts
 from cases.tolerances import assert_same
 from kit.loops import scaled_backward
-from kit.pair import Build, sgd
 from kit.refusals import refused
+from kit.run import PLAIN, Run, assert_alike
 
 levels = pytest.mark.parametrize("level", ["O0", "O1", "O4"])  # where weights stay float32
 X = torch.tensor([[1.0, 2.0, -1.0], [2.0, 0.0, 1.0]])
@@ -32,82 +32,61 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 # -- weights that come to a second optimizer between a backward and a step ------------------------
 
 
-class Sharing:
-    """An optimizer of a model and one of something else, and the same in plain torch."""
+class Sharing(Run):
+    """An optimizer of a model and one of something else, which comes to have weights of both."""
 
-    def __init__(self, level: str, build: Build = sgd, **options: Any) -> None:
-        self.model, self.side = Parts(), nn.Linear(3, 2)
-        self.plain, self.plain_side = copy.deepcopy(self.model), copy.deepcopy(self.side)
-        self.ours = [build(part.parameters()) for part in (self.model, self.side)]
-        self.theirs = [build(part.parameters()) for part in (self.plain, self.plain_side)]
-        models, options = [self.model, self.side], {"loss_scale": 128.0, **options}
-        preamp.initialize(models, self.ours, opt_level=level, verbosity=0, **options)
-        self.engine = preamp.engine_of(self.model)
+    def __init__(self, level: str) -> None:
+        super().__init__(level, model=Parts, count=2, loss_scale=128.0)
 
-    def backward(self, part: str, *optimizers: torch.optim.Optimizer) -> None:
-        scaled_backward(self.loss(self.model, part), optimizers or self.ours[0])
-        with preamp.disable_casts():
-            self.loss(self.plain, part).backward()
-
-    def loss(self, model: nn.Module, part: str) -> torch.Tensor:
-        return model(X, part).float().sum() / 8
+    def made(self, part: str, count: int = 1) -> None:
+        """A backward of the first model, for so many of the optimizers."""
+        loss = self.model(X, part).float().sum() / 8
+        loss.backward() if self.row is None else scaled_backward(loss, self.optimizers[:count])
 
     def share(self) -> None:
-        """Give the second optimizers the first layer's bias and the second one's weight."""
-        for optimizer, model in ((self.ours[1], self.model), (self.theirs[1], self.plain)):
-            optimizer.add_param_group({"params": [model.a.bias, model.b.weight]})
-
-    def step(self) -> None:
-        for optimizer, other in zip(self.ours, self.theirs, strict=True):
-            optimizer.step()
-            with preamp.disable_casts():
-                other.step()
-
-    def zero(self) -> None:
-        for optimizer in (*self.ours, *self.theirs):
-            optimizer.zero_grad()
-
-    def check(self) -> None:
-        for param, wanted in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            assert_same(param.detach(), wanted.detach())
+        """Give the second optimizer the first layer's bias and the second one's weight."""
+        given = [self.model.a.bias, self.model.b.weight]
+        self.optimizers[1].add_param_group({"params": given})
 
 
 @levels
 @pytest.mark.parametrize("trained", [False, True])
 def test_weights_shared_after_a_step(level: str, trained: bool) -> None:
-    run = Sharing(level)
-    if trained:
-        run.backward("ab")
-        run.step()
-        run.zero()
-    run.share()
+    runs = [Sharing(level), Sharing(PLAIN)]
+    for run in runs:
+        if trained:
+            run.made("ab")
+            run.play("step; zero")
+        run.share()
     for part in ("a", "ab"):
-        run.backward(part, *run.ours)
-        run.backward("b", *run.ours)
-        run.step()
-        run.check()
-        run.zero()
+        for run in runs:
+            run.made(part, 2)
+            run.made("b", 2)
+            run.play("step; zero")
+        assert_alike(*runs)
 
 
 @levels
 def test_weights_are_not_shared_before_a_step(level: str) -> None:
-    run = Sharing(level)
-    run.backward("ab")
+    runs = run, plain = [Sharing(level), Sharing(PLAIN)]
+    run.made("ab")
     with refused("engine", "weights shared before a step", changes=True):
         run.share()
-    assert len(run.ours[1].param_groups) == 1
-    run.step()
-    run.check()
+    assert len(run.optimizers[1].param_groups) == 1
+    plain.made("ab")
+    for one in runs:
+        one.step()
+    assert_alike(*runs)
 
 
 @levels
 def test_weights_are_not_shared_in_a_block(level: str) -> None:
     run = Sharing(level)
-    with preamp.scale_loss(run.loss(run.model, "ab"), run.ours[0]) as scaled:
+    with preamp.scale_loss(run.model(X, "ab").float().sum(), run.optimizer) as scaled:
         scaled.backward()
         with pytest.raises(preamp.PreampStateError, match="add_param_group was called inside"):
             run.share()
-        assert len(run.ours[1].param_groups) == 1
+        assert len(run.optimizers[1].param_groups) == 1
 
 
 @levels
@@ -162,14 +141,14 @@ def test_a_half_weight_that_is_to_join_a_second_optimizer_is_refused(
     """The step that was under way goes on, and so does the second optimizer."""
     run = Sharing(level)
     run.model.b.weight.requires_grad_(not is_frozen)
-    run.backward("ab")
-    held: Any = run.ours[0].param_groups[0]["params"]
+    run.made("ab")
+    held: Any = run.optimizers[0].param_groups[0]["params"]
     weight = held[2] if as_masters else run.model.b.weight
     with refused(*SHARED, changes=True, weight="0.b.weight", second="an SGD"):
-        run.ours[1].add_param_group({"params": [weight]})
-    assert [len(one.param_groups) for one in run.ours] == [1, 1]
-    run.ours[1].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    for optimizer in run.ours:
+        run.optimizers[1].add_param_group({"params": [weight]})
+    assert [len(one.param_groups) for one in run.optimizers] == [1, 1]
+    run.optimizers[1].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    for optimizer in run.optimizers:
         optimizer.step()
     assert run.engine.steps_applied == 2
 
@@ -178,6 +157,6 @@ def test_a_half_weight_that_is_to_join_a_second_optimizer_is_refused(
 def test_a_half_weight_written_into_the_groups_of_a_second_optimizer_is_refused(level: str) -> None:
     """There is no call to refuse it in, so the next block does."""
     run = Sharing(level)
-    run.ours[1].param_groups[0]["params"].append(run.model.b.weight)
+    run.optimizers[1].param_groups[0]["params"].append(run.model.b.weight)
     with refused(*SHARED, changes=True, weight="0.b.weight", second="an SGD"):
-        run.backward("ab", *run.ours)
+        run.made("ab", 2)

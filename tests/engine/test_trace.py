@@ -311,29 +311,19 @@ def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @levels
-def test_hooks_go_after_an_overflow(level: str) -> None:
-    run = Watched(level)
+@pytest.mark.parametrize("stays", [False, True])
+def test_hooks_go_after_an_overflow_or_stay_on_request(level: str, stays: bool) -> None:
+    run = Watched(level, overflow="trace" if stays else "skip")
     before = hooks_of(run.model)
-    run.engine.trace_overflow()
-    run.engine.trace_overflow()
-    assert all(now > then for now, then in zip(hooks_of(run.model), before, strict=True))
-    run.train()
-    run.model.spoil.forward_by = math.inf
-    run.train()
-    assert hooks_of(run.model) == before
-    run.train()
-    assert [cause.was_watched for cause in run.engine.overflow_causes] == [True, False]
-
-
-def test_hooks_stay_on_request() -> None:
-    run = Watched(overflow="trace")
-    before = hooks_of(run.model)
-    for _ in range(2):
-        run.model.spoil.forward_by = math.inf
+    if not stays:
+        run.engine.trace_overflow()
+        run.engine.trace_overflow()
+        assert all(now > then for now, then in zip(hooks_of(run.model), before, strict=True))
+    for by in (1.0, math.inf, 1.0, math.inf):
+        run.model.spoil.forward_by = by
         run.train()
-        run.model.spoil.forward_by = 1.0
-        run.train()
-    assert [cause.was_watched for cause in run.engine.overflow_causes] == [True, True]
+    watched = [cause.was_watched for cause in run.engine.overflow_causes]
+    assert watched == [True, stays]
     assert hooks_of(run.model) == before
     run.engine.close()
     assert set(hooks_of(run.model)) == {0}
