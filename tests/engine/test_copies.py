@@ -17,6 +17,7 @@ from torch import nn
 import preamp
 import preamp.optimizers
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from engine.programs import COPIES
 from kit.compare import halves_match, same
 from kit.loops import masters, train_plain, train_step, weights
 from kit.run import Net, batch_of
@@ -32,23 +33,7 @@ BUILDS: dict[str, Build] = {
 }
 
 
-def pickled(thing: Any) -> Any:
-    return pickle.loads(pickle.dumps(thing))
-
-
-def saved(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": pickled,
-    "save": saved,
-}
-calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+calls = pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
 
 
 def started(level: str, build: str = "SGD", model: Any = Net, **more: Any) -> Any:

@@ -157,40 +157,44 @@ def test_a_failed_step_leaves_no_signals() -> None:
     assert {"found_inf", "grad_scale"}.isdisjoint(vars(pair.optimizer))
 
 
-@pytest.mark.usefixtures("far")
-class TestUnknownOutcomes:
-    """Steps that the device has decided on and the host has not asked about."""
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host hear of no outcome that it has not asked about."""
+    far_from_the_host(monkeypatch)
+    monkeypatch.setattr(ledger._Flag, "has_come", lambda _: False)
 
-    @pytest.fixture(autouse=True)
-    def on_the_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ledger._Flag, "has_come", lambda _: False)
 
-    def test_a_later_step_of_another_optimizer_stays_the_latest(self) -> None:
-        model, weight = Parts(), torch.nn.Parameter(torch.ones(2))
-        optimizers = [FusedAdam(model.parameters()), torch.optim.SGD([weight], lr=0.1)]
-        begin("O1", model, optimizers)
-        losses = (model.a.bias.sum() * math.inf, weight.sum())
-        for optimizer, loss in zip(optimizers, losses, strict=True):
-            scaled_backward(loss, optimizer)
-            optimizer.step()
-        engine = preamp.engine_of(model)
-        assert not engine.last_step_skipped
-        assert (engine.steps_applied, engine.steps_skipped) == (1, 1)
+@pytest.mark.usefixtures("unknown")
+def test_a_later_step_of_another_optimizer_stays_the_latest() -> None:
+    model, weight = Parts(), torch.nn.Parameter(torch.ones(2))
+    optimizers = [FusedAdam(model.parameters()), torch.optim.SGD([weight], lr=0.1)]
+    begin("O1", model, optimizers)
+    losses = (model.a.bias.sum() * math.inf, weight.sum())
+    for optimizer, loss in zip(optimizers, losses, strict=True):
+        scaled_backward(loss, optimizer)
+        optimizer.step()
+    engine = preamp.engine_of(model)
+    assert not engine.last_step_skipped
+    assert (engine.steps_applied, engine.steps_skipped) == (1, 1)
 
-    def test_steps_from_before_loading_do_not_count(self) -> None:
-        pair = Pair("O2", FusedAdam)
-        state = pair.engine.state_dict()
-        iterate(pair, 2)
-        pair.engine.load_state_dict(state)
-        assert pair.engine.steps_applied == 0
-        assert pair.engine.state_dict() == state
 
-    def test_close_closes_where_scaling_cannot_go_on(self) -> None:
-        pair = Pair("O2", FusedAdam, max_consecutive_skips=2)
-        overflow(pair, 3)
-        pair.engine.close()
-        assert pair.engine.closed
-        assert pair.engine.steps_skipped == 3
+@pytest.mark.usefixtures("unknown")
+def test_steps_from_before_loading_do_not_count() -> None:
+    pair = Pair("O2", FusedAdam)
+    state = pair.engine.state_dict()
+    iterate(pair, 2)
+    pair.engine.load_state_dict(state)
+    assert pair.engine.steps_applied == 0
+    assert pair.engine.state_dict() == state
+
+
+@pytest.mark.usefixtures("unknown")
+def test_close_closes_where_scaling_cannot_go_on() -> None:
+    pair = Pair("O2", FusedAdam, max_consecutive_skips=2)
+    overflow(pair, 3)
+    pair.engine.close()
+    assert pair.engine.closed
+    assert pair.engine.steps_skipped == 3
 
 
 # -- what a steady step costs in Python ------------------------------------------------------------

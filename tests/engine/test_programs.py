@@ -262,44 +262,35 @@ def smallest(case: Case) -> Case:
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 5))]
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")  # a dynamic scale without a block
-def test_programs_do_what_plain_torch_does(
-    level: str, part: int, pytestconfig: pytest.Config
-) -> None:
-    """Other programs are tried with ``--hypothesis-seed``."""
-    seed = pytestconfig.getoption("--hypothesis-seed")
-    try_all(
-        Dice(f"{seed} {level} {part} {number}").case(level)
-        for number in range(33 if part == 0 else 43)
-    )
+# Warnings of a dynamic scale without a block, and of moments in fewer bits
+variants = pytest.mark.filterwarnings(
+    "ignore:.*scale_loss:UserWarning", "ignore:.*was written to between two steps:UserWarning"
+)
 
 
+@variants
 @pytest.mark.parametrize(
     ("level", "storage"),
     [
+        *itertools.product(LEVEL_NAMES, ["full"]),
         *itertools.product(WITH_MASTERS, ["split"]),
         *itertools.product(EXACT, ["compact", "bfloat16"]),
     ],
 )
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
-def test_programs_do_so_in_every_storage(
+def test_programs_do_what_plain_torch_does(
     level: str, storage: str, part: int, pytestconfig: pytest.Config
 ) -> None:
-    seed = pytestconfig.getoption("--hypothesis-seed")
-    count = (15 if storage == "split" else 8) if part == 0 else 43
-    try_all(
-        Dice(f"{seed} {level} {part} {number} {storage}").case(level, storage)
-        for number in range(count)
-    )
+    """Other programs are tried with ``--hypothesis-seed``."""
+    seed = f"{pytestconfig.getoption('--hypothesis-seed')} {level} {part}"
+    kept = "" if storage == "full" else f" {storage}"
+    count = {"full": 33, "split": 15}.get(storage, 8) if part == 0 else 43
+    try_all(Dice(f"{seed} {number}{kept}").case(level, storage) for number in range(count))
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("backend", ["plain", "reference"])
-@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
+@variants
 def test_programs_do_so_without_compiled_kernels(level: str, backend: str) -> None:
     """To a few ulps, as formulas are not the same in torch's own kernels."""
     try_all(
@@ -314,8 +305,7 @@ KEPT = [*itertools.product(EXACT, ["full"]), *itertools.product(WITH_MASTERS, ["
 
 @pytest.mark.parametrize(("level", "storage"), KEPT)
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
+@variants
 def test_programs_give_the_same_bits_on_the_host(
     level: str, storage: str, part: int, pytestconfig: pytest.Config
 ) -> None:
@@ -338,10 +328,6 @@ def assert_same_bits(*cases: Case, **places: Any) -> None:
 
 
 # -- variants of one program ----------------------------------------------------------------------
-
-variants = pytest.mark.filterwarnings(
-    "ignore:.*scale_loss:UserWarning", "ignore:.*was written to between two steps:UserWarning"
-)
 
 
 def assert_variant(level: str, variant: Variant, seed: str, count: int = 3) -> None:
@@ -564,8 +550,7 @@ SCALES = ("dynamic", 128.0, 1.0)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("first", SHORT)
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 6, 9))])
-@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
+@variants
 def test_each_thing_may_follow_each_other(level: str, first: str, turn: int) -> None:
     """Between two backwards; each turn has half of all pairs at some level, all have each twice."""
     turn += LEVEL_NAMES.index(level) + list(SHORT).index(first)
@@ -582,7 +567,7 @@ def test_each_thing_may_follow_each_other(level: str, first: str, turn: int) -> 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", FOUND)
-@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
+@variants
 def test_programs_that_went_wrong(level: str, storage: str, name: str) -> None:
     optimizer = "SGD" if STORAGES[storage] == STORAGES["full"] else "FusedSGD"
     places: Any = {"storage": storage, "variant": VARIANTS["measured"]}

@@ -17,7 +17,7 @@ import preamp
 from cases.levels import HALF_WEIGHTS, WITH_MASTERS
 from kit.compare import halves_match, same
 from kit.loops import started, train_step
-from kit.run import Net
+from kit.run import Net, Run
 from preamp.core.torch_private.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
@@ -88,31 +88,18 @@ def test_extra_state(level: str) -> None:
     assert model.note == "loaded"
 
 
-class Tied(nn.Module):
-    """Two layers share one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
-
-
 @MASTERS
 def test_tied_weights(level: str) -> None:
-    model = Tied()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    exact = model.a.weight.detach().clone()
-    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    state = model.state_dict()
-    assert same(state["a.weight"], exact)
-    assert same(state["b.weight"], exact)
-    target = Tied().state_dict()
-    model.load_state_dict(target)
-    assert same(model.state_dict()["b.weight"], target["b.weight"])
-    assert model.a.weight is model.b.weight
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[1].weight = layers[0].weight
+    exact = layers[0].weight.detach().clone()
+    run = Run(level, model=lambda: nn.Sequential(*layers))
+    state = run.model.state_dict()
+    assert same([state["0.weight"], state["1.weight"]], [exact, exact])
+    state["0.weight"] = state["1.weight"] = exact * 2
+    run.model.load_state_dict(state)
+    assert same(run.model.state_dict()["1.weight"], exact * 2)
+    assert layers[0].weight is layers[1].weight
 
 
 # -- files of Apex ---------------------------------------------------------------------------

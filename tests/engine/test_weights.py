@@ -25,8 +25,6 @@ from cases.tolerances import assert_same
 from kit.compare import halves_match
 from kit.loops import begin, scaled_backward
 from kit.pair import Pair
-from preamp import fp16_utils
-from preamp.compat import flat
 
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 
@@ -271,27 +269,3 @@ def test_a_step_that_fails_half_way_leaves_no_stale_half_weight(level: str) -> N
 
 
 # -- the older wrappers ----------------------------------------------------------------------------
-
-
-WRAPPERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "fp16_utils": lambda opt: fp16_utils.FP16_Optimizer(opt, static_loss_scale=128.0),
-    "flat": lambda opt: flat.FP16_Optimizer(opt, static_loss_scale=128.0),
-}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_wrappers_notice_assigned_weights(wrapper: str, times: int, half: torch.dtype) -> None:
-    """The second tensor may come to lie where the first weight lay."""
-    params = [nn.Parameter(torch.zeros(64, 64, dtype=half)) for _ in range(20)]
-    optimizer = WRAPPERS[wrapper](torch.optim.SGD(params, lr=2.0**-10))
-    for step in range(1, 11):
-        for param in params:
-            for value in range(times):
-                param.data = torch.full_like(param.data, step + value)
-        optimizer.zero_grad()
-        optimizer.backward(sum((param.float() * 0).sum() for param in params))
-        optimizer.step()
-        for param in params:
-            assert_same(param.detach(), torch.full_like(param.data, step + times - 1))
