@@ -596,7 +596,7 @@ class World:
             f"initialize(model, [{self.kind}(a, q, n), {self.kind}(b)], {arguments}, "
             f"storage={self.storage!r})" + (f"  # frozen: {frozen}" if frozen else "")
         )
-        self.before = self.given()
+        self.before, kept = self.given(), self.identities()
         self.called: Any = None
         self.variant.door.initialize(
             self.ours,
@@ -608,6 +608,7 @@ class World:
             storage=storage_at(self.row, self.storage),
             **self.variant.options,
         )
+        assert self.identities() == kept, "parameters or groups are others"
         self.called = self.variant.wraps(self.ours)
         self.torch = names_of_torch()
         self.steps: list[tuple[int, bool, dict[int, float] | None, Notes]] = []
@@ -630,6 +631,12 @@ class World:
         self.has_delayed = [False, False]
         self.started = False
         self.half_written, self.master_written = [False, False], [False, False]
+
+    def identities(self) -> list[int]:
+        """What schedulers, wrappers and loops hold on to."""
+        groups = [group for optimizer in self.opts for group in optimizer.param_groups]
+        lists = [thing for group in groups for thing in (group, group["params"])]
+        return [id(thing) for thing in (*self.ours.parameters(), *self.ours.buffers(), *lists)]
 
     def convert_plain(self) -> None:
         """Bring what is compared with to the dtype in which the level's optimizer works."""

@@ -19,7 +19,7 @@ import preamp
 import preamp.optimizers
 from cases.host_reads import far_from_the_host
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
-from cases.models import values
+from cases.models import Parts, batch, values
 from cases.tolerances import assert_same
 from kit.loops import begin, scaled_backward
 from kit.pair import Pair
@@ -29,10 +29,6 @@ from preamp.optimizers import FusedAdam
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
-
-
-def masters_of(pair: Pair) -> list[Any]:
-    return list(preamp.master_params(pair.optimizer))
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -100,7 +96,7 @@ def test_clipping_an_overflow_gives_its_norm_and_skips(
     if by == "preamp":
         norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
     else:
-        norm = torch.nn.utils.clip_grad_norm_(masters_of(pair), 1.0, norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(pair.masters, 1.0, norm_type)
     assert not torch.isfinite(norm)
     pair.optimizer.step()
     assert pair.engine.last_step_skipped
@@ -239,7 +235,7 @@ def clipped(level: str) -> Pair:
 
 def assert_norm(pair: Pair) -> None:
     norm = preamp.clip_grad_norm_(pair.optimizer, math.inf)
-    grads = [torch.zeros(1), *(m.grad for m in masters_of(pair) if m.grad is not None)]
+    grads = [torch.zeros(1), *(m.grad for m in pair.masters if m.grad is not None)]
     assert float(norm) == pytest.approx(exact_norm(grads, 2), rel=1e-5)
 
 
@@ -247,7 +243,7 @@ def penalty(pair: Pair) -> None:
     """On the master of a weight whose half gradient is not there."""
     pair.optimizer.zero_grad()
     pair.ours(1, "a")
-    masters_of(pair)[2].double().square().sum().backward()
+    pair.masters[2].double().square().sum().backward()
 
 
 def written_outside(pair: Pair) -> None:
@@ -260,7 +256,7 @@ def written_outside(pair: Pair) -> None:
 
 
 def replaced(pair: Pair) -> None:
-    for master in masters_of(pair):
+    for master in pair.masters:
         master.grad = None
         master.grad = torch.full_like(master, 100.0)
 
@@ -271,10 +267,10 @@ def other_memory(pair: Pair) -> None:
 
 
 CHANGES: dict[str, Callable[[Pair], object]] = {
-    "drop": lambda pair: setattr(masters_of(pair)[0], "grad", None),
+    "drop": lambda pair: setattr(pair.masters[0], "grad", None),
     "accumulate": lambda pair: pair.ours(2),
-    "assign": lambda pair: setattr(first := masters_of(pair)[0], "grad", torch.ones_like(first)),
-    "write": lambda pair: masters_of(pair)[0].grad.mul_(3.0),
+    "assign": lambda pair: setattr(first := pair.masters[0], "grad", torch.ones_like(first)),
+    "write": lambda pair: pair.masters[0].grad.mul_(3.0),
     "penalty": penalty,
     "written outside": written_outside,
     "replaced": replaced,
@@ -304,6 +300,26 @@ def test_gradients_reduced_by_hand_have_another_norm(level: str) -> None:
         assert_norm(pair)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_the_norm_of_weights_of_which_another_optimizer_has_some(level: str) -> None:
+    """A census reads each gradient once, for the first of the two."""
+    model, other = Parts(), Parts()
+    every = [*model.parameters(), *other.parameters()]
+    both = [FusedAdam(model.parameters()), FusedAdam(every)]
+    optimizers = begin(level, [model, other], both, loss_scale="dynamic")
+    preamp.engine_of(model).scaler(0).set_scale(64.0)
+    x, norm = batch(0)[0], torch.zeros(())
+    for _ in range(3):
+        scaled_backward(model(x).float().sum() + other(x).float().sum(), optimizers)
+        wanted = torch.stack([p.grad.norm() for p in every if p.grad is not None]).norm()
+        for optimizer in optimizers:
+            norm = preamp.clip_grad_norm_(optimizer, 1e9)
+        torch.testing.assert_close(norm, wanted)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``preamp.GradScaler``: loops written for ``torch.amp``, before and after the one changed line."""
 
+import copy
 import pickle
 import warnings
 import weakref
@@ -316,11 +317,22 @@ def test_scaling_of_containers_is_torchs() -> None:
         assert loop.scaler.scale([]) == []
 
 
-def test_an_engine_that_is_off_turns_it_off() -> None:
+@pytest.mark.parametrize("off", ["scaler", "engine"])
+def test_without_scaling_it_lets_everything_through(off: str) -> None:
     model = Exact()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, enabled=False)
-    assert not preamp.GradScaler(optimizer).is_enabled()
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0, enabled=off != "engine")
+    scaler = preamp.GradScaler(optimizer, enabled=off != "scaler")
+    loss = loss_of([model], 0)
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    before = copy.deepcopy(model.state_dict())
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(before["linear.weight"], model.state_dict()["linear.weight"])
+    assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
+    scaler.load_state_dict({"scale": 4.0})
 
 
 # -- what a script does to unscaled gradients -----------------------------------------------------

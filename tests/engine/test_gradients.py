@@ -23,10 +23,6 @@ levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
-def masters_of(pair: Pair) -> list[Any]:
-    return list(preamp.master_params(pair.optimizer))
-
-
 def plain_params(pair: Pair) -> list[torch.Tensor]:
     return [p for group in pair.plain_optimizer.param_groups for p in group["params"]]
 
@@ -38,13 +34,13 @@ def plain_params(pair: Pair) -> list[torch.Tensor]:
 def test_master_gradients_are_made_when_read(level: str) -> None:
     pair = Pair(level)
     pair.backward(0)
-    assert not any(master.has_materialized_grad for master in masters_of(pair))
-    first = masters_of(pair)[0]
+    assert not any(master.has_materialized_grad for master in pair.masters)
+    first = pair.masters[0]
     assert_same(first.grad, plain_params(pair)[0].grad)
-    assert [master.has_materialized_grad for master in masters_of(pair)] == [True] * 4
+    assert [master.has_materialized_grad for master in pair.masters] == [True] * 4
     pair.step()
-    assert not any(master.has_materialized_grad for master in masters_of(pair))
-    assert all(master.grad is None for master in masters_of(pair))
+    assert not any(master.has_materialized_grad for master in pair.masters)
+    assert all(master.grad is None for master in pair.masters)
     pair.check()
 
 

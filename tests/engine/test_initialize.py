@@ -218,20 +218,6 @@ def test_conversion(level: str, options: dict[str, Any], weight: Any, norm: Any)
         assert tensor.dtype is FIXED.get(name, wanted), name
 
 
-@LEVELS
-def test_parameters_and_groups_keep_their_identity(level: str) -> None:
-    run = Run(level, starts=False)
-    params, buffers = [*run.model.parameters()], [*run.model.buffers()]
-    groups, lists = run.optimizer.param_groups, [g["params"] for g in run.optimizer.param_groups]
-    inner = list(groups)
-    run.initialize()
-    assert run.optimizer.param_groups is groups
-    assert all(a is b for a, b in zip(groups, inner, strict=True))
-    assert all(group["params"] is params for group, params in zip(groups, lists, strict=True))
-    assert all(a is b for a, b in zip(run.model.parameters(), params, strict=True))
-    assert all(a is b for a, b in zip(run.model.buffers(), buffers, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
 @pytest.mark.parametrize("level", MASTERS)
 def test_existing_gradients_count(level: str) -> None:

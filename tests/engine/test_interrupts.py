@@ -191,53 +191,49 @@ def sample(lines: list[Line], every: int, offset: int) -> list[Line]:
     return list(dict.fromkeys((*first.values(), *last.values())))[offset::every]
 
 
-def check_initialize(level: str, every: int = 1, offset: int = 0, **options: Any) -> None:
+def check_lines(what: str, level: str, every: int = 1, offset: int = 0, **options: Any) -> None:
     subjects = Subjects(level, **options)
-    lines = lines_of(subjects.initialize)
-    subjects.close()
-    hits = 0
-    for line in (wanted := sample(lines, every, offset)):
-        hits += interrupt(subjects.initialize, line)
-        subjects.check(None, line)
+    call = subjects.close if what == "close" else subjects.initialize
+    if what == "close":
+        subjects.initialize()
+    wanted = sample(lines_of(call), every, offset)
+    if what == "initialize":
+        subjects.close()
+    hits, engine = 0, None
+    for line in wanted:
+        if what == "close":
+            subjects.initialize()
+            engine = preamp.engine_of(subjects.model)
+        hits += interrupt(call, line)
+        subjects.check(engine, line)
     assert hits >= 0.8 * len(wanted)  # caches spare some lines
     subjects.check_usable()
 
 
-def check_close(level: str, every: int = 1, offset: int = 0, **options: Any) -> None:
-    subjects = Subjects(level, **options)
-    subjects.initialize()
-    hits = 0
-    wanted = sample(lines_of(preamp.engine_of(subjects.model).close), every, offset)
-    for line in wanted:
-        subjects.initialize()
-        engine = preamp.engine_of(subjects.model)
-        hits += interrupt(engine.close, line)
-        subjects.check(engine, line)
-    assert hits >= 0.8 * len(wanted)
-    subjects.check_usable()
-
-
-CHECKS = pytest.mark.parametrize("check", [check_initialize, check_close])
 WATCHED = {"numerics": "full", "overflow": "trace", "loss_scale": "dynamic"}
 
 
 @pytest.mark.full
-@CHECKS
+@pytest.mark.parametrize("what", ["initialize", "close"])
 @pytest.mark.parametrize("options", [{}, WATCHED], ids=["plain", "watched"])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_every_line(check: Callable[..., None], level: str, options: dict[str, Any]) -> None:
-    check(level, **options)
+def test_every_line(what: str, level: str, options: dict[str, Any]) -> None:
+    check_lines(what, level, **options)
 
 
-@CHECKS
-@pytest.mark.parametrize(("level", "offset"), [("O0", 0), ("O1", 1), ("O2", 2), ("O5", 3)])
-def test_some_lines(check: Callable[..., None], level: str, offset: int) -> None:
-    check(level, every=50, offset=5 * offset)
-
-
-@pytest.mark.parametrize(("check", "level"), [(check_initialize, "O2"), (check_close, "O1")])
-def test_some_lines_with_statistics_and_tracing(check: Callable[..., None], level: str) -> None:
-    check(level, every=50, offset=25, **WATCHED)
+@pytest.mark.parametrize(
+    ("what", "level", "offset", "options"),
+    [
+        ("initialize", "O0", 0, {}),
+        ("close", "O1", 5, {}),
+        ("initialize", "O2", 10, {}),
+        ("close", "O5", 15, {}),
+        ("initialize", "O2", 25, WATCHED),
+        ("close", "O1", 25, WATCHED),
+    ],
+)
+def test_some_lines(what: str, level: str, offset: int, options: dict[str, Any]) -> None:
+    check_lines(what, level, 50, offset, **options)
 
 
 # -- lines that begin or end a backward -------------------------------------------------------

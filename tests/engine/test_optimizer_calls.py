@@ -446,6 +446,15 @@ def test_an_optimizer_that_skips_its_base_s_init_trains(level: str, scale: Any, 
         pair.train(2)
         pair.check("after a skipped step")
     assert pair.engine.steps_applied == (3 if scale == "dynamic" else 2)
+    held = pair.optimizer.step
+    pair.engine.close()
+    assert not [name for name in vars(pair.optimizer) if "hook" in name or name == "step"]
+    for step in (pair.optimizer.step, held):
+        before = [param.detach().clone() for param in pair.model.parameters()]
+        for param in pair.model.parameters():
+            param.grad = torch.ones_like(param)
+        step()
+        assert not any(map(torch.equal, before, pair.model.parameters()))
 
 
 def test_an_optimizer_inside_does_not_speak_for_one_around_it() -> None:

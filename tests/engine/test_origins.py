@@ -118,6 +118,27 @@ def bad_layer() -> nn.Linear:
     return layer
 
 
+MADE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+    (lambda x: x, "data"),
+    (lambda x: torch.stack([x[0], x[1]]).requires_grad_(), "data"),
+    (lambda x: x.log(), "given"),
+    (lambda x: x.log().detach()[:1], "given"),
+    (lambda x: x.mul_(math.inf), "given"),
+    (lambda x: (x.double() * 1e300).float(), "given"),
+    (lambda x: bad_layer()(x).detach(), "given"),
+]
+
+
+@pytest.mark.parametrize(("make", "phase"), MADE)
+def test_data_are_what_no_function_has_made(make: Any, phase: str) -> None:
+    """Else it may be another model's, or computed by the program, and that is said."""
+    run = Watched("O0", Function(torch.tanh), overflow="trace")
+    run.learn(run.model(torch.ones(2, 4)).sum())
+    run.learn(run.model(make(torch.full((2, 4), math.nan if phase == "data" else -1.0))).sum())
+    assert run.told == ("Function", phase, "")
+    assert "came in with the data" not in run.trace.told()
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_weight_outside_of_the_watched_modules(is_frozen: bool) -> None:
     model, judge = Function(torch.tanh), bad_layer().requires_grad_(not is_frozen)
@@ -180,6 +201,30 @@ def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Ten
     run.learn(run.model(torch.ones(4, 4)).sum())
     assert run.told == ("Function", "forward", "square")
     assert run.trace.where.endswith(line_of(function, 2))
+
+
+@pytest.mark.parametrize(("by", "named"), [(-math.inf, "softmax"), (math.nan, "")])
+def test_what_is_written_through_data(by: float, named: str) -> None:
+    """Torch counts no such write for the tensor. Minus infinity is a mask; nan is not softmax's."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        scores = x * 1.0
+        scores.data.mul_(0.0).add_(by)
+        return scores.softmax(-1)
+
+    run = Watched("O0", Function(function), overflow="trace")
+    run.learn(run.model(torch.ones(2, 4)).square().sum())
+    assert run.told == ("Function", "forward", named)
+
+
+def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        both = torch.stack([x.exp() * math.inf, x])
+        return (both[1] * 1e30).square()
+
+    run = Watched("O0", Function(function), overflow="trace")
+    run.learn(run.model(torch.ones(4, 4)).sum())
+    assert run.told == ("Function", "forward", "square")
 
 
 def test_a_mask_of_everything_that_came_in() -> None:

@@ -255,6 +255,19 @@ def test_all_calls_that_led_to_an_operation_are_told(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count(f"\n  {stack[0]}\n  {stack[1]}\n") == 1
 
 
+def test_an_argument_that_its_function_cast_while_the_loss_stayed_finite() -> None:
+    """Infinite in float16, saturated by tanh, and times a gradient of zero nan in the backward."""
+    run = Watched(
+        "O1", nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), overflow="trace"
+    )
+    x = torch.ones(3, 4)
+    x[0, 0] = 7e4
+    run.forward = lambda _: run.model(x)
+    assert run.train().isfinite()
+    assert run.where == ("0", "input cast")
+    assert (run.trace.operation, run.trace.input_max_abs) == ("linear", float(x[0, 0]))
+
+
 class Rows(nn.Module):
     """A product whose left argument has a row of nan, which the loss does not use."""
 
@@ -285,6 +298,18 @@ def test_a_product_that_was_given_nan_is_not_named(name: str, is_large: bool) ->
     run.engine.scaler(0).set_scale(2.0**12 if is_large else 2.0)
     assert run.train().isfinite()
     assert (run.trace.operation, run.trace.output_found) == ("softmax", "nan")
+
+
+def test_of_gradients_that_one_function_makes_nan_is_told_before_inf() -> None:
+    class Both(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: Any = super().forward(x) + super().forward(2 * x)
+            y.grad_fn.register_hook(lambda got, _: (got[0] * math.inf, got[1] * math.nan))
+            return y
+
+    run = Watched("O1", nn.Sequential(Both(4, 4)), overflow="trace")
+    assert run.train().isfinite()
+    assert (run.trace.phase, run.trace.output_found) == ("backward", "nan")
 
 
 # -- the message -------------------------------------------------------------------------------

@@ -29,10 +29,6 @@ from kit.pair import Pair
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
-def masters_of(pair: Pair) -> list[Any]:
-    return list(preamp.master_params(pair.optimizer))
-
-
 # -- exact weights, copies and averages ------------------------------------------------------------
 
 
@@ -231,7 +227,7 @@ def test_writes_through_data_between_a_forward_and_its_backward(level: str) -> N
     """The backward computes with what is written, as in torch, which counts no write either."""
     pair = Pair(level, lambda ps: torch.optim.SGD(ps, lr=0.5), Bowl, loss_scale=128.0)
     losses = [model(torch.ones(4)).float() for model in (pair.model, pair.plain)]
-    for param in (*masters_of(pair), *pair.plain.parameters()):
+    for param in (*pair.masters, *pair.plain.parameters()):
         param.data.mul_(0.5)
     check_halves_at_forward(pair)
     scaled_backward(losses[0], pair.optimizer)

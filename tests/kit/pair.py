@@ -49,6 +49,11 @@ class Pair:
         preamp.initialize(self.model, self.optimizer, **options)
         self.engine = preamp.engine_of(self.model)
 
+    @property
+    def masters(self) -> list[Any]:
+        """What the optimizer updates."""
+        return list(preamp.master_params(self.optimizer))
+
     def loss(self, index: int, parts: str = "ab") -> torch.Tensor:
         x, coefficients = batch(index)
         return (self.model(x, parts) * coefficients).sum()
