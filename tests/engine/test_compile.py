@@ -130,6 +130,7 @@ MEASURED = {"numerics": "full", "numerics_every": 1}
 WAYS = {
     "the loss": Way(),
     "the loss, measured": Way(options=MEASURED),
+    "the loss, watched": Way(options={"overflow": "trace"}),
     "the loss, casts in the model only": Way(options={"scope": "model"}),
     "the model": Way(of_a_model, is_whole=lambda _: True),
     "the model, casts in it only": Way(of_a_model, {"scope": "model"}, is_whole=lambda _: True),
@@ -140,11 +141,11 @@ WAYS = {
 def cases() -> Iterator[Any]:
     """The quick suite has one level of each."""
     for name, level in itertools.product(WAYS, LEVEL_NAMES):
-        quick = "O2" if name in ("the loss", "the loss, measured") else "O1"
+        quick = "O2" if name in ("the loss, measured", "the loss, watched") else "O1"
         yield pytest.param(name, level, marks=[] if level == quick else [pytest.mark.full])
 
 
-@pytest.mark.parametrize(("name", "level"), cases())
+@pytest.mark.parametrize(("name", "level"), [*cases()])
 def test_compiled_training_is_the_same(name: str, level: str) -> None:
     way = WAYS[name]
     training = Training(way.make, level, loss_scale=64.0, **way.options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ranks have together: accumulation, weights that collectives write, and ``GradScaler``."""
+"""What ranks have together: accumulated gradients, scales of losses, and ``GradScaler``."""
 
 import functools
 from contextlib import nullcontext
