@@ -302,6 +302,21 @@ def test_gradients_reduced_by_hand_have_another_norm(level: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_clipping_for_two_optimizers_of_the_same_weights(level: str) -> None:
+    """What the first clip has shrunk is small already when the second one looks."""
+    model = Parts()
+    optimizers = begin(level, model, [FusedAdam(model.parameters()) for _ in range(2)])
+    preamp.engine_of(model).scaler(0).set_scale(64.0)
+    for _ in range(2):
+        scaled_backward(model(batch(0)[0]).float().sum(), optimizers)
+        first, second = (preamp.clip_grad_norm_(optimizer, 0.1) for optimizer in optimizers)
+        assert first > 0.1
+        torch.testing.assert_close(second, torch.tensor(0.1), rtol=1e-4, atol=0)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("level", ["O0", "O4"])
 def test_the_norm_of_weights_of_which_another_optimizer_has_some(level: str) -> None:
     """A census reads each gradient once, for the first of the two."""
