@@ -17,11 +17,26 @@ import preamp
 from cases.levels import HALF_WEIGHTS, WITH_MASTERS
 from kit.compare import halves_match, same
 from kit.loops import started, train_step
-from kit.run import Net, Run
+from kit.run import Net, Run, assert_alike
 from preamp.core.torch_private.named_state import MODULE
 from preamp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
 
 MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
+
+
+@MASTERS
+@pytest.mark.parametrize("storage", ["full", "split", "compact"])
+def test_norms_of_novograd_resume(level: str, storage: str) -> None:
+    """Its norms are single numbers: of a gradient as a whole, and kept as such."""
+    whole, resumed = (
+        Run(level, "FusedNovoGrad", seed=seed, loss_scale="dynamic", storage=storage)
+        for seed in (0, 1)  # other weights to begin with
+    )
+    resumed.saved = whole.play("iterate 0 1; save").saved
+    resumed.play("load")
+    for run in (whole, resumed):
+        run.play("iterate 2; backward 3 inf; step; zero; iterate 4")
+    assert_alike(whole, resumed)
 
 
 # -- the model's state_dict ------------------------------------------------------------------
