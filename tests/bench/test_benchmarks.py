@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Variants and loops by hand do the same work, rows are complete, and tables are what they say."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import bench_step
-import bench_storage
 import preamp
 import table
 from preamp.kernels import cpu_lacks_matmul
-from preamp_bench import records, step, train
+from preamp_bench import records, step
 from preamp_bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
 from preamp_bench.loops import BY_HAND, SETTINGS, make_loop
-from preamp_bench.memory import Peak
-from preamp_bench.records import Record
 from preamp_bench.step import BF16_ONLY, FP32, HALF, Contender
 from preamp_bench.tasks import TASKS, TaskConfig, make_task
-from preamp_bench.weights import Gradients, StepCase, Weights, Work
+from preamp_bench.weights import Gradients, StepCase, Weights
 
 CPU = torch.device("cpu")
 TINY = Effort(seconds=0, most=5, warmup=0)
@@ -86,64 +81,7 @@ def test_a_case_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["parameters"] for row in rows} == {1003}
 
 
-def failing(error: Exception, *, may_fail: bool) -> Contender:
-    def build(_case: StepCase, _gradients: Gradients) -> Work:
-        raise error
-
-    return Contender(name="peer", build=build, bytes=lambda _: 1, may_fail=may_fail)
-
-
-def rows_with(contender: Contender, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    monkeypatch.setattr(step, "BF16_ONLY", (contender,))
-    monkeypatch.setattr(step, "FP32", FP32[:1])
-    monkeypatch.setitem(HALF, torch.bfloat16, HALF[torch.bfloat16][:1])
-    return step.run_case(case(torch.bfloat16), TINY)
-
-
-def test_what_is_missing_here_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ImportError("No module named 'peer'")
-    row = rows_with(failing(error, may_fail=True), monkeypatch)[-1]
-    assert set(row) == FIELDS | {"reason", "copy_gb_s"}
-    assert (row["name"], row["status"]) == ("peer", "not measured")
-    assert row["reason"] == "ImportError: No module named 'peer'"
-
-
-def test_the_command_measures_prints_and_keeps_rows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(step, "BF16_ONLY", ())
-    options = "--params 500 --tensors 3 --seconds 0 --clips no".split()
-    bench_step.main([*options, "--out", str(tmp_path / "rows.jsonl")])
-    torch.set_num_threads(threads)
-    told = capsys.readouterr().out
-    assert "preamp O2, FusedAdam" in told
-    assert "bfloat16, no clipping" in told
-    assert {row["parameters"] for row in records.read(tmp_path / "rows.jsonl")} == {500}
-
-
-# -- the host's update ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_it_times_every_storage(threads: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        rows = bench_storage.host_updates(4096, threads, seconds=0.0)
-    finally:
-        torch.set_num_threads(before)
-    groups = ["1 thread", "2 threads"][:threads]
-    names = [f"{name}, {group}" for group in groups for name in ("copy", *bench_storage.UPDATED)]
-    assert [row["name"] for row in rows] == names
-    for row in rows:
-        each = bench_storage.UPDATED.get(row["name"].partition(",")[0], 4.0)
-        assert row["gb_s"] * row["best"] == pytest.approx(each * 4096 / 1e6)
-
-
 # -- whole steps -----------------------------------------------------------------------------------
-
-
-MEMORY = {"weights", "masters", "gradients", "optimizer_state", "peak_bytes", "parameters"}
 
 
 def tiny(name: str = "gpt") -> TaskConfig:
@@ -174,20 +112,6 @@ def test_loops_by_hand_train_as_preamp_does(level: str, model: str) -> None:
         # Adam moves a weight by lr in its first step. Where products are rounded differently the
         # sign of a gradient near zero may be another one; on the whole the steps agree.
         assert (one - other).abs().mean() <= SETTINGS["lr"] / 4
-
-
-@pytest.mark.full
-def test_a_level_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of workers that are processes."""
-    monkeypatch.setattr(train, "LAUNCHES", 1)
-    rows = train.run_level(tiny(), "O5", Effort(seconds=0, most=5))
-    names = ["O5 by hand", train.AUTOCAST, "preamp O5, torch AdamW", "preamp O5, FusedAdam"]
-    assert [row["name"] for row in rows] == names
-    assert {row["baseline"] for row in rows} == {"O5 by hand"}
-    assert {row["threads"] for row in rows} == {1}
-    for row in rows:
-        assert row["best"] > 0
-        assert row.keys() >= MEMORY | {"to_autocast", *records.provenance(torch.device("cpu"))}
 
 
 # -- the harness, and tables of what it measured ---------------------------------------------------
@@ -229,42 +153,10 @@ def test_ratios_are_to_the_first_of_the_group() -> None:
     assert rows[1].ratio_p80 == pytest.approx(0.25)
 
 
-def test_rows_carry_their_provenance(tmp_path: Path) -> None:
-    rows = measure([taking(1, "a")], SHORT)
-    facts = records.provenance(torch.device("cpu"))
-    path = tmp_path / "new" / "rows.jsonl"
-    for _ in range(2):
-        records.append(path, [records.measured(row, **facts) for row in rows])
-    lines = records.read(path)
-    assert len(lines) == 2
-    assert lines[0]["status"] == "measured"
-    for key in ("device", "cores", "threads", "torch", "preamp", "commit", "date", "p50"):
-        assert lines[0][key]
-    assert json.loads(path.read_text(encoding="utf-8").splitlines()[1]) == lines[1]
-
-
 # -- peak memory ------------------------------------------------------------------------------
 
 
-MEGABYTES = 64
 CPU = torch.device("cpu")
-
-
-def fill() -> None:
-    torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
-def test_a_tensor_that_is_gone_again_counts() -> None:
-    fill()
-    peak = Peak(CPU)
-    before = peak.bytes()
-    fill()
-    after = peak.bytes()
-    assert before is not None
-    assert after is not None
-    assert before < MEGABYTES * 2**20 / 2
-    assert after > MEGABYTES * 2**20 * 0.9
 
 
 # -- the table --------------------------------------------------------------------------------

@@ -21,19 +21,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 import preamp
-from cases.selection import examples
 from kit.compare import same
 from kit.refusals import refused
 from kit.saved import STEP, SavedRun
 from preamp import CheckpointError
-from preamp.checkpoint import latest_checkpoint, read_checkpoint, storage
+from preamp.checkpoint import latest_checkpoint, storage
 from preamp.core import files
 
 
@@ -351,54 +348,6 @@ def assert_refused(run: SavedRun, path: Path, *, beside: Path) -> None:
     assert text.startswith(f"{path} is not loaded: ")
     assert "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was." in text
     assert f"Load {beside}, the newest complete checkpoint in its folder." in text
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two good files of different runs."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    for seed, name in enumerate(("other", "good")):
-        run = SavedRun("O2", "SGD", seed=seed).play(STEP)
-        run.save(folder / f"{name}.safetensors")
-        run.close()
-    return folder
-
-
-DAMAGES: dict[str, Callable[[bytes, bytes, int, int], bytes]] = {
-    "cut": lambda good, other, at, to: good[:at],
-    "flip": lambda good, other, at, to: (
-        good[:at] + bytes([good[at] ^ (1 << to % 8)]) + good[at + 1 :]
-    ),
-    "splice": lambda good, other, at, to: good[:at] + other[at:to] + good[to:],
-    "swap": lambda good, other, at, to: (
-        good[:at] + good[to : 2 * to - at] + good[at:to] + good[2 * to - at :]
-    ),
-    "grow": lambda good, other, at, to: good[:at] + bytes(to - at) + good[at:],
-    "zero": lambda good, other, at, to: good[:at] + bytes(to - at) + good[to:],
-}
-
-
-@given(data=st.data(), kind=st.sampled_from(sorted(DAMAGES)), size=st.integers(1, 2000))
-@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
-def test_a_damaged_file_is_refused_or_whole(folder: Path, data: Any, kind: str, size: int) -> None:
-    """Bytes that say nothing, such as those between two parts, may be others."""
-    path, run = folder / "damaged.safetensors", SavedRun("O2", "SGD", seed=2)
-    good, other = (folder / f"{name}.safetensors" for name in ("good", "other"))
-    content = good.read_bytes()
-    at = data.draw(st.integers(0, len(content) - 1))
-    to = min(len(content), at + size)
-    path.write_bytes(DAMAGES[kind](content, other.read_bytes(), at, to))
-    try:
-        read_checkpoint(path)
-    except CheckpointError:
-        assert_refused(run, path, beside=good)
-    else:
-        run.load(path)
-        numbers = run.numbers()
-        run.load(good)
-        assert same(run.numbers(), numbers)
-    path.unlink()
-    run.close()
 
 
 class Hostile:

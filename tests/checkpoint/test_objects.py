@@ -13,7 +13,6 @@ import preamp
 from cases.levels import F32_WEIGHTS
 from distributed.storage_checks import STORAGES, MomentRun
 from kit.compare import same
-from preamp.checkpoint import read_checkpoint
 from preamp.kernels.stored import Format, decode
 
 SPARSE: list[Callable[[Any], optim.Optimizer]] = [
@@ -143,27 +142,6 @@ def load(run: MomentRun, path: Path) -> None:
     preamp.load_checkpoint(path, run.model, run.optimizer)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_a_resumed_run_is_the_uninterrupted_one(storage: str, kind: str, tmp_path: Path) -> None:
-    run = MomentRun(storage, kind=kind)
-    run.step(0)
-    run.step(1)
-    run.optimizer.zero_grad()
-    save(run, tmp_path / "a")
-    saved = read_checkpoint(tmp_path / "a")["optimizers"][0]["state"]["state"]
-    live = run.optimizer.state_dict()["state"]
-    assert same({n: dict(s) for n, s in saved.items()}, {n: dict(s) for n, s in live.items()})
-    resumed = MomentRun(storage, seed=1, kind=kind)
-    resumed.step(7)
-    load(resumed, tmp_path / "a")
-    assert same(resumed.whole(), run.whole())
-    for number in (2, 3):
-        run.step(number)
-        resumed.step(number)
-    assert same(resumed.whole(), run.whole())
-
-
 def moments_of(run: MomentRun) -> list[torch.Tensor]:
     """The moments of all parameters as float32."""
     found: list[torch.Tensor] = []
@@ -192,7 +170,11 @@ def test_into_another_storage(saved: str, loaded: str, tmp_path: Path) -> None:
     load(other, tmp_path / "a")
     assert same(other.whole()["weights"], run.whole()["weights"])
     assert same(moments_of(other), moments_of(run))
-    other.step(1)
+    for one in (run, other):
+        one.optimizer.zero_grad()
+        one.step(1)
+    if saved == loaded:
+        assert same(other.whole(), run.whole())
 
 
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:

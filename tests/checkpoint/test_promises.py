@@ -145,16 +145,6 @@ def test_a_clock_that_is_behind_changes_no_order(
     assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
 
 
-def test_files_are_read_where_open_ones_have_no_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preamp.save_checkpoint(tmp_path / NAME, extra=torch.arange(3))
-    exists = os.path.exists
-    monkeypatch.setattr(os.path, "exists", lambda path: "/dev/fd" not in str(path) and exists(path))
-    assert preamp.load_checkpoint(tmp_path / NAME).tolist() == [0, 1, 2]
-    assert latest_checkpoint(tmp_path) == tmp_path / NAME
-
-
 @pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="open files cannot be counted here")
 def test_what_was_read_holds_no_file_open(tmp_path: Path) -> None:
     """A process may open few files at once, and keep what it has read of many."""
@@ -336,23 +326,6 @@ def test_messages_have_an_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a record of a run") as long:
         read_history(tmp_path / "b.jsonl")
     assert len(str(long.value)) < 10_000
-
-
-@pytest.mark.skipif(os.name != "posix", reason="there are no such files")
-@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "/dev/null"])
-def test_what_has_no_end_is_not_read(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "pipe" if kind == "pipe" else Path(kind)
-    if kind == "pipe":
-        os.mkfifo(path)
-    readers: list[Callable[[Path], object]] = [
-        read_checkpoint,
-        preamp.load_checkpoint,
-        read_history,
-    ]
-    for reader in readers:
-        with pytest.raises(OSError, match=f"{path} cannot be read: What is there is no regular"):
-            reader(path)
-    assert latest_checkpoint(tmp_path) is None
 
 
 # -- interrupts -----------------------------------------------------------------------------------

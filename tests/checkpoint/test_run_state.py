@@ -9,7 +9,6 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,77 +17,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
 import preamp
 from cases.ranks import run_ranks
 from cases.selection import combinations
 from cases.tolerances import assert_same
-from distributed.ranks import assert_pass, checks_of
+from distributed.ranks import KINDS, Training, assert_pass, checks_of
 from kit.compare import same
+from kit.run import Run
 from kit.saved import STEP, SavedRun
-from preamp.optimizers import FusedAdam, FusedSGD
+from preamp.optimizers import FusedAdam
 from preamp.parallel import DistributedDataParallel
 
+TWO = (
+    "random_backward 0 first; random_backward 1 second; scheduled_step 0; scheduled_step 1; zero; "
+)
 THIS, RANKS = sys.modules[__name__], 2
-KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
-    "FusedSGD": lambda params: FusedSGD(params, lr=0.01, momentum=0.5),
-    "AdamW": lambda params: optim.AdamW(params, lr=0.01),
-}
-
-
-class Training:
-    """A model with dropout, its optimizer and a schedule; clips each step."""
-
-    def __init__(self, level: str, storage: str, kind: str, wrap: str = "", seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        layers = nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(0.25), nn.Linear(16, 5)
-        self.model: Any = nn.Sequential(*layers)
-        if wrap == "fully_shard":
-            fully_shard(self.model[0])
-            fully_shard(self.model)
-        params = list(self.model.parameters())
-        groups: Any = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003}]
-        self.optimizer = KINDS[kind](groups)
-        more: Any = {"storage": storage, "verbosity": 0, "backend": "reference"}
-        preamp.initialize(self.model, self.optimizer, opt_level=level, **more)
-        if wrap == "ddp":
-            self.model = TorchDDP(self.model)
-        self.scheduler = optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        torch.manual_seed(seed + 10 * rank)
-        random.seed(seed + 10 * rank)
-        self.state = preamp.RunState(self.model, self.optimizer, self.scheduler, {"rank": rank})
-
-    def train(self, steps: int) -> list[float]:
-        losses: list[float] = []
-        for _ in range(steps):
-            loss = self.model(torch.randn(4, 8) + random.random()).float().square().mean()
-            with preamp.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
-            preamp.clip_grad_norm_(self.optimizer, 0.5)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            losses.append(loss.item())
-        return losses
-
-    def save(self, folder: Path) -> None:
-        dcp.save({"run": self.state}, checkpoint_id=folder)
-
-    def load(self, folder: Path) -> None:
-        dcp.load({"run": self.state}, checkpoint_id=folder)
-
-    def numbers(self) -> list[torch.Tensor]:
-        """Weights in float32, half weights and the optimizer's state, whole."""
-        entries = self.optimizer.state_dict()["state"].values()
-        values = [value for entry in entries for value in entry.values()]
-        values = [*self.model.state_dict().values(), *self.model.parameters(), *values]
-        tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
-        return [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in tensors]
 
 
 def assert_resumes(level: str, storage: str, kind: str, wrap: str, folder: Path) -> None:
@@ -273,41 +218,22 @@ def test_from_one_rank_to_two_and_back(tmp_path: Path) -> None:
 
 
 def test_several_optimizers_and_schedulers(tmp_path: Path) -> None:
-    def start(seed: int) -> tuple[Any, ...]:
-        torch.manual_seed(seed)
-        models = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        optimizers = [FusedAdam(models[0].parameters()), optim.SGD(models[1].parameters(), lr=0.1)]
-        preamp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
-        schedulers = [optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
-        return models, optimizers, schedulers
+    def of(run: SavedRun) -> dict[str, preamp.RunState]:
+        return {"run": preamp.RunState(nn.ModuleList(run.models), run.optimizers, run.schedulers)}
 
-    def train(models: Any, optimizers: Any, schedulers: Any) -> None:
-        for number, model in enumerate(models):
-            with preamp.scale_loss(
-                model(torch.ones(2, 4)).sum(), optimizers[number], number
-            ) as loss:
-                loss.backward()
-            optimizers[number].step()
-            optimizers[number].zero_grad()
-            schedulers[number].step()
-
-    one, other = start(0), start(1)
-    train(*one)
-    dcp.save({"run": preamp.RunState(*one)}, checkpoint_id=tmp_path / "saved")
-    dcp.load({"run": preamp.RunState(*other)}, checkpoint_id=tmp_path / "saved")
+    one, other = (SavedRun("O2", "FusedAdam", "SGD", seed=s, num_losses=2) for s in (0, 1))
+    dcp.save(of(one.play(TWO)), checkpoint_id=tmp_path / "saved")
+    dcp.load(of(other), checkpoint_id=tmp_path / "saved")
     for run in (one, other):
-        train(*run)
-    assert preamp.engine_of(other[0]).state_dict() == preamp.engine_of(one[0]).state_dict()
-    assert other[2][1].state_dict() == one[2][1].state_dict()
-    for ours, wanted in zip(other[0].parameters(), one[0].parameters(), strict=True):
-        assert_same(ours, wanted, "weights")
+        torch.manual_seed(2)
+        random.seed(2)
+        run.play(TWO)
+    assert same(other.numbers(), one.numbers())
 
 
 def initialized() -> tuple[nn.Module, FusedAdam]:
-    model = nn.Linear(3, 3)
-    optimizer = FusedAdam(model.parameters())
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    return model, optimizer
+    run = Run("O2", "FusedAdam")
+    return run.model, run.optimizer
 
 
 def test_what_is_no_run_is_refused() -> None:
@@ -322,16 +248,16 @@ def test_what_is_no_run_is_refused() -> None:
 
 
 def test_a_state_within_a_step_is_refused() -> None:
-    model, optimizer = initialized()
-    state = preamp.RunState(model, optimizer)
-    with preamp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as scaled_loss:
+    run = Run("O2", "FusedAdam")
+    state = preamp.RunState(run.model, run.optimizer)
+    with preamp.scale_loss(run.loss(), run.optimizer) as scaled_loss:
         with pytest.raises(preamp.PreampStateError, match=r"RunState.state_dict was called inside"):
             state.state_dict()
         scaled_loss.backward()
     text = r"RunState.state_dict was called between a backward and optimizer.step"
     with pytest.raises(preamp.PreampStateError, match=text):
         state.state_dict()
-    optimizer.step()
+    run.step()
     state.state_dict()
 
 

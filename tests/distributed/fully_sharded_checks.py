@@ -9,16 +9,15 @@ within a vector of the processor, they are equal up to the last bit. What
 
 import copy
 import math
-import tempfile
+import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -30,10 +29,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import kit.run
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from cases.tolerances import assert_same
-from distributed.ranks import each, shard, whole
+from distributed.ranks import Training, each, shard, whole
 from kit.refusals import refused
 from preamp import optimizers
 from preamp.core.tensors import local_of
@@ -65,7 +65,7 @@ def batch(rank: int | None) -> torch.Tensor:
     return rows if rank is None else rows[rank * ROWS // RANKS :][: ROWS // RANKS]
 
 
-class Run:
+class Run(kit.run.Run):
     """A model in training, sharded, or with all rows in one process, or ``beside`` one under DDP.
 
     ``scale`` is where a dynamic scale begins, ``first_only`` leaves the optimizer the first layer.
@@ -79,41 +79,28 @@ class Run:
         is_sharded: bool = True,
         scale: float | None = None,
         model: Any = None,
+        beside: bool = False,
+        first_only: bool = False,
         **options: Any,
     ) -> None:
-        beside, first_only = options.pop("beside", False), options.pop("first_only", False)
         self.rank = dist.get_rank() if is_sharded or beside else None
-        self.model = make() if model is None else model
+        made = make() if model is None else model
         policy = options.pop("mp_policy", None)
         if is_sharded:
-            shard(self.model, **({} if policy is None else {"mp_policy": policy}))
-        self.optimizer = optimize((self.model.first if first_only else self.model).parameters())
-        options = {"loss_scale": 8.0 if scale is None else "dynamic", "verbosity": 0} | options
-        preamp.initialize(self.model, self.optimizer, opt_level=level, **options)
-        self.engine = preamp.engine_of(self.optimizer)
+            shard(made, **({} if policy is None else {"mp_policy": policy}))
+        options = {"loss_scale": 8.0 if scale is None else "dynamic"} | options
+        super().__init__(level, model=lambda: made, starts=False, **options)
+        self.optimizer = optimize((made.first if first_only else made).parameters())
+        self.optimizers = [self.optimizer]
+        self.initialize()
         for scaler in self.engine.scalers if scale is not None else ():
             scaler.set_scale(scale)
         ddp = DistributedDataParallel
-        self.forward = ddp(self.model, find_unused_parameters=True) if beside else self.model
+        self.forward = ddp(made, find_unused_parameters=True) if beside else made
 
-    def loss(self) -> torch.Tensor:
+    def loss(self, index: int = 0) -> torch.Tensor:
+        del index
         return self.forward(batch(self.rank)).float().mean()
-
-    def backward(
-        self, factor: float = 1.0, damage: Callable[[], None] | None = None, **options: Any
-    ) -> None:
-        with preamp.scale_loss(self.loss() * factor, self.optimizer, **options) as scaled:
-            scaled.backward()
-            if damage is not None:
-                damage()
-
-    def end(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def step(self) -> None:
-        self.backward()
-        self.end()
 
     def weights(self) -> list[torch.Tensor]:
         return list(map(whole, self.model.state_dict().values()))
@@ -147,7 +134,7 @@ def check_levels_agree_with_one_process() -> None:
         sharded, single = pair(level, optimize)
         assert same(sharded.weights(), list(map(whole, make().state_dict().values())))
         for run in (sharded, single):
-            run.step()
+            run.iterate()
         assert same(sharded.weights(), single.weights()), level
         state = sharded.model.state_dict()
         assert all(isinstance(value, DTensor) for value in state.values())
@@ -161,21 +148,6 @@ def check_levels_agree_with_one_process() -> None:
         sharded.model(batch(0)).sum().backward()
         grads = [p.grad for p in sharded.model.parameters() if p.grad is not None]
         assert {grad.dtype for grad in grads} == {torch.float32}
-
-
-def check_a_trained_model_changes_levels() -> None:
-    run = Run("O2")
-    run.step()
-    before = run.weights()
-    run.engine.close()
-    preamp.initialize(run.model, run.optimizer, opt_level="O5", verbosity=0)
-    run.engine = preamp.engine_of(run.model)
-    assert same(run.weights(), before)
-    assert_rounded(run)
-    run.model.load_state_dict({k: v * 1.001 for k, v in run.model.state_dict().items()})
-    assert same(run.weights(), [value * 1.001 for value in before])
-    run.step()
-    assert_rounded(run)
 
 
 def check_a_step_costs_one_small_all_reduce() -> None:
@@ -198,7 +170,7 @@ def check_a_step_costs_one_small_all_reduce() -> None:
                     patch.setattr(dist, "all_reduce", all_reduce)
                     run.backward()
                     norms.append(preamp.clip_grad_norm_(run.optimizer, 0.5))
-                    run.end()
+                    run.play("step; zero")
                 # In the first step nobody knows yet that the script clips.
                 wanted = [8, 8] if number == 0 else [16]
                 assert sizes == (wanted if run is runs[0] else []), (level, sizes)
@@ -208,14 +180,12 @@ def check_a_step_costs_one_small_all_reduce() -> None:
 def check_an_overflow_in_one_rank_s_part_skips_everywhere() -> None:
     for level in each(LEVEL_NAMES):
         run = Run(level, scale=16.0)
-        run.step()
+        run.iterate()
         before = run.weights()
-
-        def damage(run: Run = run) -> None:
-            if dist.get_rank() == 1:
+        with preamp.scale_loss(run.loss(), run.optimizer) as scaled:
+            scaled.backward()
+            if run.rank == 1:
                 local_of(run.model[0].weight.grad)[0, 0] = math.nan
-
-        run.backward(damage=damage)
         run.optimizer.step()
         assert run.engine.last_step_skipped
         assert run.engine.loss_scale() == 8.0
@@ -225,7 +195,7 @@ def check_an_overflow_in_one_rank_s_part_skips_everywhere() -> None:
         assert cause.parameters == (("0.weight",) if dist.get_rank() == 1 else ())
         assert ("another rank" in cause.named()) is cause.was_elsewhere
         run.optimizer.zero_grad()
-        run.step()
+        run.iterate()
         assert not run.engine.last_step_skipped
 
 
@@ -280,7 +250,7 @@ def check_unreduced_gradients_keep_their_scale() -> None:
     ):
         pass
     run.model.set_requires_gradient_sync(True)
-    run.step()
+    run.iterate()
 
 
 def check_gathering_in_half_by_torch() -> None:
@@ -288,10 +258,10 @@ def check_gathering_in_half_by_torch() -> None:
     for dtype in each((torch.float16, torch.bfloat16)):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         single = Run("O0", is_sharded=False)
-        single.step()
+        single.iterate()
         for level, scale in (("O0", 16.0), ("O2" if dtype is torch.float16 else "O5", None)):
             run = Run(level, mp_policy=policy, scale=scale)
-            run.step()
+            run.iterate()
             assert same(run.weights(), single.weights())
             run.engine.close()
 
@@ -317,15 +287,15 @@ def check_refusals() -> None:
 def check_engines_that_load_different_states() -> None:
     """After the first step the next forward compares again; each rank would unscale by its own."""
     run = Run("O2", scale=16.0)
-    run.step()
+    run.iterate()
     state, before = run.engine.state_dict(), run.weights()
     other = {"loss_scale": 4.0 * (1 + dist.get_rank()), "unskipped": 0}
     run.engine.load_state_dict({"loss_scaler0": other})
     with refused("distributed", "sharded scales loaded later", changes=True):
-        run.step()
+        run.iterate()
     assert same(run.weights(), before)
     run.engine.load_state_dict(state)
-    run.step()
+    run.iterate()
 
 
 def check_batch_norms_by_themselves() -> None:
@@ -389,32 +359,15 @@ class Net(nn.Module):
         return self.last(x)
 
 
-Program = Callable[[Run, int], object]
-
-
 def _several_losses(run: Run, step: int) -> None:
     run.engine.scaler(1).set_scale(2.0 ** (4 + step))
     run.backward(loss_id=0)
-    run.backward(2.0, loss_id=1)
-
-
-def _delayed(run: Run, step: int) -> None:
-    run.backward(delay_unscale=True)
-    run.backward()
-
-
-def _clipped(run: Run, step: int) -> None:
-    run.backward()
-    preamp.clip_grad_norm_(run.optimizer, 0.25)
+    run.back(run.loss(), 2.0, loss_id=1)
 
 
 def _groups_added_later(run: Run, step: int) -> None:
     if step == 1:
         run.optimizer.add_param_group({"params": list(run.model.last.parameters()), "lr": 0.5})
-    run.backward()
-
-
-def _plain(run: Run, step: int) -> None:
     run.backward()
 
 
@@ -427,8 +380,8 @@ BUILDS: dict[str, Any] = {
 PROGRAMS: dict[str, dict[str, Any]] = {
     "several losses with scales of their own": {"program": _several_losses, "num_losses": 2},
     # Summed scaled: at O5 in bfloat16, where torch's DDP adds up before it averages.
-    "delayed unscaling": {"program": _delayed, "tolerance": 2.0**-8},
-    "clipping": {"program": _clipped, "tolerance": LAST_BIT},
+    "delayed unscaling": {"program": "backward 0 delay; backward", "tolerance": 2.0**-8},
+    "clipping": {"program": "backward; clip .25", "tolerance": LAST_BIT},
     "frozen parameters": {"freezes": True},
     "recomputed layers": {"recomputes": True},
     "groups added later": {"program": _groups_added_later, "first_only": True},
@@ -443,12 +396,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 def full_programs_are_those_under_ddp() -> None:
     for name, row in PROGRAMS.items():
-        row: dict[str, Any] = {
-            "program": _plain,
-            "build": sgd,
-            "tolerance": 0.0,
-            "first_only": False,
-        } | row
+        row = {"program": "backward", "build": sgd, "tolerance": 0.0} | row
         net = {key: row.pop(key) for key in ("freezes", "recomputes") if key in row}
         program, build, tolerance = row.pop("program"), row.pop("build"), row.pop("tolerance")
         for level in each(("O1", "O2", "O5")):
@@ -456,9 +404,8 @@ def full_programs_are_those_under_ddp() -> None:
             for way in ({}, {"is_sharded": False, "beside": True}):
                 run = Run(level, build, model=Net(**net), scale=2.0**10, **row, **way)
                 for step in range(STEPS):
-                    program(run, step)
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
+                    run.play(program) if isinstance(program, str) else program(run, step)
+                    run.play("step; zero")
                 assert run.engine.steps_skipped == 0
                 found.append(list(map(whole, run.model.state_dict().values())))
                 run.engine.close()
@@ -477,62 +424,38 @@ OPTIONS: dict[str, dict[str, bool]] = {
 }
 
 
-def _started(level: str, storage: str, kind: Any, seed: int) -> tuple[Any, Any]:
-    torch.manual_seed(seed)
-    model: Any = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5))
-    fully_shard(model[0])
-    fully_shard(model)
-    params = list(model.parameters())
-    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003}]
-    more: Any = {"storage": storage, "verbosity": 0, "backend": "reference"}
-    return preamp.initialize(model, kind(groups, lr=0.01), opt_level=level, **more)
-
-
-def _train(model: Any, optimizer: Any, numbers: range) -> None:
-    for number in numbers:
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        loss = model(torch.randn(4, 7, generator=generator)).square().mean()
-        with preamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _go_on_alike(where: str, *runs: tuple[Any, Any]) -> None:
-    found = []
-    for model, optimizer in runs:
-        _train(model, optimizer, range(2, 4))
-        state = [value for entry in optimizer.state.values() for value in entry.values()]
-        values = [*model.state_dict().values(), *model.parameters(), *state]
-        found.append([whole(value) for value in values if isinstance(value, torch.Tensor)])
-    for ours, wanted in zip(*found, strict=True):
+def _go_on_alike(where: str, *runs: Training) -> None:
+    for run in runs:
+        torch.manual_seed(dist.get_rank())
+        random.seed(0)
+        run.train(2)
+    for ours, wanted in zip(*(run.numbers() for run in runs), strict=True):
         assert_same(ours, wanted, where)
 
 
 def full_state_dicts_resume_bitwise() -> None:
     for level, storage, kind, name, is_new in each(
-        ("O2", "O5"), ("full", "compact"), (FusedAdam, optim.AdamW), OPTIONS, (True, False), size=2
+        ("O2", "O5"), ("full", "compact"), ("FusedAdam", "AdamW"), OPTIONS, (True, False), size=2
     ):
-        storage = storage if kind is FusedAdam else "full"
-        model, optimizer = _started(level, storage, kind, 0)
-        _train(model, optimizer, range(2))
+        storage = storage if kind == "FusedAdam" else "full"
+        one, other = (Training(level, storage, kind, "fully_shard", seed) for seed in (0, 1))
+        one.train(2)
         told = dict(OPTIONS[name])
-        weights, state = get_state_dict(model, optimizer, options=StateDictOptions(**told))
+        states = get_state_dict(one.model, one.optimizer, options=StateDictOptions(**told))
+        weights, state = copy.deepcopy(states)
         if "full_state_dict" in told and (dist.get_rank() == 0 or "cpu_offload" not in told):
             assert weights["0.weight"].dtype is torch.float32
-            assert weights["0.weight"].shape == (9, 7)
-        weights, state = copy.deepcopy(weights), copy.deepcopy(state)
-        other, others = _started(level, storage, kind, 1)
+            assert weights["0.weight"].shape == (16, 8)
         if not is_new:
-            _train(other, others, range(5, 6))
+            other.train(1)
         if told.pop("cpu_offload", False):  # other ranks have nothing
             told["broadcast_from_rank0"] = True
         options = StateDictOptions(**told)
-        set_model_state_dict(other, weights, options=options)
-        set_optimizer_state_dict(other, others, state, options=options)
-        preamp.engine_of(other).load_state_dict(preamp.engine_of(model).state_dict())
-        where = f"{level}, {storage}, {kind}, {name}"
-        _go_on_alike(where, (model, optimizer), (other, others))
+        set_model_state_dict(other.model, weights, options=options)
+        set_optimizer_state_dict(other.model, other.optimizer, state, options=options)
+        for of in ("engine", "scheduler"):
+            getattr(other, of).load_state_dict(getattr(one, of).state_dict())
+        _go_on_alike(f"{level}, {storage}, {kind}, {name}", one, other)
 
 
 # -- records of this rank's part -------------------------------------------------------------------
@@ -595,38 +518,3 @@ def records_memory_is_this_rank_s() -> None:
         with torch.no_grad():
             model(batch(0))
         assert preamp.count_memory(engine)["masters"] == wanted["masters"]
-
-
-def records_reports_and_audits() -> None:
-    """A parameter whose part is empty here is not one without gradients."""
-    for level in each(("O1", "O2")):
-        run = Run(level, scale=8.0, numerics="full", numerics_every=1)
-        with preamp.audit_casts() as casts:
-            for _ in range(3):
-                run.step()
-        assert {cast.function for cast in casts} == ({"linear"} if level == "O1" else set())
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "report.html"
-            run.engine.report(path)
-            assert "A gradient is always zero" not in path.read_text(encoding="utf-8")
-
-
-def records_an_overflow_is_traced() -> None:
-    """Each rank watches the modules that it runs; a rank alone sees what its own rows lead to."""
-    for watches_always in each((True, False)):
-        run = Run("O2", scale=8.0, **({"overflow": "trace"} if watches_always else {}))
-        if not watches_always:
-            run.engine.trace_overflow()
-        run.step()
-        with torch.no_grad():
-            local_of(run.model[0].weight).fill_(4.0)
-            rows = batch(run.rank)
-            rows[0] = 2.0**14 if run.rank == 1 else 1.0
-        with preamp.scale_loss(run.model(rows).float().mean(), run.optimizer) as scaled:
-            scaled.backward()
-        run.optimizer.step()
-        assert run.engine.last_step_skipped
-        (cause,) = run.engine.overflow_causes
-        assert cause.was_watched
-        seen = cause.trace and (cause.trace.module, cause.trace.phase)
-        assert seen == (("0", "forward") if run.rank == 1 else None)

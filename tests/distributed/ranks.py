@@ -6,6 +6,7 @@ tells the others, and a deadline covers what gloo does not notice. Engines that 
 are closed after it, and those of an iteration over `each` before the next.
 """
 
+import random
 import time
 import traceback
 import warnings
@@ -17,14 +18,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+import preamp
 from cases.ranks import join_ranks, leave_ranks, start_ranks, wait_for_others
 from cases.selection import combinations
 from cases.tolerances import assert_same
 from kit.engines import close_engines, note_engines
+from preamp.optimizers import FusedAdam, FusedSGD
 
 Check = Callable[[], None]
 
@@ -128,3 +133,62 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
         fully_shard(part, **options)
     fully_shard(model, **options)
     return model
+
+
+KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.01, momentum=0.5),
+    "AdamW": lambda params: optim.AdamW(params, lr=0.01),
+}
+
+
+class Training:
+    """A model with dropout, its optimizer and a schedule; clips each step."""
+
+    def __init__(self, level: str, storage: str, kind: str, wrap: str = "", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        layers = nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(0.25), nn.Linear(16, 5)
+        self.model: Any = nn.Sequential(*layers)
+        if wrap == "fully_shard":
+            fully_shard(self.model[0])
+            fully_shard(self.model)
+        params = list(self.model.parameters())
+        groups: Any = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003}]
+        self.optimizer = KINDS[kind](groups)
+        more: Any = {"storage": storage, "verbosity": 0, "backend": "reference"}
+        preamp.initialize(self.model, self.optimizer, opt_level=level, **more)
+        if wrap == "ddp":
+            self.model = DistributedDataParallel(self.model)
+        self.scheduler = optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
+        self.engine = preamp.engine_of(self.optimizer)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(seed + 10 * rank)
+        random.seed(seed + 10 * rank)
+        self.state = preamp.RunState(self.model, self.optimizer, self.scheduler, {"rank": rank})
+
+    def train(self, steps: int) -> list[float]:
+        losses: list[float] = []
+        for _ in range(steps):
+            loss = self.model(torch.randn(4, 8) + random.random()).float().square().mean()
+            with preamp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+            preamp.clip_grad_norm_(self.optimizer, 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def save(self, folder: Path) -> None:
+        dcp.save({"run": self.state}, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        dcp.load({"run": self.state}, checkpoint_id=folder)
+
+    def numbers(self) -> list[torch.Tensor]:
+        """Weights in float32, half weights and the optimizer's state, whole."""
+        entries = self.optimizer.state_dict()["state"].values()
+        values = [value for entry in entries for value in entry.values()]
+        values = [*self.model.state_dict().values(), *self.model.parameters(), *values]
+        tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
+        return [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in tensors]

@@ -113,18 +113,6 @@ def check_every_back_end_takes_norms_from_outside() -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def check_copies_stay_equal_and_state_is_sharded() -> None:
-    mesh = init_device_mesh("cpu", (RANKS,))
-    param = nn.Parameter(placed(values(0, torch.float32)[0], mesh, 0))
-    optimizer = optimizers.FusedNovoGrad([param], lr=0.1)
-    param.grad = placed(values(1, torch.float32)[0], mesh, 0)
-    optimizer.step()
-    state = optimizer.state[param]
-    assert type(state["exp_avg"]) is type(param.grad)
-    wanted = torch.linalg.vector_norm(values(1, torch.float32)[0])
-    torch.testing.assert_close(state["exp_avg_sq"], wanted)
-
-
 # -- meshes and groups of four ranks ---------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ that do not end a process follow each other in one start: after each the ranks l
 group, and join a new one for the next.
 """
 
+import copy
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from torch import nn
 import preamp
 from cases.ranks import join_ranks, start_ranks
 from distributed.ranks import needs_fully_shard, shard
+from kit.compare import same
 
 PATIENCE_SECONDS = 60  # of a test, on a machine that others use as well
 GROUP_SECONDS = 5
@@ -40,30 +43,46 @@ class Script:
         self.rank = dist.get_rank()
         self.attack = attack if self.rank == 1 else ""
         self.folder = folder
-        self.model = shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 2)))
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 2))
+        self.is_whole = attack.endswith("under DDP")
+        if not self.is_whole:
+            shard(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         preamp.initialize(self.model, self.optimizer, opt_level="O2", verbosity=0)
         self.engine = preamp.engine_of(self.model)
         self.engine.scaler(0).set_scale(16.0)
+        ddp = nn.parallel.DistributedDataParallel
+        self.forward = ddp(self.model) if self.is_whole else self.model
 
     def run(self) -> str:
         """Train; return what came of it."""
         for step in range(STEPS):
-            self.step(self.attack if step == 2 else "")
+            before = self.numbers()
+            try:
+                self.step(self.attack if step == 2 else "")
+            except RuntimeError:
+                assert not self.is_whole or same(self.numbers(), before)
+                raise
         dist.barrier()
         return f"finished, {self.engine.steps_applied} steps"
 
+    def numbers(self) -> Any:
+        """Copies of what each rank has as a whole."""
+        weights = copy.deepcopy(self.model.state_dict()) if self.is_whole else {}
+        grads = [param.grad for param in self.model.parameters()]
+        return weights, self.engine.state_dict(), [grad is None for grad in grads]
+
     def step(self, attack: str) -> None:
         """Train a step, the attacked one in the way that ``attack`` says."""
-        if attack == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if attack.startswith(("is killed", "hangs")):
+            os.kill(os.getpid(), signal.SIGKILL if "killed" in attack else signal.SIGSTOP)
         if attack == "saves alone":
             run = preamp.RunState(self.model, self.optimizer)
             dcp.save({"run": run}, checkpoint_id=self.folder / "alone")
         if attack == "loads an engine alone":
             state = {"loss_scale": 4.0, "unskipped": 0}
             self.engine.load_state_dict({"loss_scaler0": state})
-        loss = self.model(torch.randn(4, 4)).float().square().mean()
+        loss = self.forward(torch.randn(4, 4)).float().square().mean()
         if attack != "skips a block":
             with preamp.scale_loss(loss, self.optimizer) as scaled:
                 scaled.backward()
@@ -95,6 +114,8 @@ def run_rank(rank: int, folder: Path, attacks: Sequence[str]) -> None:
             found = f"{type(error).__name__}: {error}"
         report = json.dumps({"came": found, "seconds": time.monotonic() - began})
         (place / f"rank{rank}").write_text(report)
+        if attack.startswith("hangs"):
+            break  # destroying the group would wait for the other once more
         dist.destroy_process_group()  # what an error holds keeps connections open: others wait
     os._exit(0)
 
@@ -132,9 +153,18 @@ def test_every_rank_has_the_reason_in_time(tmp_path: Path, attacks: Sequence[str
             assert found["seconds"] < PATIENCE_SECONDS / 2, (attack, rank)
 
 
-@needs_fully_shard
-@pytest.mark.full
-@pytest.mark.parametrize("attack", ["is killed", "skips a block"])
+IN_FULL = [pytest.mark.full, needs_fully_shard]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param("is killed", marks=IN_FULL),
+        pytest.param("skips a block", marks=IN_FULL),
+        "is killed under DDP",
+        "hangs under DDP",
+    ],
+)
 def test_nobody_trains_on(tmp_path: Path, attack: str) -> None:
     """A block that one rank skips is followed by collectives that do not fit each other.
 
@@ -146,7 +176,7 @@ def test_nobody_trains_on(tmp_path: Path, attack: str) -> None:
     assert told
     assert all(re.match(LOST, came, re.DOTALL) for came in told)
     assert sum(code == 0 for code in codes) == len(told)
-    assert codes[1] != 0 or attack != "is killed"
+    assert codes[1] != 0 or attack == "skips a block"
 
 
 def _exit_codes(folder: Path, attacks: Sequence[str]) -> list[int]:
@@ -155,58 +185,11 @@ def _exit_codes(folder: Path, attacks: Sequence[str]) -> list[int]:
     try:
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
+            if attacks[0].startswith("hangs"):
+                ranks[1].kill()
             assert process.exitcode is not None, "a rank still waits"
         return [process.exitcode for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.join()
-
-
-# -- under DistributedDataParallel ----------------------------------------------------------------
-
-
-def train_under_ddp(rank: int, folder: Path, how: str) -> None:
-    """The second of two ranks ``dies`` or ``hangs`` in its third step; the first one raises."""
-    join_ranks(rank, 2, folder, GROUP_SECONDS)
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    engine = preamp.engine_of(optimizer)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    for step in range(3):
-        if step == 2 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        scale, taken = engine.loss_scale(), engine.steps_applied
-        loss = wrapped(torch.ones(2, 4)).sum()
-        try:
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        except RuntimeError as error:
-            after = model.state_dict()
-            assert all(torch.equal(value, after[name]) for name, value in before.items())
-            assert (engine.loss_scale(), engine.steps_applied) == (scale, taken)
-            assert all(param.grad is None for param in model.parameters())
-            (folder / "reason").write_text(str(error))
-            os._exit(0)  # destroying the group would wait for the other once more
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"), [("dies", "closed by peer|reset by peer"), ("hangs", "[Tt]imed out")]
-)
-def test_the_others_raise_in_time_and_what_they_have_is_whole(
-    tmp_path: Path, how: str, reason: str
-) -> None:
-    ranks = start_ranks(train_under_ddp, (tmp_path, how), 2).processes
-    try:
-        ranks[0].join(PATIENCE_SECONDS)
-        assert ranks[0].exitcode == 0, "the first rank still waits for the second"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    assert re.search(reason, (tmp_path / "reason").read_text())

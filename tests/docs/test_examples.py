@@ -141,54 +141,26 @@ def test_the_demo_tells_each_level_and_what_it_holds(tmp_path: Path) -> None:
 FP16_RL = Path(__file__).parents[2] / "examples" / "07_fp16_rl.py"
 
 
-def fp16_rl() -> dict[str, Any]:
+def train_on(_: int, *, folder: str, stops: tuple[int, ...]) -> dict[str, float]:
+    """Train up to each of ``stops``."""
     names: dict[str, Any] = {"__name__": "script"}
     exec(compile(FP16_RL.read_text("utf-8"), str(FP16_RL), "exec"), names)
-    return names
+    return [names["train"](folder, stop) for stop in stops][-1]
 
 
-def train_on(rank: int, *, folder: str, stops: tuple[int, ...], breaks: int) -> dict[str, float]:
-    """Train up to each of ``stops``; the last rank's first ``breaks`` rewards are too large."""
-    names = fp16_rl()
-    reward_of = names["reward_of"]
-    left = breaks if rank == 1 else 0
-
-    def rewards(states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        nonlocal left
-        left -= 1
-        return reward_of(states, actions) * (1e6 if left >= 0 else 1.0)
-
-    names["reward_of"] = rewards
-    result: dict[str, float] = {}
-    for stop in stops:
-        result = names["train"](folder, stop)
-    return result
-
-
-def trained(tmp_path: Path, name: str, stops: tuple[int, ...], breaks: int = 0) -> list[Any]:
+def trained(tmp_path: Path, name: str, *stops: int) -> list[Any]:
     meeting = tmp_path / f"meet-{name}"
     meeting.mkdir()
-    folder = str(tmp_path / name)
-    return run_ranks(partial(train_on, folder=folder, stops=stops, breaks=breaks), meeting)
+    return run_ranks(partial(train_on, folder=str(tmp_path / name), stops=stops), meeting)
 
 
 @pytest.mark.full
 @needs_fully_shard
 def test_it_learns_and_resumes_bitwise(tmp_path: Path) -> None:
-    straight = trained(tmp_path, "straight", (60,))
-    assert straight == trained(tmp_path, "resumed", (20, 60))
+    straight = trained(tmp_path, "straight", 60)
+    assert straight == trained(tmp_path, "resumed", 20, 60)
     assert all(rank["reward"] > 0.5 for rank in straight)
     assert straight[0]["applied"] + straight[0]["skipped"] == 60
-
-
-@pytest.mark.full
-@needs_fully_shard
-def test_all_ranks_skip_what_one_overflows_and_the_schedule_waits(tmp_path: Path) -> None:
-    first, second = trained(tmp_path, "overflow", (20,), breaks=1)
-    assert first["skipped"] > 0
-    for name in ("applied", "skipped", "scale", "scheduled"):
-        assert first[name] == second[name]
-    assert first["scheduled"] == first["applied"] == 20 - first["skipped"]
 
 
 # -- the blocks of around-training.md that need several ranks --------------------------------------

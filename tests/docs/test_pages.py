@@ -61,19 +61,6 @@ def test_code_fits_the_page(page: Path) -> None:
     assert [line for line in lines if len(line) > WIDEST] == []
 
 
-def test_the_readme_shows_the_whole_way() -> None:
-    """What somebody who decides needs, in the order in which it is asked."""
-    text = README.read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert len(text.splitlines()) <= 155
-    order = ["What it gives", "Which level", "When not to use it", "Install", "A plain loop"]
-    assert headings[: len(order)] == order
-    assert {"From torch.amp", "From Apex", "In a framework"} <= set(headings)
-    first_table = text.partition("\n|")[2].partition("\n\n")[0]
-    assert "O5" in first_table
-    assert "fp16" not in first_table
-
-
 def test_every_argument_has_a_section() -> None:
     page = (DOCS / "arguments.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## `(\w+)`$", page, re.MULTILINE)

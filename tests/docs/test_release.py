@@ -17,10 +17,6 @@ def text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def classified(kind: str) -> set[str]:
-    return set(re.findall(rf'"{kind} :: ([^":]+)"', text("pyproject.toml")))
-
-
 def runs() -> str:
     """The lines of the support table where something was run."""
     lines = text("docs/support.md").partition("\n| torch | Python |")[2].partition("\n\n")[0]
@@ -34,16 +30,6 @@ def open_addresses(version: str, texts: list[str]) -> int:
 
 def test_the_citation_is_of_this_version() -> None:
     assert f"\nversion: {preamp.__version__}\n" in text("CITATION.cff")
-
-
-def test_classifiers_name_what_was_run() -> None:
-    pythons = {name for name in classified("Programming Language :: Python") if "." in name}
-    assert pythons
-    assert [name for name in pythons if not re.search(rf"\b{re.escape(name)}\b", runs())] == []
-    assert classified("Operating System :: POSIX") == {"Linux"}
-    assert "OS Independent" not in text("pyproject.toml")
-    assert "Windows" not in runs()
-    assert "macOS" not in runs()
 
 
 def test_the_oldest_versions_are_in_the_table_and_in_a_workflow() -> None:
@@ -77,15 +63,6 @@ def test_workflows_pin_what_they_use_and_may_only_read(workflow: Path) -> None:
 def test_the_changelog_is_read_in_two_minutes() -> None:
     section = text("CHANGELOG.md").partition("\n## [")[2].partition("\n## [")[0]
     assert len(section.split()) <= 400
-
-
-def test_links_of_the_readme_lead_somewhere_from_an_index() -> None:
-    settings = pytest.importorskip("tomllib").loads(text("pyproject.toml"))
-    readme = text("README.md")
-    for one in settings["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
-        readme = re.sub(one["pattern"], one["replacement"], readme)
-    links = re.findall(r"\]\(([^)]+)\)", readme)
-    assert [link for link in links if not link.startswith("https://")] == []
 
 
 FROM_AN_INDEX = re.compile(r"""pip install [^\n]*?['"]?\bpreamp\b|preamp\[""")

@@ -175,13 +175,6 @@ def test_models_and_optimizers_are_not_kept_alive(text: str, tmp_path: Path) -> 
     assert not list(examination.seen.roots)
 
 
-def test_a_loop_that_trains_nothing(tmp_path: Path) -> None:
-    text = START + "with torch.no_grad():\n    out = model(x)\n"
-    examination, _ = examine(text, tmp_path)
-    assert examination.findings == []
-    assert examination.seen.steps == 0
-
-
 def test_modules_still_work_where_nothing_is_a_tensor(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def forward(self) -> None:

@@ -134,6 +134,7 @@ model.mask = nn.Parameter(torch.tensor([0.0, 0.0, 0.0, 0.0]), requires_grad=Fals
 y = y.clamp(max=2)
 model.mask[3] = -torch.inf
 optimizer ="""
+POISONED = BUGS["averages that a skipped step has destroyed"].text
 AROUND_LOOP = BUGS["a region around the loop"].text.replace(HERE, "")
 AROUND_STEP = (
     START
@@ -236,6 +237,7 @@ RIGHT = {
     "an evaluation in a region around it": FLOAT32
     + "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):\n"
     "    [F.cross_entropy(model(x), y).item() for _ in range(4)]\n",
+    "averages that are reset": POISONED.replace(HERE, "") + "model[1].reset_running_stats()\n",
     "complex parameters": FLOAT32.replace(
         "F.cross_entropy(model(x), y)", "F.cross_entropy((model(x) * turn).real, y)"
     ).replace(
@@ -352,26 +354,6 @@ def test_compiled_steps_are_not_taken_for_skipped(tmp_path: Path) -> None:
     examination, _ = examine(text, tmp_path)
     assert examination.findings == []
     assert examination.seen.steps == 4
-
-
-POISONED = """
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5):
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(model(x * (float("inf") if step == 2 else 1.0)), y)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
-
-
-def test_running_averages_are_destroyed_by_a_step_that_is_skipped(tmp_path: Path) -> None:
-    [finding] = examine(START + POISONED, tmp_path, select=("PA602",))[0].findings
-    assert finding.what.startswith("Running averages of SGD's model are not finite since step 3")
-    restored = "model[1].reset_running_stats()"
-    assert not examine(START + POISONED + restored, tmp_path)[0].findings
 
 
 def test_a_step_that_raised_is_no_end_of_the_looking(tmp_path: Path) -> None:

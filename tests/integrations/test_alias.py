@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import WITH_MASTERS
 from integrations.contract import (
     LEVELS,
     WARNINGS,
@@ -21,14 +20,11 @@ from integrations.contract import (
     Net,
     assert_same_models,
     batches,
-    bits,
-    exact,
     fork_ranks,
     loss_of,
     make_optimizer,
     needs,
 )
-from kit.refusals import refused
 
 needs("mmengine.runner")
 needs("timm.models")
@@ -79,17 +75,6 @@ def loss_in_forward(model: Any, batch: Any) -> torch.Tensor:
     return model(*batch, mode="loss")["loss"]
 
 
-class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
 def first(rows: Any) -> Any:
     return rows[0]
 
@@ -103,7 +88,7 @@ def run(level: str, data: Any, *, epochs: int = 1, **more: Any) -> Model:
         model=model,
         work_dir=level,
         train_dataloader={
-            "dataset": Data(data),
+            "dataset": data,
             "sampler": {"type": "DefaultSampler", "shuffle": False},
             "collate_fn": first,
             "batch_size": 1,
@@ -141,28 +126,6 @@ def with_mmengine(rank: int, level: str) -> bool:
 @pytest.mark.parametrize("level", LEVELS)
 def test_mmengines_wrapper_trains_and_resumes(level: str, tmp_path: Path) -> None:
     assert fork_ranks(functools.partial(with_mmengine, level=level), tmp_path, 1) == [True]
-
-
-def with_mmengine_on_two(rank: int) -> list[list[int]]:
-    torch.distributed.init_process_group("gloo")  # mmengine's own start asks for CUDA
-    data = batches(16)
-    # Its runner gives the wrapper a device's number, for CPUs too, unless it is told otherwise
-    wrapped = {"type": "MMDistributedDataParallel", "device_ids": None}
-    more: Any = {"launcher": "pytorch", "cfg": {"model_wrapper_cfg": wrapped}}
-    model = run("O1", data, **more)
-    hand = ByHand("O1", Model())
-    parallel = nn.parallel.DistributedDataParallel(hand.model, broadcast_buffers=False)
-    hand.clip, hand.loss = clip, lambda _, batch: loss_in_forward(parallel, batch)
-    assert_same_models(model, hand.run(data[rank::2], clip=0.5).model)
-    for level in WITH_MASTERS:
-        with refused("integrations", "DDP before initialize", changes=True):
-            run(level, data, **more)
-    return list(bits(exact(model).values()))
-
-
-def test_mmengines_wrapper_on_two_processes(tmp_path: Path) -> None:
-    one, other = fork_ranks(with_mmengine_on_two, tmp_path)
-    assert one == other
 
 
 # -- timm --------------------------------------------------------------------------------------

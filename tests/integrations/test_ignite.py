@@ -7,7 +7,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import preamp
@@ -19,10 +18,7 @@ from integrations.contract import (
     Net,
     assert_same_models,
     batches,
-    bits,
-    exact,
     fork_ranks,
-    loss_of,
     make_optimizer,
     needs,
 )
@@ -108,25 +104,3 @@ def test_the_mode_for_apex_works_through_the_alias(tmp_path: Path) -> None:
         return preamp.engine_of(model).steps_applied > 0
 
     assert fork_ranks(as_with_apex, tmp_path, 1) == [True]
-
-
-def test_two_processes_do_what_torchs_wrapper_does(tmp_path: Path) -> None:
-    def on_two(rank: int) -> dict[str, Any]:
-        data = batches(24)[rank::2]
-        found: dict[str, Any] = {}
-        for level in ("O1", "O2"):
-            run, hand = Run(level, every=2, world=2).run(data), ByHand(level)
-            wrapped = torch.nn.parallel.DistributedDataParallel(hand.model)
-            hand.loss = lambda _, batch, wrapped=wrapped: loss_of(wrapped, batch)
-            hand.run(data, every=2)
-            # Its scaler carries what was accumulated through the next reduction, as torch's does.
-            assert run.losses == pytest.approx(hand.losses, rel=1e-5)
-            for ours, wanted in zip(
-                exact(run.net).values(), exact(hand.model).values(), strict=True
-            ):
-                torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
-            found[level] = list(bits(exact(run.net).values()))
-        return found
-
-    one, other = fork_ranks(on_two, tmp_path)
-    assert one == other

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import preamp
-from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
 from integrations.contract import (
     LEVELS,
@@ -344,19 +343,3 @@ def test_lightnings_averages_are_of_the_exact_weights(
     assert_same_values(exact(module), wanted)
     trainer_of(tmp_path, level, options, **more).fit(plain, loader(4))
     assert module.losses == plain.losses  # training does not notice
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_lightnings_stochastic_averages_are_of_the_exact_weights(
-    level: str, tmp_path: Path
-) -> None:
-    keep, module = Keep(), Module()
-    wanted = exact(module)
-    average = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
-    trainer = trainer_of(
-        tmp_path, level, without_skips(level), max_epochs=3, callbacks=[keep, average]
-    )
-    trainer.fit(module, loader(2))
-    for number, now in enumerate((keep.values[1], keep.values[3]), 2):  # as epochs began
-        wanted = {name: mean + (now[name] - mean) / number for name, mean in wanted.items()}
-    assert_same_values(exact(module), wanted)

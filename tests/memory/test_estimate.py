@@ -12,7 +12,8 @@ from torch import nn
 
 import preamp
 from cases.plain import TOKENS, Mixed, counted
-from kit.refusals import assert_refused
+from distributed.storage_checks import Net
+from kit.refusals import assert_approved, assert_refused
 from preamp import optimizers
 from preamp.memory.estimates import fitting
 from preamp.memory.optimizers import (
@@ -23,7 +24,6 @@ from preamp.memory.optimizers import (
     parse_call,
     state_bytes,
 )
-from preamp.optim import LARC
 
 LEVELS = tuple(preamp.OPT_LEVELS)
 SPECIAL = {
@@ -103,20 +103,6 @@ def test_estimate_equals_the_count(name: str, level: str) -> None:
     assert estimate.total == sum(estimate.categories.values())
 
 
-class Blocks(nn.Module):
-    """Weights with rows of one and of several blocks, and tensors that have none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 60, 3)
-        self.inner = nn.Linear(60, 300)
-        self.norm = nn.LayerNorm(300)
-        self.head = nn.Linear(300, 20)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.inner(self.conv(x).mean((2, 3)))))
-
-
 STORAGES = ("split", "compact", preamp.Storage(moments="8bit"), preamp.Storage(moments="bfloat16"))
 STORING = ("FusedAdam", "FusedSGD(lr=0.1, momentum=0.9)", "FusedNovoGrad", "FusedAdagrad")
 
@@ -128,7 +114,7 @@ STORING = ("FusedAdam", "FusedSGD(lr=0.1, momentum=0.9)", "FusedNovoGrad", "Fuse
 @pytest.mark.parametrize("text", [*STORING, "FusedLAMB", "FusedAdam(max_grad_norm=1.0)", "AdamW"])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_storages_count(storage: Any, text: str, level: str) -> None:
-    model, policy = Blocks(), preamp.OPT_LEVELS[level]
+    model, policy = Net(0), preamp.OPT_LEVELS[level]
     instead = {"split": '"full"', "compact": "preamp.Storage(moments='8bit')"}.get(storage)
     moments = "8bit" if storage == "compact" else getattr(storage, "moments", None)
     words: dict[str, Any] = {"level": repr(level), "storage": f'"{storage}"', "instead": instead}
@@ -145,22 +131,6 @@ def test_storages_count(storage: Any, text: str, level: str) -> None:
     found = counted(model, optimizer, level, torch.ones(2, 8, 3, 3), storage=storage)
     assert estimate.categories == found
     assert not estimate.master_gradients
-
-
-@pytest.mark.parametrize(
-    ("storage", "bytes_each"), [("full", 16), ("split", 14), ("compact", 8.0625)]
-)
-def test_bytes_of_a_parameter(storage: str, bytes_each: float) -> None:
-    """With Adam's moments and the gradient; a block of 128 elements has two scales of 4 bytes."""
-
-    def make() -> nn.Module:
-        return nn.Linear(1 << 14, 1 << 14, bias=False)
-
-    for model in (make, 2**28):
-        policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
-        estimate = preamp.estimate(model, policy, "FusedAdam")
-        assert estimate.total - estimate.scaler == bytes_each * 2**28
-        assert estimate.storage == storage
 
 
 def test_released_gradients_are_not_in_the_peak() -> None:
@@ -205,13 +175,6 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def test_larc_adds_no_state() -> None:
-    model = nn.Linear(3, 5)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrapped = preamp.estimate(model, "O2", LARC(inner))  # pyright: ignore[reportArgumentType]
-    assert wrapped == preamp.estimate(model, "O2", inner)
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_overrides_come_as_a_policy(keep: bool) -> None:
     policy = preamp.OPT_LEVELS["O2"].replace(keep_batchnorm_fp32=keep)
@@ -220,13 +183,6 @@ def test_overrides_come_as_a_policy(keep: bool) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     expected = counted(model, optimizer, "O2", TOKENS, keep_batchnorm_fp32=keep)
     assert estimate.categories == expected
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_without_an_optimizer(level: str) -> None:
-    estimate = preamp.estimate(Mixed(), level, None)
-    assert estimate.optimizer == "none"
-    assert (estimate.masters, estimate.optimizer_state, estimate.master_gradients) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -243,49 +199,6 @@ def test_a_large_factory_is_not_allocated() -> None:
     estimate = preamp.estimate(large, "O2", "FusedAdam")
     assert estimate.parameters == 10**12 + 10**6
     assert estimate.weights == 2 * estimate.parameters
-
-
-HAND_COUNT = {  # weights, masters, gradients, Adam's two averages, in bytes per parameter
-    "O0": (4, 0, 4, 8),
-    "O1": (4, 0, 4, 8),
-    "O2": (2, 4, 2, 8),
-    "O3": (2, 0, 2, 8),  # FusedAdam's averages are float32 for half weights too
-    "O4": (4, 0, 4, 8),
-    "O5": (2, 4, 2, 8),
-}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_number_of_parameters(level: str) -> None:
-    found = preamp.estimate(7e9, level, "FusedAdam")
-    count = 7 * 10**9
-    assert found.parameters == count
-    per_parameter = (found.weights, found.masters, found.gradients, found.optimizer_state)
-    assert per_parameter == tuple(count * size for size in HAND_COUNT[level])
-    assert (found.buffers, found.scaler) == (0, 12)
-
-
-def test_masters_gradients_are_made_for_optimizers_that_read_them() -> None:
-    assert preamp.estimate(1000, "O2", "AdamW").master_gradients == 4000
-    assert preamp.estimate(1000, "O2", "FusedAdam").master_gradients == 0
-    assert preamp.estimate(1000, "O1", "AdamW").master_gradients == 0
-
-
-def test_sharding() -> None:
-    def at(sharding: str) -> tuple[int, ...]:
-        found = preamp.estimate(
-            1001,
-            "O2",
-            "Adam",
-            world_size=4,
-            sharding=sharding,  # type: ignore[arg-type]
-        )
-        state = found.optimizer_state - 4  # the step counter is not shared out
-        return found.weights, found.masters, found.gradients, state, found.master_gradients
-
-    part = -(-1001 // 4)
-    assert at("none") == (2002, 4004, 2002, 8008, 4004)
-    assert at("fsdp") == (2 * part, 4 * part, 2 * part, 8 * part, 4 * part)
 
 
 def test_a_learning_rate_beyond_float16_changes_no_size() -> None:
@@ -311,83 +224,8 @@ def test_counting_makes_nothing() -> None:
     assert preamp.count_memory(engine)["gradients"] == 6 * 128
 
 
-def test_storages_that_take_less_are_named() -> None:
-    found = preamp.estimate(3e9, "O5", "FusedAdam")
-    host = "preamp.Storage(masters='split', place='host')"
-    both = "preamp.Storage(masters='split', release_gradients=True, place='host')"
-    assert list(found.smaller) == ['"split"', '"compact"', host, both]
-    sizes = [round(size / 2**30, 1) for size in found.smaller.values()]
-    assert sizes == [39.1, 22.5, 11.2, 5.6]
-    policy = preamp.OPT_LEVELS["O5"].replace(storage="compact")
-    assert preamp.estimate(3e9, policy, "FusedAdam").total == found.smaller['"compact"']
-    # What level, optimizer or ranks cannot have is not named.
-    assert [*preamp.estimate(3e9, "O2", "FusedAdam").smaller] == [
-        '"split"',
-        '"compact"',
-        host,
-        both,
-    ]
-    assert not preamp.estimate(3e9, "O5", "AdamW").smaller
-    assert both not in preamp.estimate(3e9, "O5", "FusedAdam", world_size=2).smaller
-
-
 def on_host(**storage: Any) -> preamp.Policy:
     return preamp.OPT_LEVELS["O5"].replace(storage=preamp.Storage(place="host", **storage))
-
-
-@pytest.mark.parametrize(
-    ("storage", "masters", "moments"),
-    [
-        ({}, 4, 8),
-        ({"masters": "split"}, 2, 8),
-        ({"masters": "split", "moments": "8bit"}, 2, 2.0625),
-    ],
-    ids=["full", "split", "compact"],
-)
-def test_the_host_has_masters_and_moments(
-    storage: dict[str, Any], masters: float, moments: float
-) -> None:
-    found = preamp.estimate(2**28, on_host(**storage), "FusedAdam")
-    sizes = {name: size / 2**28 for name, size in found.categories.items() if size >= 2**28}
-    assert sizes == {
-        "weights": 2,
-        "gradients": 2,
-        "masters on the host": masters,
-        "optimizer state on the host": moments,
-    }
-    assert found.on_device == 4 * 2**28 + 12
-    assert found.staging == 3 * 2**25
-    assert found.on_host == (masters + moments) * 2**28 + found.staging
-    assert found.total == found.on_device + found.on_host - found.staging
-
-
-def test_weights_that_stay_float32_have_their_moments_on_the_host_too() -> None:
-    policy = on_host().replace(keep_fp32=["1.*"])
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    found = preamp.estimate(model, policy, "FusedAdam")
-    assert (found.weights, found.gradients) == (6 * 64, 6 * 64)
-    assert found.categories["masters on the host"] == 4 * 64
-    assert found.categories["optimizer state on the host"] == 2 * 8 * 64
-
-
-def test_what_is_on_the_way_takes_powers_of_two() -> None:
-    """And runs of the size of the largest tensor, at most; nothing is on its way of frozen weights.
-
-    Two gradients at once where these go to wait; of one size, buffers serve both.
-    """
-    frozen = make_layers((64,)).requires_grad_(requires_grad=False)
-    assert preamp.estimate(frozen, on_host(), "FusedAdam").staging == 0
-    wide = partial(nn.Linear, 2**10, 2**15, bias=False)
-    assert preamp.estimate(wide, on_host(), "FusedAdam").staging == 4 * 2**25
-    for rows, update, waiting in ((2**10, 2**22, 2 * 2**21), (1100, 2**23, 2 * 2**22)):
-        make = partial(nn.Linear, 2**10, rows, bias=False)
-        assert preamp.estimate(make, on_host(), "FusedAdam").staging == update
-        released = on_host(release_gradients=True)
-        assert preamp.estimate(make, released, "FusedAdam").staging == update + waiting
-    layers = partial(make_layers, (2**23, 2**22, 2**22))
-    released = on_host(release_gradients=True)
-    assert preamp.estimate(layers, on_host(), "FusedAdam").staging == 2 * 2**25
-    assert preamp.estimate(layers, released, "FusedAdam").staging == 2 * 2**25 + 2 * 2**24
 
 
 def make_layers(sizes: tuple[int, ...]) -> nn.Module:
@@ -397,61 +235,100 @@ def make_layers(sizes: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def test_the_peak_on_a_device_has_nothing_of_the_host() -> None:
-    model, batch = nn.Linear(64, 64), torch.ones(1, 64)
-    options: dict[str, Any] = {"loss_fn": lambda m, x: m(x).mean(), "batch": batch}
-    here, host = (preamp.estimate(model, p, "FusedAdam", **options) for p in ("O5", on_host()))
-    assert here.activations == host.activations
-    assert here.peak is not None
-    assert host.peak == here.peak - 12 * (64 * 64 + 64)
+# -- sizes by hand: those of real engines are counted above ----------------------------------------
 
 
-def test_ranks_have_their_parts_on_their_hosts() -> None:
-    whole = preamp.estimate(2**20, on_host(), "FusedAdam")
-    part = preamp.estimate(2**20, on_host(), "FusedAdam", world_size=2, sharding="fsdp")
-    assert part.on_host - part.staging == (whole.on_host - whole.staging) / 2
-    assert part.on_device - part.scaler == 2 * 2**20
-    found = preamp.estimate(1e6, "O5", "FusedAdam", world_size=2, sharding="fsdp")
-    on_the_host = "preamp.Storage(masters='split', place='host')"
-    assert list(found.smaller) == ['"split"', '"compact"', on_the_host]
+def of_matrix(rows: int, columns: int = 2**10) -> Callable[[], nn.Module]:
+    return partial(nn.Linear, columns, rows, bias=False)
 
 
-def test_what_fits_changes_as_little_as_possible() -> None:
-    def fits(card: float, host: float = 0.0, **more: Any) -> list[tuple[str, str]]:
-        sizes = {"card": card * 2**30, "host": host * 2**30}
-        found = fitting(3e9, more.pop("optimizer", "FusedAdam"), ["O5"], **sizes, **more)
-        return [(memory.place, memory.storage) for memory in found]
-
-    split = "Storage(masters='split', place='host')"
-    eight = split.replace("'split'", "'split', moments='8bit'")
-    both = "Storage(masters='split', release_gradients=True, place='host')"
-    compact = both.replace("'split'", "'split', moments='8bit'")
-    wide = both.replace("masters='split', ", "")
-    on_device = [("device", name) for name in ("full", "split", "compact")]
-    on_host = [("host", n) for n in ("Storage(place='host')", split, eight, wide, both, compact)]
-    assert fits(48) == on_device
-    assert fits(40) == on_device[1:]
-    assert fits(24) == on_device[2:]
-    assert fits(48, 64) == on_device + on_host
-    assert fits(20, 32) == [("host", split), ("host", eight), on_host[-1]]
-    assert fits(12, 12) == [("host", eight)]
-    assert fits(12, 64) == on_host
-    # Ranks release no gradients.
-    assert fits(20, 32, world_size=2) == [("host", split), ("host", eight)]
-    assert not fits(40, 64, optimizer="AdamW")
-    assert fits(11, 64) == on_host[3:]
-    assert fits(11, 34) == on_host[4:]
-    assert fits(11, 18) == on_host[5:]
-    assert fits(11, 16) == []
-    assert fits(5, 64) == []
+def released(**storage: Any) -> preamp.Policy:
+    return on_host(release_gradients=True, **storage)
 
 
-def test_what_fits_leaves_out_what_takes_no_less() -> None:
-    vectors = nn.LayerNorm(64)  # moments of vectors stay float32
-    found = fitting(vectors, "FusedAdam", ["O0"], card=2**30)
-    full, *on_host = [memory.storage for memory in found]
-    assert full == "full"
-    assert on_host == ["Storage(place='host')", "Storage(release_gradients=True, place='host')"]
+COMPACT = preamp.OPT_LEVELS["O5"].replace(storage="compact")
+SPLIT = preamp.OPT_LEVELS["O5"].replace(storage="split")
+SHARED: dict[str, Any] = {"world_size": 2, "sharding": "fsdp"}
+UNLIKE = partial(make_layers, (2**23, 2**22, 2**22))
+# fmt: off
+SIZES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {  # model, level, optimizer, ranks
+    "7e9 parameters at O1": (7e9, "O1", "FusedAdam", {}),
+    "7e9 parameters at O2": (7e9, "O2", "FusedAdam", {}),
+    "7e9 parameters at O3": (7e9, "O3", "FusedAdam", {}),  # averages are float32 here too
+    "7e9 parameters at O5": (7e9, "O5", "FusedAdam", {}),
+    "gradients of masters that are read": (1000, "O2", "AdamW", {}),
+    "float32 gradients that are read": (1000, "O1", "AdamW", {}),
+    "four ranks": (1001, "O2", "Adam", {"world_size": 4}),
+    "shared by four ranks": (1001, "O2", "Adam", {"world_size": 4, "sharding": "fsdp"}),
+    "2^28 in full": (2**28, "O5", "FusedAdam", {}),
+    "2^28 split": (2**28, SPLIT, "FusedAdam", {}),
+    "2^28 compact": (2**28, COMPACT, "FusedAdam", {}),
+    "2^28 on two ranks": (2**28, "O5", "FusedAdam", {"world_size": 2}),
+    "2^28 shared by two ranks": (2**28, "O5", "FusedAdam", SHARED),
+    "the host has it in full": (2**28, on_host(), "FusedAdam", {}),
+    "the host has it split": (2**28, on_host(masters="split"), "FusedAdam", {}),
+    "the host has it compact": (
+        2**28, on_host(masters="split", moments="8bit"), "FusedAdam", {}),
+    "hosts of two ranks": (2**28, on_host(), "FusedAdam", SHARED),
+    # Moments of weights that stay float32 are on the host too.
+    "half of it in float32": (
+        lambda: nn.Sequential(of_matrix(8, 8)(), of_matrix(8, 8)()),
+        on_host().replace(keep_fp32=["1.*"]), "FusedAdam", {}),
+    # What is on the way takes powers of two, and runs of the size of the largest tensor, at most.
+    "nothing on the way": (
+        lambda: make_layers((64,)).requires_grad_(requires_grad=False), on_host(), "FusedAdam", {}),
+    "much on the way": (of_matrix(2**15), on_host(), "FusedAdam", {}),
+    "a power of two on the way": (of_matrix(2**10), on_host(), "FusedAdam", {}),
+    "a little more on the way": (of_matrix(1100), on_host(), "FusedAdam", {}),
+    "unlike ones on the way": (UNLIKE, on_host(), "FusedAdam", {}),
+    # Two gradients at once where these go to wait; of one size, buffers serve both.
+    "a power of two waits": (of_matrix(2**10), released(), "FusedAdam", {}),
+    "a little more waits": (of_matrix(1100), released(), "FusedAdam", {}),
+    "unlike ones wait": (UNLIKE, released(), "FusedAdam", {}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name: str) -> None:
+    model, level, optimizer, ranks = SIZES[name]
+    found = preamp.estimate(model, level, optimizer, **ranks).to_json()
+    smaller = [f"{storage} {size:,}" for storage, size in found.pop("smaller").items()]
+    sizes = [f"{key} {value:,}" for key, value in found.items() if isinstance(value, int) and value]
+    assert_approved("memory_sizes", name, "; ".join([*sizes, *smaller]))
+
+
+GIB = 2**30
+# fmt: off
+FITS: dict[str, tuple[float, float, dict[str, Any]]] = {  # GiB of the card and of the host
+    "all on 48": (48, 0, {}),
+    "what fits 40": (40, 0, {}),
+    "what fits 24": (24, 0, {}),
+    "what fits 48 and 64": (48, 64, {}),
+    "what fits 20 and 32": (20, 32, {}),
+    "what fits 12 and 12": (12, 12, {}),
+    "what fits 12 and 64": (12, 64, {}),
+    "what fits two ranks": (20, 32, {"world_size": 2}),  # which release no gradients
+    "what fits AdamW": (40, 64, {"optimizer": "AdamW"}),
+    "what fits 11 and 64": (11, 64, {}),
+    "what fits 11 and 34": (11, 34, {}),
+    "what fits 11 and 18": (11, 18, {}),
+    "what fits 11 and 16": (11, 16, {}),
+    "what fits 5 and 64": (5, 64, {}),
+    "what fits without less": (1, 64, {"model": nn.LayerNorm(64)}),  # vectors' moments are float32
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_fits_changes_as_little_as_possible(name: str) -> None:
+    card, host, more = FITS[name]
+    given = {"model": 3e9, "optimizer": "FusedAdam", **more}
+    model, optimizer = given.pop("model"), given.pop("optimizer")
+    level = "O5" if model == 3e9 else "O0"
+    found = fitting(model, optimizer, [level], card=card * GIB, host=host * GIB, **given)
+    said = "; ".join(f"{memory.place}: {memory.storage}" for memory in found)
+    assert_approved("memory_sizes", name, said or "nothing")
 
 
 # -- factories named in text: read as literals, never run -------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cases import records as made
 from cases.selection import examples
-from kit.refusals import assert_refused, refused
+from kit.refusals import assert_approved, assert_refused, refused
 from preamp.numerics import History, Record, ResumeRecord, read_history, to_json
 from preamp.report import render, write
 from preamp.report.gather import gather
@@ -53,45 +53,80 @@ def test_hostile_names_are_text(name: str) -> None:
         assert not {"\u202e", "\u2066", "\x00", "\x1b"} & set(body)
 
 
-def test_missing_parts_say_what_to_switch_on() -> None:
-    words = " ".join("".join(Outline(render([made.start(), made.step(1)])).words).split())
-    assert 'Gradients were not looked at. Pass numerics="light" to preamp.initialize.' in words
-    assert "The loss scale is 2¹⁶ in all steps. No step was skipped." in words
+def skips(*causes: Record, count: int = 1) -> list[Record]:
+    """So many steps, all of them skipped, at the causes that are told."""
+    return [*(made.step(n, skipped=True) for n in range(1, count + 1)), *causes]
 
 
-def test_skips_of_two_optimizers_at_the_same_step_are_both_listed() -> None:
-    steps = [made.step(4, skipped=True, optimizer=index) for index in (0, 1)]
-    causes = [made.overflow(4, f"{index}.weight", optimizer=index) for index in (0, 1)]
-    words = "".join(Outline(render([*steps, *causes])).words)
-    assert "All 2 skipped steps" in words
-    assert "0.weight" in words
-    assert "1.weight" in words
-    assert "2 steps of 2 optimizers, of which 2 were skipped" in words
+def looks(*changes: dict[str, dict[str, Any]], policy: Any = None) -> list[Record]:
+    """A look in each step: tensors by name, with what is special about each."""
+    start = made.start(**({} if policy is None else {"policy": policy}))
+    seen = [
+        made.look(n, *(made.tensor(name, **how) for name, how in tensors.items()))
+        for n, tensors in enumerate(changes, 1)
+    ]
+    return [start, *seen]
 
 
-def test_taken_steps_are_not_called_skipped() -> None:
-    taken = made.overflow(2, "b.weight", was_skipped=False)
-    outline = Outline(render([made.step(1), made.step(2), taken]))
-    assert "Loss scale and skipped steps" not in outline.words
-    assert "At a static one it is taken all the same." in " ".join(outline.words)
+def in_turn(*layers: tuple[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    """Ten looks, in which a layer has what a function of their number says."""
+    return [{name: how(number) for name, how in layers} for number in range(1, 11)]
 
 
-def test_everything_recorded_is_on_the_page() -> None:
-    words = " ".join("".join(Outline(render(full())).words).split())
-    assert "2¹⁶ → 2¹⁵" in words
-    assert "and 2 more" in words
-    assert "): output in float16 became inf; what went in reached 7" in words
-    assert "forward of blocks.0.attention.weight (" in words
-    assert "9 %" in words
-    assert "Recorded by preamp blocks.0.att…tion.weight on torch" in words
+BY_TWO = [made.step(4, skipped=True, optimizer=index) for index in (0, 1)]
+CAUSES = [made.overflow(4, f"{index}.weight", optimizer=index) for index in (0, 1)]
+SLOW = [made.start(opt_level="O0"), *(made.step(n, 2.0) for n in range(1, 5))]
+PAGES: dict[str, Any] = {
+    "all that is recorded": full(),
+    "steps alone": [made.start(), made.step(1)],
+    "nothing at all": [],
+    "two runs": {"fast": full(), "slow": SLOW},
+    "skips of two optimizers at one step": [*BY_TWO, *CAUSES],
+    "an overflow that was not skipped": [
+        made.step(1),
+        made.step(2),
+        made.overflow(2, "b.weight", was_skipped=False),
+    ],
+    "many skips": skips(*(made.overflow(n, f"p{n % 50}") for n in range(1, 5001)), count=5000),
+    "layers in trouble first": looks(
+        *in_turn(
+            ("a.weight", lambda n: {"below_normal": n, "nonfinite": n == 2}),
+            ("a.bias", lambda n: {}),
+            ("b.weight", lambda n: {"below_normal": 50 * (n == 7), "zeros": n}),
+        )
+    ),
+    "layers broken or near at a static scale first": looks(
+        *in_turn(
+            ("near.weight", lambda n: {"headroom": 0.5 * n, "max_abs": 46341.0}),
+            ("over.weight", lambda n: {"nonfinite": n - 1}),
+            ("calm.weight", lambda n: {}),
+        ),
+        policy={"loss_scale": "128.0"},
+    ),
+    "weights stalled in the latest look": [
+        *looks({"b.w": {"below_normal": 1}}),
+        made.look(1, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=90)),
+        made.look(2, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=10)),
+    ],
+    "gradients that are not finite": looks(
+        {"a.weight": {"zeros": 10, "nonfinite": 90}, "b.weight": {}}
+    ),
+    "underflow is a share of what is not zero": looks(
+        {"a.weight": {"zeros": 50, "below_normal": 20, "below_subnormal": 10}}
+    ),
+}
 
 
-def test_runs_are_compared() -> None:
-    slow = [made.start(opt_level="O0"), *(made.step(n, 2.0) for n in range(1, 5))]
-    text = render({"fast": full(), "slow": slow}, title="Two runs")
-    words = " ".join(Outline(text).words)
-    for part in ("Two runs", "Side by side", "fast", "slow"):
-        assert part in words
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_says(name: str) -> None:
+    text = render(PAGES[name])
+    words = "".join(Outline(text[text.index("<body") :].replace("</html>", "")).words)
+    assert_approved("report", name, " ".join(words.split()))
+
+
+def test_runs_are_linked_and_may_have_a_title() -> None:
+    text = render({"fast": full(), "slow": SLOW}, title="Two runs")
+    assert "<h1>Two runs</h1>" in text
     assert 'href="#run1"' in text
     assert_refused("report", "no run", lambda: render({}))
 
@@ -130,14 +165,6 @@ def test_pages_of_long_runs_stay_small_and_keep_every_skip() -> None:
     for number in numbers:
         assert f">{number:,}</th>" in text
     assert "The first 60 of 150 layers" in text
-
-
-def test_many_skips_are_summed_up_by_cause() -> None:
-    records: list[Record] = [made.step(n, skipped=True) for n in range(1, 5001)]
-    records += [made.overflow(n, f"p{n % 50}") for n in range(1, 5001)]
-    text = render(records)
-    assert "The first 5 and the last 10 of 5,000 skipped steps" in text
-    assert "10 others" in text
 
 
 def test_write_replaces_the_file_or_leaves_it(

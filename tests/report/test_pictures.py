@@ -4,21 +4,21 @@
 import math
 import re
 import unicodedata
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import records as made
-from preamp.report import layers, words
-from preamp.report.blocks import Figure, Table
+from preamp.report import words
+from preamp.report.blocks import Figure
 from preamp.report.drawing import COLUMNS, exponents_picture, scale_picture, thin
 from preamp.report.gather import gather
 from preamp.report.html import Html, tag
-from preamp.report.layers import layers_of, layers_section, stalled_shares
+from preamp.report.layers import layers_section
 from report.pages import Outline
-
-PARTS = layers.underflow, layers.lost, layers.zeros
 
 
 def test_elements_escape_what_is_not_html() -> None:
@@ -88,67 +88,6 @@ def test_the_gradients_that_overflowed_are_drawn_as_they_were_before() -> None:
     assert "1 value infinite or nan are not drawn" in figure.caption
 
 
-def test_underflow_is_a_share_of_what_is_not_zero() -> None:
-    seen = [made.tensor(elements=100, zeros=50, below_normal=20, below_subnormal=10)]
-    assert [part(seen) for part in PARTS] == [0.4, 0.2, 0.5]
-    assert [part([]) for part in PARTS] == [0, 0, 0]
-    assert [part([*seen, *seen]) for part in PARTS] == [0.4, 0.2, 0.5]
-
-
-def test_layers_are_modules_those_in_trouble_first() -> None:
-    looks = [
-        made.look(
-            number,
-            made.tensor("a.weight", below_normal=number, nonfinite=number == 2),
-            made.tensor("a.bias", below_normal=0),
-            made.tensor("b.weight", below_normal=50 if number == 7 else 0, zeros=number),
-        )
-        for number in range(1, 11)
-    ]
-    found = layers_of(gather([made.start(), *looks]))
-    assert [layer.name for layer in found] == ["b", "a"]
-    rows = [[cell.replace("\u00a0", " ") for cell in layer.cells(math.nan)[1:]] for layer in found]
-    assert rows[0][2:] == ["54 %", "0 %", "10 %", "–"]
-    assert rows[1][:3] == ["1", "16.0", "5 %"]  # its dynamic scale tried how far it may go
-
-
-def test_layers_at_a_static_scale_that_are_broken_or_near_come_first() -> None:
-    looks = [
-        made.look(
-            number,
-            made.tensor("near.weight", headroom=0.5 * number, max_abs=46341.0),
-            made.tensor("over.weight", nonfinite=number - 1),
-            made.tensor("calm.weight"),
-        )
-        for number in range(1, 11)
-    ]
-    found = layers_of(gather([made.start(policy={"loss_scale": "128.0"}), *looks]))
-    rows = [[cell.replace("\u00a0", " ") for cell in layer.cells(math.nan)[1:3]] for layer in found]
-    assert [layer.name for layer in found] == ["over", "near", "calm"]
-    assert rows[:2] == [["inf or nan", "16.0"], ["4.63e+04", "0.5"]]
-
-
-def test_stalled_weights_of_the_latest_look_stand_beside_their_layer() -> None:
-    looks = [
-        made.look(1, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=90)),
-        made.look(2, made.tensor("a.w"), made.tensor("a.w", what="weight", stalled=10)),
-        made.look(2, made.tensor("b.w", below_normal=1)),
-    ]
-    assert stalled_shares(gather(looks)) == {"a": 0.1}
-    (table,) = layers_section(gather(looks), "x").blocks
-    assert isinstance(table, Table)
-    assert [row[-1] for row in table.rows] == ["–", "10\u00a0%"]
-
-
-def test_gradients_that_are_not_finite_are_neither_zero_nor_free_of_underflow() -> None:
-    bad = made.tensor("a.weight", elements=100, zeros=10, nonfinite=90)
-    assert layers.zeros([bad]) == 0.1
-    assert math.isnan(layers.underflow([bad]))
-    (other, layer) = layers_of(gather([made.start(), made.look(1, bad, made.tensor("b.weight"))]))
-    assert (other.name, layer.name) == ("b", "a")
-    assert math.isnan(layer.worst)
-
-
 def test_each_optimizer_counts_its_own_steps() -> None:
     """A critic that steps five times as often: every record tells the scales of all losses."""
     critic = [made.step(n, 9.0, scales={0: 2.0 ** -(n // 5), 1: 1.0}) for n in range(1, 11)]
@@ -203,50 +142,26 @@ def test_names(name: str, shown: str) -> None:
     assert words.shown(name, 60 if len(name) < 60 else 10) == shown
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0 %"),
-        (1e-9, "<0.1 %"),
-        (0.0123, "1.2 %"),
-        (0.05, "5 %"),
-        (0.5, "50 %"),
-        (0.99999, ">99.9 %"),
-        (1.0, "100 %"),
-        (math.nan, "–"),
-    ],
-)
-def test_shares_are_0_and_100_only_for_nothing_and_all(value: float, text: str) -> None:
-    assert words.share(value) == text.replace(" ", "\u00a0")
+# fmt: off
+WORDS: dict[Callable[[Any], str], tuple[tuple[Any, str], ...]] = {
+    words.share: (  # 0 and 100 only for nothing and all
+        (0.0, "0 %"), (1e-9, "<0.1 %"), (0.0123, "1.2 %"), (0.05, "5 %"), (0.5, "50 %"),
+        (0.99999, ">99.9 %"), (1.0, "100 %"), (math.nan, "–"),
+    ),
+    words.scale: (
+        (1.0, "1"), (512.0, "512"), (65536.0, "2¹⁶"), (2.0**-24, "2⁻²⁴"), (1000.0, "1,000"),
+        (0.0, "0"), (math.inf, "infinite"), (-math.inf, "−inf"), (math.nan, "not a number"),
+    ),
+    words.size: (
+        (0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.0 KiB"), (200 * 2**20, "200 MiB"),
+    ),
+    words.magnitude: ((-1e-5, "−1e−05"), (None, "–")),
+}
+# fmt: on
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (1.0, "1"),
-        (512.0, "512"),
-        (65536.0, "2¹⁶"),
-        (2.0**-24, "2⁻²⁴"),
-        (1000.0, "1,000"),
-        (0.0, "0"),
-        (math.inf, "infinite"),
-        (-math.inf, "−inf"),
-        (math.nan, "not a number"),
-    ],
-)
-def test_loss_scales(value: float, text: str) -> None:
-    assert words.scale(value) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.0 KiB"), (200 * 2**20, "200 MiB")],
-)
-def test_sizes(count: int, text: str) -> None:
-    assert words.size(count) == text
-
-
-def test_magnitudes_and_counts() -> None:
-    assert words.magnitude(-1e-5) == "−1e−05"
-    assert words.magnitude(None) == "–"
+@pytest.mark.parametrize("function", WORDS, ids=lambda function: function.__name__)
+def test_numbers_in_words(function: Callable[[Any], str]) -> None:
+    for value, text in WORDS[function]:
+        assert function(value).replace("\u00a0", " ") == text
     assert (words.counted(1, "step"), words.counted(2000, "step")) == ("1 step", "2,000 steps")

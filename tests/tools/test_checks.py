@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 
-import check_wheel
 from check_docs import main, undocumented, unexplained
 
 
@@ -43,13 +42,6 @@ def test_gaps_are_named() -> None:
     ]
 
 
-def test_a_facade_may_point_at_the_original() -> None:
-    home = module("m", documented=documented)
-    facade = module("m.amp", documented=documented)
-    assert undocumented(facade, home, "the same: `documented`") == []
-    assert len(undocumented(facade, home, "nothing")) == 1
-
-
 class Told:
     """Takes ``first``."""
 
@@ -66,22 +58,6 @@ def test_arguments_that_nothing_tells_of_are_named() -> None:
 
 def test_every_public_name_has_its_entry_and_every_argument_is_told() -> None:
     assert main() == 0
-
-
-# -- the wheel --------------------------------------------------------------------------------
-
-
-def test_a_command_that_fails_ends_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def build(folder: Path) -> Path:
-        check_wheel.call([sys.executable, "-c", "raise SystemExit(7)"], folder)
-        return folder
-
-    monkeypatch.setattr(check_wheel, "build", build)
-    monkeypatch.setattr(sys, "argv", ["check_wheel.py", "--keep", str(tmp_path / "new")])
-    assert check_wheel.main() == 1
-    assert "failed with status 7" in capsys.readouterr().err
 
 
 # -- gpu.sh on the pretended device ----------------------------------------------------------------

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,50 +145,10 @@ def test_until_asks_the_shortest_tests_first_and_no_more(tiny: tuple[Path, Rows]
     assert "Run without --until" in printed
 
 
-def test_within_gives_up_what_the_shortest_tests_do_not_notice(tiny: tuple[Path, Rows]) -> None:
-    rows = run(tiny[0], "within.jsonl", "--within", "0.4")
-    assert told(rows["x > 3 → x >= 3"]) == ("noticed", ["test_below"])  # the other one sleeps
-    assert told(rows["n > 10 → n >= 10"]) == ("given up", [])
-    assert told(rows["never found == 99"]) == ("not noticed", [])
-    assert told(rows["x - 1 → x + 1"]) == ("not reached", [])
-    assert "not all tests were asked for" in call(tiny[0], "spare", "within.jsonl", status=1)
-
-
 def test_a_function_whose_code_is_not_found_is_an_error(tiny: tuple[Path, Rows]) -> None:
     printed = call(tiny[0], "run", "src/tiny/odd.py", "--planted", status=4)
     assert "no living function changes with src/tiny/odd.py:3: 'x + 1'" in printed
     assert "1 not reached\n  src/tiny/odd.py:3" in call(tiny[0], "run", "src/tiny/odd.py")
-
-
-def test_a_run_that_is_ended_leaves_no_process(tiny: tuple[Path, Rows]) -> None:
-    out = tiny[0] / "ended.jsonl"
-    lines = (tiny[0] / "drawn.jsonl").read_text("utf-8").splitlines(keepends=True)
-    rest = "".join(line for line in lines if "without n -= 1" not in line)
-    out.write_text(rest, "utf-8")
-    command = [sys.executable, kill_matrix.__file__, "run", "src/tiny/sums.py"]
-    whole = [*command, "--out", str(out), "--limit", "100"]
-    process = subprocess.Popen(whole, cwd=tiny[0], env={**os.environ, "PYTHONPATH": "src"})
-
-    def command_of(file: Path) -> bytes:
-        with suppress(OSError):  # it has ended since it was listed
-            return file.read_bytes()
-        return b""
-
-    def alive() -> int:
-        return sum(
-            str(out).encode() in command_of(one) for one in Path("/proc").glob("[0-9]*/cmdline")
-        )
-
-    while alive() < 3:  # the run, its worker, and the fork that hangs
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.terminate()
-    process.wait()
-    deadline = time.monotonic() + 60
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert alive() == 0
-    assert out.read_text("utf-8") == rest
 
 
 def test_spare_names_what_others_do_too(tiny: tuple[Path, Rows]) -> None:
@@ -198,18 +156,6 @@ def test_spare_names_what_others_do_too(tiny: tuple[Path, Rows]) -> None:
     assert call(tiny[0], "spare", "drawn.jsonl").splitlines() == names
     printed = call(tiny[0], "spare", "--keep", "1", "drawn.jsonl")
     assert [name in printed for name in ("above", "below", "count", "another")] == [1, 0, 0, 0]
-
-
-@pytest.mark.parametrize(("more", "gone"), [({}, "1 b"), ({"d": [9, 2]}, "1 a 1 b")])
-def test_spare_keeps_what_alone_enters_a_line(
-    more: dict[str, list[int]], gone: str, tmp_path: Path, capsys: Any
-) -> None:
-    entered = {"a[1]": [1, 2], "a[2]": [9], "b": [1], "c": [1], **more}  # c does more
-    tests = {t: {"lines": {"f": e}, "size": 1, "unseen": t == "c"} for t, e in entered.items()}
-    row = {"file": "f", "lines": [1], "noticed": ["a", "b", "c", *more]}
-    (tmp_path / "out").write_text(f"{json.dumps({'tests': tests})}\n{json.dumps(row)}", "utf-8")
-    assert kill_matrix.main(["spare", "--keep", "1", str(tmp_path / "out")]) == 0
-    assert " ".join(capsys.readouterr().out.split()[:-4]) == gone
 
 
 def test_diff_names_what_is_lost(tiny: tuple[Path, Rows], capsys: Any) -> None:

@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from cases.selection import SUITE, combinations, covering, examples, select
 
 
+@pytest.mark.parametrize("together", [2, 3])
 @pytest.mark.parametrize("sizes", [(5, 4, 3), (8, 6, 6, 4), (2, 2, 2, 2, 2, 7), (3, 1, 1)])
-def test_every_pair_is_chosen(sizes: tuple[int, ...]) -> None:
+def test_every_pair_is_chosen_or_every_three(sizes: tuple[int, ...], together: int) -> None:
     rows = [row for row in itertools.product(*map(range, sizes)) if sum(row) % 5 != 1]
 
-    def pairs_of(some: list[tuple[int, ...]]) -> set[object]:
-        return {pair for row in some for pair in itertools.combinations(enumerate(row), 2)}
+    def sets_of(some: list[tuple[int, ...]]) -> set[object]:
+        return {few for row in some for few in itertools.combinations(enumerate(row), together)}
 
-    chosen = [rows[number] for number in covering(rows, 2)]
-    assert pairs_of(chosen) == pairs_of(rows)
+    chosen = [rows[number] for number in covering(rows, together)]
+    assert sets_of(chosen) == sets_of(rows)
     assert len(set(chosen)) == len(chosen) <= len(rows)
-    assert len(sizes) < 4 or 3 * len(chosen) < len(rows)
+    assert len(sizes) < 4 or together == 3 or 3 * len(chosen) < len(rows)
 
 
 @pytest.mark.parametrize("sizes", [(7,), (5, 4), ()])
@@ -38,19 +39,6 @@ def test_the_suites_share_searches_only(request: pytest.FixtureRequest) -> None:
     assert all(item.get_closest_marker("full") is None for item in quick)
 
 
-@pytest.mark.parametrize("b", "xyzw")
-@pytest.mark.parametrize("a", range(3))
-def test_of_two_parameters_each_value_occurs(
-    request: pytest.FixtureRequest, a: int, b: str
-) -> None:
-    count = {"quick": 4, "rest": 8, "all": 12}[request.config.getoption("--suite")]
-    name = test_of_two_parameters_each_value_occurs.__name__
-    assert sum(item.name.startswith(f"{name}[") for item in request.session.items) <= count
-
-
-ROWS = list(itertools.product(range(3), range(4), range(2), range(2)))
-
-
 @pytest.mark.pairs
 @pytest.mark.parametrize("c", "xyz")
 @pytest.mark.parametrize("b", [1, 2, 3])
@@ -64,23 +52,9 @@ def test_of_some_every_two_values_are_enough(
     assert sum(item.name.startswith(f"{name}[") for item in request.session.items) <= 9
 
 
-def test_of_some_every_three_values_are_enough() -> None:
-    """Of a test that is marked so, the full suite runs no more than that."""
-    chosen = {ROWS[number] for number in covering(ROWS, 3)}
-    threes = {three for row in ROWS for three in itertools.combinations(enumerate(row), 3)}
-    found = {three for row in chosen for three in itertools.combinations(enumerate(row), 3)}
-    assert found == threes
-    assert len(chosen) < len(ROWS)
-
-
 @given(st.integers())
 def test_a_search(number: int) -> None:
     assert number is not None
-
-
-@pytest.mark.full
-def test_only_in_the_full_suite(request: pytest.FixtureRequest) -> None:
-    assert request.config.getoption("--suite") != "quick"
 
 
 def test_loops_are_short_in_the_quick_suite(monkeypatch: pytest.MonkeyPatch) -> None:
