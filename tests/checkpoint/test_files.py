@@ -409,6 +409,16 @@ def test_a_tensor_under_another_name(disk: Disk) -> None:
     assert_refused(run, disk.of("swapped"), beside=disk.path)
 
 
+def test_one_digit_of_a_number(disk: Disk) -> None:
+    """A file whose manifest is another than that of its checksum."""
+    run = SavedRun("O1").play(STEP)
+    run.save(disk.path)
+    whole = disk.path.read_bytes()
+    assert whole.count(b"65536") == 1  # the loss scale
+    disk.of("changed").write_bytes(whole.replace(b"65536", b"65537"))
+    assert_refused(run, disk.of("changed"), beside=disk.path)
+
+
 # -- versions ------------------------------------------------------------------------------------
 
 
