@@ -1340,9 +1340,8 @@ class World:
     def given(self) -> dict[str, Any]:
         """All that a close gives back, by identity, whatever the numbers are by now."""
         seen: dict[str, Any] = {}
-        own = ("_kept", "_is_early_kind")  # what an optimizer finds out for itself
         for number, optimizer in enumerate(self.opts):
-            attributes = {k: v for k, v in vars(optimizer).items() if not k.startswith(own)}
+            attributes = {k: v for k, v in vars(optimizer).items() if not k.startswith("_kept")}
             seen[f"{number}"] = {k: [*v] if "hooks" in k else None for k, v in attributes.items()}
             seen[f"{number}.params"] = [id(p) for g in optimizer.param_groups for p in g["params"]]
         for name, module in self.ours.named_modules():

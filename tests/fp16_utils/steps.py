@@ -29,39 +29,33 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class EarlyAdam(torch.optim.Optimizer):
-    """The calling convention of the FusedAdam of early 2019, which only the flat one follows.
+    """The formula of the FusedAdam of early 2019, without bias correction, in plain torch.
 
-    Takes scaled gradients from outside, clips per group, and writes a half copy. Its update has no
-    bias correction: ``g = grad / c``, moments, ``p -= lr * (m / (sqrt(v) + eps) + decay * p)``,
-    where ``c`` is the scale, larger where the unscaled norm exceeds ``max_grad_norm``.
+    ``g = grad / c``, moments, ``p -= lr * (m / (sqrt(v) + eps) + decay * p)``, where ``c`` is 1, or
+    larger where the norm of a group exceeds ``max_grad_norm``.
     """
 
     def __init__(self, params: Any, lr: float = 0.125, **options: float) -> None:
         defaults = {"lr": lr, "betas": (0.5, 0.75), "eps": 2.0**-10, "weight_decay": 0.0}
         super().__init__(params, {**defaults, "max_grad_norm": 0.0, **options})
-        self.calls: list[dict[str, Any]] = []
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, *, grads: Any, output_params: Any, grad_norms: Any, scale: float = 1.0
-    ) -> None:
-        self.calls.append({"scale": scale, "grad_norms": grad_norms})
-        groups = zip(self.param_groups, grads, output_params, grad_norms, strict=True)
-        for group, group_grads, outputs, norm in groups:
-            factor, (beta1, beta2) = scale, group["betas"]
-            if group["max_grad_norm"] > 0:
-                factor *= max((norm / scale + 1e-6) / group["max_grad_norm"], 1.0)
-            for param, grad, output in zip(group["params"], group_grads, outputs, strict=True):
-                if grad is None:
-                    continue
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            factor, (beta1, beta2) = 1.0, group["betas"]
+            if params and group["max_grad_norm"] > 0:
+                norm = float(torch.stack([param.grad.norm() for param in params]).norm())
+                factor = max((norm + 1e-6) / group["max_grad_norm"], 1.0)
+            for param in params:
                 zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
                 state = self.state[param] = self.state.get(param) or {"step": 0, **zeros}
                 state["step"] += 1
-                g, m, v = grad.float() / factor, state["exp_avg"], state["exp_avg_sq"]
+                g, m, v = param.grad / factor, state["exp_avg"], state["exp_avg_sq"]
                 m.mul_(beta1).add_(g, alpha=1 - beta1)
                 v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
                 change = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * param
-                output.copy_(param.sub_(change, alpha=group["lr"]))
+                param.sub_(change, alpha=group["lr"])
 
 
 class Pair:
@@ -80,13 +74,7 @@ class Pair:
     def step(self) -> None:
         """And check: masters are the plain run's weights, bitwise; the model has them rounded."""
         assert self.optimizer.step() is None
-        if isinstance(self.reference, EarlyAdam):
-            params = [group["params"] for group in self.reference.param_groups]
-            grads = [[param.grad for param in group] for group in params]
-            outputs = [list(map(torch.empty_like, group)) for group in params]
-            self.reference.step(grads=grads, output_params=outputs, grad_norms=[0.0] * len(params))
-        else:
-            self.reference.step()
+        self.reference.step()
         self.check()
 
     def check(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the flat FP16_Optimizer alone has: one buffer for each group, and the early protocol."""
+"""What the flat FP16_Optimizer alone has: a buffer for each group, and early 2019."""
 
 import copy
 from typing import Any
@@ -17,23 +17,30 @@ BUILDS: dict[str, Any] = {**{case.name: case.build for case in MAIN}, "early": E
 EACH = pytest.mark.parametrize("name", BUILDS)
 
 
-def test_the_early_protocol_gets_scaled_norms_and_clips_per_group() -> None:
+OPTIONS: dict[str, Any] = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 2.0**-10}
+
+
+def test_a_fused_adam_clips_per_group() -> None:
     model, optimizer = parts(
-        lambda params: EarlyAdam(params, max_grad_norm=0.5), static_loss_scale=8.0
+        lambda params: FusedAdam(params, **OPTIONS, max_grad_norm=0.5), static_loss_scale=8.0
     )
     a, b = model.a.weight, model.b.weight
     optimizer.backward(a.float().sum() * 3.0 + b.float().sum() * 0.125)
     optimizer.step()
-    (call,) = optimizer.optimizer.calls
-    assert call["scale"] == 8.0
-    norms = [8.0 * 3.0 * 6**0.5, 8.0 * 0.125 * 6**0.5]
-    assert call["grad_norms"] == pytest.approx(norms, rel=1e-6)
     moments = [optimizer.state[m]["exp_avg"][0].item() for m in optimizer.fp32_groups_flat]
     clip = 0.5 / (3.0 * 6**0.5 + 1e-6)  # the first group is above 0.5, the second below
     assert moments == pytest.approx([0.5 * 3.0 * clip, 0.5 * 0.125], rel=1e-5)
 
 
-OPTIONS: dict[str, Any] = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 2.0**-10}
+def test_any_fused_adam_follows_the_early_formula() -> None:
+    _, plain = parts(lambda params: FusedAdam(params, **OPTIONS, eps_inside_sqrt=False))
+    _, named = parts(lambda params: FusedAdam(params, **OPTIONS))
+    for optimizer in (plain, named):
+        loss = sum(p.float().square().sum() for g in optimizer.fp16_groups for p in g)
+        optimizer.backward(loss)
+        optimizer.step()
+        assert all("step" in state for state in optimizer.state.values())
+    assert torch.equal(flat(values(plain)), flat(values(named)))
 
 
 def bert(kind: Any, dtype: torch.dtype, scaling: dict[str, Any], **options: Any) -> Any:

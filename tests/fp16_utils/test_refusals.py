@@ -95,6 +95,9 @@ NOT_FLAT: dict[str, Callable[[], Any]] = {
     "Adafactor": lambda: torch.optim.Adafactor(params(torch.float16)),
     "LARC": lambda: LARC(half_sgd()),
     "an optimizer that has stepped": stepped,
+    "a FusedAdam with L2 decay": lambda: preamp.optimizers.FusedAdam(
+        params(torch.float16), adam_w_mode=False
+    ),
     **FUSED,
 }
 

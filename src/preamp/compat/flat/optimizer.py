@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -29,6 +28,7 @@ from preamp.core.errors import bad_value
 from preamp.core.log import say
 from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
+from preamp.optim.fused.adam import FusedAdam
 
 Grads = list[torch.Tensor | None]
 
@@ -39,10 +39,9 @@ _DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
 class FP16_Optimizer(OptimizerWrapper):
     """Keeps each group's parameters in one buffer, with one float32 master for the inner optimizer.
 
-    The inner optimizer works element by element, since a group is one tensor to it. One whose
-    ``step`` takes ``grads``, as the early ``FusedAdam``, is given the scaled half gradients, the
-    buffers, the scale and each group's gradient norm; clipping is then the inner optimizer's, per
-    group. Any other gets the unscaled gradient in ``master.grad``.
+    The inner optimizer works element by element, since a group is one tensor to it, and gets the
+    unscaled gradient in ``master.grad``. A ``FusedAdam`` follows the formula of early 2019, with
+    its clipping, per group.
 
     Overflow is looked for with a static scale too, and the step skipped. A parameter without a
     gradient keeps its value, weight decay or not, though the inner optimizer's moments see a zero;
@@ -83,7 +82,7 @@ class FP16_Optimizer(OptimizerWrapper):
         Raises:
             TypeError: Not an elementwise optimizer, a group of several dtypes or devices, or an
                 unknown option.
-            ValueError: A number cannot be used.
+            ValueError: A number cannot be used, or an option of a ``FusedAdam``.
             PreampStateError: The optimizer has made steps, went through ``initialize``, or is
                 wrapped already.
         """
@@ -95,6 +94,8 @@ class FP16_Optimizer(OptimizerWrapper):
         )
         for index, group in enumerate(init_optimizer.param_groups):
             check_group(group["params"], index)
+        if isinstance(init_optimizer, FusedAdam):
+            init_optimizer.follow_early_formula("the FP16_Optimizer")
         self._ops = backend()
         self._groups = [
             FlatGroup(group["params"], self._ops) for group in init_optimizer.param_groups
@@ -105,7 +106,6 @@ class FP16_Optimizer(OptimizerWrapper):
         self.fp16_groups = [group.params for group in self._groups]
         self.fp16_groups_flat = [group.flat for group in self._groups]
         self.fp32_groups_flat = [group.master for group in self._groups]
-        self._takes_grads = "grads" in inspect.signature(init_optimizer.step).parameters
         self._skips_in_row = 0
         self.verbose = verbose
         self.cur_iter = 0
@@ -163,15 +163,11 @@ class FP16_Optimizer(OptimizerWrapper):
         for group in self._groups:
             group.absorb()
         grads = [group.flat_gradient() for group in self._groups]
-        norms = self._norms(grads)
-        if norms is None:
+        if self._have_overflowed(grads):
             self._skip()
             return loss
         idle = [piece for group in self._groups for piece in group.idle_values()]
-        if self._takes_grads:
-            self._step_with_grads(grads, norms)
-        else:
-            self._step_plainly(grads)
+        self._step_inner(grads)
         for piece, value in idle:
             piece.copy_(value)
         for group in self._groups:
@@ -180,29 +176,18 @@ class FP16_Optimizer(OptimizerWrapper):
         self._update_scale(False)
         return loss
 
-    def _norms(self, grads: Grads) -> list[float] | None:
-        """L2 norms of the scaled gradients, 0 for a group without; ``None`` on overflow."""
+    def _have_overflowed(self, grads: Grads) -> bool:
+        """Whether any value of the scaled gradients, or a group's norm, is infinite or nan."""
         present = [grad for grad in grads if grad is not None]
         if not present:
-            return [0.0] * len(grads)
+            return False
         device = present[0].device
         found = [self._ops.census(present, device).found_inf]
         found += [self._ops.l2norm([grad], [None], device) for grad in present]
-        overflow, *values = cast("list[float]", cast("Any", torch.stack(found)).tolist())
-        if overflow or not all(map(math.isfinite, values)):
-            return None
-        remaining = iter(values)
-        return [0.0 if grad is None else next(remaining) for grad in grads]
+        overflow, *norms = cast("list[float]", cast("Any", torch.stack(found)).tolist())
+        return bool(overflow) or not all(map(math.isfinite, norms))
 
-    def _step_with_grads(self, grads: Grads, norms: list[float]) -> None:
-        self.optimizer.step(
-            grads=[[grad] for grad in grads],
-            output_params=[[flat] for flat in self.fp16_groups_flat],
-            scale=self.cur_scale,
-            grad_norms=norms,
-        )
-
-    def _step_plainly(self, grads: Grads) -> None:
+    def _step_inner(self, grads: Grads) -> None:
         for grad, master in zip(grads, self.fp32_groups_flat, strict=True):
             if grad is not None:
                 inverse = torch.tensor(1.0 / self.cur_scale, device=grad.device)

@@ -3,27 +3,36 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from preamp.core.dtypes import is_half
+from preamp.core.dtypes import is_half, math_dtype
+from preamp.core.errors import bad_state, bad_value
+from preamp.core.splits import Splits
 from preamp.kernels.rules import AdamRule, BiasCorrection
 from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Closure,
     FusedOptimizer,
     Group,
+    Signals,
+    Work,
     check_counter,
-    evaluate,
     names_scaler,
     rule_of,
 )
-from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions
-from preamp.optim.fused.entries import batches
-from preamp.optim.fused.moments import TWO_MOMENTS
+from preamp.optim.fused.checks import refusal
+from preamp.optim.fused.entries import Entries, batches
+from preamp.optim.fused.moments import TWO_MOMENTS, Entry
+from preamp.optim.fused.norms import global_norm
+
+_EARLY = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
+"""Keywords of the constructor in early 2019."""
+
+_CLIP_EPS = 1e-6
+"""Added to a norm before it is divided by the largest one allowed."""
 
 
 class FusedAdam(FusedOptimizer):
@@ -35,10 +44,10 @@ class FusedAdam(FusedOptimizer):
     `torch.optim.Adam` compute the same.
 
     **Early 2019.** Apex had another optimizer of this name, which BERT scripts use with
-    ``FP16_Optimizer``. Any of the keyword-only arguments, or a call ``step(grads=...)``, selects
-    its formula: ``p -= size * (m / (sqrt(v) + eps) + weight_decay * p)`` with
-    ``size = lr * sqrt(1 - beta2**step) / (1 - beta1**step)`` and uncorrected moments. An
-    optimizer keeps the formula of its first step. Positional arguments mean today's.
+    ``FP16_Optimizer``. Any of the keyword-only arguments selects its formula, and so does that
+    wrapper: ``p -= size * (m / (sqrt(v) + eps) + weight_decay * p)`` with
+    ``size = lr * sqrt(1 - beta2**step) / (1 - beta1**step)`` and uncorrected moments. Positional
+    arguments mean today's.
 
     State: ``exp_avg`` and ``exp_avg_sq`` in float32 whatever the parameter's dtype (float64 for
     float64), and ``master_param`` with ``master_weights``. The step counter is ``group["step"]``;
@@ -74,7 +83,7 @@ class FusedAdam(FusedOptimizer):
     )
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
-        "_early",
+        *("is_early", "eps_inside_sqrt"),
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
@@ -82,7 +91,9 @@ class FusedAdam(FusedOptimizer):
     adam_w_mode: bool
     capturable: bool
     master_weights: bool
-    _early: EarlyOptions
+    is_early: bool
+    """Whether the formula is that of early 2019."""
+    eps_inside_sqrt: bool
 
     def __init__(
         self,
@@ -103,15 +114,36 @@ class FusedAdam(FusedOptimizer):
         use_mt: bool | None = None,
         amp_scale_adjustment: float | None = None,
     ) -> None:
-        early = EarlyOptions(
-            eps_inside_sqrt=eps_inside_sqrt,
-            max_grad_norm=max_grad_norm,
-            use_mt=use_mt,
-            amp_scale_adjustment=amp_scale_adjustment,
-        )
-        early.check(**{"adam_w_mode=False": not adam_w_mode, "capturable=True": capturable})
-        given = {**locals(), "_early": early, "max_grad_norm": max_grad_norm or 0.0}
-        super().__init__(params, given, more=("max_grad_norm",) if early.given else ())
+        named = {name: value for name, value in locals().items() if name in _EARLY}
+        early = [name for name, value in named.items() if value is not None]
+        given = {**locals(), "is_early": False, "eps_inside_sqrt": bool(eps_inside_sqrt)}
+        given["max_grad_norm"] = max_grad_norm or 0.0
+        super().__init__(params, given, more=("max_grad_norm",) if early else ())
+        if amp_scale_adjustment not in (None, 1.0):
+            raise bad_value(
+                f"FusedAdam got amp_scale_adjustment={amp_scale_adjustment!r}",
+                "Gradients reach the optimizer unscaled, so only 1.0 has a meaning",
+                "Leave it out, and scale the loss instead",
+            )
+        if early:
+            self.follow_early_formula(", ".join(early))
+
+    def follow_early_formula(self, why: str) -> None:
+        """Update as in early 2019 from the first step on; ``why`` is what asks for it.
+
+        Raises ``ValueError`` where options are set that this formula lacks.
+        """
+        todays = {"adam_w_mode=False": not self.adam_w_mode, "capturable=True": self.capturable}
+        clashing = " and ".join(name for name, is_set in todays.items() if is_set)
+        if clashing:
+            raise bad_value(
+                f"FusedAdam got {why} of early 2019 together with {clashing}",
+                "That optimizer decays the parameter, on the host's step count, and has no "
+                "masters of its own",
+                f"Leave out {clashing}, or clip with preamp.clip_grad_norm_ and use today's "
+                "formula",
+            )
+        self.is_early = True
 
     @property
     def param_groups_master(self) -> list[Group] | None:
@@ -119,10 +151,6 @@ class FusedAdam(FusedOptimizer):
         if not self.master_weights:
             return None
         return self._groups_of_copies()
-
-    @functools.cached_property
-    def _is_early_kind(self) -> bool:
-        return bool(self._early.given)
 
     # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
     # that name it, and hands the same over as attributes otherwise.
@@ -139,52 +167,44 @@ class FusedAdam(FusedOptimizer):
 
         Args:
             closure: Re-evaluates the model with gradients enabled and returns the loss.
-            grads: Early: gradients in place of the parameters' own: a flat sequence for a single
-                group, or one sequence per group.
-            output_params: Early: tensors that get the rounded parameters, in the same form.
-            scale: Early: gradients are divided by it.
-            grad_norms: Early: L2 norm of the scaled gradients of each group; taken here if it is
-                needed and not given.
+            grads: Refused, as in Apex since August 2019, and so are the next three.
+            output_params: See ``grads``.
+            scale: See ``grads``.
+            grad_norms: See ``grads``.
             scaling: ``grad_scaler=scaler`` does what ``scaler.step(optimizer)`` does.
 
         Returns:
             The closure's loss, or ``None``.
 
         Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated, or an early
-                argument is given without ``grads`` to an optimizer of today's formula.
-            PreampStateError: Earlier steps followed the other formula.
-            ValueError: ``grads``, ``output_params`` or ``grad_norms`` do not match the groups.
+            RuntimeError: A gradient is sparse or of a dtype that is not updated, or an argument of
+                early 2019 is given.
         """
-        early, has_own_steps = None, self._steps_done(next(iter(self.state), None)) > 0
-        if (
-            not grads is output_params is scale is grad_norms is None
-            or self._is_early_kind
-            or has_own_steps
-        ):
-            early = EarlyArguments(grads, output_params, scale, grad_norms)
+        early = {"grads": grads, "output_params": output_params}
+        early |= {"scale": scale, "grad_norms": grad_norms}
+        names = ", ".join(name for name, value in early.items() if value is not None)
+        if names:
+            raise refusal(
+                f"FusedAdam.step() got {names}",
+                "It takes gradients from its parameters, unscaled",
+                "Leave them out, with the backward in preamp.scale_loss, or wrap the optimizer in "
+                "preamp.optimizers.FP16_Optimizer",
+            )
         if scaling and names_scaler("FusedAdam", scaling):
             closures = {} if closure is None else {"closure": closure}
-            others = {} if early is None else early.given()
-            return scaling["grad_scaler"].step(self, **closures, **others)
-        if early is None or not early.select_early(
-            self.param_groups, is_early_kind=self._is_early_kind, counts_per_parameter=has_own_steps
-        ):
-            return super().step(closure)
-        loss = None if closure is None else evaluate(closure)
-        with torch.no_grad():
-            self._step_early(early)
-        return loss
+            return scaling["grad_scaler"].step(self, **closures)
+        return super().step(closure)
 
     def _rule(self, group: Group) -> AdamRule:
-        corrected = BiasCorrection.MOMENTS if group["bias_correction"] else BiasCorrection.NONE
-        return rule_of(AdamRule, group, bias_correction=corrected, decoupled=self.adam_w_mode)
-
-    def _early_rule(self, group: Group) -> AdamRule:
-        corrected = BiasCorrection.STEP_SIZE if group["bias_correction"] else BiasCorrection.NONE
-        inside = bool(self._early.eps_inside_sqrt)
+        corrected = BiasCorrection.STEP_SIZE if self.is_early else BiasCorrection.MOMENTS
+        if not group["bias_correction"]:
+            corrected = BiasCorrection.NONE
         return rule_of(
-            AdamRule, group, bias_correction=corrected, decoupled=True, eps_inside_sqrt=inside
+            AdamRule,
+            group,
+            bias_correction=corrected,
+            decoupled=self.adam_w_mode,
+            eps_inside_sqrt=self.eps_inside_sqrt,
         )
 
     @property
@@ -194,30 +214,35 @@ class FusedAdam(FusedOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The early formula counts per parameter on the host, so it must know of a skip."""
-        return not self._is_early_kind
+        return not self.is_early
 
-    def _step_early(self, early: EarlyArguments) -> None:
-        self.check_storage()
-        work = early.entries(self.param_groups)
-        for entries in work:
-            self._check(entries)
-        for index, (group, entries) in enumerate(zip(self.param_groups, work, strict=True)):
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        if not self.is_early:
+            super()._take_step(work, signals)
+            return
+        apart = self._steps_of if self.storage.moments != "8bit" else self._apart(self._steps_of)
+        for group, entries in work:
             if not entries.params:
                 continue
             check_counter(group)  # it counts per parameter, on the host
-            inv_scale = early.inverse_scale(
-                index, entries, group.get("max_grad_norm", 0.0), self._ops
-            )
-            rule = self._early_rule(group)
-            apart = (
-                self._steps_of if self.storage.moments != "8bit" else self._apart(self._steps_of)
+            clip, rule = (
+                self._early_clip(entries, group.get("max_grad_norm", 0.0)),
+                self._rule(group),
             )
             for batch in batches(entries, apart):
                 step = self._steps_done(batch.params[0]) + 1
-                update = batch.update(step=step, inv_scale=inv_scale)
+                update = batch.update(step=step, inv_scale=clip)
                 self._update([self._call(group, batch, rule, update)])
                 for param in batch.params:
                     self.state[param]["step"] = step
+
+    def _early_clip(self, entries: Entries, max_norm: float) -> torch.Tensor | None:
+        """What clips a group, by itself: ``1 / max(1, (norm + 1e-6) / max_norm)``."""
+        if max_norm <= 0:
+            return None
+        norm = global_norm([entries], self._ops, Splits())
+        norm = norm.to(math_dtype(entries.params[0].dtype))
+        return ((norm + _CLIP_EPS) / max_norm).clamp(min=1.0).reciprocal()
 
     def _steps_of(self, params: Sequence[torch.Tensor]) -> list[int]:
         return list(map(self._steps_done, params))
@@ -228,3 +253,19 @@ class FusedAdam(FusedOptimizer):
 
     def _has_copy(self, param: torch.Tensor) -> bool:
         return self.master_weights and is_half(param)
+
+    def _own_state(
+        self, given: Mapping[str, Any]
+    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any]]:
+        entries: dict[Any, Entry] = given["state"]
+        per_parameter = any(int(entry.get("step", 0)) > 0 for entry in entries.values())
+        per_group = any("step" in group for group in given["param_groups"])
+        if per_group if self.is_early else per_parameter:
+            here, there = ("early 2019", "today") if self.is_early else ("today", "early 2019")
+            raise bad_state(
+                f"FusedAdam of {here} got a state with the step counters of that of {there}",
+                "Today's counts steps in the group, that of early 2019, like torch.optim.Adam, for "
+                "each parameter; nothing was loaded",
+                "Load a file into the optimizer that wrote it",
+            )
+        return super()._own_state(given)
