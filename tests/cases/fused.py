@@ -14,7 +14,7 @@ import torch
 from cases import rules
 from cases.exact import Exact
 from preamp import optimizers
-from preamp.kernels.rules import AdoptRule, LionRule
+from preamp.kernels.rules import LionRule
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -147,13 +147,6 @@ def by_rule(oracle: Any, rule_of: Callable[[Options], Any], *keys: str) -> Rule:
 def _lion_rule(o: Options) -> LionRule:
     beta1, beta2 = o["betas"]
     return LionRule(lr=o["lr"], beta1=beta1, beta2=beta2, weight_decay=o["weight_decay"])
-
-
-def _adopt_rule(o: Options) -> AdoptRule:
-    numbers = {"lr": o["lr"], "eps": o["eps"], "weight_decay": o["weight_decay"]}
-    beta1, beta2 = o["betas"]
-    options = {"decoupled": o["decouple"], "is_bounded": o["clip"]}
-    return AdoptRule(beta1=beta1, beta2=beta2, **numbers, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,19 +288,7 @@ LION = FusedCase(
     defaults={"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
     variants=({}, {"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.5, 0.0)}),
 )
-ADOPT = FusedCase(
-    kind=optimizers.FusedADOPT,
-    rule=by_rule(rules.adopt_, _adopt_rule, "exp_avg", "exp_avg_sq"),
-    defaults={"lr": 1e-3, "betas": (0.9, 0.9999), "eps": 1e-6, "weight_decay": 0.0}
-    | {"decouple": False, "clip": True},
-    wide=frozenset({"exp_avg", "exp_avg_sq"}),
-    variants=(
-        {},
-        {"weight_decay": 0.1, "decouple": True, "lr": 0.1},
-        {"weight_decay": 0.1, "clip": False, "betas": (0.9, 0.5), "eps": 0.1},
-    ),
-)
-FUSED = (ADAM, EARLY_ADAM, LAMB, MIXED_LAMB, SGD, NOVOGRAD, ADAGRAD, LARS, LION, ADOPT)
+FUSED = (ADAM, EARLY_ADAM, LAMB, MIXED_LAMB, SGD, NOVOGRAD, ADAGRAD, LARS, LION)
 VARIANTS = [(case, variant) for case in FUSED for variant in case.variants]
 
 

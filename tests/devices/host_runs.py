@@ -30,7 +30,7 @@ WITH_MASTERS = [*itertools.product(("O2", "O5"), STORAGES)]
 EVERY = [*WITH_MASTERS, *[(one.name, "full") for one in LEVELS if not one.has_masters]]
 THERE = ("host", "released")
 """Where masters and moments lie on the host; gradients too, as soon as they are made."""
-KINDS = ("FusedAdam", "FusedADOPT", "FusedAdagrad", "FusedLAMB", "FusedLion", "FusedNovoGrad")
+KINDS = ("FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedLion", "FusedNovoGrad")
 KINDS += ("FusedSGD", "FusedLARS")
 Kept = tuple[str, str]  # a level and a storage
 

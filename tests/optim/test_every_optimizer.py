@@ -118,10 +118,10 @@ def test_a_group_without_gradients_is_left_out_under_a_scaler(given: dict[str, f
 def test_a_skipped_first_step_of_a_late_parameter_is_not_its_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the device decides; ADOPT's first update only takes the squared gradient."""
+    """Where the device decides; only the first gradient enters a momentum undampened."""
     monkeypatch.setattr("preamp.optim.fused.base.host_reaches", lambda _: False)
     early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer: Any = optimizers.FusedADOPT([early, late], lr=0.1)
+    optimizer: Any = optimizers.FusedSGD([early, late], lr=0.5, momentum=0.5, dampening=0.5)
 
     def step(found_inf: float) -> None:
         early.grad = torch.full((2,), 0.5)
@@ -134,5 +134,5 @@ def test_a_skipped_first_step_of_a_late_parameter_is_not_its_first(
     step(1.0)
     late.grad = torch.full((2,), 0.5)
     step(0.0)
-    assert torch.equal(late, torch.ones(2))
-    assert torch.equal(optimizer.state[late]["exp_avg_sq"], torch.full((2,), 0.25))
+    assert torch.equal(late, torch.full((2,), 0.75))
+    assert torch.equal(optimizer.state[late]["momentum_buffer"], torch.full((2,), 0.5))

@@ -36,7 +36,7 @@ REFUSED: dict[str, list[tuple[str, str, Any]]] = {  # an optimizer, an option an
     ],
     "betas that are no numbers": [
         (name, "betas", betas)
-        for name in ("FusedAdam", "FusedLion", "FusedADOPT")
+        for name in ("FusedAdam", "FusedLion")
         for betas in (0.9, ("0.9", "0.999"), None)
     ],
     "no such option in LARS": [

@@ -83,7 +83,7 @@ class FusedAdam(FusedOptimizer):
     )
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
-        *("is_early", "eps_inside_sqrt"),
+        *("is_early", "_eps_inside_sqrt"),
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
@@ -93,7 +93,7 @@ class FusedAdam(FusedOptimizer):
     master_weights: bool
     is_early: bool
     """Whether the formula is that of early 2019."""
-    eps_inside_sqrt: bool
+    _eps_inside_sqrt: bool
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         named = {name: value for name, value in locals().items() if name in _EARLY}
         early = [name for name, value in named.items() if value is not None]
-        given = {**locals(), "is_early": False, "eps_inside_sqrt": bool(eps_inside_sqrt)}
+        given = {**locals(), "is_early": False, "_eps_inside_sqrt": bool(eps_inside_sqrt)}
         given["max_grad_norm"] = max_grad_norm or 0.0
         super().__init__(params, given, more=("max_grad_norm",) if early else ())
         if amp_scale_adjustment not in (None, 1.0):
@@ -204,7 +204,7 @@ class FusedAdam(FusedOptimizer):
             group,
             bias_correction=corrected,
             decoupled=self.adam_w_mode,
-            eps_inside_sqrt=self.eps_inside_sqrt,
+            eps_inside_sqrt=self._eps_inside_sqrt,
         )
 
     @property
