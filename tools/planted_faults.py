@@ -106,15 +106,13 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/optim/fused/entries.py": (
         ("both = factor * inv_scale.to(factor.device)", "both = factor"),
-    ),
-    "src/preamp/optim/fused/keeping.py": (
         ('kept.is_same("params", params) and kept.is_same("keys", state):', "True:"),
         ("and all(map(is_, column, referred))", ""),
-        ("numbers=kept.numbers", "numbers=[0] * len(kept.numbers)"),
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),
         ("elif given.has_scales or (kept", "elif (kept"),
+        ("numbers=kept.numbers", "numbers=[0] * len(kept.numbers)"),
     ),
     "src/preamp/optim/fused/norms.py": (
         ("if max_norm == 0 or not any(", "if not any("),

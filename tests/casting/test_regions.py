@@ -20,10 +20,10 @@ from preamp.casting import regions, thread_casts
 from preamp.casting.autocast_state import WEIGHT_CACHE_KEEPS_GRADIENTS, AutocastState, nesting
 from preamp.casting.regions import attach_cast_region, attach_plain_region
 from preamp.casting.thread_casts import (
+    CASTS,
     disable_casts,
     push_thread_casts,
     thread_casts_restored,
-    thread_has_casts,
 )
 from preamp.core.undo import UndoStack
 
@@ -54,7 +54,7 @@ class Script:
         self.acts = (act.split() for act in program.split(";"))
         self.play()
         assert self.state() == self.before
-        assert not thread_has_casts()
+        assert not CASTS.pushes
         assert not thread_casts.PUSHED
 
     def play(self) -> None:
@@ -156,7 +156,7 @@ class Script:
         if hasattr(os, "fork"):
             child = os.fork()
             if not child:
-                os._exit(self.state() != self.before or thread_has_casts())
+                os._exit(self.state() != self.before or bool(CASTS.pushes))
             assert os.waitpid(child, 0)[1] == 0
 
 

@@ -27,8 +27,8 @@ from preamp.casting.registry import register_promote_function as register_promot
 from preamp.casting.reports import Cast as Cast
 from preamp.casting.reports import listen as listen
 from preamp.casting.state_hooks import attach_state_hooks as attach_state_hooks
+from preamp.casting.thread_casts import CASTS as CASTS
 from preamp.casting.thread_casts import disable_casts as disable_casts
 from preamp.casting.thread_casts import is_any_casting as is_any_casting
 from preamp.casting.thread_casts import push_thread_casts as push_thread_casts
 from preamp.casting.thread_casts import thread_casts_restored as thread_casts_restored
-from preamp.casting.thread_casts import thread_has_casts as thread_has_casts

@@ -59,6 +59,7 @@ class _Casts(threading.local):
     """What preamp did to the calling thread's autocast state."""
 
     def __init__(self) -> None:
+        # Of engines that are alive and have functions cast on this thread outside of models
         self.pushes: list[_Push] = []
         self.brackets: list[Bracket] = []
         self.disabled: Bracket | None = None  # the outermost disable_casts
@@ -141,11 +142,6 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: Und
     push = _Push(frozenset(device_types), dtype)
     for pushes in (CASTS.pushes, PUSHED):
         append(pushes, push, undo)
-
-
-def thread_has_casts() -> bool:
-    """Whether an engine that is alive has functions cast on this thread outside of models."""
-    return bool(CASTS.pushes)
 
 
 def thread_casts_act() -> bool:

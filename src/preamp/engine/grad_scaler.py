@@ -34,7 +34,7 @@ from preamp.engine.optimizer_hooks import skips_step
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
-from preamp.optim.direct import has_nonzero
+from preamp.optim.rewritten import has_nonzero
 from preamp.scaling import DynamicScale
 from preamp.scaling.scaler import larger
 

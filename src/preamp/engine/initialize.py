@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from preamp.casting import (
+    CASTS,
     Conversion,
     attach_cast_region,
     attach_io_casts,
@@ -27,7 +28,6 @@ from preamp.casting import (
     install_mixed_calls,
     install_wide_where_slow,
     push_thread_casts,
-    thread_has_casts,
 )
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.log import say
@@ -249,7 +249,7 @@ def create_engine(
     allow_half_model: bool = False,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
-    if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
+    if CASTS.pushes:  # perhaps of an engine that was dropped, and would cast around this one
         gc.collect()
     ops, splits = kernels or (ops_named(), Splits())
     model_list = checks.as_list(models, nn.Module, "model")

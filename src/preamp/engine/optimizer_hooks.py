@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.casting import disable_casts, thread_casts_restored, thread_has_casts
+from preamp.casting import CASTS, disable_casts, thread_casts_restored
 from preamp.casting.autocast_state import untraced
 from preamp.core.errors import LossScaleError
 from preamp.core.torch_private.modules import add_hook, make_hook_tables, with_step_hooks
@@ -89,7 +89,7 @@ class OptimizerHooks:
                 self._is_called, self._unread = True, unread
                 if unread is not None:  # the optimizer obeys it, as under torch's GradScaler
                     vars(optimizer).update(grad_scale=None, found_inf=unread)
-                sees_casts = self._engine.casts_functions or thread_has_casts()
+                sees_casts = self._engine.casts_functions or CASTS.pushes
                 with disable_casts() if sees_casts else nullcontext():
                     return inner(optimizer, *args, **kwargs)
             except BaseException:

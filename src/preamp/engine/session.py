@@ -44,7 +44,6 @@ from preamp.optim import (
     without_masters,
 )
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.rank_norms import of_all_ranks
 from preamp.policy.storage import Storage
 from preamp.scaling import LossScaler
@@ -148,7 +147,7 @@ class OptimizerSession:
         In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
         ``undo`` gets what brings the very tensors back.
         """
-        if isinstance(self.optimizer, KeepsMoments):
+        if isinstance(self.optimizer, FusedOptimizer):
             self.optimizer.place_state()
             return
         state: dict[Any, Any] = self.optimizer.state

@@ -19,9 +19,8 @@ from preamp.kernels import Ops, reserve
 from preamp.kernels.stored import are_beyond_float16
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.optim.fused.keeping import KeepsMoments
 from preamp.optim.fused.kinds import KEEP_FEWER_BITS, ON_HOST, closest_first
-from preamp.optim.fused.moments import is_in_codes
+from preamp.optim.fused.moments import KeepsMoments, is_in_codes
 from preamp.optim.larc import check_storage as check_larc
 from preamp.policy import Policy
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What an optimizer updates: master weights, and gradients on their way there."""
 
-from preamp.optim.direct import DirectGradients as DirectGradients
-from preamp.optim.direct import is_zeroed as is_zeroed
+from preamp.optim.gradients import DirectGradients as DirectGradients
 from preamp.optim.gradients import HalfGradients as HalfGradients
 from preamp.optim.gradients import State as State
 from preamp.optim.larc import LARC as LARC

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gradients of half parameters: one state for all rows of a table, and doors that change it.
+"""The gradients that one optimizer uses, from a backward to its step.
+
+`DirectGradients` are those of parameters that it updates itself. `HalfGradients` are those of half
+parameters with masters: all rows of a table are in one state, which doors change.
 
 ``NONE``: there is nothing to apply. What lies in ``p.grad`` was used up by a step.
 ``OPEN``: a backward is under way; ``p.grad`` is scaled and incomplete.
@@ -21,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -44,11 +47,165 @@ from preamp.core.tensors import (
     stored_grad,
     version_of,
     versions_of,
+    with_gradients,
 )
 from preamp.core.undo import run_to_end
 from preamp.kernels import Ops
-from preamp.optim.direct import is_zeroed, negative_zeros
-from preamp.optim.rewritten import factors_of
+from preamp.optim.rewritten import has_nonzero, is_zeroed, negative_zeros, read_back
+
+Parameters = Iterable[torch.Tensor]
+Factor = torch.Tensor | float
+_requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
+
+
+def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
+    return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
+
+
+class DirectGradients:
+    """Keeps unscaled gradients apart while a backward adds scaled ones.
+
+    One backward goes `begin`, `merge`, `commit`. Until `commit` everything can be taken back
+    with `put_back`, so an exception in the body or while unscaling loses nothing. An interrupted
+    `commit` or `put_back` may run again, and whole ones may too.
+
+    Set aside, an earlier gradient is away during the backward and added afterwards: losses with
+    any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
+    scale; exact for powers of two. That is for gradients which a hook reduces over ranks, and that
+    this rank alone has accumulated: it must find the whole sum, or they would never be reduced. And
+    for a block that a `GradScaler` holds open: what a script zeroes or drops in it must be all
+    there is.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        """Start with nothing set aside."""
+        self._ops = ops
+        self.params: Sequence[torch.Tensor] = ()  # whose gradients the backward makes
+        # Earlier gradients, or copies of them if they ``_are_carried`` along in place, with their
+        # parameters, by the ``id`` of these; ``None`` where no backward is under way
+        self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._are_carried = False
+        # Of the gradients as the last merge left them, -1 where there was none
+        self._versions: dict[int, int] = {}
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether an earlier gradient will be part of the result, away or not."""
+        return bool(self._aside)
+
+    def begin(
+        self,
+        params: Sequence[torch.Tensor],
+        carry: Factor | None = None,
+        *,
+        may_be_overwritten: bool = False,
+    ) -> None:
+        """Begin a backward. Mutates ``grad`` of ``params``: ``None``, or multiplied in place.
+
+        ``carry`` is the scale of the coming backward if earlier gradients stay where they are.
+        ``may_be_overwritten`` says that a hook may write to the memory that gradients lie in.
+        """
+        self.params = params
+        some, grads = with_gradients(params)
+        kept = grads
+        if may_be_overwritten or carry is not None:
+            kept = [grad.clone() for grad in grads]
+        self._are_carried = carry is not None
+        # All that `put_back` needs, before anything changes
+        self._aside = dict(zip(map(id, some), zip(some, kept, strict=True), strict=True))
+        try:
+            if carry is None:
+                for param in some:
+                    param.grad = None
+            elif isinstance(carry, torch.Tensor):  # else it is 1
+                with torch.no_grad():
+                    self._ops.scale_add_(grads, carry, [None] * len(grads))
+        except BaseException:
+            self.put_back()
+            raise
+
+    def set_aside_reached(self, param: torch.Tensor) -> None:
+        """Set one aside as a backward reaches its parameter, if it has one. Mutates ``grad``.
+
+        Where there is none any more, the script has dropped all, and what is away with it.
+        """
+        aside = self._aside = {} if self._aside is None else self._aside
+        aside.pop(id(param), None)
+        if param.grad is not None:
+            aside[id(param)] = param, param.grad
+            param.grad = None
+
+    def put_back(self) -> None:
+        """Restore what was there before `begin`, but for carried gradients since dropped."""
+        aside = self._aside
+        if aside is None:
+            return
+        for param in self.params:
+            _, earlier = aside.get(id(param), (param, None))
+            if earlier is None or not (self._are_carried and param.grad is None):
+                param.grad = earlier
+                self._versions.pop(id(param), None)  # a copy's version says nothing
+        self._aside = None
+
+    def merge(self, factor: Factor | None) -> None:
+        """Unscale new gradients and add old ones, in place: ``grad = grad * factor + aside``."""
+        aside = {} if self._are_carried or self._aside is None else self._aside
+        if factor is None and not aside:
+            return
+        news: list[torch.Tensor] = []
+        olds: list[torch.Tensor | None] = []
+        some, grads = with_gradients(self.params)
+        if not aside and not any(map(_requires_grad, grads)):  # as in most steps
+            news, some = grads, []
+            olds += [None] * len(grads)
+        for param in some:
+            _, old = aside.get(id(param), (param, None))
+            if old is None and factor is None:
+                continue
+            grad = param.grad
+            if grad.requires_grad:  # of create_graph: a penalty on it may follow
+                wide = grad if factor is None else grad * _beside(factor, grad)
+                param.grad = wide if old is None else wide + old
+            else:
+                news.append(grad)
+                olds.append(old)
+        if not news:
+            return
+        with torch.no_grad():
+            self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
+
+    def commit(self) -> None:
+        """End the backward; what got nothing new comes back. Cannot fail."""
+        if not self._are_carried:
+            for param, earlier in (self._aside or {}).values():
+                if param.grad is None:
+                    param.grad = earlier
+        versions = versions_of(list(map(grad_of, self.params)))
+        self._versions.update(zip(map(id, self.params), versions, strict=True))
+        self._aside = None
+
+    def holds_gradient(self, params: Parameters, *, of_blocks: bool = True) -> bool:
+        """Whether any of ``params`` has a gradient that was not zeroed since the last `commit`.
+
+        Unless ``of_blocks`` those do not count that are as the last `commit` has left them.
+        Values are looked at, and the device synchronised with, only where somebody wrote to a
+        gradient in the meantime.
+        """
+        for param in params:
+            grad = param.grad
+            if grad is None:
+                continue
+            if version_of(grad) == self._versions.get(id(param)):
+                if of_blocks:
+                    return True
+            elif has_nonzero(grad):
+                return True
+        return False
+
+    def forget(self) -> None:
+        """Drop what was set aside."""
+        if self._aside is not None:
+            self._aside.clear()
 
 
 class State(Enum):
@@ -86,7 +243,8 @@ class HalfGradients:
         # What takes the loss scale from half gradients, a float32 scalar, and clips nothing;
         # ``None`` where nothing was scaled, so that what is done to them means what it says
         self.unscales: torch.Tensor | None = None
-        # That, clipped, by device; a factor elsewhere would make an update wait for a copy
+        # The factor of half gradients, which clips them as well, by device; one elsewhere would
+        # make an update wait for a copy
         self._factors: dict[torch.device, torch.Tensor] = {}
         self._is_clipped = False
         self._is_whole = True  # whether they are all that the masters' were made of
@@ -122,10 +280,9 @@ class HalfGradients:
         """What unscales and clips half gradients on a device."""
         found = self._factors.get(device)
         if found is None:
-            any_of = next(iter(self._factors.values()), self.unscales)
-            found = self._factors[device] = (
-                self.one(device) if any_of is None else any_of.to(device)
-            )
+            other = next(iter(self._factors.values()), self.unscales)
+            found = self.one(device) if other is None else other.to(device)
+            self._factors[device] = found
         return found
 
     def _factors_for(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -267,9 +424,9 @@ class HalfGradients:
         for row in rows:  # last: what is seen is not taken in again after an interrupt
             self._note(row, now[row])
 
-    def _start_from(self, unscales: torch.Tensor | None) -> None:
-        """New half gradients are there, which nobody has clipped."""
-        self.unscales, self._is_clipped, self._is_whole = unscales, False, True
+    def _start_from(self, factor: torch.Tensor | None) -> None:
+        """New half gradients are there, which nobody has clipped; ``factor`` unscales them."""
+        self.unscales, self._is_clipped, self._is_whole = factor, False, True
         self._factors.clear()
 
     def _add_plain(self, row: int, grad: torch.Tensor) -> None:
@@ -354,33 +511,19 @@ class HalfGradients:
         theirs = {row for row in now if versions[row] != self._base_versions[row]}
         for row in theirs.intersection(written):
             raise _changed_in_place(now[row], self._names[row], is_plain=True)
-        rows = [row for row in now if row not in theirs and not is_away(now[row])]
-        asked = rows if splits is None else range(len(self._halves))
-        found, common = factors_of(
-            {row: self.base(row) for row in rows},
-            {row: now[row] for row in rows},
-            {row: self._halves[row] for row in asked},
-            splits,
-        )
-        for row in rows:
-            if found[row] == 0.0 and not is_zeroed(now[row]):  # by a clip
-                if common is None:
-                    raise _clipped_to_zero(now[row], self._names[row])
-                found[row] = common  # which left nothing of what was small
-            elif (
-                found[row] is None and now[row].dtype is torch.float16 and self.unscales is not None
-            ):
-                raise _rewritten(now[row], self._names[row])
-        for row in rows:
-            base: Any = self.base(row)
-            factor = found[row]
+        now = {row: g for row, g in now.items() if row not in theirs and not is_away(g)}
+        asked = now if splits is None else range(len(self._halves))
+        bases: dict[int, Any] = {row: self.base(row) for row in now}
+        params = {row: self._halves[row] for row in asked}
+        names, is_plain = self._names, self.unscales is None
+        for row, factor in read_back(bases, now, params, names, splits, is_plain=is_plain).items():
             if factor is None:
                 self._keep(row, self._wide(now[row]))
             elif factor == 0.0:
-                base.zero_()
+                bases[row].zero_()
                 self._zeroed.add(row)
             elif factor != 1.0:
-                base.mul_(factor)
+                bases[row].mul_(factor)
             self._note(row, now[row])
         self._base_versions = versions_of(self.bases())
 
@@ -644,28 +787,6 @@ def _sparse(name: str) -> PreampStateError:
         f"The gradient of {name!r} is sparse and the parameter has a float32 master",
         "Masters take dense gradients; sparse ones work at O0, O1 and O4",
         "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
-    )
-
-
-def _rewritten(grad: torch.Tensor, name: str) -> PreampStateError:
-    """Return the error for unscaled float16 gradients that a script has written."""
-    return bad_state(
-        f"The {dtype_name(grad.dtype)} gradient of {name!r} was changed after unscale_, and not by "
-        "one factor as clipping by norm does",
-        "Unscaled, values below 6e-8 are zero in float16, and those below 6e-5 imprecise, so a "
-        "step cannot take them from there",
-        "Call preamp.clip_grad_value_(optimizer, clip_value), change the float32 gradients of "
-        "preamp.master_params(optimizer), or train in bfloat16 (O5)",
-    )
-
-
-def _clipped_to_zero(grad: torch.Tensor, name: str) -> PreampStateError:
-    """Return the error for a clip whose norm had overflowed: it multiplies by zero."""
-    return bad_state(
-        f"The {dtype_name(grad.dtype)} gradient of {name!r} was multiplied by zero, as a clip does "
-        "whose norm is infinite",
-        "The norm of half gradients is a half number in torch, and 65504 the largest in float16",
-        "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which needs no unscale_",
     )
 
 

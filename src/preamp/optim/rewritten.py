@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""By which factor a script has multiplied half gradients, as clipping does, if it was one."""
+"""What a script has written to gradients: zeros, one factor on all of a gradient, or else."""
 
 from __future__ import annotations
 
@@ -9,10 +9,58 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.away import values_of, zeros_away
+from preamp.core.dtypes import dtype_name
+from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 
 _BLOCK = 1 << 22  # elements: temporaries of a large gradient stay small
+
+
+def negative_zeros(param: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Zeros unlike those of a script; without memory if gradients of ``param`` wait elsewhere."""
+    return zeros_away(param) if waits and param.is_cuda else torch.full_like(param, -0.0)
+
+
+def is_zeroed(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` is zeros as a script leaves them, all without a sign. Synchronises."""
+    local = local_of(values_of(grad))
+    return not bool(local.any()) and not bool(torch.signbit(local).any())
+
+
+def has_nonzero(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` has a value other than zero; nan counts. Synchronises."""
+    values = values_of(grad)
+    return bool((values.coalesce().values() if values.is_sparse else values).any())
+
+
+def read_back(
+    bases: Mapping[int, Any],
+    now: Mapping[int, Any],
+    params: Mapping[int, torch.Tensor],
+    names: Sequence[str],
+    splits: Splits | None = None,
+    *,
+    is_plain: bool,
+) -> dict[int, float | None]:
+    """Return what to multiply each float32 gradient by; ``None`` to take the half one as it is.
+
+    So nothing is lost that a half gradient cannot hold. Arguments are those of `factors_of`, with
+    the ``names`` of parameters, and whether gradients were never scaled (``is_plain``).
+
+    Raises `PreampStateError` for a float16 gradient that was rewritten in another way, and for one
+    that a clip by an infinite norm has left zeros of.
+    """
+    found, common = factors_of(bases, now, params, splits)
+    for row, grad in now.items():
+        if found[row] == 0.0 and not is_zeroed(grad):  # by a clip
+            if common is None:
+                raise _clipped_to_zero(grad, names[row])
+            found[row] = common  # which left nothing of what was small
+        elif found[row] is None and grad.dtype is torch.float16 and not is_plain:
+            raise _rewritten(grad, names[row])
+    return found
 
 
 def factors_of(
@@ -113,3 +161,25 @@ def _misfits(base: torch.Tensor, now: torch.Tensor, tried: list[torch.Tensor]) -
         wrong = [((new - old * factor).abs() > rounding).any() | is_odd.any() for factor in tried]
         found = torch.maximum(found, torch.stack(wrong).double())
     return found
+
+
+def _rewritten(grad: torch.Tensor, name: str) -> PreampStateError:
+    """Return the error for unscaled float16 gradients that a script has written."""
+    return bad_state(
+        f"The {dtype_name(grad.dtype)} gradient of {name!r} was changed after unscale_, and not by "
+        "one factor as clipping by norm does",
+        "Unscaled, values below 6e-8 are zero in float16, and those below 6e-5 imprecise, so a "
+        "step cannot take them from there",
+        "Call preamp.clip_grad_value_(optimizer, clip_value), change the float32 gradients of "
+        "preamp.master_params(optimizer), or train in bfloat16 (O5)",
+    )
+
+
+def _clipped_to_zero(grad: torch.Tensor, name: str) -> PreampStateError:
+    """Return the error for a clip whose norm had overflowed: it multiplies by zero."""
+    return bad_state(
+        f"The {dtype_name(grad.dtype)} gradient of {name!r} was multiplied by zero, as a clip does "
+        "whose norm is infinite",
+        "The norm of half gradients is a half number in torch, and 65504 the largest in float16",
+        "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which needs no unscale_",
+    )

@@ -24,8 +24,8 @@ from preamp.optim.fused.base import (
     rule_of,
 )
 from preamp.optim.fused.checks import refusal
-from preamp.optim.fused.entries import Entries, batches
-from preamp.optim.fused.moments import TWO_MOMENTS, Entry
+from preamp.optim.fused.entries import Entries, Entry, batches
+from preamp.optim.fused.moments import TWO_MOMENTS
 from preamp.optim.fused.norms import global_norm
 
 _EARLY = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
@@ -180,12 +180,12 @@ class FusedAdam(FusedOptimizer):
             RuntimeError: A gradient is sparse or of a dtype that is not updated, or an argument of
                 early 2019 is given.
         """
-        early = {"grads": grads, "output_params": output_params}
-        early |= {"scale": scale, "grad_norms": grad_norms}
-        names = ", ".join(name for name, value in early.items() if value is not None)
-        if names:
+        if not grads is output_params is scale is grad_norms is None:
+            early = {"grads": grads, "output_params": output_params}
+            early |= {"scale": scale, "grad_norms": grad_norms}
+            names = [name for name, value in early.items() if value is not None]
             raise refusal(
-                f"FusedAdam.step() got {names}",
+                f"FusedAdam.step() got {', '.join(names)}",
                 "It takes gradients from its parameters, unscaled",
                 "Leave them out, with the backward in preamp.scale_loss, or wrap the optimizer in "
                 "preamp.optimizers.FP16_Optimizer",

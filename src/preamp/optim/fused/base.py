@@ -37,9 +37,8 @@ from preamp.kernels import (
     holding,
 )
 from preamp.optim.fused.checks import check_arguments, check_gradients, check_group, check_has_state
-from preamp.optim.fused.entries import Entries, batches, entries_of
-from preamp.optim.fused.keeping import KeepsMoments, Kept
-from preamp.optim.fused.moments import Entry
+from preamp.optim.fused.entries import Entries, Entry, Kept, batches, entries_of, kept_of
+from preamp.optim.fused.moments import KeepsMoments
 from preamp.optim.fused.norms import Call, norms_of_wholes
 from preamp.optim.master_parameter import without_masters
 from preamp.optim.split import form_of
@@ -245,7 +244,7 @@ class FusedOptimizer(KeepsMoments):
 
     def _call(self, group: Group, batch: Entries, rule: Rule, update: Update) -> Call:
         """The update of a batch, which makes the state that is missing."""
-        kept, states = self._kept(batch.params)
+        kept, states = kept_of(self, batch.params)
         state: list[list[torch.Tensor]] = []
         for key in (*self.moments, *self._more_state):
             state.append(self._state(kept, batch.params, states, key, group))
@@ -300,7 +299,7 @@ class FusedOptimizer(KeepsMoments):
     def _have_started(self, params: Sequence[torch.Tensor]) -> list[bool]:
         """Which of ``params`` have state."""
         key = next(iter(self.moments))
-        return [state.get(key) is not None for state in self._kept(params)[1]]
+        return [state.get(key) is not None for state in kept_of(self, params)[1]]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add ``param_group``; refuses numbers that the constructor refuses.
@@ -419,8 +418,9 @@ class FusedOptimizer(KeepsMoments):
         group: Group,
     ) -> list[torch.Tensor]:
         """One of the rule's lists of state, made where there is none."""
-        dtype = self._kept_dtype(key, params[0])
-        column = self._column(kept, states, key, dtype)
+        is_plain = self.storage.moments == "float32"
+        dtype = (self._dtype_of if is_plain else self._kept_dtype)(key, params[0])
+        column = kept.column(states, key, dtype)
         if column is not None:
             return column
         check_has_state(params[0])
@@ -437,6 +437,9 @@ class FusedOptimizer(KeepsMoments):
         kept.dtypes[key] = dtype
         kept.note(key, made)
         return made
+
+    def _dtype_of(self, key: str, param: torch.Tensor) -> torch.dtype:
+        return math_dtype(param.dtype) if key in self._wide_state else param.dtype
 
     def _started(
         self, key: str, param: torch.Tensor, dtype: torch.dtype, group: Group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a step updates: parameters with their gradients, as columns, sorted into lists for ops.
+"""What a step updates, as columns sorted into lists for ops, and how the next one knows them.
 
 With thousands of parameters a step waits for Python, so rows that are alike are never looked at one
 by one: those of a weight table are cut out of its columns, those of plain parameters are asked for
@@ -8,16 +8,17 @@ each kind of thing in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, cast
 
 import torch
 
-from preamp.core.tensors import device_of, dtype_of, kinds_of, stored_grad, with_gradients
-from preamp.kernels import Update
+from preamp.core.tensors import are_same, device_of, dtype_of, kinds_of, stored_grad, with_gradients
+from preamp.kernels import Standing, Update
 from preamp.kernels.stored import Stored
 from preamp.optim.gradients import State
 from preamp.optim.master_parameter import MASTER_KINDS, leaves_of
@@ -30,6 +31,9 @@ Row = tuple[
     torch.Tensor | None,  # a float32 scalar that unscales the gradient
     Twin | None,  # of a master
 ]
+Entry = dict[str, Any]
+"""An optimizer's state of one parameter."""
+
 Apart = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """Says of parameters in which of several calls each is to be updated."""
 
@@ -226,3 +230,85 @@ def batches(entries: Entries, apart: Apart | None = None) -> list[Entries]:
     for row, key in zip(entries.rows(), zip(*keys, strict=True), strict=True):
         found.setdefault(key, []).append(row)
     return list(map(Entries.of_rows, found.values()))
+
+
+_MOST_KEPT = 256
+"""Batches of an optimizer; it needs one for each group and kind of parameters in a step."""
+
+referred_to: Any = cast("Any", weakref.ref).__call__
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What parameters were updated with in a step, for the next one to know it again.
+
+    Tensors are referred to weakly: where a script moves or drops them, memory is free at once.
+    """
+
+    places: list[int] | None  # of the parameters in all state; ``None`` for all, in their order
+    # References, by what a list is: ``"params"``, ``"keys"`` of all state, ``"halves"``,
+    # ``"lows"``, and the keys of the state
+    lists: dict[str, list[Any] | None] = field(default_factory=dict[str, "list[Any] | None"])
+    dtypes: dict[str, torch.dtype | None] = field(default_factory=dict[str, "torch.dtype | None"])
+    homes: Any = None  # a reference to where they were, if moments are kept in fewer bits
+    numbers: list[int] = field(default_factory=list[int])  # of these, see `Stored`
+    starts: list[int] = field(default_factory=list[int])
+    standing: Standing | None = None  # from the second step on, while all is the same
+
+    def is_same(self, name: str, column: Collection[Any] | None) -> bool:
+        """Whether a list has the very tensors that were noted."""
+        before = self.lists.get(name)
+        if column is None or before is None:
+            return column is before
+        referred: Any = map(referred_to, before)
+        return len(column) == len(before) and all(map(is_, column, referred))
+
+    def note(self, name: str, column: Collection[Any] | None) -> None:
+        """The update takes this list."""
+        if not self.is_same(name, column):
+            self.lists[name] = None if column is None else list(map(weakref.ref, column))
+            self.standing = None
+
+    def column(
+        self, states: Sequence[Entry], key: str, dtype: torch.dtype | None
+    ) -> list[torch.Tensor] | None:
+        """State of one kind as it is, ``None`` unless all of it is there and of ``dtype``."""
+        try:
+            found: Any = list(map(itemgetter(key), states))
+            if self.dtypes.get(key) is dtype and self.is_same(key, found):
+                return found
+            if set(map(dtype_of, found)) == {dtype}:
+                self.dtypes[key] = dtype
+                self.note(key, found)
+                return found
+        except (KeyError, AttributeError):  # one has none, or None
+            pass
+        return None
+
+
+def kept_of(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> tuple[Kept, list[Entry]]:
+    """What is kept of a step that updated these ``params``, and their state dicts.
+
+    To look up a dict takes a call of Python, which ``torch.Tensor.__hash__`` is: so they are
+    found by their places, while the keys of the state are the same.
+    """
+    state: dict[Any, Entry] = optimizer.state
+    every: dict[Hashable, Kept] = vars(optimizer).setdefault("_kept_lists", {})
+    key = id(params[0]), len(params)
+    kept = every.get(key)
+    if kept and kept.is_same("params", params) and kept.is_same("keys", state):
+        states = list(state.values())
+        return kept, states if kept.places is None else [states[p] for p in kept.places]
+    own = [state[param] for param in params]  # made where there is none
+    places = None
+    if not are_same(state, params):
+        place_of = {id(key): place for place, key in enumerate(state)}
+        places = [place_of[id(param)] for param in params]
+    if len(every) > _MOST_KEPT:
+        del every[next(iter(every))]
+    kept = every[key] = Kept(places)
+    kept.note("params", params)
+    kept.note("keys", state)
+    return kept, own
