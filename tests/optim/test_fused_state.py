@@ -204,13 +204,11 @@ def test_a_group_added_later(case: FusedCase, options: Options, dtype: torch.dty
     if not clips:
         assert_same_training(params[1:], alone)
     assert not torch.equal(params[1], parameters(SHAPES, dtype)[1])
-    if options.get("master_weights"):
-        groups = optimizer.param_groups_master
-        assert [len(group["params"]) for group in groups] == [1, 2]
-        for ours, masters in zip(optimizer.param_groups, groups, strict=True):
-            for param, master in zip(ours["params"], masters["params"], strict=True):
-                assert master.dtype is wide(dtype)
-                assert_same(param.detach(), master.detach().to(dtype))
+    for param in params:  # where it keeps a copy
+        master = optimizer.state[param].get("master_param")
+        if master is not None:
+            assert master.dtype is wide(dtype)
+            assert_same(param.detach(), master.detach().to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
@@ -415,17 +413,18 @@ def test_copies_are_made_after_weights_were_loaded() -> None:
     with torch.no_grad():
         for param in params:
             param.fill_(5.0)
-    (group,) = optimizer.param_groups_master
-    assert all((master == 5.0).all() for master in group["params"])
-    assert FusedAdam(params).param_groups_master is None
+    step(params, optimizer, 0)
+    assert all((optimizer.state[p]["master_param"] > 4.0).all() for p in params)
 
 
-def test_lamb_shows_its_copies() -> None:
+def test_lamb_copies_what_is_reduced() -> None:
     params = [nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))]
     optimizer = MIXED_LAMB.kind(params, reduced_precision_dtype=torch.float16)
-    (group,) = optimizer.param_groups_full_precision
-    assert [master.dtype for master in group["params"]] == [torch.float32, torch.float32]
-    assert group["params"][1] is params[1]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[params[0]]["master_param"].dtype is torch.float32
+    assert "master_param" not in optimizer.state[params[1]]
 
 
 def test_lamb_takes_groups_of_mixed_dtype() -> None:

@@ -359,7 +359,7 @@ class OptimizerSession:
     def read_back_shown(self) -> None:
         """Take in what a script did to gradients that are shown unscaled; all ranks call it."""
         if self.overflowed():
-            self.halves.ignore_writes()  # no step will use them
+            self.halves.note_all()  # no step will use them
         else:
             splits = self.splits if self.splits.concern(self.table.halves) else None
             self.halves.take_in(splits, looks=True)

@@ -346,6 +346,7 @@ class HalfGradients:
     def take_in(self, splits: Splits | None = None, *, looks: bool = False) -> None:
         """Take in what the script did to half gradients since they were last looked at.
 
+        Where the masters have earlier ones, these are added then: HALF is without any afterwards.
         Raises `PreampStateError` if it rewrote one that has a loss scale on it, or that is only a
         part of what was accumulated. With ``looks`` the values of all that are shown are looked at:
         writes through ``grad.data``, a collective, and torch's foreach functions on a ``DTensor``
@@ -444,7 +445,8 @@ class HalfGradients:
         self.seen[row] = grad
         self.versions[row] = -1 if grad is None else version_of(grad)
 
-    def _note_all(self) -> None:
+    def note_all(self) -> None:
+        """Take half gradients as they are for seen, whatever the script did to them."""
         self.changes += 1
         self.seen = list(map(grad_of, self._halves))
         self.versions = self._versions_of(self.seen)
@@ -491,7 +493,7 @@ class HalfGradients:
 
         def note() -> None:
             self.is_shown = True
-            self._note_all()
+            self.note_all()
             self._base_versions = versions_of(self.bases())
 
         run_to_end(write, note)  # half of it would look like written by the script
@@ -526,10 +528,6 @@ class HalfGradients:
                 bases[row].mul_(factor)
             self._note(row, now[row])
         self._base_versions = versions_of(self.bases())
-
-    def ignore_writes(self) -> None:
-        """Take for nothing what the script did to shown gradients that no step will use."""
-        self._note_all()
 
     # -- the masters' side -------------------------------------------------------------------------
 
@@ -675,7 +673,7 @@ class HalfGradients:
             half.grad = torch.zeros_like(half) if is_zero else None
         if self.may_have_bases:
             self.show_missing()
-        self._note_all()
+        self.note_all()
         self._carried.clear()
         self._new = None
         if self.has_earlier:
@@ -730,7 +728,7 @@ class HalfGradients:
     def spend(self) -> None:
         """After a step: masters' gradients go, half gradients stay but are used up."""
         if self.is_shown:
-            self._note_all()
+            self.note_all()
         if self.may_have_bases:
             for master in self._masters:
                 store_grad(master, None)
@@ -764,7 +762,7 @@ class HalfGradients:
             for row, grad in enumerate(now):
                 if grad is not None or self.seen[row] is not None:
                     self._keep(row, None)
-        self._note_all()
+        self.note_all()
         self.state, self.is_shown = State.NONE, False
         self._zeroed.clear()
 

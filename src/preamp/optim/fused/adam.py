@@ -145,13 +145,6 @@ class FusedAdam(FusedOptimizer):
             )
         self.is_early = True
 
-    @property
-    def param_groups_master(self) -> list[Group] | None:
-        """With ``master_weights`` what is updated, in the form of ``param_groups``."""
-        if not self.master_weights:
-            return None
-        return self._groups_of_copies()
-
     # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
     # that name it, and hands the same over as attributes otherwise.
     def step(

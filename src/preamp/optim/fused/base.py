@@ -286,16 +286,6 @@ class FusedOptimizer(KeepsMoments):
         """Whether the optimizer itself keeps a float32 copy of ``param``; a question of dtype."""
         return False
 
-    def _groups_of_copies(self) -> list[Group]:
-        """What is updated, in the form of ``param_groups``; makes copies that are missing."""
-        groups: list[Group] = []
-        for group in self.param_groups:
-            halves = [param for param in group["params"] if self._has_copy(param)]
-            made = {half: _copy_of(half, self.state[half]) for half in halves}
-            self._ops.take_over_([*made.values()], [half.detach() for half in halves])
-            groups.append({"params": [made.get(param, param) for param in group["params"]]})
-        return groups
-
     def _have_started(self, params: Sequence[torch.Tensor]) -> list[bool]:
         """Which of ``params`` have state."""
         key = next(iter(self.moments))
@@ -395,19 +385,14 @@ class FusedOptimizer(KeepsMoments):
             if has_sharded(group["params"]):
                 place_gradients(without_masters(group["params"]))
             entries = entries_of(group["params"])
-            self._check(entries)
+            if not entries.are_alike or entries.twins is None:  # else looked at when they came
+                params, grads, are_alike = entries.targets, entries.grads, entries.are_alike
+                check_gradients(type(self).__name__, params, grads, are_alike=are_alike)
             if self.storage.place == "host" and entries.params:
                 check_not_captured(entries.owners[0].device)
             if group["params"]:
                 work.append((group, entries))
         return work
-
-    def _check(self, entries: Entries) -> None:
-        """Refuse gradients or parameters that no rule can take."""
-        if entries.are_alike and entries.twins is not None:  # looked at when they came
-            return
-        params, grads = entries.targets, entries.grads
-        check_gradients(type(self).__name__, params, grads, are_alike=entries.are_alike)
 
     def _state(
         self,

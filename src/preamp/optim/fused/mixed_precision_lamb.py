@@ -77,11 +77,6 @@ class FusedMixedPrecisionLamb(Lamb):
         _check_reduced(reduced_precision_dtype)
         super().__init__(params, {**locals(), "set_grad_none": True})
 
-    @property
-    def param_groups_full_precision(self) -> list[Group]:
-        """What is updated, in the form of ``param_groups``; makes copies that are missing."""
-        return self._groups_of_copies()
-
     # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
     # that name it, and hands the same over as attributes otherwise.
     def step(self, closure: Closure | None = None, **scaling: Any) -> Any:

@@ -75,10 +75,6 @@ class Home:
         where = device or leaf.device
         return cls(number, leaf, shape, start, can_be_blocks(shape), where)
 
-    def kept_as(self, kind: Format, dtype: torch.dtype, storage: Storage) -> Format:
-        """How a moment of it is kept; see `format_of`."""
-        return format_of(kind, dtype, storage, has_blocks=self.has_blocks)
-
     @property
     def held_shape(self) -> tuple[int, ...]:
         """Of what this rank keeps of a moment."""
@@ -288,7 +284,8 @@ class KeepsMoments(torch.optim.Optimizer):
     def _kept_as(self, key: str, param: torch.Tensor, home: Home) -> Format:
         if key not in self.moments:
             return Format.PLAIN
-        return home.kept_as(self.moments[key], param.dtype, self.storage)
+        kind, has_blocks = self.moments[key], home.has_blocks
+        return format_of(kind, param.dtype, self.storage, has_blocks=has_blocks)
 
     def _told(self, params: Sequence[torch.Tensor], update: Update) -> Update:
         """``update`` with how the moments of a batch are kept, in fewer bits."""
