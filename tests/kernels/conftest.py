@@ -4,6 +4,7 @@
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,3 +51,11 @@ def ops(request: pytest.FixtureRequest) -> Any:
     found = request.getfixturevalue("triton_ops") if name == "triton" else EVERY[name]
     is_elsewhere = torch.cuda.is_available() and name == "triton"
     return Elsewhere(found, torch.device("cuda")) if is_elsewhere else found
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    """Sets the number of threads, and sets it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
