@@ -2,6 +2,7 @@
 """Which back end is taken, and what is refused."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -96,17 +97,35 @@ def test_an_interpreter_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.choose(torch.device("cuda"))[0] == "plain"
 
 
-def test_where_the_processor_is_not_known_numba_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+FEATURES: dict[str, Any] = {  # of the processor, by the words of why numba is not taken
+    "no way to tell": RuntimeError("no way to tell"),
+    "the processor has no instructions that convert float16": {"f16c": False},
+}
+
+
+@pytest.mark.parametrize("why", [*FEATURES, "is not installed", "cannot be imported"])
+def test_why_numba_is_not_taken(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     binding = pytest.importorskip("llvmlite.binding")
 
-    def fail() -> None:
-        raise RuntimeError("no way to tell")
+    def features() -> Any:
+        if isinstance(FEATURES[why], Exception):
+            raise FEATURES[why]
+        return FEATURES[why]
 
-    monkeypatch.setattr(binding, "get_host_cpu_features", fail)
-    monkeypatch.setattr(binding, "get_default_triple", lambda: "x86_64")
-    assert "no way to tell" in str(dispatch.lacks_numba.__wrapped__())
+    if why in FEATURES:
+        monkeypatch.setattr(binding, "get_host_cpu_features", features)
+        monkeypatch.setattr(binding, "get_default_triple", lambda: "x86_64-unknown-linux")
+    else:
+        spec = None if why == "is not installed" else object()
+        monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: spec)
+        monkeypatch.setitem(sys.modules, "numba", None)
+    found = dispatch.lacks_numba.__wrapped__()
+    assert why in str(found)
+    monkeypatch.setattr(dispatch, "lacks_numba", lambda: found)
+    backend.cache_clear()
+    assert dispatch.choose(CPU)[0] == "plain"
+    assert str(found) in explain()
+    assert_refused("kernels", "no numba", lambda: backend("jit"), why=str(found))
 
 
 def test_a_back_end_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,12 +32,12 @@ from torch._subclasses import FakeTensorMode
 
 import preamp
 from cases.back_ends import JIT, REFERENCE
-from cases.rules import BF16, F16, F32, F64, ONE_EACH, ROWS
+from cases.rules import BF16, F16, F32, ONE_EACH
 from cases.selection import examples
 from cases.stored import STORAGES, Case, assert_bits
 from cases.tolerances import assert_same
-from kit.refusals import assert_refused, refused
-from preamp.kernels import Update, backend, dispatch, explain, plans
+from kit.refusals import refused
+from preamp.kernels import Update, plans
 from preamp.kernels.jit import compiler, loops
 from preamp.kernels.jit import ops as jit_ops
 from preamp.kernels.jit.formats import Layout
@@ -48,15 +48,6 @@ ADAM = AdamRule(
     lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True,
     bias_correction=BiasCorrection.MOMENTS,
 )  # fmt: skip
-EVERY_HALF = torch.arange(-(2**15), 2**15, dtype=torch.int16)
-
-
-@pytest.fixture
-def threads() -> Iterator[Any]:
-    """Sets their number, and sets it back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def rounded(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -66,17 +57,6 @@ def rounded(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 # -- conversions -----------------------------------------------------------------------------------
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("half", [F16, BF16])
-def test_every_half_widens_and_comes_back(half: torch.dtype) -> None:
-    halves = EVERY_HALF.view(half)
-    widened = rounded(halves, F32)
-    assert_same(widened, halves.to(F32))
-    assert_same(rounded(widened, half), halves)
-    other = F16 if half is BF16 else BF16
-    assert_same(rounded(halves, other), halves.float().to(other))
 
 
 def lower_halves(first: int) -> torch.Tensor:
@@ -301,22 +281,6 @@ def test_threads_outlive_the_main_one(tmp_path: Path) -> None:
 # -- what autograd is told, and what no kernel can take --------------------------------------------
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_versions_rise_for_what_is_written(row: Any) -> None:
-    p, g, m, v, halves = lists(1, [(5,), (3,)])
-    if row.rule.has_numbers:
-        v = [torch.tensor(0.5) for _ in p]
-    states = [m, v][: row.states]
-    is_kept = getattr(row.rule, "momentum", 1) != 0
-    every = [p, *(states if is_kept else []), halves]
-    before = [[tensor._version for tensor in column] for column in every]
-    kept = [tensor._version for tensor in g]
-    JIT.update_(p, g, *states, rule=row.rule, update=Update(step=2, halves=halves))
-    for column, old in zip(every, before, strict=True):
-        assert all(tensor._version > was for tensor, was in zip(column, old, strict=True))
-    assert [tensor._version for tensor in g] == kept
-
-
 def test_tensors_without_memory_are_left_to_torch() -> None:
     def doubled(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
@@ -346,19 +310,6 @@ def test_factors_of_one_element_are_numbers() -> None:
     targets = [torch.zeros(4) for _ in range(3)]
     with refused("kernels", "fewer factors than tensors"):
         JIT.axpby_(targets, torch.ones(2), targets, 1.0, [None] * 3)
-
-
-def test_lists_that_do_not_fit_are_refused_in_a_skipped_step_too() -> None:
-    skipped = Update(step=1, found_inf=torch.ones(()))
-    for ops in (JIT, REFERENCE):
-        p, g, m, v, _ = lists(1, [(3,), (2,)])
-        g = [tensor.float() for tensor in g]
-        kept = [tensor.clone() for tensor in p]
-        for update in (Update(step=1), skipped):
-            for bad in (g[:1], [g[0], torch.ones(3)]):
-                with pytest.raises(ValueError, match=r"Lists|shape"):
-                    ops.update_(p, bad, m, v, rule=ADAM, update=update)
-        assert all(map(torch.equal, p, kept))
 
 
 def test_lists_as_before_are_asked_by_guards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,17 +433,6 @@ def test_children_started_in_every_way(tmp_path: Path) -> None:
         [sys.executable, str(script)], env=environment, text=True, capture_output=True, timeout=500
     )
     assert done.stdout.strip() == "{200000}", done.stderr
-
-
-@pytest.mark.full
-def test_damaged_files_cost_compiling_only(tmp_path: Path) -> None:
-    assert outcome(start(tmp_path)) == "0 1"
-    files = list(tmp_path.rglob("*.code"))
-    assert len(files) == 1
-    for file in files:
-        file.write_bytes(file.read_bytes()[:-10])
-    assert outcome(start(tmp_path)) == "0 1"
-    assert outcome(start(tmp_path)) == "1 0"
 
 
 @pytest.mark.parametrize("length", [0, 10, -10])
@@ -715,62 +655,7 @@ def test_on_windows_permissions_are_not_looked_at(
     assert use_cache()
 
 
-# -- without numba ---------------------------------------------------------------------------------
-
-
-def test_without_numba_plain_is_taken_and_jit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = "the package numba is not installed"
-    monkeypatch.setattr(dispatch, "lacks_numba", lambda: why)
-    backend.cache_clear()
-    assert dispatch.choose(CPU)[0] == "plain"
-    assert why in explain()
-    assert_refused("kernels", "no numba", lambda: backend("jit"), why=why)
-
-
-def test_a_processor_that_converts_no_float16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    import llvmlite.binding
-
-    monkeypatch.setattr(llvmlite.binding, "get_default_triple", lambda: "x86_64-unknown-linux")
-    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: {"f16c": False})
-    dispatch.lacks_numba.cache_clear()
-    try:
-        why = dispatch.lacks_numba()
-    finally:
-        dispatch.lacks_numba.cache_clear()
-    assert why == "the processor has no instructions that convert float16"
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_numba_that_cannot_be_imported_is_told(
-    broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        dispatch.importlib.util, "find_spec", lambda _: object() if broken else None
-    )
-    monkeypatch.setitem(sys.modules, "numba", None)
-    dispatch.lacks_numba.cache_clear()
-    try:
-        why = dispatch.lacks_numba()
-    finally:
-        dispatch.lacks_numba.cache_clear()
-    assert why is not None
-    assert ("cannot be imported" in why) is broken
-
-
-def test_a_norm_beyond_float32_is_no_overflow() -> None:
-    """Its squares are infinite in float32, or float64; the values are looked at then."""
-    for large in (1e100, 1e300):
-        census = JIT.census([torch.full((2,), large, dtype=F64)], CPU, with_norm=True)
-        assert census.norm is not None
-        assert (census.norm.item(), census.found_inf.item()) == (math.inf, 0)
-        assert cast("Any", census.max_abs).tolist() == [torch.finfo(F32).max]
-    assert JIT.l2norm([torch.full((2,), 1e15)], [torch.tensor(1e30)], CPU).item() == math.inf
-    for dtype in (F32, BF16):
-        census = JIT.census([torch.full((5,), 1e30, dtype=dtype)], CPU, with_norm=True)
-        assert census.found_inf.item() == 0
-        assert census.norm is not None
-        assert math.isinf(census.norm.item())
-
+# -- far elements ---------------------------------------------------------------------------------
 
 FAR = 25_600 * 100_000
 """Elements before the first one: more than 2**31, and whole rows of each of `FAR_SHAPES`."""

@@ -4,7 +4,9 @@
 Prints in JSON a list of ``updates``, a row for each architecture and update: ``registers`` of a
 thread and bytes of its ``stack`` in the machine code, ``fused`` products, ``inexact`` instructions,
 and ``moves`` of values between threads in the loop over whole blocks. And by the names of all
-kernels what is ``narrow`` in them: instructions that make addresses from what has 32 bits.
+kernels what is ``narrow`` in them, instructions that make addresses from what has 32 bits, what is
+``specialised``, parameters whose values make other kernels, and, of lists of bfloat16 alone, how
+many loads and stores are ``wide``, of 16 bytes.
 """
 
 import itertools
@@ -58,6 +60,8 @@ def updates() -> Iterator[tuple[str, Rule, list[list[torch.Tensor]], dict[str, A
     ):
         wide, halves = [torch.ones(16, 256)], [torch.ones(16, 256, dtype=half)]
         yield name, row.rule, [wide, halves, *[wide] * row.states], {"halves": halves}
+    halves = [torch.ones(16, 256, dtype=BF16)]
+    yield "adam-bfloat16", ADAM.rule, [halves] * 4, {}
     for name, half, kind in (
         ("adam-split-bfloat16", BF16, "float32"),
         ("adam-split-float16", F16, "float32"),
@@ -122,6 +126,14 @@ def narrow(ttir: str) -> list[str]:
     return found
 
 
+def specialised(kernel: Any) -> list[str]:
+    return [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)]
+
+
+def wide(ptx: str) -> int:
+    return len(re.findall(r"(?:ld|st)\.global\.v(?:4\.b32|2\.b64)", ptx))
+
+
 def made_of(kernel: Any, values: dict[str, Any], arch: int) -> Any:
     """What Triton compiles of a launch."""
     names = {"num_warps", "enable_fp_fusion"} & values.keys()
@@ -154,6 +166,7 @@ def compiled(made: Any, arch: int, update: str) -> Compiled:
 def use_all_others(ops: Triton) -> None:
     """Start every kernel but that of most updates, and this one where it measures."""
     wide, half, one = [torch.ones(16, 256)], [torch.ones(16, 256, dtype=F16)], torch.ones(())
+    ops.census([torch.ones(5, dtype=BF16)], one.device)
     ops.census(half, one.device, with_norm=True)
     ops.l2norms(wide, one, one.device)
     ops.axpby_(wide, one, wide, 2.0, half)
@@ -176,6 +189,8 @@ def main(archs: list[int]) -> None:
     triton.JITFunction.run = run
     found: list[Compiled] = []
     narrows: dict[str, set[str]] = {}
+    kinds: dict[str, list[str]] = {}
+    vectors: dict[str, int] = {}
     one = torch.ones(())
     for arch, (name, rule, lists, told) in itertools.product(archs, updates()):
         step = torch.ones((), dtype=torch.int32)
@@ -185,14 +200,20 @@ def main(archs: list[int]) -> None:
             if kernel.fn.__name__ == "update_kernel" and not values["MEASURE"]:
                 made = made_of(kernel, values, arch)
                 found.append(compiled(made, arch, name))
+                if name == "adam-bfloat16":
+                    vectors["update_kernel"] = wide(made.asm["ptx"])
                 narrows.setdefault("update_kernel", set()).update(narrow(made.asm["ttir"]))
         launched.clear()
     use_all_others(Triton())
     for kernel, values in launched:
         made = made_of(kernel, values, archs[0])
         narrows.setdefault(kernel.fn.__name__, set()).update(narrow(made.asm["ttir"]))
+        kinds[kernel.fn.__name__] = specialised(kernel)
+        if kernel.fn.__name__ == "measure_chunks":
+            vectors.setdefault("measure_chunks", wide(made.asm["ptx"]))
     rows = list(map(asdict, found))
-    print(json.dumps({"updates": rows, "narrow": {k: sorted(v) for k, v in narrows.items()}}))
+    told = {"updates": rows, "narrow": {k: sorted(v) for k, v in narrows.items()}}
+    print(json.dumps(told | {"specialised": kinds, "wide": vectors}))
 
 
 if __name__ == "__main__":

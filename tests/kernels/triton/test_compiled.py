@@ -67,3 +67,10 @@ def test_addresses_have_64_bits(compiled: dict[str, Any]) -> None:
             *("combine_kernel", "convert_kernel", "average_norms"),
         )
     }
+    assert not any(compiled["specialised"].values())
+
+
+@pytest.mark.full
+def test_memory_is_moved_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
+    """Of an update four loads and three stores."""
+    assert compiled["wide"] == {"update_kernel": 7, "measure_chunks": 1}

@@ -2,11 +2,6 @@
 """Tables, sorting into launches, and what is refused."""
 
 import gc
-import json
-import math
-import os
-import subprocess
-import sys
 import weakref
 from typing import Any, ClassVar
 
@@ -16,10 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cases.rules import BF16, F16, F32, ONE_EACH, ROWS, RuleRow
+from cases.stored import Case, on
 from kit.refusals import assert_refused
 from preamp.kernels import Update
 from preamp.kernels.plans import planned
-from preamp.kernels.rules import AdamRule, BiasCorrection
 
 CHUNK = 8192
 
@@ -281,88 +276,6 @@ def test_other_devices_are_refused(ops: Any, device: torch.device, op: str) -> N
     assert_refused("kernels", "triton elsewhere", calls[op], here=here)
 
 
-COMPILE = """
-import json, re, inspect, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from preamp.kernels.triton import Triton
-from preamp.kernels import Update
-from preamp.kernels.rules import AdamRule, BiasCorrection
-from preamp.kernels.triton import launch
-from triton.runtime.jit import KernelInterface
-
-launch.COMPILED_FOR = ("cpu",)
-found = []
-
-def start(kernel, grid):
-    def compile(*args, **kwargs):
-        options = {key: kwargs.pop(key) for key in ("num_warps", "enable_fp_fusion")}
-        values = dict(zip(kernel.arg_names, args)) | kwargs
-        constants, signature = {}, {}
-        for parameter in kernel.params:
-            value = values[parameter.name]
-            if parameter.is_constexpr:
-                constants[parameter.name] = value
-                signature[parameter.name] = "constexpr"
-            elif isinstance(value, torch.Tensor):
-                names = {torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
-                signature[parameter.name] = names[value.dtype]
-            else:
-                signature[parameter.name] = parameter.annotation_type
-        keywords = {"constexprs": constants}
-        if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
-            keywords = {"constants": constants}
-            signature = {k: v for k, v in signature.items() if v != "constexpr"}
-        source = ASTSource(fn=kernel, signature=signature, **keywords)
-        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        ptx = binary.asm["ptx"]
-        found.append({
-            "name": kernel.fn.__name__,
-            "numbers": sorted({v for v in signature.values() if v[0] != "*"} - {"constexpr"}),
-            "specialised": [p.name for p in kernel.params
-                            if not (p.is_constexpr or p.do_not_specialize)],
-            "wide": len(re.findall(r"(?:ld|st)\\.global\\.v(?:4\\.b32|2\\.b64)", ptx)),
-            "fused": len(re.findall(r"fma\\.rn\\.f32", ptx)),
-            "inexact": len(re.findall(r"div\\.full|\\w+\\.approx", ptx)),
-        })
-    return compile
-
-KernelInterface.__getitem__ = start
-ops = Triton()
-ones = [[torch.ones(5, dtype=torch.bfloat16)] for _ in range(4)]
-ops.census(ones[0], torch.device("cpu"))
-rule = AdamRule(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True,
-                bias_correction=BiasCorrection.MOMENTS)
-ops.update_(*ones, rule=rule, update=Update(inv_scale=torch.ones(()), found_inf=torch.ones(())))
-step = torch.ones((), dtype=torch.int32)
-ops.update_(*ones, rule=rule, update=Update(step=step))
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.full
-def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
-    """For a GPU that need not be here: 16 bytes at a time, no fused sums, no specialisation."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        env=environment,
-    )
-    assert run.returncode == 0, run.stderr
-    rows = json.loads(run.stdout)
-    found = {row["name"]: row for row in rows}
-    for row in rows:
-        assert row["specialised"] == []
-        assert row["fused"] == row["inexact"] == 0
-    assert found["update_kernel"]["numbers"] == ["i64"]
-    assert found["measure_chunks"]["wide"] == 1
-    assert found["update_kernel"]["wide"] == 7  # four loads and three stores
-
-
 # -- how many kernels an op launches ----------------------------------------------------------
 
 
@@ -407,35 +320,7 @@ def test_launches_do_not_grow_with_the_tensors(
     with launches() as names:
         ops.widen_add(grads[:60], [torch.ones((), device=device)] * 60, [None] * 60)
     assert names == ["combine_kernel"]
-
-
-# -- numbers that kernels compute from what lies on the device --------------------------------
-
-
-STEPS = (1, 2, 5, 6, 52, 60, 509, 700, 10**4, 10**6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99, 0.999])
-def test_bias_corrections_of_a_step_on_the_device(
-    ops: Any, device: torch.device, beta: float, dtype: torch.dtype
-) -> None:
-    """Without a second moment a step from zero is ``-1 / (1 - beta**step)``, with a moment of 1."""
-    rule = AdamRule(
-        lr=1.0,
-        beta1=beta,
-        beta2=0.0,
-        eps=0.0,
-        weight_decay=0.0,
-        decoupled=False,
-        bias_correction=BiasCorrection.MOMENTS,
-    )
-    for step in STEPS:
-        p, g, m, v = (torch.full((1,), x, dtype=dtype, device=device) for x in (0.0, 1, 1, 1))
-        update = Update(step=torch.tensor(step).to(device))
-        ops.update_([p], [g], [m], [v], rule=rule, update=update)
-        # The logarithm is rounded once, and then multiplied by the step.
-        log = torch.tensor(math.log(beta) if beta else -math.inf, dtype=dtype)
-        wanted = 1 / math.expm1((log * step).double().item())
-        eps = torch.finfo(dtype).eps
-        assert p.item() == pytest.approx(wanted, rel=3 * eps), step
+    with launches() as names:
+        case = on(device, Case.of(ONE_EACH[0], BF16, "8bit", shapes=[(2, 300)] * 3))
+        case.run(ops, inv_scale=torch.ones((), device=device))
+    assert names == ["update_kernel"]
