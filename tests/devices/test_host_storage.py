@@ -4,7 +4,6 @@
 So it is where gradients are released, and wait there for their step.
 """
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -22,7 +21,9 @@ from torch.utils.dlpack import to_dlpack  # pyright: ignore
 
 import preamp
 import preamp.kernels
+from cases.layouts import LAYOUTS
 from cases.plain import counted
+from cases.rules import row
 from cases.waits import waits_refused
 from devices.host_runs import (
     KINDS,
@@ -41,7 +42,7 @@ from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import Update, staged
 from preamp.kernels.rules import LambRule
-from preamp.numerics import NumericsRecord, OverflowRecord
+from preamp.numerics import NumericsRecord
 from preamp.optimizers import FusedAdam, FusedLion, FusedSGD
 
 pytestmark = [
@@ -195,24 +196,8 @@ def test_nothing_waits_but_the_step(kept: Kept) -> None:
 # -- exact weights, copies, words ----------------------------------------------------------------
 
 
-@with_masters
-def test_exact_weights_and_copies_are_on_the_device(kept: Kept) -> None:
-    run = Run("host", kept).play("iterate 0 1 2")
-    exact = [value.detach().cpu().clone() for value in run.values()]
-    assert_are(exact, copy.deepcopy(run.model))
-    with run.engine.exact_weights():
-        assert_are(exact, run.model)
-        with torch.no_grad():
-            for param in run.model.parameters():
-                param.mul_(1.5)
-    written = [value.detach().cpu() for value in run.values()]
-    assert [torch.equal(a * 1.5, b) for a, b in zip(exact, written, strict=True)] == [True] * 6
-    run.play("iterate 3")
-    exact = [value.detach().cpu().clone() for value in run.values()]
-    run.engine.close()
-    assert_are(exact, run.model)
-    run.model(torch.ones(2, 16).cuda()).sum().backward()
-    run.step()  # its moments came back as well
+def exactly(run: Run) -> list[torch.Tensor]:
+    return [value.detach().cpu().clone() for value in run.values()]
 
 
 def assert_are(exact: list[torch.Tensor], found: nn.Module) -> None:
@@ -222,18 +207,32 @@ def assert_are(exact: list[torch.Tensor], found: nn.Module) -> None:
 
 
 @with_masters
-def test_gradients_come_back_at_the_end(kept: Kept) -> None:
-    runs = pair("released", kept)
+def test_exact_weights_and_copies_are_on_the_device(kept: Kept) -> None:
+    run = Run("host", kept).play("iterate 0 1 2")
+    exact = exactly(run)
+    assert_are(exact, copy.deepcopy(run.model))
+    with run.engine.exact_weights(), torch.no_grad():
+        assert_are(exact, run.model)
+        for param in run.model.parameters():
+            param.mul_(1.5)
+    pairs = zip(exact, exactly(run), strict=True)
+    assert [torch.equal(a * 1.5, b) for a, b in pairs] == [True] * 6
+
+
+@with_masters
+@there
+def test_all_comes_back_at_the_end(kept: Kept, place: str) -> None:
+    runs = pair(place, kept)
     grads: list[list[torch.Tensor]] = []
     for run in runs:
         run.play(TAKEN)
-        exact = [value.detach().cpu().clone() for value in run.values()]
+        exact = exactly(run)
         run.engine.close()
         assert_are(exact, run.model)
-        params = list(run.model.parameters())
-        grads.append([param.grad.cpu() for param in params if param.grad is not None])
+        grads.append([p.grad.cpu() for p in run.model.parameters() if p.grad is not None])
         run.model(torch.ones(2, 16).cuda()).sum().backward()
         assert away(run) == [False] * 6
+        run.step()  # its moments came back as well
     assert len(grads[0]) == 6
     assert [torch.equal(a, b) for a, b in zip(*grads, strict=True)] == [True] * 6
 
@@ -266,12 +265,21 @@ def test_a_graph_is_refused_and_nothing_changed(
 
 @there
 @with_masters
+@pytest.mark.parametrize("had", [0, 1])
 def test_pinned_memory_that_cannot_be_had_changes_nothing(
-    kept: Kept, place: str, monkeypatch: pytest.MonkeyPatch
+    kept: Kept, place: str, had: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first that a step needs, or the second."""
     runs = Run(place, kept).play(TAKEN), Run(place, kept).play(TAKEN)
+    left = [False] * had
+
+    def scarce(*sizes: Any, **options: Any) -> torch.Tensor:
+        if left and options.get("pin_memory"):
+            options["pin_memory"] = left.pop()
+        return without_pinned_memory(*sizes, **options)
+
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", without_pinned_memory)
+        patch.setattr(torch, "empty", scarce)
         with pytest.raises(PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
             runs[0].step()
     assert_same_program(END, *runs)
@@ -281,27 +289,6 @@ def test_without_pinned_memory_there_is_no_such_storage(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "empty", without_pinned_memory)
     with pytest.raises(PreampUnavailableError, match="no 16384 bytes of pinned memory"):
         Run("host", ("O5", "full"))  # whose largest weight has 16 x 256 elements
-
-
-def test_a_step_that_finds_no_pinned_memory_is_not_half_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run("host", ("O5", "full"), "FusedAdam").play("iterate 0; backward 1")
-    before, given = [p.detach().cpu().clone() for p in run.model.parameters()], [1]
-
-    def scarce(*sizes: Any, **options: Any) -> torch.Tensor:
-        if not options.get("pin_memory") or not given:
-            return without_pinned_memory(*sizes, **options)
-        return without_pinned_memory(*sizes, **{**options, "pin_memory": bool(given.pop() < 0)})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", scarce)
-        with contextlib.suppress(PreampUnavailableError):
-            run.step()
-    pairs = zip(run.model.parameters(), before, strict=True)
-    taken = [not torch.equal(p.detach().cpu(), b) for p, b in pairs]
-    assert taken in ([True] * len(before), [False] * len(before))
-    assert run.optimizer.param_groups[0]["step"] == 1 + taken[0]
 
 
 # -- ops -----------------------------------------------------------------------------------------
@@ -356,15 +343,9 @@ def test_memory_is_used_again_once_it_has_gone(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(torch.stack(wides), torch.ones(9, 2048))
 
 
-@pytest.mark.parametrize("form", ["rows", "transposed", "channels last", "with gaps"])
-def test_forms_of_memory_are_kept(form: str) -> None:
-    make: dict[str, Callable[[], torch.Tensor]] = {
-        "rows": lambda: torch.randn(4, 6, 2, 3),
-        "transposed": lambda: torch.randn(4, 6, 2, 3).transpose(0, 1),
-        "channels last": lambda: torch.randn(4, 6, 2, 3).to(memory_format=torch.channels_last),
-        "with gaps": lambda: torch.randn(4, 6, 2, 8)[..., :3],
-    }
-    wide = make[form]()
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_forms_of_memory_are_kept(layout: Any) -> None:
+    wide = layout(torch.randn(4, 6, 2, 3))
     half = wide.bfloat16().cuda()
     strides = half.stride()
     low = torch.empty_like(wide, dtype=torch.int16)
@@ -378,19 +359,8 @@ def test_forms_of_memory_are_kept(form: str) -> None:
 
 def test_norms_of_parts_are_taken_there() -> None:
     """As where LAMB's tensors are parts of larger ones."""
-    rule = LambRule(
-        lr=0.1,
-        weight_decay=0.1,
-        beta1=0.9,
-        beta2=0.99,
-        eps=1e-6,
-        decoupled=True,
-        bias_correction=True,
-        grad_averaging=True,
-        uses_trust_ratio=True,
-    )
-    lists = [[torch.randn(600) for _ in range(5)] for _ in range(4)]
-    lists[3] = [squares.abs() for squares in lists[3]]
+    rule: Any = row(LambRule).rule
+    lists = [[torch.randn(600).abs() for _ in range(5)] for _ in range(4)]
     update = Update(step=3, inv_scale=torch.tensor(0.5))
     expected = preamp.kernels.backend("reference").lamb_norms(*lists, rule=rule, update=update)
     grads = [grad.cuda() for grad in lists[1]]
@@ -515,23 +485,6 @@ def test_gradients_that_somebody_holds_stay_as_they_are(kept: Kept) -> None:
     assert [torch.equal(now, then) for now, then in pairs] == [True] * 6
     run.backward()
     assert places_on_host(run) == places
-
-
-def test_gradients_go_one_after_the_other() -> None:
-    """There are that at hand and two on their way at most, in an accumulation too."""
-    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]).cuda()
-    optimizer = FusedLion(net.parameters())
-    storage = preamp.Storage(masters="split", place="host", release_gradients=True)
-    preamp.initialize(net, optimizer, opt_level="O5", storage=storage, verbosity=0)
-    inputs, seen, start = torch.ones(2, 128, device="cuda"), list[int](), list[int]()
-    for param in net.parameters():
-        param.register_hook(lambda grad: seen.append(on_device() - start[-1]))
-    for _ in range(2):
-        with preamp.scale_loss(net(inputs).float().mean(), optimizer) as scaled:
-            start.append(on_device())
-            scaled.backward()
-    assert len(seen) == 2 * 6
-    assert 2 * 2 * 128 * 128 < max(seen) <= 3 * 2 * 128 * 128
 
 
 @every_level
@@ -659,8 +612,9 @@ def test_a_half_model_is_all_that_the_card_holds() -> None:
     assert torch.cuda.max_memory_allocated() - held < weights + around
     for _ in range(2):
         inputs = torch.ones(4, 256, dtype=torch.bfloat16).cuda()
-        with preamp.scale_loss(net(inputs).float().mean(), optimizer) as loss:
-            loss.backward()
+        for _ in range(2):  # they go one after the other in an accumulation too
+            with preamp.scale_loss(net(inputs).float().mean(), optimizer) as loss:
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     # Beside weights and activations there were the gradient at hand and two on their way.
@@ -679,7 +633,8 @@ def test_gradients_go_again_after_others_were_asked_for() -> None:
 @every_level
 def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
     """Of gradients and weights, of weights that a step left unchanged, of a skipped step."""
-    runs = pair("released", kept, numerics=numerics, numerics_every=1)
+    traces = {"overflow": "trace"} if numerics == "full" else {}
+    runs = pair("released", kept, numerics=numerics, numerics_every=1, **traces)
     program = "iterate 0 1; backward 2 inf; step; zero; iterate 3; backward 4 delay; backward 5; "
     program += "step; zero; outside 6; step; zero"
     dynamic = runs[0].engine.policy.is_dynamic
@@ -690,14 +645,6 @@ def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
     assert len(device) == 6 * 6 * (2 if numerics == "full" else 1)
     assert [one.rms for one in host] == pytest.approx([one.rms for one in device], rel=1e-5)
     assert [replace(one, rms=0) for one in host] == [replace(one, rms=0) for one in device]
-
-
-@every_level
-def test_an_overflow_is_traced_as_on_the_device(kept: Kept) -> None:
-    found: list[list[OverflowRecord]] = []
-    for run in pair("released", kept, overflow="trace"):
-        run.play("iterate 0 1").back(run.loss(2) * float("inf"))
-        run.play(END)
-        found.append([cause.to_record() for cause in run.engine.overflow_causes])
-    assert repr(found[0]) == repr(found[1])  # nan is unlike itself
-    assert [record.trace is not None for record in found[0]] == [True]
+    causes = [[cause.to_record() for cause in run.engine.overflow_causes] for run in runs]
+    assert repr(causes[0]) == repr(causes[1])  # nan is unlike itself
+    assert [cause.trace is not None for cause in causes[0]] == [bool(traces)] * dynamic

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 import preamp
-from cases.fused import FUSED, variant_id
+from cases.fused import FUSED
 from cases.levels import WITH_MASTERS
 from cases.waits import waits_refused
-from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from kit import run as kit
+from kit.run import act, build
+from preamp.optimizers import FusedAdam, FusedSGD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -25,78 +27,90 @@ LEVELS = ("O1", "O2", "O4", "O5")
 WARM_UP, STEPS = 3, 6
 OVERFLOW = WARM_UP + 1  # in the steps that must not wait
 BATCHES = WARM_UP + STEPS + 1
-Build = Callable[[Any], Any]
-OPTIMIZERS: dict[str, Build] = {
-    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-3),
-    "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
-    "FusedSGD": lambda params: FusedSGD(params, lr=1e-2, momentum=0.9),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, fused=True),
+KINDS = tuple(dict.fromkeys(case.name for case in FUSED))
+LOOPS = {
+    "plain": "backward; step",
+    "clipped": "backward; clip .5; step",
+    "accumulated": "backward; backward; clip .5; step",
+    "delayed": "backward 0 delay; backward; step",
+    "by_grad_scaler": "scaled; clip .5; step_by_scaler",
 }
-"""Adam with an ``eps`` beside which gradients of almost nothing count little."""
+UNSCALED = "scaled; unscale; clip_plainly; step_by_scaler"
 
 
-class Training:
+class Training(kit.Run):
     """A small model whose batches are on its device already; `load` puts one where steps read."""
 
     def __init__(
         self,
         level: str,
-        build: Build = OPTIMIZERS["FusedAdam"],
-        storage: Any = "full",
+        kind: str = "FusedAdam",
+        storage: str = "full",
         loss_scale: Any = "dynamic",
         device: str = "cuda",
+        **given: Any,
     ) -> None:
-        torch.manual_seed(0)
         size = 256 if storage == "compact" else 33  # of 16 x 256 elements moments may have 8 bits
-        self.net = nn.Sequential(
-            nn.Linear(16, size), nn.LayerNorm(size), nn.GELU(), nn.Linear(size, 4)
-        )
-        self.net.to(device)
-        self.optimizer = build(self.net.parameters())
-        options: Any = {"opt_level": level, "verbosity": 0, "storage": storage}
-        options["loss_scale"] = loss_scale
-        preamp.initialize(self.net, self.optimizer, **options)
-        self.engine = preamp.engine_of(self.net)
+
+        def net() -> nn.Module:
+            layers = nn.Linear(16, size), nn.LayerNorm(size), nn.GELU(), nn.Linear(size, 4)
+            return nn.Sequential(*layers).to(device)
+
+        super().__init__(level, kind, net, starts=False, storage=storage, loss_scale=loss_scale)
+        if "eps" in self.optimizer.defaults:
+            given["eps"] = 1e-3  # beside which gradients of almost nothing count little
+        self.optimizers = [build(kind, self.model.parameters(), **given)]
+        (self.optimizer,) = self.optimizers
+        self.initialize()
         self.is_dynamic = self.engine.policy.is_dynamic
         if self.is_dynamic:
             self.engine.scaler(0).set_scale(64.0)
         self.scaler: Any = preamp.GradScaler(self.optimizer)
-        self.batches = torch.randn(BATCHES, 32, 16).to(device)
-        self.targets = torch.randn(BATCHES, 32, 4).to(device)
         factors = torch.ones(BATCHES)
         factors[OVERFLOW] = torch.inf if self.is_dynamic else 1.0
-        self.factors = factors.to(device)
-        self.batch = self.batches[0].clone(), self.targets[0].clone(), self.factors[0].clone()
+        every = torch.randn(BATCHES, 32, 16), torch.randn(BATCHES, 32, 4), factors
+        self.batches = [column.to(device) for column in every]
+        self.batch = [column[0].clone() for column in self.batches]
 
     def load(self, number: int) -> None:
-        for place, every in zip(
-            self.batch, (self.batches, self.targets, self.factors), strict=True
-        ):
+        for place, every in zip(self.batch, self.batches, strict=True):
             place.copy_(every[number])
 
-    def loss(self) -> torch.Tensor:
+    def loss(self, index: int = 0) -> torch.Tensor:
         inputs, target, factor = self.batch
-        return nn.functional.mse_loss(self.net(inputs).float(), target) * factor
+        return nn.functional.mse_loss(self.model(inputs).float(), target) * factor
 
-    def backward(self, by: float = 1.0, *, delay: bool = False) -> None:
-        with preamp.scale_loss(self.loss() * by, self.optimizer, delay_unscale=delay) as scaled:
-            scaled.backward()
+    @act
+    def scaled(self) -> None:
+        self.scaler.scale(self.loss()).backward()
 
-    def train(self, loop: "Loop", first: int = 0, end: int = BATCHES, *, waits: bool = True) -> Any:
+    @act
+    def unscale(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    @act
+    def clip_plainly(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+
+    @act
+    def step_by_scaler(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def train(self, loop: str, first: int = 0, end: int = BATCHES, *, waits: bool = True) -> Any:
         """Steps of one loop; ``waits=False`` lets CUDA raise where the host waits, once warm."""
         for number in range(first, end):
             with nullcontext() if waits or number < WARM_UP else waits_refused():
                 self.load(number)
-                loop(self)
-                self.optimizer.zero_grad()
+                self.play(loop, "zero")
         return self
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that steps change on the device."""
         masters = list(preamp.master_params(self.optimizer))
         scaler = self.engine.scaler(0)
-        found = {f"weight {i}": p for i, p in enumerate(self.net.parameters())}
-        exact = map(self.engine.exact_value, self.net.parameters())
+        found = {f"weight {i}": p for i, p in enumerate(self.model.parameters())}
+        exact = map(self.engine.exact_value, self.model.parameters())
         found |= {f"exact {i}": value for i, value in enumerate(exact) if value is not None}
         for i, param in enumerate(masters):
             state = self.optimizer.state[param]
@@ -107,57 +121,12 @@ class Training:
 
     def values(self) -> list[torch.Tensor]:
         """Weights, exactly, and the loss scale."""
-        self.engine.close()
-        scale = torch.tensor(self.engine.loss_scale())
-        return [*(param.detach().cpu() for param in self.net.parameters()), scale]
+        (engine := self.engine).close()
+        scale = torch.tensor(engine.loss_scale())
+        return [*(param.detach().cpu() for param in self.model.parameters()), scale]
 
 
-Loop = Callable[[Training], object]
-
-
-def plain(run: Training) -> None:
-    run.backward()
-    run.optimizer.step()
-
-
-def clipped(run: Training) -> None:
-    run.backward()
-    preamp.clip_grad_norm_(run.optimizer, 0.5)
-    run.optimizer.step()
-
-
-def accumulated(run: Training) -> None:
-    run.backward(0.5)
-    run.backward(0.5)
-    preamp.clip_grad_norm_(run.optimizer, 0.5)
-    run.optimizer.step()
-
-
-def delayed(run: Training) -> None:
-    run.backward(0.5, delay=True)
-    run.backward(0.5)
-    run.optimizer.step()
-
-
-def by_grad_scaler(run: Training, *, unscales: bool = False) -> None:
-    run.scaler.scale(run.loss()).backward()
-    if unscales:
-        run.scaler.unscale_(run.optimizer)
-        nn.utils.clip_grad_norm_(run.net.parameters(), 0.5)
-    else:
-        preamp.clip_grad_norm_(run.optimizer, 0.5)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-
-
-def unscaled(run: Training) -> None:
-    by_grad_scaler(run, unscales=True)
-
-
-LOOPS = (plain, clipped, accumulated, delayed, by_grad_scaler)
-
-
-def assert_as_on_the_cpu(loop: Loop, *what: Any, waits: bool = False) -> None:
+def assert_as_on_the_cpu(loop: str, *what: Any, waits: bool = False) -> None:
     """Train on the device and on the CPU by ``what`` `Training` takes, and compare."""
     run = Training(*what).train(loop, waits=waits)
     other = Training(*what, device="cpu").train(loop)
@@ -168,41 +137,34 @@ def assert_as_on_the_cpu(loop: Loop, *what: Any, waits: bool = False) -> None:
         torch.testing.assert_close(ours, wanted, rtol=2**-6, atol=2**-7)
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB", "FusedSGD", "AdamW fused"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_loop_waits(level: str, optimizer: str, loop: Loop) -> None:
-    assert_as_on_the_cpu(loop, level, OPTIMIZERS[optimizer])
+def test_no_loop_waits(level: str, kind: str, loop: str) -> None:
+    assert_as_on_the_cpu(LOOPS[loop], level, kind)
 
 
-@pytest.mark.parametrize("loop", [clipped, accumulated], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", ["clipped", "accumulated"])
 @pytest.mark.parametrize("storage", ["split", "compact"])
-@pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedSGD"])
+@pytest.mark.parametrize("kind", ["FusedAdam", "FusedSGD"])
 @pytest.mark.parametrize("level", WITH_MASTERS)
-def test_no_storage_waits(level: str, optimizer: str, storage: str, loop: Loop) -> None:
-    assert_as_on_the_cpu(loop, level, OPTIMIZERS[optimizer], storage)
+def test_no_storage_waits(level: str, kind: str, storage: str, loop: str) -> None:
+    assert_as_on_the_cpu(LOOPS[loop], level, kind, storage)
+
+
+@pytest.mark.parametrize("storage", ["full", "split", "compact"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
+def test_no_optimizer_waits(level: str, kind: str, storage: str) -> None:
+    if level == "O1" or kind in ("FusedLARS", "FusedMixedPrecisionLamb"):
+        storage = "full"
+    Training(level, kind, storage).train(LOOPS["clipped"], waits=False)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_after_unscale_results_are_those_of_the_cpu(level: str) -> None:
     """The host waits once for what a script did to half gradients."""
-    assert_as_on_the_cpu(unscaled, level, waits=True)
-
-
-@pytest.mark.parametrize("case", FUSED, ids=variant_id)
-@pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
-def test_no_optimizer_waits(level: str, case: Any) -> None:
-    Training(level, lambda p: case.kind(p, **case.needs)).train(clipped, waits=False)
-
-
-@pytest.mark.parametrize("storage", ["split", "compact"])
-@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad, FusedNovoGrad])
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_no_step_in_fewer_bits_waits(level: str, kind: Any, storage: str) -> None:
-    given: Any = {"momentum": 0.9} if kind is FusedSGD else {}
-    run = Training(level, lambda p: kind(p, lr=1e-2, **given), storage).train(clipped, waits=False)
-    found = {v.itemsize for state in run.optimizer.state.values() for v in state.values()}
-    assert found == ({1, 4} if storage == "compact" else {4})
+    assert_as_on_the_cpu(UNSCALED, level, waits=True)
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O1", "dynamic"), ("O5", None)])
@@ -210,7 +172,7 @@ def test_where_half_gradients_need_no_second_look_unscale_does_not_wait(
     level: str, scale: Any
 ) -> None:
     """At O5 the scale is static by default, so that there is nothing to unscale."""
-    Training(level, loss_scale=scale).train(unscaled, waits=False)
+    Training(level, loss_scale=scale).train(UNSCALED, waits=False)
 
 
 @pytest.fixture
@@ -223,15 +185,14 @@ def side_stream() -> Iterator[torch.cuda.Stream]:
     torch.cuda.synchronize()
 
 
-def capturable(params: Any) -> FusedAdam:
-    return FusedAdam(params, lr=1e-2, weight_decay=0.1, capturable=True)
+def capturable(level: str, **given: Any) -> Training:
+    return Training(level, weight_decay=0.1, capturable=True, **given)
 
 
 def captured(run: Training, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        clipped(run)
-        run.optimizer.zero_grad()
+        run.play(LOOPS["clipped"], "zero")
     return graph
 
 
@@ -247,9 +208,9 @@ def test_a_graph_replays_what_steps_do(
 ) -> None:
     """To the bit, with an overflow in one replay; training goes on after the graph."""
     is_dynamic = loss_scale == "dynamic"
-    eager, graphed = (Training(level, capturable, loss_scale=loss_scale) for _ in range(2))
+    eager, graphed = (capturable(level, loss_scale=loss_scale) for _ in range(2))
     for run in (eager, graphed):
-        run.train(clipped, 0, WARM_UP)
+        run.train(LOOPS["clipped"], 0, WARM_UP)
     assert graphed.engine.steps_applied == WARM_UP  # nothing holds the graphs of earlier steps
     graph = captured(graphed, side_stream)
     for number in range(WARM_UP, WARM_UP + STEPS):
@@ -257,13 +218,13 @@ def test_a_graph_replays_what_steps_do(
         before = graphed.tensors()
         graphed.load(number)
         graph.replay()
-        assert_same(eager.train(clipped, number, number + 1), graphed)
+        assert_same(eager.train(LOOPS["clipped"], number, number + 1), graphed)
         now = graphed.tensors()
         changed = {name.split()[0] for name in now if not torch.equal(now[name], before[name])}
         assert ("weight" in changed) != overflows
         assert ("scale" in changed) == overflows
     for run in (eager, graphed):
-        run.train(clipped, BATCHES - 1)
+        run.train(LOOPS["clipped"], BATCHES - 1)
     assert_same(eager, graphed)
     assert eager.engine.steps_skipped == is_dynamic
     assert eager.engine.steps_applied == WARM_UP + STEPS + 1 - is_dynamic
@@ -272,13 +233,13 @@ def test_a_graph_replays_what_steps_do(
 
 def test_two_graphs_of_one_optimizer(side_stream: torch.cuda.Stream) -> None:
     """Each has tables of its own, which what runs in between leaves alone."""
-    eager, graphed = (Training("O2", capturable) for _ in range(2))
+    eager, graphed = (capturable("O2") for _ in range(2))
     for run in (eager, graphed):
-        run.train(clipped, 0, WARM_UP)
+        run.train(LOOPS["clipped"], 0, WARM_UP)
     side_stream.synchronize()
     graphs = [captured(graphed, side_stream) for _ in range(2)]
     for number in range(WARM_UP, WARM_UP + 4):
-        eager.train(clipped, number, number + 1)
+        eager.train(LOOPS["clipped"], number, number + 1)
         graphed.load(number)
         graphs[number % 2].replay()
     assert_same(eager, graphed)
@@ -353,9 +314,7 @@ def test_a_model_away_from_the_current_device(level: str) -> None:
 
 
 def test_torch_takes_its_multi_tensor_path_for_masters() -> None:
-    run = Training("O2", torch.optim.AdamW)
-    run.load(0)
-    run.backward()
+    run = Training("O2", "AdamW").play("backward")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run.optimizer.step()
     assert any("_foreach_" in event.key for event in profile.key_averages())

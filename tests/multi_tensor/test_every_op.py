@@ -14,10 +14,10 @@ from cases.back_ends import defaults
 from cases.tolerances import assert_same
 from cases.waits import waits_refused
 from kit.refusals import assert_refused, refused
-from multi_tensor.strategies import new_flag, random_list
+from multi_tensor.strategies import DTYPES, new_flag, random_list
 from preamp.compat.multi_tensor import amp_C
-from preamp.kernels.by_device import ByDevice
 
+F16, BF16, F32, F64 = DTYPES
 Arguments = Callable[[int, str], tuple[Any, ...]]
 SHAPES = [(3,), (), (0,), (2, 3, 2, 2), (1, 2, 2, 2, 3)]
 
@@ -88,11 +88,11 @@ def lists_of(row: Row, layout: str = "contiguous") -> list[list[torch.Tensor]]:
     ]
 
 
-def run(row: Row, lists: Any, device: str = "cpu", chunk: int = 65536) -> list[torch.Tensor]:
+def run(row: Row, lists: Any, device: str = "cpu") -> list[torch.Tensor]:
     """Call the operation; return what it returns and its lists."""
     arguments = row.arguments(len(lists[0]), device)
-    result = row.op(chunk, new_flag(device=device), lists, *arguments)
-    return [*(result or ()), *(tensor for tensors in lists for tensor in tensors)]
+    result = row.op(65536, new_flag(device=device), lists, *arguments)
+    return [*(result or ()), *itertools.chain(*lists)]
 
 
 def changed(row: Row, changes: dict[str, Any], count: int) -> list[Any]:
@@ -121,55 +121,22 @@ def test_the_memory_order_changes_nothing(row: Row, mixed: bool) -> None:
     assert [[tensor.stride() for tensor in tensors] for tensors in lists] == strides
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if "params" in row.lists], ids=lambda row: row.name
-)
-def test_steps_are_those_of_the_kernels(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no second formula here: without the rules of the op table nothing is stepped."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("update_")
-
-    monkeypatch.setattr(ByDevice, "update_", refuse)
-    lists = lists_of(row)
-    before = [[tensor.clone() for tensor in tensors] for tensors in lists]
-    with pytest.raises(NotImplementedError, match="update_"):
-        run(row, lists)
-    for ours, old in zip(lists, before, strict=True):
-        for tensor, was in zip(ours, old, strict=True):
-            assert_same(tensor, was)
-
-
 @every_op
 @pytest.mark.parametrize("chunk", [1, 7, 2048 * 32])
-def test_the_chunk_size_changes_nothing(row: Row, chunk: int) -> None:
-    results = zip(run(row, lists_of(row), chunk=chunk), run(row, lists_of(row)), strict=True)
-    for ours, wanted in results:
-        assert_same(ours, wanted)
-
-
-@every_op
-def test_defaults_of_the_process_change_nothing(row: Row) -> None:
-    """Of which "meta" stands for a GPU beside tensors on the CPU."""
-
-    def results(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-        lists, flag, arguments = lists_of(row), new_flag(), row.arguments(len(SHAPES), "cpu")
-        with defaults(dtype, device):
-            returned = row.op(65536, flag, lists, *arguments)
-        return [*(returned or ()), *(tensor for tensors in lists for tensor in tensors)]
-
-    wanted = results(torch.float32, "cpu")
-    for dtype, device in ((torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
-        for ours, theirs in zip(results(dtype, device), wanted, strict=True):
-            assert_same(ours, theirs)
-
-
-@every_op
-def test_requiring_a_gradient_changes_nothing(row: Row) -> None:
-    free, bound = lists_of(row), lists_of(row)
-    leaves = [[tensor.requires_grad_() for tensor in tensors] for tensors in bound]
-    results = run(row, leaves)
-    for ours, wanted in zip(results, run(row, free), strict=True):
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(F32, "cpu"), (BF16, "cpu"), (F64, "cpu"), (F32, "meta")]
+)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_neither_chunks_nor_autograd_nor_defaults_of_the_process_change_anything(
+    row: Row, chunk: int, dtype: torch.dtype, device: str, requires_grad: bool
+) -> None:
+    """Of defaults "meta" stands for a GPU beside tensors on the CPU."""
+    lists, flag, arguments = lists_of(row), new_flag(), row.arguments(len(SHAPES), "cpu")
+    lists = [[tensor.requires_grad_(requires_grad) for tensor in tensors] for tensors in lists]
+    with defaults(dtype, device):
+        returned = row.op(chunk, flag, lists, *arguments)
+    results = [*(returned or ()), *itertools.chain(*lists)]
+    for ours, wanted in zip(results, run(row, lists_of(row)), strict=True):
         assert_same(ours, wanted)
         assert ours.grad_fn is None
         assert ours.is_leaf
@@ -181,6 +148,9 @@ def test_the_values_of_tensors_are_never_read(row: Row) -> None:
     lists = [[tensor.to("meta") for tensor in tensors] for tensors in lists_of(row)]
     results = run(row, lists, device="meta")
     assert {tensor.device.type for tensor in results} == {"meta"}
+    counts = [torch.zeros(1, dtype=torch.int32, device="meta") for _ in range(2)]
+    scale, found_inf = (torch.ones(1, device="meta") for _ in range(2))
+    assert amp_C.update_scale_hysteresis(scale, *counts, found_inf, 2.0, 0.5, 1, 1) is scale
 
 
 @every_op
@@ -192,9 +162,8 @@ def test_a_gpu_is_never_waited_for(row: Row) -> None:
         row.op(65536, flag, lists, *arguments)
     wanted = lists_of(row)
     run(row, wanted)
-    for ours, theirs in zip(lists, wanted, strict=True):
-        for tensor, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(tensor.cpu(), other, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(itertools.chain(*lists), itertools.chain(*wanted), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)
 
 
 LOOKS_AT_THE_FLAG = ("sgd", "adam_capturable", "adam_capturable_master")
@@ -217,12 +186,6 @@ def test_a_set_flag_stops_the_steps_that_look_at_it(row: Row) -> None:
         pairs = zip(itertools.chain(*lists), itertools.chain(*before), strict=True)
         is_kept = all(torch.equal(ours, old) for ours, old in pairs)
         assert is_kept == (stops and bool(flag))
-
-
-def test_the_scale_is_never_read_by_its_update() -> None:
-    counts = [torch.zeros(1, dtype=torch.int32, device="meta") for _ in range(2)]
-    scale, found_inf = (torch.ones(1, device="meta") for _ in range(2))
-    assert amp_C.update_scale_hysteresis(scale, *counts, found_inf, 2.0, 0.5, 1, 1) is scale
 
 
 @every_op
@@ -250,12 +213,9 @@ def test_nothing_is_changed_by_a_call_that_is_refused(row: Row) -> None:
     with refused("multi_tensor", "an int64 tensor of any", op=row.name, tensor=name):
         row.op(65536, new_flag(), lists, *arguments)
     lists[-1][-1] = last
-    for ours, old in zip(lists, before, strict=True):
-        for tensor, was in zip(ours, old, strict=True):
-            assert_same(tensor, was)
+    for ours, old in zip(itertools.chain(*lists), itertools.chain(*before), strict=True):
+        assert_same(ours, old)
 
-
-F16, F32 = torch.float16, torch.float32
 
 Refused = tuple[str, dict[str, Any], tuple[torch.dtype, ...]]
 REFUSED: dict[str, Refused] = {  # the operation, arguments, dtypes of its lists
@@ -333,21 +293,14 @@ def test_a_flag_of_one_element_may_have_any_shape(shape: tuple[int, ...]) -> Non
     assert flag.item() == 1
 
 
-def test_tensors_are_paired_by_index_where_shapes_agree() -> None:
+def test_tensors_are_paired_by_index_where_shapes_agree_and_else_by_memory() -> None:
     source = torch.arange(48.0).view(2, 3, 2, 4)
     target = torch.zeros_like(source).to(memory_format=torch.channels_last)
-    scale([[source], [target]])
-    assert torch.equal(target, source * 2)
     volume = torch.zeros(1, 2, 3, 2, 4).to(memory_format=torch.channels_last_3d)
-    scale([[source.view(1, 2, 3, 2, 4)], [volume]])
-    assert torch.equal(volume, source.view_as(volume) * 2)
-
-
-def test_tensors_of_other_shapes_are_paired_by_memory() -> None:
-    source = torch.arange(48.0).view(2, 3, 2, 4).to(memory_format=torch.channels_last)
-    flat = torch.zeros(48)
-    scale([[source], [flat]])
-    assert torch.equal(flat.view(2, 2, 4, 3), source.permute(0, 2, 3, 1) * 2)
-    part = torch.zeros(100)[50:98]  # an offset into its memory
-    scale([[flat.view(6, 8)], [part]])
-    assert torch.equal(part, flat * 2)
+    scale([[source, source.view(1, 2, 3, 2, 4)], [target, volume]])
+    assert torch.equal(target, source * 2)
+    assert torch.equal(volume[0], source * 2)
+    flat, part = torch.zeros(48), torch.zeros(100)[50:98]  # an offset into its memory
+    scale([[target, source.view(6, 8)], [flat, part]])
+    assert torch.equal(flat.view(2, 2, 4, 3), target.permute(0, 2, 3, 1) * 2)
+    assert torch.equal(part.view_as(source), source * 2)
