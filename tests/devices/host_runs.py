@@ -56,6 +56,22 @@ def small(norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 256), norm(256), nn.GELU(), nn.Linear(256, 4))
 
 
+class Apart(nn.Module):
+    """A layer on each of two devices, or both on one."""
+
+    def __init__(self, first: int = 0, last: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 64).to(f"cuda:{first}")
+        self.last = nn.Linear(64, 4).to(f"cuda:{last}")
+
+    def cuda(self, device: Any = None) -> Any:
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x.to(self.first.weight.device))
+        return self.last(hidden.to(self.last.weight.device)).to("cuda:0")
+
+
 class Run(kit.Run):
     """A training at one place: the device, or one of `THERE`; see `kit.run`.
 

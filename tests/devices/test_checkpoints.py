@@ -12,6 +12,7 @@ from torch import nn
 
 import preamp
 from cases.waits import waits_refused
+from devices.host_runs import without_pinned_memory
 from kit import run as kit
 from kit.compare import same
 from kit.run import assert_alike, assert_same_program
@@ -262,19 +263,11 @@ def test_a_host_without_pinned_memory_is_refused(
 ) -> None:
     run = Run()
     run.save(tmp_path / "a")
-    empty = torch.empty
-
-    def without(*args: Any, **options: Any) -> torch.Tensor:
-        if options.get("pin_memory"):
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*args, **options)
-
-    monkeypatch.setattr(torch, "empty", without)
-    with pytest.raises(preamp.PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
-        run.save(tmp_path / "a", asynchronous=asynchronous)
-    with pytest.raises(preamp.PreampUnavailableError, match=r"no \d+ bytes of pinned memory"):
-        run.load(tmp_path / "a")
-    monkeypatch.setattr(torch, "empty", empty)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", without_pinned_memory)
+        for call in (lambda path: run.save(path, asynchronous=asynchronous), run.load):
+            with pytest.raises(preamp.PreampUnavailableError, match=r"no \d+ bytes of pinned"):
+                call(tmp_path / "a")
     run.load(tmp_path / "a")
 
 

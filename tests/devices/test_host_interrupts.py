@@ -90,15 +90,10 @@ def check(kept: tuple[str, str], chosen: Callable[[int], bool]) -> None:
 CASES: list[Any] = [("O5", "full"), ("O5", "split"), ("O2", "split"), ("O0", "full")]
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kept", CASES, ids="-".join)
-def test_every_line_of_a_step(kept: tuple[str, str]) -> None:
-    check(kept, lambda number: True)
-
-
-@pytest.mark.parametrize("kept", CASES, ids="-".join)
-def test_some_lines_of_a_step(kept: tuple[str, str]) -> None:
-    check(kept, lambda number: number % 25 == 6)
+def test_lines_of_a_step(kept: tuple[str, str], every: int) -> None:
+    check(kept, lambda number: number % every == 6 % every)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

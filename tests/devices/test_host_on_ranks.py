@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,88 +18,68 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from devices.host_runs import STORAGES
+from devices import host_runs
 from devices.pretended.ranks import on_ranks
 from preamp.checkpoint import random_states
 from preamp.core.tensors import local_of
 from preamp.kernels import staged
-from preamp.optimizers import FusedLARS, FusedLion
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_name() != "pretended",
     reason="no pretended device here",
 )
 RANKS = 2
-STEPS = 3
 PLACES = ("device", "host")
+PROGRAM = "backward 0; clip .5; step; zero; backward 1 inf; backward 2; clip .5; step; zero; "
+PROGRAM += "backward 3; clip .5; step; zero"
 
 
-class Run:
+class Sharded(nn.Sequential):
+    """Its last weight has one row, so a rank has none of it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 129), nn.GELU(), nn.Linear(129, 1))
+
+    def cuda(self, device: Any = None) -> Any:
+        super().cuda(device)
+        mesh = init_device_mesh("cuda", (RANKS,))
+        fully_shard(self[0], mesh=mesh)
+        return fully_shard(self, mesh=mesh)
+
+
+def averaged() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 129), nn.GELU(), nn.Linear(129, 1))
+
+
+class Run(host_runs.Run):
     """A model that two ranks train."""
 
-    def __init__(self, way: str, level: str, storage: str, place: str, rank: int) -> None:
-        torch.manual_seed(0)
-        self.rank, self.way, self.number = rank, way, 0
-        # The last weight has one row, so a rank has none of it.
-        self.net: Any = nn.Sequential(nn.Linear(32, 129), nn.GELU(), nn.Linear(129, 1)).cuda()
-        if way == "fully_shard":
-            mesh = init_device_mesh("cuda", (RANKS,))
-            fully_shard(self.net[0], mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
+    def __init__(self, way: str, level: str, storage: str, place: str) -> None:
+        sharded = way == "fully_shard"
         # The former takes norms of whole tensors; neither has a bias to correct, which a device
         # does in float32 under a dynamic scale.
-        kind = FusedLARS if (way, storage) == ("fully_shard", "full") else FusedLion
-        self.optimizer = kind(self.net.parameters(), lr=1e-2)
-        masters: Any = STORAGES[storage] if level != "O0" else {}
-        preamp.initialize(
-            self.net,
-            self.optimizer,
-            opt_level=level,
-            storage=preamp.Storage(place=place, **masters),  # pyright: ignore
-            backend="reference",
-            verbosity=0,
-        )
-        sharded = way == "fully_shard"
-        self.wrapped = self.net if sharded else DistributedDataParallel(self.net)
+        kind = "FusedLARS" if (way, storage) == ("fully_shard", "full") else "FusedLion"
+        super().__init__(place, (level, storage), kind, Sharded if sharded else averaged)
+        self.wrapped = self.model if sharded else DistributedDataParallel(self.model)
 
-    def backward(self) -> None:
-        generator = torch.Generator().manual_seed(10 * self.number + self.rank)
-        self.number += 1
-        loss = self.wrapped(torch.randn(8, 32, generator=generator).cuda()).float().square().mean()
-        with preamp.scale_loss(loss, self.optimizer) as scaled:
-            (scaled * float("inf") if self.number == 2 and self.is_dynamic else scaled).backward()
-
-    @property
-    def is_dynamic(self) -> bool:
-        return preamp.engine_of(self.net).policy.is_dynamic
-
-    def steps(self) -> None:
-        for number in range(STEPS):
-            for _ in range(1 + number % 2):  # one step of two backwards
-                self.backward()
-            preamp.clip_grad_norm_(self.optimizer, 0.5)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def masters(self) -> list[Any]:
-        return list(preamp.master_params(self.optimizer))
+    def loss(self, index: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(RANKS * index + dist.get_rank())
+        return self.wrapped(torch.randn(8, 16, generator=generator).cuda()).float().square().mean()
 
     def state(self) -> list[torch.Tensor]:
-        entries = [self.optimizer.state[master] for master in self.masters()]
-        return [
-            local_of(value)
-            for entry in entries
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-        ]
+        return list(map(local_of, super().state()))
 
     def everything(self) -> list[torch.Tensor]:
         """This rank's parts, on the CPU."""
-        weights = [local_of(param.detach()) for param in self.net.parameters()]
-        engine = preamp.engine_of(self.optimizer)
-        exact = map(engine.exact_value, self.net.parameters())
-        values = [local_of(value) for value in exact if value is not None]
-        return [tensor.cpu().clone() for tensor in (*weights, *values, *self.state())]
+        weights = [*self.model.parameters(), *self.values()]
+        return [local_of(t.detach()).cpu().clone() for t in weights] + [
+            t.cpu() for t in self.state()
+        ]
+
+    def play_all(self) -> None:
+        """At a static scale nothing may overflow."""
+        dynamic = self.engine.policy.is_dynamic
+        self.play(PROGRAM if dynamic else PROGRAM.replace(" inf", ""))
 
 
 def saved_by(run: Run) -> dict[str, Any]:
@@ -112,30 +93,27 @@ def assert_same(some: list[torch.Tensor], other: list[torch.Tensor]) -> None:
 def check(rank: int, way: str, level: str, storage: str, folder: Path) -> None:
     staged.RUN = 4096  # type: ignore[misc]  # lets a few tensors be several runs
     random_states._DEVICES = ()  # pyright: ignore[reportPrivateUsage]  # the pretended device has no generators
-    runs = {place: Run(way, level, storage, place, rank) for place in PLACES}
+    runs = {place: Run(way, level, storage, place) for place in PLACES}
     for place, run in runs.items():
-        run.steps()
+        run.play_all()
         dcp.save(saved_by(run), checkpoint_id=folder / place)
-    assert_same(runs["host"].everything(), runs["device"].everything())
     host = runs["host"]
+    assert_same(host.everything(), runs["device"].everything())
     assert {tensor.device.type for tensor in host.state()} == {"cpu"}
     if level != "O0":
         twins = [master.twin for master in host.masters()]
         assert {local_of(twin.kept).device.type for twin in twins} == {"cpu"}
     for run in runs.values():
-        run.steps()
+        run.play_all()
     after = host.everything()
     for place, run in runs.items():
-        other = PLACES[place == "device"]
-        dcp.load(saved_by(run), checkpoint_id=folder / other)
-        run.number = STEPS + STEPS // 2
-        run.steps()
+        dcp.load(saved_by(run), checkpoint_id=folder / PLACES[place == "device"])
+        run.play_all()
         assert_same(run.everything(), after)
-    for run in runs.values():
-        preamp.engine_of(run.net).close()
-    params = [list(run.net.parameters()) for run in runs.values()]
-    assert {local_of(param).device.type for own in params for param in own} == {"cuda"}
-    assert_same(*[[local_of(param.detach()).cpu() for param in own] for own in params])
+        run.close()
+    params = [[local_of(p.detach()) for p in run.model.parameters()] for run in runs.values()]
+    assert {param.device.type for own in params for param in own} == {"cuda"}
+    assert_same(*[[param.cpu() for param in own] for own in params])
     there = {t.device.type for entry in host.optimizer.state.values() for t in entry.values()}
     assert there == {"cuda"}
 

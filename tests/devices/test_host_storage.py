@@ -27,6 +27,7 @@ from cases.rules import row
 from cases.waits import waits_refused
 from devices.host_runs import (
     KINDS,
+    Apart,
     Kept,
     Run,
     every_level,
@@ -42,7 +43,7 @@ from preamp.core.away import values_of
 from preamp.core.errors import PreampStateError, PreampUnavailableError
 from preamp.kernels import Update, staged
 from preamp.kernels.rules import LambRule
-from preamp.numerics import NumericsRecord
+from preamp.numerics import NumericsRecord, OverflowRecord
 from preamp.optimizers import FusedAdam, FusedLion, FusedSGD
 
 pytestmark = [
@@ -84,20 +85,6 @@ class Shapes(nn.Module):
         return self.linear(x) * self.gate + self.shift + self.none.sum()
 
 
-class TwoDevices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
-
-    def cuda(self, device: Any = None) -> "TwoDevices":
-        self.first.to("cuda:0")
-        self.last.to("cuda:1")
-        return self
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).to("cuda:1")).to("cuda:0")
-
-
 class Moving(nn.Linear):
     """A model that comes to the device after ``initialize``."""
 
@@ -109,11 +96,11 @@ class Moving(nn.Linear):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("model", [Shapes, TwoDevices], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("model", [Shapes, Apart], ids=lambda kind: kind.__name__)
 def test_other_models(level: str, model: Any) -> None:
-    if model is TwoDevices and torch.cuda.device_count() < 2:
+    if model is Apart and torch.cuda.device_count() < 2:
         pytest.skip("one device")
-    place = "host" if model is TwoDevices else "released"
+    place = "host" if model is Apart else "released"
     runs = pair(place, (level, "full"), model=model, loss_scale=128.0)
     assert_same_program("iterate 0 | backward 1; clip .5; step; zero | iterate 2", *runs)
 
@@ -269,7 +256,9 @@ def test_a_graph_is_refused_and_nothing_changed(
 def test_pinned_memory_that_cannot_be_had_changes_nothing(
     kept: Kept, place: str, had: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first that a step needs, or the second."""
+    """The first that a step needs; or the second, of three."""
+    if had:
+        kept, place = (kept[0], "full"), "host"
     runs = Run(place, kept).play(TAKEN), Run(place, kept).play(TAKEN)
     left = [False] * had
 
@@ -448,43 +437,28 @@ def values_on_host(run: Run) -> list[torch.Tensor]:
     return [values_of(param.grad) for param in run.model.parameters()]
 
 
-def places_on_host(run: Run) -> list[int]:
-    return [values.data_ptr() for values in values_on_host(run)]
-
-
 @every_level
-def test_memory_on_the_host_stays_from_step_to_step(kept: Kept) -> None:
+def test_memory_on_the_host_stays_but_where_somebody_holds_gradients(kept: Kept) -> None:
+    """These stay as they are. The next ones get other memory, which is kept from then on."""
     run = Run("released", kept)
     places: list[list[int]] = []
-    counts: list[int] = []
-    for _ in range(4):
+    for turn in range(6):
         run.backward()
-        places.append(places_on_host(run))
+        places.append([values.data_ptr() for values in values_on_host(run)])
+        if turn == 2:
+            held = [param.grad for param in run.model.parameters()]
+            before = [values.clone() for values in values_on_host(run)]
         run.play(END)
-        counts.append(preamp.count_memory(run.engine)["gradients on the host"])
-    assert places == [places[0]] * 4
-    assert counts == [sum(param.nbytes for param in run.model.parameters())] * 4
+        count = preamp.count_memory(run.engine)["gradients on the host"]
+        assert count == sum(param.nbytes for param in run.model.parameters())
+    assert places[:3] == places[:1] * 3
+    assert places[3:] == places[3:4] * 3
+    assert not {*places[0]} & {*places[3]}
+    pairs = zip(map(values_of, held), before, strict=True)
+    assert [torch.equal(now, then) for now, then in pairs] == [True] * 6
     engine = run.engine
     engine.close()
     assert "gradients on the host" not in preamp.count_memory(engine)
-
-
-@every_level
-def test_gradients_that_somebody_holds_stay_as_they_are(kept: Kept) -> None:
-    """The next ones get other memory, which is kept from then on."""
-    run = Run("released", kept)
-    run.play("iterate 0")
-    run.backward()
-    held = [param.grad for param in run.model.parameters()]
-    before = [values.clone() for values in values_on_host(run)]
-    run.play(END)
-    run.backward()
-    places = places_on_host(run)
-    run.play(END)
-    pairs = zip(map(values_of, held), before, strict=True)
-    assert [torch.equal(now, then) for now, then in pairs] == [True] * 6
-    run.backward()
-    assert places_on_host(run) == places
 
 
 @every_level
@@ -633,8 +607,7 @@ def test_gradients_go_again_after_others_were_asked_for() -> None:
 @every_level
 def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
     """Of gradients and weights, of weights that a step left unchanged, of a skipped step."""
-    traces = {"overflow": "trace"} if numerics == "full" else {}
-    runs = pair("released", kept, numerics=numerics, numerics_every=1, **traces)
+    runs = pair("released", kept, numerics=numerics, numerics_every=1)
     program = "iterate 0 1; backward 2 inf; step; zero; iterate 3; backward 4 delay; backward 5; "
     program += "step; zero; outside 6; step; zero"
     dynamic = runs[0].engine.policy.is_dynamic
@@ -645,6 +618,14 @@ def test_statistics_are_those_of_the_device(kept: Kept, numerics: str) -> None:
     assert len(device) == 6 * 6 * (2 if numerics == "full" else 1)
     assert [one.rms for one in host] == pytest.approx([one.rms for one in device], rel=1e-5)
     assert [replace(one, rms=0) for one in host] == [replace(one, rms=0) for one in device]
-    causes = [[cause.to_record() for cause in run.engine.overflow_causes] for run in runs]
-    assert repr(causes[0]) == repr(causes[1])  # nan is unlike itself
-    assert [cause.trace is not None for cause in causes[0]] == [bool(traces)] * dynamic
+
+
+@every_level
+def test_an_overflow_is_traced_as_on_the_device(kept: Kept) -> None:
+    found: list[list[OverflowRecord]] = []
+    for run in pair("released", kept, overflow="trace"):
+        run.play("iterate 0 1").back(run.loss(2) * float("inf"))
+        run.play(END)
+        found.append([cause.to_record() for cause in run.engine.overflow_causes])
+    assert repr(found[0]) == repr(found[1])  # nan is unlike itself
+    assert [record.trace is not None for record in found[0]] == [True]

@@ -3,12 +3,14 @@
 
 import importlib
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from cases.rules import ONE_EACH, RuleRow
+from cases.waits import waits_refused
 from preamp.kernels import Update
 
 pytestmark = [
@@ -20,13 +22,6 @@ pytestmark = [
 @pytest.fixture
 def ops() -> Any:
     return importlib.import_module("preamp.kernels.triton").Triton()
-
-
-@pytest.fixture
-def no_waiting() -> Any:
-    """Let CUDA raise, once asked to, wherever the host would wait for the device."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def ones(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -46,26 +41,25 @@ def use_every_op(ops: Any, one: torch.Tensor) -> None:
     ops.l2norms(grads, one, one.device)
 
 
-def test_no_op_waits(ops: Any, no_waiting: Any) -> None:
+def test_no_op_waits(ops: Any) -> None:
     one = torch.ones((), device="cuda")
     use_every_op(ops, one)
-    no_waiting()
-    use_every_op(ops, one)
+    with waits_refused():
+        use_every_op(ops, one)
 
 
 @pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.op)
-def test_no_rule_waits(ops: Any, no_waiting: Any, row: RuleRow) -> None:
+def test_no_rule_waits(ops: Any, row: RuleRow) -> None:
     one = torch.ones((), device="cuda")
     updates = (
         Update(step=3),
         Update(step=one.long(), inv_scale=one, found_inf=one * 0, halves=ones(torch.bfloat16)),
     )
     lists = [ones() for _ in range(1 + row.states)]
-    if row.op == "novograd_":
+    if row.rule.has_numbers:
         lists[-1] = [one.clone() for _ in lists[0]]
-    for waits_refused in (False, True):
-        if waits_refused:
-            no_waiting()
-        for update in updates:
-            grads = ones(torch.float16)
-            ops.update_(lists[0], grads, *lists[1:], rule=row.rule, update=update)
+    for context in (nullcontext(), waits_refused()):
+        with context:
+            for update in updates:
+                grads = ones(torch.float16)
+                ops.update_(lists[0], grads, *lists[1:], rule=row.rule, update=update)

@@ -178,17 +178,32 @@ def test_initialize_refuses_an_unknown_back_end_before_anything_else() -> None:
         preamp.initialize(model, optimizer, opt_level="O2", backend="cudnn")
 
 
-def test_several_devices_do_not_need_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups of one device stand for two devices."""
-    split = {torch.device("cpu"): [0], torch.device("cpu", 0): [1]}
+def test_results_of_two_devices_are_joined_without_an_upload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two groups of one device stand for two. The default dtype is nobody's business.
+
+    An index made of a list would be copied from ordinary memory, which waits for the device.
+    """
+    split = {CPU: [0, 3], torch.device("cpu", 0): [1, 2]}
     monkeypatch.setattr(by_device, "_by_device", lambda _: split)
-    ones = [torch.full((4,), 3.0), torch.full((9,), 2.0, dtype=torch.float64)]
+    tensors = [torch.full((2,), float(value)) for value in (1, 2, math.inf)]
+    tensors.append(torch.full((2,), 4.0, dtype=torch.float64))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch.tensor")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    ops = backend("reference")
     with defaults(torch.bfloat16, "cpu"):
-        census = backend().census(ones, CPU)
-        found = [census.found_inf, census.max_abs, backend().census(ones, CPU, with_norm=True).norm]
-        found += [backend().l2norms(ones, None, CPU), backend().l2norm(ones, [None, None], CPU)]
-    wanted = [0.0, [3.0, 2.0], 72**0.5, [6.0, 6.0], 72**0.5]
+        census = ops.census(tensors, CPU)
+        norms = ops.l2norms(tensors, None, CPU), ops.l2norm(tensors, [None] * 4, CPU)
+        found = [census.found_inf, census.max_abs, *norms]
+        found.append(ops.census(tensors, CPU, with_norm=True).norm)
+    each = [2**0.5, 8**0.5, math.inf, 32**0.5]
+    wanted = [1.0, [1.0, 2.0, math.inf, 4.0], each, math.inf, math.inf]
     for result, value in zip(found, wanted, strict=True):
+        assert result is not None
         assert result.dtype is torch.float32
         assert result.tolist() == pytest.approx(value, rel=1e-6)
 
@@ -217,23 +232,3 @@ def test_lists_on_two_devices_are_split() -> None:
     here, there = torch.full((2,), 3.0), torch.ones(2, device="meta")
     ops.scale_add_([here, there], 2.0, [None, None])
     assert here.tolist() == [6.0, 6.0]
-
-
-def test_results_of_two_devices_are_joined_without_an_upload(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An index made of a list is copied from ordinary memory, which waits for the device."""
-    cpu = torch.device("cpu", 0)  # another key than CPU
-    monkeypatch.setattr(by_device, "_by_device", lambda _: {CPU: [0, 3], cpu: [1, 2]})
-    tensors = [torch.full((2,), float(value)) for value in (1, 2, math.inf, 4)]
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("torch.tensor")
-
-    monkeypatch.setattr(torch, "tensor", refuse)
-    found = backend("reference").census(tensors, CPU)
-    assert found.max_abs is not None
-    assert found.max_abs.tolist() == [1.0, 2.0, math.inf, 4.0]
-    assert found.found_inf.item() == 1.0
-    norms = backend("reference").l2norms(tensors, None, CPU)
-    assert norms.tolist() == pytest.approx([2**0.5, 8**0.5, math.inf, 32**0.5])

@@ -4,23 +4,13 @@
 That they compute what the other back ends do is in the tests of every back end.
 """
 
-import ctypes
 import functools
-import hashlib
 import math
 import os
-import pickle
-import re
-import shutil
 import signal
-import stat
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-import preamp
 from cases.back_ends import JIT, REFERENCE
 from cases.rules import BF16, F16, F32, ONE_EACH
 from cases.selection import examples
@@ -38,7 +27,7 @@ from cases.stored import STORAGES, Case, assert_bits
 from cases.tolerances import assert_same
 from kit.refusals import refused
 from preamp.kernels import Update, plans
-from preamp.kernels.jit import compiler, loops
+from preamp.kernels.jit import loops
 from preamp.kernels.jit import ops as jit_ops
 from preamp.kernels.jit.formats import Layout
 from preamp.kernels.rules import AdamRule, BiasCorrection
@@ -158,26 +147,6 @@ def _as_float(seed: int, shapes: Any) -> list[list[torch.Tensor]]:
     return [[tensor.float() for tensor in column] for column in lists(seed, shapes)]
 
 
-def test_steps_of_several_threads_of_a_program(threads: Any) -> None:
-    threads(2)
-    shapes = [(200_000,)] * 2
-    wanted = [updated(JIT, seed, shapes) for seed in range(4)]
-    failed: list[int] = []
-
-    def work(seed: int) -> None:
-        for _ in range(5):
-            found = updated(JIT, seed, shapes)
-            if not all(map(torch.equal, found, wanted[seed])):
-                failed.append(seed)
-
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert failed == []
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_has_threads_of_its_own(threads: Any) -> None:
@@ -258,26 +227,6 @@ def test_an_interrupt_is_raised_when_all_threads_have_ended(threads: Any) -> Non
     assert len(ended) == 1
 
 
-_LAST_STEPS = """
-import atexit, threading, torch
-from preamp.kernels import backend
-torch.set_num_threads(2)
-target = [torch.ones(300_000)]
-def work():
-    threading.main_thread().join()
-    backend("jit").scale_add_(target, 2.0, [None])
-    print(float(target[0].numpy().min()), flush=True)
-backend("jit").scale_add_(target, 2.0, [None])
-atexit.register(lambda: backend("jit").scale_add_(target, 2.0, [None]))
-threading.Thread(target=work).start()
-"""
-
-
-def test_threads_outlive_the_main_one(tmp_path: Path) -> None:
-    """Python starts no more threads then; the one that trains does all of it."""
-    assert outcome(start(tmp_path, _LAST_STEPS)) == "4.0"
-
-
 # -- what autograd is told, and what no kernel can take --------------------------------------------
 
 
@@ -297,15 +246,12 @@ def test_tensors_without_memory_are_left_to_torch() -> None:
 
 
 def test_factors_of_one_element_are_numbers() -> None:
-    factor = torch.tensor([2.0])
-    found: list[torch.Tensor] = []
+    found: list[list[torch.Tensor]] = []
     for ops in (JIT, REFERENCE):
-        targets = [torch.zeros(4) for _ in range(3)]
-        ops.axpby_(targets, factor, [torch.ones(4)] * 3, 1.0, [None] * 3)
         p, g, m, v, _ = lists(1, [(3,), (2,)])
         told = Update(step=1, inv_scale=torch.tensor([0.5]))
         ops.update_(p, g, m, v, rule=replace(ADAM, lr=torch.tensor([0.01])), update=told)
-        found.append(torch.cat([*targets, *p]))
+        found.append(p)
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
     targets = [torch.zeros(4) for _ in range(3)]
     with refused("kernels", "fewer factors than tensors"):
@@ -330,329 +276,6 @@ def test_a_view_that_negates_is_not_read_as_it_lies() -> None:
         for _ in range(3):
             JIT.cast_copy_([negated], [target])
             assert_same(target, negated.resolve_neg())
-
-
-# -- compiling -------------------------------------------------------------------------------------
-
-_STEP = """
-import sys, torch
-from preamp.kernels import backend
-assert "numba" not in sys.modules
-ops = backend("jit")
-target = torch.zeros(3, dtype=torch.bfloat16)
-ops.cast_copy_([torch.full((3,), 1.5)], [target])
-assert target.tolist() == [1.5] * 3
-from preamp.kernels.jit import loops
-stats = loops.combine.stats
-print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
-"""
-
-
-def start(cache: Path, program: str = _STEP, **environment: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PREAMP_CACHE": str(cache), **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def outcome(process: subprocess.Popen[str]) -> str:
-    out, error = process.communicate(timeout=500)
-    assert process.returncode == 0, error
-    return out.strip()
-
-
-@pytest.mark.full
-def test_processes_compile_at_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
-    both = [start(tmp_path) for _ in range(2)]
-    assert all(outcome(process) in ("0 1", "1 0") for process in both)
-    assert outcome(start(tmp_path)) == "1 0"
-    (folder,) = tmp_path.iterdir()
-    assert not list(folder.rglob("*.tmp*"))
-
-
-_UPDATES = """
-from cases.back_ends import JIT
-from cases.rules import BF16, ONE_EACH
-from cases.stored import STORAGES, Case, assert_bits
-from preamp.kernels.jit import loops
-for row in ONE_EACH:
-    if row.op in ("adam_", "sgd_"):
-        Case.of(row, BF16, "8bit").run(JIT)
-stats = loops.update.stats
-print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
-"""
-
-
-@pytest.mark.full
-def test_later_processes_compile_no_update(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parents[1])
-    assert outcome(start(tmp_path, _UPDATES, PYTHONPATH=tests)) == "0 2"
-    assert outcome(start(tmp_path, _UPDATES, PYTHONPATH=tests)) == "2 0"
-
-
-@pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.name)
-def test_types_of_kernels_are_the_same_in_every_process(row: Any) -> None:
-    """Of a class that is not found by its name numba's index would have one for each process."""
-    Case.of(row, BF16, "float32").run(JIT)
-    for signature in loops.update.signatures:
-        assert pickle.loads(pickle.dumps(signature)) == signature
-
-
-_CHILDREN = """
-import multiprocessing, torch
-from preamp.kernels import backend
-
-def total(queue=None):
-    torch.set_num_threads(1)  # of torch's own, which a fork would miss
-    target, source = [torch.zeros(200_000)], [torch.ones(200_000)]
-    torch.set_num_threads(2)
-    backend("jit").axpby_(target, 3.0, source, 1.0, [None])
-    found = int((target[0].numpy() == 3).sum())
-    return found if queue is None else queue.put(found)
-
-if __name__ == "__main__":
-    found = [total()]
-    for way in multiprocessing.get_all_start_methods():
-        context = multiprocessing.get_context(way)
-        queue = context.SimpleQueue()
-        child = context.Process(target=total, args=(queue,))
-        child.start()
-        found.append(queue.get())
-        child.join()
-    print(set(found))
-"""
-
-
-@pytest.mark.full
-def test_children_started_in_every_way(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_CHILDREN, encoding="utf-8")
-    environment = {**os.environ, "PREAMP_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, text=True, capture_output=True, timeout=500
-    )
-    assert done.stdout.strip() == "{200000}", done.stderr
-
-
-@pytest.mark.parametrize("length", [0, 10, -10])
-def test_a_damaged_file_is_made_anew(cache: Path, length: int) -> None:
-    (file,) = use_cache()
-    whole = file.read_bytes()
-    file.write_bytes(whole[:length])
-    assert use_cache() == [file]
-    assert len(file.read_bytes()) == len(whole)
-    shutil.rmtree(file.parent)  # and where nothing can be kept any more
-    assert use_cache() == []
-
-
-_DOUBLED = """
-import torch
-from preamp.kernels import backend
-from preamp.kernels.jit import loops
-target = torch.zeros(3, dtype=torch.bfloat16)
-backend("jit").cast_copy_([torch.full((3,), 1.5)], [target])
-stats = loops.combine.stats
-print(loops.__file__, target[0].item(), *map(len, (stats.cache_hits, stats.cache_misses)))
-"""
-
-
-@pytest.mark.full
-def test_copies_of_the_package_share_code_while_their_sources_are_the_same(tmp_path: Path) -> None:
-    """It is not found by where the package lies, nor by when its files were written."""
-    source = Path(preamp.__file__).parent
-    for name in ("one", "other"):
-        shutil.copytree(source, tmp_path / name / "preamp", copy_function=shutil.copyfile)
-
-    def found(name: str) -> list[str]:
-        place = tmp_path / name
-        file, *rest = outcome(start(tmp_path / "cache", _DOUBLED, PYTHONPATH=str(place))).split()
-        assert file.startswith(str(place))
-        return rest
-
-    assert found("one") == ["1.5", "0", "1"]
-    assert found("other") == ["1.5", "1", "0"]
-    words = tmp_path / "other" / "preamp/kernels/jit/words.py"
-    before, now = "narrow(peek(values, i, _F32), _ZERO_BF16)", "narrow(f32_of_bits(0), _ZERO_BF16)"
-    text = words.read_text()
-    assert before in text
-    words.write_text(text.replace(before, now))  # a function that the kernel calls
-    assert found("other") == ["0.0", "0", "1"]
-    assert found("one") == ["1.5", "1", "0"]
-
-
-@pytest.mark.full
-def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert outcome(start(tmp_path / "file" / "folder")) == "0 1"
-
-
-@pytest.mark.parametrize(
-    ("platform", "variables", "wanted"),
-    [
-        ("linux", {"XDG_CACHE_HOME": "/x"}, Path("/x/preamp")),
-        ("linux", {"HOME": "/home/me"}, Path("/home/me/.cache/preamp")),
-        ("win32", {"LOCALAPPDATA": "/l"}, Path("/l/preamp")),
-        ("linux", {"PREAMP_CACHE": "/p", "XDG_CACHE_HOME": "/x"}, Path("/p")),
-    ],
-)
-def test_where_code_is_kept(
-    platform: str, variables: dict[str, str], wanted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("PREAMP_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert compiler.cache_folder() == wanted
-
-
-# -- who may write to the folder of machine code ---------------------------------------------------
-
-OTHER = 54321  # a user that nobody is
-
-posix_only = pytest.mark.skipif(os.name != "posix", reason="folders have no such permissions")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for machine code that nobody else can write to, not made yet."""
-    monkeypatch.setenv("PREAMP_CACHE", str(tmp_path / "above" / "code"))
-    compiler._folder.cache_clear()
-    yield tmp_path / "above" / "code"
-    compiler._folder.cache_clear()
-
-
-def use_cache() -> list[Path]:
-    """Compile a kernel and return the files that it is kept in."""
-    assert compiler.kernel(one_more)(1.0) == 2.0
-    return [file for file in compiler.cache_folder().rglob("*.code")]
-
-
-def one_more(number: float) -> float:
-    return number + 1
-
-
-LABS: Any = None  # a function of C, while a test has put it here
-
-
-def absolute(number: int) -> Any:
-    return LABS(number)
-
-
-@posix_only
-def test_code_with_an_address_of_this_process_is_not_kept(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labs = ctypes.CDLL(None).labs
-    labs.argtypes, labs.restype = [ctypes.c_long], ctypes.c_long
-    monkeypatch.setitem(globals(), "LABS", labs)
-    assert compiler.kernel(absolute)(-2) == 2
-    assert [*cache.rglob("*.code")] == []
-
-
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a folder be another user's, by root's right or by being another."""
-    if os.geteuid() == 0:
-        os.chown(path, OTHER, OTHER)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: OTHER)
-
-
-@posix_only
-def test_folders_for_code_are_made_for_the_user_alone(cache: Path) -> None:
-    before = os.umask(0)
-    try:
-        assert use_cache()
-    finally:
-        os.umask(before)
-    (folder,) = cache.iterdir()
-    assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, cache, cache.parent)] == [0o700] * 3
-
-
-@pytest.mark.product
-@posix_only
-@pytest.mark.parametrize("mode", [0o775, 0o722, 0o1777])
-@pytest.mark.parametrize("place", ["code", "above", "inner"])
-def test_code_is_not_kept_where_others_may_write(cache: Path, place: str, mode: int) -> None:
-    """But in a folder with the sticky bit, such as /tmp, nobody can put another in its place."""
-    inner = Path(cast("str", compiler._folder()))
-    compiler._folder.cache_clear()
-    changed = {"code": cache, "above": cache.parent, "inner": inner}[place]
-    changed.chmod(mode)
-    if mode == 0o1777 and place != "inner":
-        assert use_cache()
-        return
-    told = rf"(?s)others may write to {re.escape(str(changed))} \(drwx.*Set PREAMP_CACHE"
-    with pytest.warns(UserWarning, match=told):
-        assert use_cache() == []
-    compiler.kernel(one_more)  # and once is enough
-
-
-@posix_only
-@pytest.mark.parametrize("place", ["code", "above"])
-def test_code_is_not_kept_in_the_folder_of_another_user(
-    cache: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.mkdir(parents=True)
-    give_away({"code": cache, "above": cache.parent}[place], monkeypatch)
-    with pytest.warns(UserWarning, match=r"(?s)belongs to another user.*your own"):
-        assert use_cache() == []
-
-
-@posix_only
-def test_a_link_is_judged_by_where_it_leads(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    (shared / "code").mkdir()
-    cache.parent.mkdir()
-    cache.symlink_to(shared / "code")
-    with pytest.warns(UserWarning, match=rf"others may write to {shared} "):
-        assert use_cache() == []
-    compiler._folder.cache_clear()
-    monkeypatch.setenv("PREAMP_CACHE", str(shared / "link"))
-    (tmp_path / "own").mkdir()
-    (shared / "link").symlink_to(tmp_path / "own")
-    assert use_cache()  # whoever turns the link around does so too late: what it led to is used
-
-
-class Planted:
-    """What a file that somebody else put there can be: code that runs when it is read."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.proof),)
-
-
-@posix_only
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_a_planted_file_is_not_read(cache: Path, tmp_path: Path, is_shared: bool) -> None:
-    (file,) = use_cache()
-    planted = pickle.dumps((Planted(tmp_path / "proof"), None))
-    file.write_bytes(hashlib.sha256(planted).digest() + planted)
-    compiler._folder.cache_clear()
-    if is_shared:
-        cache.chmod(0o777)
-        with pytest.warns(UserWarning, match="could run code in this process"):
-            use_cache()
-    else:  # it does run, so the rule is needed
-        use_cache()
-    assert (tmp_path / "proof").exists() is not is_shared
-
-
-def test_on_windows_permissions_are_not_looked_at(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.mkdir(parents=True)
-    cache.chmod(0o777)
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.delattr(os, "geteuid", raising=False)
-    assert use_cache()
 
 
 # -- far elements ---------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def check_sums(ops: Any, xs: Tensors, ys: list[Any], targets: Tensors, a: Any, b
     wide = ops.widen_add(halves, [torch.tensor(by[0])] * count, accumulators)
     for got, half, given_, was in zip(wide, halves, accumulators, before, strict=True):
         assert_same(got, defined(F32, (half, by[0]), (was, 1.0)), "widen")
-        assert got is given_ or given_ is None
+        assert got is given_ or (given_ is None and got.stride() == half.stride())
         assert got.data_ptr() != half.data_ptr() or not got.numel()
     assert_all_same(xs, kept[0])
     assert_all_same(ys, kept[1])
@@ -123,7 +123,7 @@ def test_sums_of_every_dtype_and_layout(ops: Any, a: float, b: float, as_tensors
     targets = [torch.zeros(x.shape, dtype=DTYPES[n % 3]) for n, x in enumerate(xs)]
     xs[0].view(-1)[:4] = torch.tensor([math.nan, -math.inf, math.inf, -0.0])
     if as_tensors:
-        check_sums(ops, xs, ys, targets, torch.tensor(a), torch.tensor(b))
+        check_sums(ops, xs, ys, targets, torch.tensor([a]), torch.tensor(b))
     else:
         check_sums(ops, xs, ys, targets, torch.tensor(a).item(), torch.tensor(b).item())
 
@@ -145,22 +145,6 @@ def test_sums_that_float32_has(ops: Any, dtype: torch.dtype, stored: torch.dtype
     assert target.tolist() == [16.0, -32.0, 12.0]
 
 
-def test_half_sums_are_rounded_once(ops: Any) -> None:
-    """1.5 + 1 smallest steps: rounding the product to 2 first would make it 3."""
-    step = 2.0**-24
-    grad = torch.tensor([3 * step], dtype=F16)
-    ops.scale_add_([grad], torch.tensor(0.5), [torch.tensor([step], dtype=F16)])
-    assert_same(grad, torch.tensor([2 * step], dtype=F16))
-
-
-def test_each_product_is_rounded_in_its_own_precision(ops: Any) -> None:
-    wide, narrow = torch.full((3,), 1 / 3, dtype=F64), torch.ones(3)
-    for x, y in ((narrow, wide), (wide, narrow)):
-        target = torch.zeros(3, dtype=F64)
-        ops.axpby_([target], 1.0, [x], 1.0, [y])
-        assert target.tolist() == [1 + 1 / 3] * 3
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scaling_sparse_and_complex_gradients(ops: Any, dtype: torch.dtype) -> None:
     grads = [torch.ones(2, dtype=dtype), sparse([1.0, 2.0, -4.0], dtype), sparse([1.0], dtype)]
@@ -171,13 +155,6 @@ def test_scaling_sparse_and_complex_gradients(ops: Any, dtype: torch.dtype) -> N
     assert_same(grads[1].to_dense(), torch.tensor([0, 9.5, 0, 0, -2.0, 0], dtype=dtype))
     assert_same(grads[2].to_dense(), torch.tensor([0, 0.5, 0, 0, 0, 0], dtype=dtype))
     assert [grads[0].tolist(), grads[3].tolist()] == [[0.5, 0.5], [1 + 2j]]
-
-
-def test_widening_keeps_the_layout(ops: Any) -> None:
-    image = torch.ones(2, 3, 4, 5, dtype=F16).to(memory_format=torch.channels_last)
-    given_ = [image, image.clone().mT]
-    results = ops.widen_add(given_, [torch.tensor(2.0)] * 2, [None, None])
-    assert [wide.stride() for wide in results] == [one.stride() for one in given_]
 
 
 def test_halves_are_split_and_joined_as_defined(ops: Any) -> None:

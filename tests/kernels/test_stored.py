@@ -259,26 +259,6 @@ def test_8_bits_are_right_on_average(kind: Format) -> None:
         assert len(found.unique()) <= 2
 
 
-@pytest.mark.parametrize("kind", [*BITS8, Format.BFLOAT16])
-def test_noise_rounds_right_on_average(kind: Format) -> None:
-    """To four sigma, over elements and steps."""
-    wide = torch.rand(64, 1024).clamp(min=0.05)
-    total = torch.zeros_like(wide, dtype=torch.float64)
-    steps = 16
-    for step in range(steps):
-        told = chance(wide.numel(), step=step)
-        if kind is Format.BFLOAT16:
-            found = round_by_chance(wide, told.view(wide.shape))
-        else:
-            found = decode(*encode(wide, kind, told), kind)
-        total += found.double() - wide.double()
-    below = torch.exp2(torch.frexp(wide).exponent.double() - 1)
-    unit = below / 128 if kind is Format.BFLOAT16 else below.clamp(min=0.25) / 32
-    sigma = unit.square().sum().sqrt() * math.sqrt(steps) / 2  # at most
-    assert total.sum().abs() < 4 * sigma
-    assert (total / steps).abs().max() < unit.max()
-
-
 @pytest.mark.parametrize("kind", BITS8)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_block_that_is_not_finite_is_nan(kind: Format, bad: float) -> None:

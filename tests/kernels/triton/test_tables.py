@@ -19,25 +19,18 @@ from preamp.kernels.plans import planned
 CHUNK = 8192
 
 
-def test_a_layout(part: Any) -> None:
+@pytest.mark.parametrize("most", [1, 2**18])
+def test_a_layout(part: Any, most: int) -> None:
+    """Of more than 2**31 elements too."""
     assert part("tables").CHUNK == CHUNK
-    sizes = [0, 1, CHUNK, CHUNK + 1, 3 * CHUNK]
+    sizes = [0, 1, CHUNK, CHUNK + 1, most * CHUNK + 5]
     layout = part("tables").layout_of(sizes, [4, 3, 2, 1, 0])
+    assert layout.dtype == np.int64
     numels, first, positions, owners = np.split(layout, [5, 11, 16])
     assert numels.tolist() == sizes
-    assert first.tolist() == [0, 0, 1, 2, 4, 7]
+    assert first.tolist() == [0, 0, 1, 2, 4, 5 + most]
     assert positions.tolist() == [4, 3, 2, 1, 0]
-    assert owners.tolist() == [1, 2, 3, 3, 4, 4, 4]
-
-
-def test_layouts_beyond_31_bits(part: Any) -> None:
-    numel = 2**31 + 5
-    layout = part("tables").layout_of([numel, numel], [0, 1])
-    assert layout.dtype == np.int64
-    assert layout[:2].tolist() == [numel] * 2
-    chunks = 2**18 + 1
-    assert layout[2:5].tolist() == [0, chunks, 2 * chunks]
-    assert layout[7:].tolist() == [0] * chunks + [1] * chunks
+    assert owners.tolist() == [1, 2, 3, 3] + [4] * (most + 1)
 
 
 def test_elements_beyond_31_bits(ops: Any, part: Any, device: torch.device) -> None:

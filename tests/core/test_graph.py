@@ -21,18 +21,14 @@ def test_only_ways_through_the_dtype_count() -> None:
     loss = (through.half() * half).float().sum() + (beside * shared).sum()
     assert leaves_through([loss], HALF) == {id(through), id(half)}
     assert leaves_through([loss], torch.bfloat16) == set()
+    assert leaves_through([loss, shared.half().sum(), torch.ones(1)], HALF) == {
+        *(id(through), id(half), id(shared))
+    }
+    assert leaves_through([], HALF) == leaves_through([through], HALF) == set()
     # One of two ways is enough, whichever is met first.
     for terms in ((shared.sum(), shared.half().float().sum()), (shared.half().sum(), beside.sum())):
         for ordered in (terms, terms[::-1]):
             assert leaves_through([ordered[0] + ordered[1]], HALF) == {id(shared)}
-
-
-def test_several_roots_and_none() -> None:
-    one, other = leaf(), leaf()
-    roots = [one.half().sum(), other.half().float().sum(), torch.ones(1)]
-    assert leaves_through(roots, HALF) == {id(one), id(other)}
-    assert leaves_through([], HALF) == set()
-    assert leaves_through([one], HALF) == set()
 
 
 def test_what_is_shared_by_many_ways_is_read_twice_at_most() -> None:
@@ -43,18 +39,10 @@ def test_what_is_shared_by_many_ways_is_read_twice_at_most() -> None:
 
 
 def test_functions_written_in_python() -> None:
-    weight = leaf()
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return (x * weight).half()
-
-    x = leaf()
-    inside = checkpoint(forward, x, use_reentrant=True)
-    assert leaves_through([inside.float().sum()], HALF) == {id(x)}
-    assert leaves_through([checkpoint(forward, x, use_reentrant=False).sum()], HALF) == {
-        id(x),
-        id(weight),
-    }
+    weight, x = leaf(), leaf()
+    for reentrant, found in ((True, {id(x)}), (False, {id(x), id(weight)})):
+        inside = checkpoint(lambda x: (x * weight).half(), x, use_reentrant=reentrant)
+        assert leaves_through([inside.float().sum()], HALF) == found
 
 
 def test_what_a_value_was_computed_from() -> None:
@@ -66,42 +54,29 @@ def test_what_a_value_was_computed_from() -> None:
     assert reached_from(leaf(), nodes) == set()
 
 
-# -- graphs that were freed -------------------------------------------------------------------
+LOSSES: dict[str, Any] = {
+    "square": lambda x: x.square().sum(),
+    "items": lambda x: x[torch.tensor([0, 2])].sum(),  # whose node keeps a list of indices
+}
 
 
-def _square(x: torch.Tensor) -> torch.Tensor:
-    return x.square().sum()
-
-
-def _item(x: torch.Tensor) -> torch.Tensor:
-    """Its node keeps a list of indices."""
-    return x[torch.tensor([0, 2])].sum()
-
-
-losses = pytest.mark.parametrize("loss_of", [_square, _item])
-
-
-@losses
-def test_a_graph_is_freed_by_the_last_backward(loss_of: Any) -> None:
-    loss = loss_of(torch.ones(3, requires_grad=True))
-    loss.backward(retain_graph=True)
-    assert not is_freed(loss.grad_fn)
-    loss.backward()
-    assert is_freed(loss.grad_fn) is TELLS_HOOKS
-
-
-@losses
-def test_hooks_of_what_is_kept_are_not_called(loss_of: Any) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_graph_is_freed_by_the_last_backward(name: str) -> None:
+    """Hooks of what it keeps are not called to tell."""
     called: list[torch.Tensor] = []
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
         called.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        loss = loss_of(torch.ones(3, requires_grad=True))
-    assert not is_freed(loss.grad_fn)
-    assert not called
-    loss.backward()
-    assert called
-    assert is_freed(loss.grad_fn) is TELLS_HOOKS
+    for hooked in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            loss = LOSSES[name](torch.ones(3, requires_grad=True))
+        if not hooked:
+            loss = LOSSES[name](torch.ones(3, requires_grad=True))
+            loss.backward(retain_graph=True)
+        assert not is_freed(loss.grad_fn)
+        assert not called
+        loss.backward()
+        assert bool(called) is hooked
+        assert is_freed(loss.grad_fn) is TELLS_HOOKS
