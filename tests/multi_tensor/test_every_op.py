@@ -95,14 +95,6 @@ def run(row: Row, lists: Any, device: str = "cpu") -> list[torch.Tensor]:
     return [*(result or ()), *itertools.chain(*lists)]
 
 
-def changed(row: Row, changes: dict[str, Any], count: int) -> list[Any]:
-    """The arguments for ``count`` tensors, with others in place of those that are named."""
-    _, _, _, *names = inspect.signature(row.op).parameters
-    assert changes.keys() <= set(names)
-    arguments = row.arguments(count, "cpu")
-    return [changes.get(name, given) for name, given in zip(names, arguments, strict=False)]
-
-
 def test_every_op_has_a_row() -> None:
     named = {row.name for row in ROWS} | {"update_scale_hysteresis"}
     assert named == set(amp_C.__all__)
@@ -237,7 +229,8 @@ def test_what_one_op_refuses(name: str) -> None:
     op, changes, dtypes = REFUSED[name]
     row = next(row for row in ROWS if row.name == op)
     lists = [[torch.ones(2, dtype=dtype) for _ in range(2)] for dtype in dtypes]
-    arguments = changed(row, changes, 2)
+    given = zip([*inspect.signature(row.op).parameters][3:], row.arguments(2, "cpu"), strict=False)
+    arguments = [changes.get(argument, value) for argument, value in given]
     assert_refused("multi_tensor", name, lambda: row.op(65536, new_flag(), lists, *arguments))
     assert all(tensor.tolist() == [1.0, 1.0] for tensors in lists for tensor in tensors)
 
