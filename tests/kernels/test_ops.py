@@ -92,13 +92,15 @@ def check_sums(ops: Any, xs: Tensors, ys: list[Any], targets: Tensors, a: Any, b
     """All ops that write, of lists that fit; what they read stays as it is."""
     count, by = len(xs), (float(a), float(b))
     kept = clones(xs), clones(ys)
-    sums, cast, scaled = clones(targets), clones(targets), clones(xs)
+    sums, alone, cast, scaled = *map(clones, (targets, targets, targets)), clones(xs)
     addends = [None if y is None else y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
     ops.axpby_(sums, a, xs, b, ys)
+    ops.axpby_(alone, a, xs, b, [None] * count)
     ops.cast_copy_(xs, cast)
     ops.scale_add_(scaled, b, addends)
     for place, (x, y, addend, out) in enumerate(zip(*kept, addends, targets, strict=True)):
         assert_same(sums[place], defined(out.dtype, (x, by[0]), (y, by[1])), f"axpby {place}")
+        assert_same(alone[place], defined(out.dtype, (x, by[0])), f"alone {place}")
         assert_same(cast[place], x.to(out.dtype), f"cast {place}")
         assert_same(scaled[place], defined(x.dtype, (x, by[1]), (addend, 1.0)), f"scale {place}")
     halves = [x.to((F16, BF16)[place % 2]) for place, x in enumerate(xs)]

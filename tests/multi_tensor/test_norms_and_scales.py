@@ -208,6 +208,7 @@ def model(
     st.lists(st.sampled_from([0.0, 1.0, 3.0]), max_size=20),
 )
 @example(2.0**-148, 1, 1, [1.0, 1.0])  # there is no floor
+@example(2.0**127, 1, 1, [0.0])  # and no infinite scale
 def test_a_run_follows_the_rule(
     start: float, interval: int, hysteresis: int, overflows: list[float]
 ) -> None:

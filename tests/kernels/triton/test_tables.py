@@ -33,33 +33,6 @@ def test_a_layout(part: Any, most: int) -> None:
     assert owners.tolist() == [1, 2, 3, 3] + [4] * (most + 1)
 
 
-def test_elements_beyond_31_bits(ops: Any, part: Any, device: torch.device) -> None:
-    """A kernel reaches the end of a tensor too large to allocate: its address is made up."""
-    beyond = 2**31
-    source = torch.arange(13.0, device=device)
-    target = torch.zeros(13, dtype=F16, device=device)
-    layout = torch.tensor([beyond + 13, -(beyond // CHUNK), 1, 0, 0], device=device)
-    addresses = [target.data_ptr() - 2 * beyond, source.data_ptr() - 4 * beyond]
-    pointers = torch.tensor(addresses, device=device)
-    table = part("tables").Table(pointers, layout, 1, 1)
-    kinds = part("device.jit").KINDS
-    launch = part("launch")
-    launch.launch(
-        part("device.elementwise").combine_kernel,
-        (1,),
-        table,
-        **launch.scalar("a", 2.0, table),
-        **launch.scalar("b", 0.0, table),
-        T=kinds[F16],
-        X=kinds[F32],
-        Y=None,
-        A_EACH=0,
-        CHUNK=CHUNK,
-        WIDTH=launch.width_of(F16),
-    )
-    assert target.tolist() == [2.0 * value for value in range(13)]
-
-
 def test_tables_are_remembered(part: Any, device: torch.device) -> None:
     tables = part("tables")
     params = [torch.ones(5, device=device) for _ in range(3)]
