@@ -121,20 +121,6 @@ def test_packed_sequences_and_evaluation(dtype: torch.dtype) -> None:
     assert encoded.isfinite().all()
 
 
-def test_compiled_model_has_its_casts() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    held(attach_cast_region, model, CPU, BF16)
-    x = torch.ones(2, 4)
-    compiled = torch.compile(model, backend="aot_eager")
-
-    output = compiled(x)
-    output.float().sum().backward()
-
-    assert output.dtype is BF16
-    torch.testing.assert_close(output, model(x), rtol=0, atol=0)
-    assert model[0].weight.grad is not None
-
-
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_transformer_evaluates_with_a_padding_mask(half: torch.dtype) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -194,11 +180,6 @@ def test_scripted_functions_see_the_originals(
 ) -> None:
     x = torch.rand(4, 4)
     torch.testing.assert_close(torch.jit.script(function)(x), function(x))
-
-
-def test_scripted_modules_see_the_originals() -> None:
-    model, x = Layers(), torch.rand(4, 4)
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
 def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from casting.probe import BF16, F16, F32, casting, held, install_wide_half, registrations_forgotten
 from kit.refusals import refused
 from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
-from preamp.casting.mixed import install_mixed_calls
 from preamp.casting.registry import (
     bfloat16_function,
     float_function,
@@ -201,18 +200,6 @@ def test_registering_again_replaces(module: types.ModuleType) -> None:
     assert depth == 1
 
 
-def test_registered_class_method(module: types.ModuleType) -> None:
-    class Owner:
-        def method(self, x: torch.Tensor) -> Any:
-            return _dtypes(x)
-
-    register_float_function(Owner, "method")
-    with casting():
-        active = Owner().method(torch.ones(1, dtype=F16))
-
-    assert active == (F32,)
-
-
 def test_registered_half_function_sees_replaced_weights() -> None:
     register_half_function(torch, "einsum")
     weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -282,13 +269,3 @@ def test_a_registered_name_that_is_gone_leaves_no_casts(module: types.ModuleType
     with casting():
         assert module.probe(torch.ones(1)) == (F16,)
     assert torch.exp is original
-
-
-def test_a_rule_on_a_c_function_is_the_same_beside_a_half_model() -> None:
-    """Layers for half models lie below the registration; the function is torch's all the same."""
-    half_model = held(install_mixed_calls)
-    register_float_function(torch, "mm")
-    with casting(BF16):
-        product = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    half_model.remove()
-    assert product.dtype is F32

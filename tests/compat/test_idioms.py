@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What people's scripts do with Apex, through ``from preamp import amp``; known bugs of Apex."""
 
-import argparse
 import copy
 import inspect
 from pathlib import Path
@@ -14,9 +13,9 @@ from torch import nn
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from kit.compare import halves_match, same
-from kit.loops import loss_of, make, masters, weights
+from kit.loops import loss_of, make, masters
 from kit.refusals import assert_approved, refused
-from kit.run import Net, batch_of
+from kit.run import Net
 from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
 from preamp.casting.functions import FUNCTION_CASTS
@@ -27,14 +26,6 @@ MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 
 def started(level: str, optimizer: str = "SGD", **arguments: Any) -> Any:
     return amp.initialize(*make(0, optimizer), opt_level=level, verbosity=0, **arguments)
-
-
-def line(level: str, lr: float, **arguments: Any) -> Any:
-    """A model of two weights of one, whose gradient is what the loss multiplies them by."""
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.data.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **arguments)
 
 
 def backward(loss: torch.Tensor, optimizer: Any, factor: float = 1.0, **scaling: Any) -> None:
@@ -166,130 +157,6 @@ def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
     amp.initialize(model, form(wrapper), enabled=False)
 
 
-# -- arguments -------------------------------------------------------------------------------
-
-
-@ALL_LEVELS
-@pytest.mark.parametrize("scale", ["128.0", "1.0", 1, 1.0, True])
-def test_arguments_from_argparse(level: str, scale: Any) -> None:
-    parser = argparse.ArgumentParser()
-    for flag in ("--opt_level", "--keep_batchnorm_fp32", "--loss_scale"):
-        parser.add_argument(flag, type=str, default=None)
-    flags = ["--opt_level", level]
-    if level not in ("O1", "O4"):
-        flags += ["--keep_batchnorm_fp32", "False"]
-    arguments = vars(parser.parse_args(flags)) | {"loss_scale": scale}
-    model, optimizer = amp.initialize(*make(), verbosity=False, **arguments)
-    assert first().loss_scale() == float(scale)
-    step(model, optimizer)
-    assert halves_match(model)
-
-
-# -- loops -----------------------------------------------------------------------------------
-
-
-@ALL_LEVELS
-@pytest.mark.parametrize("where", ["inside", "after"])
-def test_clipping_the_masters(level: str, where: str) -> None:
-    """After the block gradients are unscaled, and the clipped ones are what is applied."""
-    model, optimizer = line(level, 1.0, loss_scale=8.0)
-    with amp.scale_loss(model.weight.float().sum() * 3, optimizer) as scaled:
-        scaled.backward()
-        if where == "inside":  # wrong, but it must not crash
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e9)
-    if where == "after":
-        norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 18.0**0.5 / 6)
-        assert norm.item() == pytest.approx(18.0**0.5, rel=1e-3)
-    optimizer.step()
-    expected = 1.0 - (0.5 if where == "after" else 3.0)
-    assert model.weight.flatten().tolist() == pytest.approx([expected] * 2, abs=1e-2)
-
-
-class Square(nn.Linear):
-    """A model with a second derivative; for small integers all of it is exact in half."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 1, bias=False)
-        self.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
-
-    def penalty(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        x = torch.ones(1, 2, dtype=dtype, requires_grad=True)
-        (slope,) = torch.autograd.grad(self(x).square().sum(), x, create_graph=True)
-        return slope.square().sum()
-
-
-@ALL_LEVELS
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_gradient_penalty_has_the_exact_gradient(level: str, blocks: int) -> None:
-    """Two backwards a block, in one block or in two, against float64."""
-    oracle, model = Square().double(), Square()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    for _ in range(blocks):
-        with amp.scale_loss(model.penalty(), optimizer) as scaled:
-            scaled.backward(retain_graph=True)
-            scaled.backward()
-        (2 * oracle.penalty(torch.float64)).backward()
-    (ours,) = amp.master_params(optimizer)
-    assert torch.equal(ours.grad.double(), oracle.weight.grad)
-
-
-@MASTERS
-def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
-    model, optimizer = line(level, 0.25, loss_scale=8.0)
-    with amp.scale_loss(model.weight.float().sum(), optimizer) as scaled:
-        scaled.backward()
-        assert model.weight.grad.tolist() == [[8.0, 8.0]]
-        model.weight.grad.data.mul_(2.0)  # what an all-reduce over two equal ranks does
-    optimizer.step()
-    assert model.weight.tolist() == [[0.5, 0.5]]
-
-
-def test_adversarial_input_gradients() -> None:
-    """O2 without masters: ``delta.grad`` is still scaled, and two blocks precede one step."""
-    model, optimizer = started("O2", master_weights=False, loss_scale="4.0")
-    delta, x = torch.zeros(6, 4, requires_grad=True), batch_of(model, 0)
-    model.eval()
-    backward(model(x + delta).sum(), optimizer)
-    grad = delta.grad.detach().clone()
-    optimizer.zero_grad()
-    (plain,) = torch.autograd.grad(model(x + delta).sum(), delta)
-    assert torch.allclose(grad, plain * 4.0, rtol=0.05, atol=0.02)
-    backward(model(x + grad.sign() * 0.1).sum(), optimizer)
-    optimizer.step()
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-@ALL_LEVELS
-def test_two_networks_and_three_losses(level: str) -> None:
-    """The adversarial pair: lists of models and optimizers, a scaler for each loss."""
-    (d, opt_d), (g, opt_g) = make(0), make(1)
-    options: dict[str, Any] = {"num_losses": 3, "loss_scale": "dynamic", "verbosity": 0}
-    amp.initialize([d, g], [opt_d, opt_g], opt_level=level, **options)
-    for loss_id, (net, opt) in enumerate([(d, opt_d), (d, opt_d), (g, opt_g)]):
-        factor = torch.inf if loss_id == 1 else 1.0
-        backward(loss_of(net, 0) * 2.0**-8, opt, factor, loss_id=loss_id)
-    before = weights(d), weights(g)
-    opt_d.step()
-    opt_g.step()
-    scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
-    assert scales == [2.0**16, 2.0**15, 2.0**16]
-    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [1, 0, 1]
-    assert same(weights(d), before[0])
-    assert not same(weights(g)["last.bias"], before[1]["last.bias"])
-
-
-@ALL_LEVELS
-def test_a17_scheduler_built_while_an_overflow_is_pending(level: str) -> None:
-    model, optimizer = started(level, loss_scale="dynamic")
-    before = weights(model)
-    backward(loss_of(model.eval(), 0), optimizer, torch.inf)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.step()
-    scheduler.step()
-    assert same(weights(model), before)
-
-
 # -- state -----------------------------------------------------------------------------------
 
 
@@ -365,16 +232,6 @@ def test_levels_and_options_of_the_frontend() -> None:
         _ = options.nonsense
 
 
-@pytest.mark.parametrize("level", ["O0", "O3"])
-def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
-    _, optimizer = started(level)
-    loss = torch.ones((), dtype=torch.float16, requires_grad=True)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        assert scaled.dtype is torch.float32
-        scaled.backward()
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
-
-
 def test_module_as_an_object_with_state() -> None:
     """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
     _kept_alive = started("O2")
@@ -385,23 +242,6 @@ def test_module_as_an_object_with_state() -> None:
     mine: dict[str, Any] = {"mine": 1}
     assert amp.state_dict(destination=mine) is mine
     assert list(mine) == ["mine", "loss_scaler0"]
-
-
-@ALL_LEVELS
-def test_add_param_group(level: str) -> None:
-    """A second network, initialized without an optimizer, joins the first one's."""
-    _, optimizer = started(level, loss_scale=8.0)
-    extra = amp.initialize(nn.Linear(3, 3), opt_level="O3" if level == "O2" else "O0", verbosity=0)
-    optimizer.add_param_group({"params": extra.parameters(), "lr": 0.5})
-    with torch.no_grad():
-        extra.bias.fill_(1.0)
-    backward(extra(torch.ones(1, 3)).float().sum(), optimizer)
-    optimizer.step()
-    assert extra.bias.tolist() == [0.5, 0.5, 0.5]
-    assert len(list(amp.master_params(optimizer))) == 10
-
-
-# -- registration ----------------------------------------------------------------------------
 
 
 # -- backward by hand ------------------------------------------------------------------------

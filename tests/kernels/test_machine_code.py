@@ -45,7 +45,7 @@ def start(cache: Path, program: str = _CAST, **environment: str) -> subprocess.P
 
 
 def outcome(process: subprocess.Popen[str]) -> str:
-    out, error = process.communicate(timeout=120)
+    out, error = process.communicate(timeout=500)
     assert process.returncode == 0, error
     return out.strip()
 

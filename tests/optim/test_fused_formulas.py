@@ -12,7 +12,6 @@ import torch
 from cases.fused import (
     ADAM,
     DTYPES,
-    FUSED,
     HALVES,
     MIXED_LAMB,
     VARIANTS,
@@ -131,32 +130,6 @@ def test_arguments_may_be_passed_by_position_as_in_apex(name: str) -> None:
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     assert positional == ["params", *APEX_ORDER[name].split()]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
-@pytest.mark.parametrize("case", FUSED, ids=variant_id)
-def test_any_layout(case: FusedCase, dtype: torch.dtype) -> None:
-    values = torch.randn(2, 3, 4, 4).to(dtype)
-    grad = gradients([values.shape], 0, dtype)[0]
-    options = {**case.needs, **case.variants[-1]}
-    results = []
-    for layout in ("plain", "channels_last", "strided"):
-        param = torch.nn.Parameter(values.clone())
-        if layout == "channels_last":
-            param = torch.nn.Parameter(values.clone(memory_format=torch.channels_last))
-        elif layout == "strided":
-            base = torch.empty(2, 3, 4, 8, dtype=dtype)
-            base[..., ::2] = values
-            param = torch.nn.Parameter(base[..., ::2])
-        stride = param.stride()
-        optimizer = case.kind([param], **options)
-        for _ in range(2):
-            param.grad = grad.clone()
-            optimizer.step()
-        assert param.stride() == stride
-        results.append(param.detach().clone().contiguous())
-    for other in results[1:]:
-        assert_close(other, results[0].double(), dtype, "layout")
 
 
 # -- the same optimizer of torch, or a paper's own algorithm ----------------------------------

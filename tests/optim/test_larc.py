@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES, LEVELS, WITH_MASTERS, LevelCase
+from cases.levels import LEVELS, WITH_MASTERS, LevelCase
 from cases.models import Exact, loss_of, values
 from cases.optimizers import clone_state
 from cases.selection import examples
@@ -309,23 +309,6 @@ def assert_skips(model: nn.Module, larc: LARC) -> None:
     for param, grad in zip(model.parameters(), grads, strict=True):
         assert_same(param.grad, grad)
     larc.zero_grad()
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_lists_of_larc_and_others(level: str) -> None:
-    models = [Exact(0), Exact(1)]
-    optimizers = [build(models[0]), torch.optim.Adam(models[1].parameters())]
-    result = preamp.initialize(models, optimizers, opt_level=level, verbosity=0)
-    assert result[0] is models
-    assert result[1] is optimizers
-    assert type(optimizers[0]) is LARC
-    before = [values(model) for model in models]
-    with preamp.scale_loss(loss_of(models, 0), optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    for model, old in zip(models, before, strict=True):
-        assert not all(torch.equal(a, b) for a, b in zip(values(model), old, strict=True))
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
