@@ -4,6 +4,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from cases.fused import (
     variant_id,
     wide,
 )
+from cases.host_reads import NoHostReads, far_from_the_host
 from preamp import optimizers
 from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedSGD
 
@@ -33,7 +35,11 @@ ABSENT = ((0, 1), (3, 4))  # at these steps this parameter has no gradient
 
 
 def train(
-    case: FusedCase, options: Options, dtype: torch.dtype, stored: torch.dtype | None = None
+    case: FusedCase,
+    options: Options,
+    dtype: torch.dtype,
+    stored: torch.dtype | None = None,
+    unread: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Oracle]:
     """Two groups of different hyper-parameters, a schedule, and gradients that come and go."""
     params = parameters(SHAPES, dtype)
@@ -58,7 +64,8 @@ def train(
                     group["lr"] /= 2
         for param, grad in zip(params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
-        optimizer.step()
+        with unread():
+            optimizer.step()
         oracle.step(grads)
         for param, grad in zip(params, grads, strict=True):
             assert grad is None or torch.equal(param.grad, grad)  # gradients survive the step
@@ -67,8 +74,19 @@ def train(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 @pytest.mark.parametrize(("case", "options"), VARIANTS, ids=variant_id)
-def test_formula(case: FusedCase, options: Options, dtype: torch.dtype) -> None:
-    params, optimizer, oracle = train(case, options, dtype)
+@pytest.mark.parametrize("far", [False, True], ids=["", "far from the host"])
+def test_formula(
+    case: FusedCase,
+    options: Options,
+    dtype: torch.dtype,
+    far: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device no step reads a value back to the host."""
+    if far:
+        far_from_the_host(monkeypatch)
+    unread = NoHostReads if far else nullcontext
+    params, optimizer, oracle = train(case, options, dtype, unread=unread)
     for index, (param, exact) in enumerate(zip(params, oracle.values, strict=True)):
         assert param.dtype is dtype
         assert_close(param, exact, dtype, f"parameter {index}")
@@ -81,6 +99,25 @@ def test_formula(case: FusedCase, options: Options, dtype: torch.dtype) -> None:
             least = 0.0 if key in ("exp_avg_sq", "sum") else 1.0
             where = f"{key} of parameter {index}"
             assert_close(value, oracle.state[index][key], dtype, where, least)
+
+
+def test_a_read_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="reads a value"), NoHostReads():
+        bool(torch.ones(()) > 0)
+
+
+def test_arguments_that_are_numbers_wait_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    far_from_the_host(monkeypatch)
+    param = torch.nn.Parameter(torch.zeros(2))
+    sgd, early = FusedSGD([param], lr=1.0), FusedAdam([param], max_grad_norm=1.0)
+    param.grad = torch.ones(2)
+    sgd.most_recent_scale = 4.0
+    with NoHostReads():
+        sgd.step()
+    assert param.tolist() == [-0.25, -0.25]
+    with NoHostReads():
+        early.step(scale=2.0, grad_norms=[3.0])
+    assert param.tolist() != [-0.25, -0.25]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
