@@ -5,7 +5,7 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -59,28 +59,18 @@ def test_checkpointed_model_has_the_gradients_of_the_plain_one(reentrant: bool) 
     model(x).sum().backward()
     expected = model.linear.weight.grad
     model.linear.weight.grad = None
-    checkpoint(lambda t: model(t) * 1.0, x, use_reentrant=reentrant).sum().backward()
-    handle.remove()
-
-    assert expected is not None
-    torch.testing.assert_close(model.linear.weight.grad, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_outside_of_models_have_the_casts_of_their_thread(reentrant: bool) -> None:
     seen: list[torch.dtype] = []
 
     def call(t: torch.Tensor) -> torch.Tensor:
-        product = t @ t
-        seen.append(product.dtype)
-        return product * product
+        seen.append(torch.mm(t, t.T).dtype)  # outside of the model, by the casts of its thread
+        return model(t) * 1.0
 
-    handle = held(push_thread_casts, CPU, BF16)
-    x = torch.rand(4, 4, requires_grad=True)
     checkpoint(call, x, use_reentrant=reentrant).sum().backward()
     handle.remove()
-
     assert seen == [BF16, BF16]
+
+    assert expected is not None
+    torch.testing.assert_close(model.linear.weight.grad, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -107,18 +97,11 @@ def test_composite_layers_give_half(
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_packed_sequences_and_evaluation(dtype: torch.dtype) -> None:
-    lstm, encoder = nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+def test_packed_sequences(dtype: torch.dtype) -> None:
+    lstm = nn.LSTM(4, 4)
     held(attach_cast_region, lstm, CPU, dtype)
-    held(attach_cast_region, encoder.eval(), CPU, dtype)
-
-    with torch.no_grad():
-        sequence = lstm(packed)[0].data
-        encoded = encoder(torch.ones(2, 3, 4))
-
-    assert sequence.dtype is dtype
-    assert encoded.isfinite().all()
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+    assert lstm(packed)[0].data.dtype is dtype
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -174,12 +157,12 @@ class Layers(nn.Module):
         return self.loss(self.softmax(self.lstm(x)[0]), x)
 
 
-@pytest.mark.parametrize("function", [c_functions, python_functions, overloaded_functions])
-def test_scripted_functions_see_the_originals(
-    function: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+@pytest.mark.parametrize(
+    "made", [c_functions, python_functions, overloaded_functions, Layers()], ids=str
+)
+def test_scripted_functions_and_modules_see_the_originals(made: Any) -> None:
     x = torch.rand(4, 4)
-    torch.testing.assert_close(torch.jit.script(function)(x), function(x))
+    torch.testing.assert_close(torch.jit.script(made)(x), made(x))
 
 
 def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:

@@ -4,6 +4,7 @@
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from casting.probe import BF16, F16, F32, casting, held, install_wide_half, registrations_forgotten
 from kit.refusals import refused
 from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
+from preamp.casting.mixed import install_mixed_calls
 from preamp.casting.registry import (
     bfloat16_function,
     float_function,
@@ -156,14 +158,15 @@ def test_registration_overrides_the_table() -> None:
     assert (torch.mm, torch.sigmoid, torch.exp) == original
 
 
-def test_registration_overrides_wide_products() -> None:
+@pytest.mark.parametrize("install", [partial(install_wide_half, F16), install_mixed_calls])
+def test_registration_overrides_what_half_models_need(install: Any) -> None:
+    """Layers for half models lie below the registration."""
+    below = held(install)
     register_float_function(torch, "mm")
-    wide = held(install_wide_half, torch.float16)
-    with casting():
-        dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=F16)).dtype
-    wide.remove()
-
-    assert dtype is F32
+    with casting(BF16):
+        dtypes = {torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=d)).dtype for d in (F16, F32)}
+    below.remove()
+    assert dtypes == {F32}
 
 
 def test_registration_lifts_the_ban() -> None:
