@@ -256,12 +256,6 @@ def _causal(h: torch.Tensor) -> torch.Tensor:
     return (h @ h.mT + mask).softmax(-1) @ h
 
 
-def _rotary(h: torch.Tensor) -> torch.Tensor:
-    angles = torch.arange(h.shape[-2])[:, None] / 10.0 ** torch.arange(h.shape[-1])
-    queries = h * angles.cos() + h.roll(1, -1) * angles.sin()
-    return F.scaled_dot_product_attention(queries, queries, h, is_causal=True)
-
-
 def _experts(h: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(h.shape)
     out[h.float().sum(-1) > 0] = h[h.float().sum(-1) > 0]
@@ -279,13 +273,6 @@ class _OwnNorm(nn.Module):
 
 FORWARDS: dict[str, Forward] = {
     "causal mask": _causal,
-    "rotary": _rotary,
-    "one-hot einsum": lambda h: torch.einsum("bnd,ne->bed", h, F.one_hot(INDEX, 4).float()),
-    "float32 softmax": lambda h: (h @ h.mT).softmax(-1, dtype=F32) @ h,
-    "mean pooling": lambda h: torch.bmm(torch.full((2, 1, 3), 0.25), h),
-    "fixed filter": lambda h: F.conv1d(h, torch.ones(2, 3, 3)),
-    "linear": lambda h: F.linear(h, torch.ones(5, 4)),
-    "baddbmm": lambda h: torch.baddbmm(torch.zeros(2, 3, 3), h, h.mT),
     "experts": _experts,
     "positions": lambda h: F.layer_norm(h + torch.arange(4.0), [4]),
 }
