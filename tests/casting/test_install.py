@@ -44,11 +44,9 @@ def test_any_order_of_removal_restores_every_attribute(order: tuple[int, ...]) -
     before = _attributes()
     handles = [install() for install in INSTALLS]
     during = _attributes()
-
     for index in order:
         handles[index].remove()
         handles[index].remove()
-
     assert during != before
     assert _attributes() == before
 
@@ -58,7 +56,6 @@ def test_wrapped_functions_keep_their_names() -> None:
     handle = held(install_function_casts)
     wrapped = torch.exp
     handle.remove()
-
     assert wrapped.__name__ == "exp"
     assert wrapped.__wrapped__ is original
     assert wrapped.__doc__ == original.__doc__
@@ -69,7 +66,6 @@ def test_installed_wrappers_do_nothing_where_casts_are_not_active() -> None:
     half = torch.ones(3, dtype=torch.bfloat16)
     dtypes = {torch.exp(half).dtype, half.sum().dtype, half.exp_().dtype}
     handle.remove()
-
     assert dtypes == {torch.bfloat16}
 
 

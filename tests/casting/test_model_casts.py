@@ -44,7 +44,6 @@ def test_backward_runs_without_casts() -> None:
     torch.autograd.grad(_Observe.apply(x).sum(), x)
     after = product()
     handle.remove()
-
     assert _Observe.seen == [False, False]
     assert after is BF16
 
@@ -85,11 +84,9 @@ def test_composite_layers_give_half(
     held(attach_cast_region, model, CPU, dtype)
     x = torch.ones(3, 4) if "Cell" in layer.__name__ else torch.ones(2, 3, 4)
     x = x.to(dtype if input_is_half else F32).requires_grad_()
-
     output = model(x, x, x) if layer is nn.MultiheadAttention else model(x)
     output = output[0] if isinstance(output, tuple) else output
     output.float().sum().backward()
-
     assert output.dtype is dtype
     assert x.grad is not None
     assert x.grad.dtype is x.dtype
@@ -206,9 +203,7 @@ def test_wrapped_functions_pickle_as_what_they_are_found_as(name: str, protocol:
     function: Any = torch
     for part in name.split(".")[1:]:
         function = getattr(function, part)
-
     text = pickle.dumps(function, protocol)
-
     assert pickle.loads(text) is function
     assert b"preamp" not in text
 
@@ -223,11 +218,9 @@ def test_model_that_keeps_a_wrapped_function_is_saved_and_loaded() -> None:
     model, x = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu"), torch.rand(2, 3, 8)
     assert hasattr(model.activation, "__wrapped__")
     file = io.BytesIO()
-
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-
     assert loaded.activation is model.activation
     assert torch.equal(loaded(x), model(x))
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where casts are active: model regions, thread-wide casts, disabled blocks, backward passes."""
 
-import copy
 import gc
-import io
 import os
-import pickle
 import threading
 import weakref
 from typing import Any
@@ -237,10 +234,8 @@ def test_torch_catches_interrupts_during_forwards_only() -> None:
     seen: list[object] = []
     model = Probe(lambda: seen.append(names["Exception"]))
     held(attach_cast_region, model, CPU, BF16)
-
     model(torch.ones(2, 4))
     Script(PROGRAMS["interrupted"])
-
     assert seen == [BaseException]
     assert "Exception" not in names
 
@@ -309,32 +304,11 @@ def test_an_interrupt_while_a_forward_begins_leaves_nothing(
     assert not thread_casts.CASTS.brackets
 
 
-def test_hooks_copy_and_pickle_with_the_model() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
-    held(attach_cast_region, model, CPU, BF16)
-    held(attach_plain_region, model[1])
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-
-    copies = [
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(file, weights_only=False),
-    ]
-
-    model[0].weight.data.zero_()
-    for duplicate in copies:
-        assert duplicate(torch.ones(2, 4)).dtype is BF16
-        assert duplicate[0].weight.any()
-
-
 def test_weights_replaced_between_forwards_are_seen() -> None:
     model = Probe()
     held(attach_cast_region, model, CPU, BF16)
     handle = held(push_thread_casts, CPU, BF16)
     outputs = []
-
     for value in (1.0, 2.0, 3.0):
         with torch.no_grad():
             model.linear.weight.fill_(value)
@@ -342,7 +316,6 @@ def test_weights_replaced_between_forwards_are_seen() -> None:
         outputs.append(model(torch.ones(1, 4))[0, 0].item())
         outputs.append(F.linear(torch.ones(1, 4), model.linear.weight)[0, 0].item())
     handle.remove()
-
     assert outputs == [4.0, 4.0, 8.0, 8.0, 12.0, 12.0]
 
 
@@ -352,7 +325,6 @@ def test_weight_is_cast_once_in_a_forward() -> None:
     outputs: list[torch.Tensor] = []
     model.inside = lambda: outputs.append(model.linear(torch.ones(2, 4)))
     held(attach_cast_region, model, CPU, BF16)
-
     outputs.append(model(torch.ones(2, 4)))
     nodes: set[Any] = set()
     stack: list[Any] = [output.grad_fn for output in outputs]
@@ -361,7 +333,6 @@ def test_weight_is_cast_once_in_a_forward() -> None:
         if node is not None and node not in nodes:
             nodes.add(node)
             stack += [parent for parent, _ in node.next_functions]
-
     casts = [node for node in nodes if type(node).__name__ == "ToCopyBackward0"]
     assert len(casts) == 2  # weight and bias
 
@@ -374,9 +345,7 @@ def test_gradients_flow_when_a_weight_was_first_used_without_grad(
     model = Probe()
     model.inside = lambda: first_use()(model.linear)(torch.ones(2, 4))
     held(attach_cast_region, model, CPU, dtype)
-
     model(torch.ones(2, 4)).float().sum().backward()
-
     assert model.linear.weight.grad is not None
     assert model.linear.weight.grad.tolist() == [[2.0] * 4] * 4
 
@@ -386,9 +355,7 @@ def test_weight_cache_stays_off_where_it_loses_gradients(monkeypatch: pytest.Mon
     seen: list[bool] = []
     model = Probe(lambda: seen.append(torch.is_autocast_cache_enabled()))
     held(attach_cast_region, model, CPU, BF16)
-
     output = model(torch.ones(2, 4))
-
     assert seen == [False]
     assert output.dtype is BF16
 

@@ -137,7 +137,6 @@ def test_decorated_c_function_is_not_cast_back_by_autocast() -> None:
     handle = held(push_thread_casts, {"cpu"}, BF16)
     product = float_function(torch.mm)(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2))
     handle.remove()
-
     assert product.dtype is F32
 
 
@@ -153,7 +152,6 @@ def test_registration_overrides_the_table() -> None:
             torch.sigmoid(half).dtype,
             torch.exp(half.float()).dtype,
         ]
-
     assert dtypes == [F32, F32, BF16]
     assert (torch.mm, torch.sigmoid, torch.exp) == original
 
@@ -193,12 +191,10 @@ def test_registering_again_replaces(module: types.ModuleType) -> None:
         for _ in range(3):
             register_half_function(module, "probe")
         register_float_function(module, "probe")
-
         dtypes = module.probe(torch.ones(1, dtype=F16))
         depth, layer = 0, module.probe
         while (layer := getattr(layer, "__wrapped__", None)) is not None:
             depth += 1
-
     assert dtypes == (F32,)
     assert depth == 1
 
@@ -211,7 +207,6 @@ def test_registered_half_function_sees_replaced_weights() -> None:
         with torch.no_grad():
             weight.fill_(2.0)
         second = torch.einsum("ij,jk->ik", weight, weight)
-
     assert first.tolist() == [[2.0, 2.0]] * 2
     assert second.tolist() == [[8.0, 8.0]] * 2
 
@@ -224,7 +219,6 @@ def test_tensors_beside_other_values_are_cast(module: types.ModuleType) -> None:
     with casting():
         given = [torch.ones(1), ids, None, 3, (torch.nn.Parameter(torch.ones(1)),)]
         args, kwargs = module.probe(given, inner, text, key=torch.ones(1))
-
     assert args[0][0].dtype is args[0][4][0].dtype is kwargs["key"].dtype is F16
     assert args[0][1] is ids
     assert args[0][2:4] == [None, 3]
@@ -262,12 +256,10 @@ def test_a_registered_name_that_is_gone_leaves_no_casts(module: types.ModuleType
     original = torch.exp
     register_half_function(module, "probe")
     del module.probe
-
     for _ in range(2):
         with pytest.raises(AttributeError, match="probe"):
             held(install_function_casts)
         assert torch.exp is original
-
     module.probe = _dtypes
     with casting():
         assert module.probe(torch.ones(1)) == (F16,)

@@ -45,7 +45,6 @@ def _initialize(model: nn.Module, level: str, lines: Lines, **options: Any) -> n
 def test_every_cast_is_printed(level: str, lines: Lines) -> None:
     dtype, name = HALVES[level]
     model = _initialize(nn.Linear(4, 2), level, lines)
-
     half = model(torch.ones(3, 4))
     assert lines() == [f"Float->{name} (linear)"] * 3  # input, weight, bias
     F.softmax(half, -1)
@@ -82,11 +81,9 @@ def test_what_is_not_cast_is_not_printed(lines: Lines) -> None:
 
 def test_model_scope_prints_inside_the_model_only(lines: Lines) -> None:
     model = _initialize(nn.Linear(4, 2), "O1", lines, scope="model")
-
     F.softmax(torch.ones(2, 2, dtype=torch.half), -1)
     outside = lines()
     model(torch.ones(3, 4))
-
     assert outside == []
     assert lines() == ["Float->Half (linear)"] * 3
 
@@ -115,11 +112,9 @@ def test_printing_ends_with_the_engine_that_asked(lines: Lines) -> None:
     half = torch.ones(1, dtype=torch.bfloat16)
     torch.exp(half)
     assert lines() == []
-
     loud = _initialize(nn.Linear(4, 2), "O4", lines)
     torch.exp(half)
     assert lines() == ["BFloat16->Float (exp)"]
-
     preamp.engine_of(loud).close()
     torch.exp(half)
     assert lines() == []
@@ -130,9 +125,7 @@ def test_printing_ends_with_the_engine_that_asked(lines: Lines) -> None:
 def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
-
     torch.exp(torch.ones(1, dtype=torch.half))
-
     assert lines() == []
 
 

@@ -58,7 +58,6 @@ def test_error_is_at_most_that_of_native_half(namespace: str, name: str, half: t
     handle = held(install_wide_half, half)
     ours, grads = _run(namespace, name, half, half)
     handle.remove()
-
     assert ours.dtype is half
     assert all(grad.dtype is half for grad in grads)
     error = (ours.double() - oracle).abs().max()
@@ -77,7 +76,6 @@ def test_accumulates_in_float32(half: torch.dtype) -> None:
     handle = held(install_wide_half, half)
     result = F.linear(ones, weight)
     handle.remove()
-
     # Added one by one in half, every small term would vanish beside 1.
     assert result.item() == torch.tensor(1 + 4095 * 2.0**-12).to(half).item()
 
@@ -90,12 +88,10 @@ def test_autocast_inputs_are_rounded_first(wide_first: bool, half: torch.dtype) 
     model = torch.nn.Linear(8, 8)
     held(attach_cast_region, model, frozenset({"cpu"}), half)
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0))
-
     output = model(x)
     output.float().sum().backward()
     for handle in handles:
         handle.remove()
-
     weight, bias = model.weight.detach().to(half), model.bias.detach().to(half)
     expected = F.linear(x.to(half).float(), weight.float(), bias.float()).to(half)
     assert torch.equal(output, expected)
@@ -114,7 +110,6 @@ def test_other_dtypes_pass_through(half: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="same dtype"):
         torch.mm(torch.ones(2, 2, dtype=half), torch.ones(2, 2))
     handle.remove()
-
     assert results == others
 
 

@@ -12,7 +12,7 @@ import pytest
 from alias.harness import Zygote, run_python
 
 HERE = Path(__file__).parent
-SCRIPTS = ("imagenet", "dcgan", "bert")
+SCRIPTS = ("imagenet", "bert")
 CLOSE = 0.1
 """How far the last loss of a half run may be from the float32 run's, relative to it.
 
@@ -56,7 +56,7 @@ def result(printed: str) -> tuple[float, float]:
 
 def check_near(name: str, printed: str, in_float32: str) -> None:
     loss, expected = result(printed)[0], result(in_float32)[0]
-    assert expected < LEARNT.get(name, expected + 1)
+    assert expected < LEARNT[name]
     assert abs(loss - expected) <= CLOSE * expected
 
 
@@ -100,18 +100,6 @@ def test_imagenet_goes_on_where_it_stopped(script: Call, tmp_path: Path) -> None
 def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
     printed = script("imagenet", "--opt-level", "O1", "--sync_bn")
     check_near("imagenet", printed, script("imagenet", "--opt-level", "O0"))
-
-
-# -- the adversarial pair --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", costly("O2")])
-def test_dcgan(script: Call, level: str) -> None:
-    printed = script("dcgan", "--opt_level", level)
-    plain = script("dcgan", "--opt_level", "O0")
-    check_near("dcgan", printed, plain)
-    assert abs(result(printed)[1] - result(plain)[1]) <= CLOSE * result(plain)[1]
-    assert len(re.findall(r"^loss [012]: scale ", printed, re.MULTILINE)) == 3
 
 
 # -- fine-tuning -----------------------------------------------------------------------------
@@ -168,7 +156,7 @@ def test_scripts_do_not_know_preamp(name: str) -> None:
 @pytest.mark.full
 def test_a_script_through_the_front_door(tmp_path: Path) -> None:
     """The others are forked from one process; this one is started as a user starts it."""
-    script = str(HERE / "dcgan.py")
-    done = run_python(("-W", "error", "-m", "preamp", "run", script, "--niter", "10"), tmp_path)
+    script = (str(HERE / "bert.py"), "--fp16", "--max_steps", "4")
+    done = run_python(("-W", "error", "-m", "preamp", "run", *script), tmp_path)
     assert done.returncode == 0, done.stderr
     assert RESULT.search(done.stdout)
