@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
-from cases.levels import LEVELS, WITH_MASTERS, LevelCase
-from cases.models import Exact, loss_of, values
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.models import Exact, loss_of
 from cases.optimizers import clone_state
 from cases.selection import examples
 from cases.tolerances import assert_same, assert_within_budget
+from kit.pair import Pair
 from kit.refusals import assert_refused
-from preamp import amp
 from preamp.optimizers import FusedSGD
 from preamp.parallel.LARC import LARC
 
@@ -163,12 +163,17 @@ def test_sparse_gradients_are_refused() -> None:
     assert (dense.tolist(), dense.grad.tolist()) == ([1.0, 1.0], [1.0, 1.0])
 
 
+def not_initialized() -> None:
+    with preamp.scale_loss(loss_of([Exact()], 0), build(Exact().parameters())):
+        raise AssertionError
+
+
 REFUSED: dict[str, Callable[[], object]] = {
     "LARC of parameters": lambda: LARC([nn.Parameter(torch.ones(1))]),  # type: ignore[arg-type]
     "LARC and its optimizer": lambda: preamp.initialize(
-        (model := Exact()), [(larc := build(model)), larc.optim], opt_level="O2", verbosity=0
+        (model := Exact()), [(larc := build(model.parameters())), larc.optim], opt_level="O2"
     ),
-    "LARC that was not initialized": lambda: backward(Exact(), build(Exact()), 0),
+    "LARC that was not initialized": not_initialized,
 }
 
 
@@ -242,73 +247,47 @@ def test_copies_are_whole(way: Any) -> None:
 # -- mixed precision ---------------------------------------------------------------------------
 
 
-def build(model: nn.Module) -> LARC:
-    return LARC(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.125))
+def build(params: Any) -> LARC:
+    return LARC(torch.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.125))
 
 
-def backward(model: nn.Module, optimizer: Any, index: int, factor: float = 1.0) -> None:
-    with preamp.scale_loss(loss_of([model], index) * factor, optimizer) as scaled:
-        scaled.backward()
-
-
-@pytest.mark.parametrize("row", LEVELS, ids=lambda row: row.name)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize(
     "form", [lambda x: x, lambda x: [x], lambda x: (x,)], ids=["alone", "list", "tuple"]
 )
-@pytest.mark.parametrize("door", [preamp, amp], ids=lambda door: door.__name__)
-def test_training_equals_larc_on_masters(row: LevelCase, form: Any, door: Any) -> None:
+def test_training_equals_larc_on_masters(level: str, form: Any) -> None:
     """As without preamp, on weights of the optimizer's dtype; also across a skipped step."""
-    model = Exact()
-    plain = copy.deepcopy(model).to(torch.float32 if row.has_masters else row.weight)
-    if row.name == "O3":  # its batch norm is half as well
-        plain.norm.half()
-    larc, plain_larc = build(model), build(plain)
-    schedules = [torch.optim.lr_scheduler.StepLR(o.optim, 1, gamma=0.5) for o in (larc, plain_larc)]
-    options: dict[str, Any] = {"loss_scale": 1024.0 if row.name == "O3" else "dynamic"}
-    given = door.initialize(model, larc, opt_level=row.name, verbosity=0, **options)
-    assert given == (model, larc)
-    engine = preamp.engine_of(larc.optim)
-    assert preamp.engine_of(larc) is engine is preamp.engine_of(model)
+    looks = level != "O3"
+    both = Pair(level, build, loss_scale="dynamic" if looks else 1024.0)
+    sides: Any = both.optimizer, both.plain_optimizer
+    schedules = [torch.optim.lr_scheduler.StepLR(larc.optim, 1, gamma=0.5) for larc in sides]
+    larc, engine = sides[0], both.engine
+    assert preamp.engine_of(larc) is engine is preamp.engine_of(larc.optim)
+    assert engine.optimizers[0] is larc.optim
     for index in range(3):
-        with door.scale_loss(loss_of([model], index), form(larc)) as scaled:
+        with preamp.scale_loss(both.loss(index), form(larc)) as scaled:
             scaled.backward()
-        with preamp.disable_casts():
-            loss_of([plain], index).backward()
+        both.theirs(index)
         grads = [param.grad for param in preamp.master_params(larc)]
         norm = torch.stack([grad.float().norm() for grad in grads]).norm()
         assert torch.allclose(preamp.clip_grad_norm_(larc, 1e9), norm)
-        for optimizer, schedule in zip((larc, plain_larc), schedules, strict=True):
-            optimizer.step()
+        both.step()
+        for schedule in schedules:
             schedule.step()
-            optimizer.zero_grad()
-        if engine.policy.is_dynamic and index == 0:
-            assert_skips(model, larc)
-    for param, wanted in zip(preamp.master_params(larc), values(plain_larc), strict=True):
-        assert_same(param.detach(), wanted)
+        both.check(f"step {index}")
+        both.zero()
+        if looks and index == 0:
+            both.overflow()
+            grads = [None if p.grad is None else p.grad.clone() for p in both.model.parameters()]
+            larc.step()
+            assert (engine.steps_skipped, engine.last_step_skipped) == (1, True)
+            assert larc.param_groups[0]["weight_decay"] == 0.125
+            both.check("skipped")
+            for param, grad in zip(both.model.parameters(), grads, strict=True):
+                assert_same(param.grad, grad)
+            larc.zero_grad()
     assert engine.steps_applied == 3
-    for param in model.parameters():
-        master = engine.master_of(param)
-        if master is not None:
-            assert_same(param.detach(), master.detach().to(param.dtype))
-    assert preamp.engine_of(larc).state_dict() == preamp.engine_of(larc.optim).state_dict()
-
-
-def assert_skips(model: nn.Module, larc: LARC) -> None:
-    """An overflow leaves everything alone."""
-    before, state = values(larc), clone_state(larc.optim)
-    backward(model, larc, 1, float("inf"))
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    larc.step()
-    engine = preamp.engine_of(model)
-    assert (engine.steps_skipped, engine.last_step_skipped) == (1, True)
-    assert larc.param_groups[0]["weight_decay"] == 0.125
-    for ours, wanted in zip(values(larc), before, strict=True):
-        assert_same(ours, wanted)
-    for key, value in clone_state(larc.optim).items():
-        assert_same(value, state[key], key)
-    for param, grad in zip(model.parameters(), grads, strict=True):
-        assert_same(param.grad, grad)
-    larc.zero_grad()
+    assert engine.state_dict() == preamp.engine_of(larc.optim).state_dict()
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
@@ -327,7 +306,7 @@ def test_writes_to_half_weights_count_in_the_ratio(level: str) -> None:
 
 def test_switched_off() -> None:
     model = Exact()
-    larc = build(model)
+    larc = build(model.parameters())
     assert preamp.initialize(model, larc, enabled=False) == (model, larc)
     loss = loss_of([model], 0)
     with preamp.scale_loss(loss, larc) as scaled:
