@@ -34,35 +34,25 @@ def parse():
     return parser.parse_args()
 
 
-class Block(nn.Module):
-    def __init__(self, channels):
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += x
-        return self.relu(out)
+def convolution(inputs, outputs):
+    conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return [conv, nn.BatchNorm2d(outputs)]
 
 
 class SmallNet(nn.Module):
     def __init__(self, classes=10):
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
-        )
-        self.block = Block(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.stem = nn.Sequential(*convolution(1, 16), self.relu)
+        self.block = nn.Sequential(*convolution(16, 16), self.relu, *convolution(16, 16))
         self.pool = nn.AdaptiveAvgPool2d(2)
         self.fc = nn.Linear(16 * 4, classes)
 
     def forward(self, x):
-        x = self.pool(self.block(self.stem(x)))
-        return self.fc(torch.flatten(x, 1))
+        x = self.stem(x)
+        out = self.block(x)
+        out += x
+        return self.fc(torch.flatten(self.pool(self.relu(out)), 1))
 
 
 def datasets():
@@ -112,10 +102,6 @@ def main():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    print(f"opt_level = {args.opt_level}")
-    print(f"keep_batchnorm_fp32 = {args.keep_batchnorm_fp32}", type(args.keep_batchnorm_fp32))
-    print(f"loss_scale = {args.loss_scale}", type(args.loss_scale))
-
     args.distributed = "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
     rank = 0
     if args.distributed:
