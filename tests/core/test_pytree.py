@@ -74,25 +74,6 @@ class Batch:
         return self
 
 
-class Moved(NamedTuple):
-    """A named tuple with a field of that name."""
-
-    x: Any
-    to: Any
-
-
-@dataclasses.dataclass
-class Graph:
-    """A dataclass with both a method and fields."""
-
-    x: Any
-    ids: Any
-
-    def to(self, dtype: torch.dtype) -> Graph:
-        self.x, self.ids = self.x.to(dtype), self.ids.to(dtype)
-        return self
-
-
 @dataclasses.dataclass
 class Edge:
     """A dataclass with a field of that name."""
@@ -209,9 +190,7 @@ KINDS: dict[str, Kind] = {
     "a list with an argument": (lambda x, ids: Sized([x, ids], size=7), list),
     "a tuple that takes items one by one": (Span, list),
     "a named tuple": (Pair, by_field),
-    "a named tuple with a field called to": (Moved, list),
     "a dataclass with a field called to": (Edge, lambda value: [value.x, value.to]),
-    "a dataclass with a method to": (Graph, by_field),
     "a dataclass": (Record, by_field),
     "a frozen one": (Frozen, by_field),
     "one with slots": (Slotted, by_field),
@@ -308,7 +287,7 @@ def test_iterators_come_back_as_they_are() -> None:
 
 
 NO_CONTAINERS = (None, "text", b"bytes", 3, 2.5, 1j, True, range(3), torch.Size([2]), torch.float32)
-NO_CONTAINERS += (nn.Linear, np.ones(2), object(), slice(1), dict(a=1).keys())
+NO_CONTAINERS += (nn.Linear, nn.Linear(2, 2), np.ones(2), object(), slice(1), dict(a=1).keys())
 NO_CONTAINERS += tuple(
     torch.ones(2).to(d) for d in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.cfloat)
 )
@@ -321,24 +300,6 @@ NOTHING_TO_CAST += (Output(a=1), MappingProxyType({"a": 1}), [t().half()])
 )
 def test_what_needs_no_cast_comes_back_as_it_is(value: Any) -> None:
     assert cast_floating(value, F16) is value
-
-
-def test_modules_are_not_touched() -> None:
-    module = nn.Linear(2, 2)
-    assert cast_floating(module, F16) is module
-    assert cast_floating([module], F16)[0] is module
-    assert module.weight.dtype is F32
-
-
-def test_casts_are_differentiable() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    cast_floating((leaf,), F16)[0].float().sum().backward()
-    assert leaf.grad is not None
-    assert leaf.grad.tolist() == [1.0, 1.0]
-
-
-def test_map_leaves_takes_any_function() -> None:
-    assert map_leaves(lambda x: x.shape, [torch.ones(2, 3)]) == [torch.Size([2, 3])]
 
 
 def test_tensors_are_mapped_in_sequences_of_their_own_kind() -> None:
@@ -371,9 +332,6 @@ def test_each_number_is_of_its_kind() -> None:
         "flag": (True, "text"),
         "tensor": tensor,
     }
-    assert [type(v) for v in (read["scale"], read["count"][0], read["flag"][0])] == [
-        float,
-        int,
-        bool,
-    ]
+    kinds = [type(value) for value in (read["scale"], read["count"][0], read["flag"][0])]
+    assert kinds == [float, int, bool]
     assert isinstance(tree["scale"], LateNumber)
