@@ -44,9 +44,12 @@ def test_any_order_of_removal_restores_every_attribute(order: tuple[int, ...]) -
     before = _attributes()
     handles = [install() for install in INSTALLS]
     during = _attributes()
+    function_casts = {0, 2}
     for index in order:
         handles[index].remove()
         handles[index].remove()
+        function_casts.discard(index)
+        assert hasattr(torch.exp, "__wrapped__") is bool(function_casts)
     assert during != before
     assert _attributes() == before
 
