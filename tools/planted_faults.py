@@ -111,7 +111,6 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "src/preamp/optim/fused/moments.py": (
         ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),
-        ("elif given.has_scales or (kept", "elif (kept"),
         ("numbers=kept.numbers", "numbers=[0] * len(kept.numbers)"),
     ),
     "src/preamp/optim/fused/norms.py": (

@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -100,6 +101,21 @@ def test_what_is_kept(kind: str) -> None:
                 assert (key + "_scales" in state) is has_blocks
                 if has_blocks:
                     assert state[key + "_scales"].shape == scales_shape(param.shape)
+
+
+@in_fewer_bits
+def test_no_two_parameters_round_alike(moments: str) -> None:
+    """Chance goes by a parameter's number, over all groups."""
+    params = [nn.Parameter(torch.ones(48, 100)) for _ in range(3)]
+    optimizer = FusedSGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.05, momentum=0.9)
+    optimizer.storage = STORAGES[moments]
+    for _ in range(3):  # by the third what is told of lists is kept
+        for param in params:
+            param.grad = torch.linspace(0.1, 1.0, 4800).view(48, 100)
+        optimizer.step()
+    found = [optimizer.state[param]["momentum_buffer"] for param in params]
+    for a, b in itertools.combinations(found, 2):
+        assert 0.1 < (a != b).float().mean() < 0.9
 
 
 @pytest.mark.parametrize("moments", STORAGES)
