@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import WITH_MASTERS
 from cases.tolerances import assert_same
 from preamp.optimizers import FusedAdam
 
@@ -100,3 +101,14 @@ def test_lists_are_known_from_the_third_step_on(monkeypatch: pytest.MonkeyPatch)
         if step == 2:
             monkeypatch.setattr("preamp.kernels.works.planned", None)
         optimizer.step()
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_quiet_writes_to_a_master_and_to_its_half_weight_count_both(level: str) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = FusedAdam(model.parameters())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    (master,) = preamp.master_params(optimizer)
+    master.data[0, 0] = 5.0
+    model.weight.data[0, 1] = 7.0
+    assert model.state_dict()["weight"].tolist() == [[5.0, 7.0]]
