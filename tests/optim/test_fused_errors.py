@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from cases.fused import EARLY_ADAM, FUSED, MIXED_LAMB, FusedCase, variant_id
+from cases.rules import ROWS
 from kit.refusals import assert_refused
 from preamp import optimizers
+from preamp.kernels import Update, backend
 
 
 def param(dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -132,3 +134,13 @@ def test_a_norm_type_that_is_none_of_its_options_is_let_through() -> None:
     """As by torch's optimizers: a script's own entry of a group."""
     optimizer = optimizers.FusedAdam([{"params": [param()], "norm_type": 1}])
     assert optimizer.param_groups[0]["norm_type"] == 1
+
+
+def test_lists_of_unequal_length() -> None:
+    lists = [[torch.ones(2)] * count for count in (4, 3, 4, 4)]
+    adam = next(row.rule for row in ROWS if row.op == "adam_")
+    assert_refused(
+        "optim",
+        "lists of unequal length",
+        lambda: backend("reference").update_(*lists, rule=adam, update=Update(step=3)),
+    )
