@@ -122,5 +122,3 @@ def test_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert found(theirs * 0.5) == [0.5]
     assert found(theirs.clamp(-0.5, 0.5)) == [None]
-
-
