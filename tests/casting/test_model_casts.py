@@ -155,7 +155,9 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "made", [c_functions, python_functions, overloaded_functions, Layers()], ids=str
+    "made",
+    [c_functions, python_functions, overloaded_functions, Layers()],
+    ids=["C", "Python", "overloaded", "module"],
 )
 def test_scripted_functions_and_modules_see_the_originals(made: Any) -> None:
     x = torch.rand(4, 4)
