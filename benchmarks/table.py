@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Print what ``benchmarks/results`` has of updates and whole steps, as one table in Markdown.
+"""Print what ``benchmarks/results`` has, as tables in Markdown: of times, and of what is learned.
 
 Shown is the machine of the newest row of each benchmark, and of every case there the latest run.
-Times are the best of all rounds, in milliseconds; – is not measured. The last column is the time
-of preamp with `FusedAdam` over that of torch's own way.
+Times are of updates and whole steps, the best of all rounds, in milliseconds; – is not measured.
+The last column is the time of preamp with `FusedAdam` over that of torch's own way.
+Scores are means over seeds, with the difference to float32 of the same seed beside them, mean ±
+standard deviation; in the row of float32 itself that of the scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import mean, stdev
 
 from preamp_bench.options import RESULTS, asked
 from preamp_bench.records import Record, read
@@ -66,11 +69,36 @@ def line(case: list[Record]) -> list[str]:
     return [what, level, *map(number, times.values()), ratio, row["commit"]]
 
 
+SCORES = (("convnet", "loss"), ("convnet", "errors"), ("gpt", "bits per byte"))
+
+
+def learned(rows: Iterable[Record]) -> list[list[str]]:
+    """The table of the last run of each way to keep a model, the most bytes first."""
+    latest = {(row["name"], row["task"]): row for row in rows if row["status"] == "measured"}
+    table: dict[str, tuple[float, list[str]]] = {}
+    for name in dict.fromkeys(name for name, _ in latest):
+        cells = [name]
+        for task, score in SCORES:
+            scores, plain = (latest[way, task]["scores"][score] for way in (name, "float32"))
+            over = [ours - theirs for ours, theirs in zip(scores, plain, strict=True)]
+            told = f"{mean(over):+.4f} ± {stdev(over):.4f}"
+            cells += [f"{mean(scores):.4f}", f"± {stdev(plain):.4f}" if scores is plain else told]
+        held = mean(latest[name, "gpt"]["scores"]["bytes per parameter"])
+        table[name] = held, [*cells, f"{held:.2f}"]
+    return [cells for _, cells in sorted(table.values(), key=lambda row: -row[0])]
+
+
+def show(lines: list[list[str]]) -> None:
+    """Print a table, whose first line is its headings."""
+    marked = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    print(*(f"| {' | '.join(cells)} |" for cells in marked), sep="\n")
+
+
 def main() -> None:
-    """Print the table."""
+    """Print both tables."""
     asked(__doc__)
     headings = ["case", "level", *COLUMNS, "over torch's", "commit"]
-    lines = [headings, ["---"] * len(headings)]
+    lines = [headings]
     for name, fields in CASES.items():
         file = RESULTS / f"{name}.jsonl"
         rows = read(file) if file.exists() else []
@@ -79,7 +107,9 @@ def main() -> None:
         if rows:
             machine = max(rows, key=lambda row: row["date"])
             print("{}: {device}, torch {torch}, Python {python}".format(name, **machine))
-    print(*(f"| {' | '.join(cells)} |" for cells in lines), sep="\n")
+    show(lines)
+    columns = [cell for _, score in SCORES for cell in (score, "to float32")]
+    show([["trained as", *columns, "B/param"], *learned(read(RESULTS / "storage.jsonl"))])
 
 
 if __name__ == "__main__":
