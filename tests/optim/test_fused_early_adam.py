@@ -52,17 +52,22 @@ def torchs() -> torch.optim.Optimizer:
 
 
 EARLY = {"max_grad_norm": 0.0}
-REFUSED_STEPS: dict[str, Any] = {"grads": [torch.ones(2)], "output_params": 2.0, "scale": 2.0}
+REFUSED_STEPS: dict[str, Any] = {
+    "early grads": [torch.ones(2)],
+    "early output_params": [torch.ones(2)],
+    "early scale": 2.0,
+    "early grad_norms": [2.0],
+}
 
 
-@pytest.mark.parametrize("name", [*REFUSED_STEPS, "grad_norms"])
+@pytest.mark.parametrize("name", REFUSED_STEPS)
 @pytest.mark.parametrize("options", [{}, EARLY])
 def test_refused_steps(name: str, options: dict[str, Any]) -> None:
     optimizer = one(**options)
     params = nn.ParameterList(optimizer.param_groups[0]["params"])
-    arguments = {name: REFUSED_STEPS.get(name, 2.0)}
+    arguments = {name.removeprefix("early "): REFUSED_STEPS[name]}
     call = lambda: optimizer.step(**arguments)  # noqa: E731
-    assert_refused("optim", f"early {name}", call, optimizer, params)
+    assert_refused("optim", name, call, optimizer, params)
 
 
 REFUSED_LOADS: dict[str, Any] = {

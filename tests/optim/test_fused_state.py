@@ -333,11 +333,9 @@ def test_copies_follow_what_is_written_to_the_parameters(dtype: torch.dtype) -> 
     optimizer = FusedAdam(params, lr=2.0**-14, capturable=True, master_weights=True)
     with torch.no_grad():
         params[1].fill_(5.0)  # before copies are made
-    (group,) = optimizer.param_groups_master
-    assert (group["params"][1] == 5.0).all()
-    assert FusedAdam(params).param_groups_master is None
     step(params, optimizer, 0)
     masters = [optimizer.state[param]["master_param"].clone() for param in params]
+    assert (masters[1] > 4.0).all()
     with torch.no_grad():
         params[0][0] = 3.0
     step(params, optimizer, 1)
@@ -368,15 +366,13 @@ def test_lamb_takes_groups_of_mixed_dtype() -> None:
     ours = MIXED_LAMB.kind(params, reduced_precision_dtype=torch.float16, **options)
     wide_params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     plain = FusedLAMB(wide_params, **options)
-    (group,) = ours.param_groups_full_precision
-    assert [master.dtype for master in group["params"]] == [torch.float32, torch.float32]
-    assert group["params"][1] is params[1]
     for number in range(3):
         grads = gradients([(2,), (2,)], number, torch.float16)
         for param, reference, grad in zip(params, wide_params, grads, strict=True):
             param.grad, reference.grad = grad.to(param.dtype), grad.float()
         ours.step()
         plain.step()
+    assert "master_param" not in ours.state[params[1]]
     masters = [ours.state[params[0]]["master_param"], params[1].detach()]
     for master, reference in zip(masters, wide_params, strict=True):
         assert torch.allclose(master, reference, rtol=1e-6)
