@@ -120,7 +120,7 @@ def test_the_first_table_is_the_latest_run_of_the_demo() -> None:
     columns = [levels[name] for name in ("O0", "autocast", "O5")]
 
     def row(name: str, form: str, values: list[float]) -> list[str]:
-        return [name, *(form.format(value) for value in values), f"×{values[-1] / values[0]:.2f}"]
+        return [name, *(form.format(value) for value in values), f"×{values[-1] / values[1]:.2f}"]
 
     def both(one: str, other: str) -> list[float]:
         return [level[one] + level[other] for level in columns]
