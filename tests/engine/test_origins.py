@@ -227,6 +227,29 @@ def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
     assert run.told == ("Function", "forward", "square")
 
 
+PARTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda both: both[1:],
+    lambda both: both.narrow(0, 1, 1).flatten(),
+    lambda both: both.unbind()[1],
+]
+
+
+@pytest.mark.parametrize("part_of", PARTS)
+@pytest.mark.parametrize("other", [math.inf, 2.0**125, -(2.0**125)])
+def test_what_is_told_of_a_part_is_not_of_the_whole(part_of: Any, other: float) -> None:
+    """Neither what made the rest of it infinite, nor the magnitudes of the rest."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        both = torch.stack([x * 0.0 + other, x * 0.0 + 2.0**100])
+        return part_of(both).square()
+
+    run = Watched("O0", Function(function), overflow="trace")
+    run.learn(run.model(torch.ones(2, 4)).square().sum())
+    assert run.told == ("Function", "forward", "square")
+    assert run.trace.where.endswith(line_of(function, 2))
+    assert (run.trace.operation_min, run.trace.operation_max_abs) == (2.0**100, 2.0**100)
+
+
 def test_a_mask_of_everything_that_came_in() -> None:
     run = Watched("O0", Function(torch.tanh), overflow="trace")
     mask = torch.zeros(4, 4)
