@@ -82,8 +82,6 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
     "src/preamp/kernels/rules.py": (
         ("v = beta2 * v + rest * g * g", "v = beta2 * v + g * g"),
         ('"COUPLED": decays and not decoupled', '"COUPLED": decays'),
-        ("choose(spread < eps, eps, spread)", "spread"),
-        ("step = step + size * (decay * p)", "step = step + decay * p"),
         ("m = choose(is_first, g, later)", "m = later"),
         ("share=1 - self.dampening", "share=1.0"),
         ("divide(g, root(m) + eps)", "divide(g, root(m + eps))"),

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from cases import rules
-from cases.exact import Exact
 from preamp import optimizers
-from preamp.kernels.rules import LionRule
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -130,23 +127,6 @@ def lars(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torc
     m = o["momentum"] * s.get("momentum_buffer", torch.zeros_like(p)) - step
     s["momentum_buffer"] = m
     return p + (o["momentum"] * m - step if o["nesterov"] else m)
-
-
-def by_rule(oracle: Any, rule_of: Callable[[Options], Any], *keys: str) -> Rule:
-    """An oracle of `cases.rules`, of which ``keys`` are the state."""
-
-    def rule(o: Options, t: int, p: torch.Tensor, g: torch.Tensor, s: State) -> torch.Tensor:
-        state = [Exact.of(s.get(key, torch.zeros_like(p))) for key in keys]
-        p_new, *new = oracle(rule_of(o), t if s else 1, Exact.of(p), Exact.of(g), *state)
-        s.update(zip(keys, [one.value for one in new], strict=True))
-        return p_new.value
-
-    return rule
-
-
-def _lion_rule(o: Options) -> LionRule:
-    beta1, beta2 = o["betas"]
-    return LionRule(lr=o["lr"], beta1=beta1, beta2=beta2, weight_decay=o["weight_decay"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,13 +262,7 @@ LARS = FusedCase(
         {"momentum": 0.9, "nesterov": True, "eps": 0.1, "trust_coefficient": 0.1},
     ),
 )
-LION = FusedCase(
-    kind=optimizers.FusedLion,
-    rule=by_rule(rules.lion_, _lion_rule, "exp_avg"),
-    defaults={"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-    variants=({}, {"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.5, 0.0)}),
-)
-FUSED = (ADAM, EARLY_ADAM, LAMB, MIXED_LAMB, SGD, NOVOGRAD, ADAGRAD, LARS, LION)
+FUSED = (ADAM, EARLY_ADAM, LAMB, MIXED_LAMB, SGD, NOVOGRAD, ADAGRAD, LARS)
 VARIANTS = [(case, variant) for case in FUSED for variant in case.variants]
 
 

@@ -10,11 +10,9 @@ from cases.exact import Exact, where
 from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
-    AdoptRule,
     BiasCorrection,
     LambRule,
     LarsRule,
-    LionRule,
     NovoGradRule,
     SgdRule,
 )
@@ -79,9 +77,6 @@ USUAL: dict[Any, tuple[int, dict[str, Any]]] = {
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
         | {"trust_coefficient": 0.1, "eps": 1e-8, "uses_trust_ratio": True},
     ),
-    LionRule: (1, {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
-    # An eps amid the roots of second moments: of two values the larger one counts.
-    AdoptRule: (2, {**_MOMENTS, "eps": 0.5, "decoupled": False, "is_bounded": False}),
 }
 """How many lists of state a rule has, and its options unless a row says others."""
 
@@ -115,11 +110,6 @@ ROWS = (
     row(LarsRule, nesterov=False),
     row(LarsRule),
     row(LarsRule, uses_trust_ratio=False),
-    row(LionRule, weight_decay=0.0),
-    row(LionRule),
-    row(AdoptRule, weight_decay=0.0, is_bounded=True),
-    row(AdoptRule),
-    row(AdoptRule, decoupled=True, is_bounded=True),
 )
 
 FUSED = (row(AdamRule), row(AdagradRule))
@@ -226,31 +216,5 @@ def lars_(rule: Any, step: int, p: Exact, g: Exact, m: Exact) -> Update:
     return p + (rule.momentum * m - change if rule.nesterov else m), m
 
 
-def lion_(rule: Any, step: int, p: Exact, g: Exact, m: Exact) -> Update:
-    del step
-    u = rule.beta1 * m + (1 - rule.beta1) * g
-    sign = Exact(u.value.sign(), u.value.sign().abs())
-    m = rule.beta2 * m + (1 - rule.beta2) * g
-    return p - float(rule.lr) * (sign + rule.weight_decay * p), m
-
-
-def adopt_(rule: Any, step: int, p: Exact, g: Exact, m: Exact, v: Exact) -> Update:
-    decay = rule.weight_decay * p
-    if not rule.decoupled:
-        g = g + decay
-    if step == 1:
-        return p - float(rule.lr) * m, m, g * g  # m is zero in a training
-    spread = v.sqrt()
-    n = g / where(spread.value < rule.eps, ONE * rule.eps, spread)
-    if rule.is_bounded:
-        bound = ONE * (step - 1) ** 0.25
-        n = where(n.value.abs() > bound.value, bound * Exact.of(n.value.sign()), n)
-    m = rule.beta1 * m + (1 - rule.beta1) * n
-    v = rule.beta2 * v + (1 - rule.beta2) * g * g
-    return p - float(rule.lr) * (m + decay if rule.decoupled else m), m, v
-
-
-ORACLES = {
-    op.__name__: op for op in (adam_, lamb_, sgd_, novograd_, adagrad_, lars_, lion_, adopt_)
-}
+ORACLES = {op.__name__: op for op in (adam_, lamb_, sgd_, novograd_, adagrad_, lars_)}
 """By op: functions of the rule, the step, and one parameter, gradient (unscaled) and its state."""

@@ -30,7 +30,7 @@ WITH_MASTERS = [*itertools.product(("O2", "O5"), STORAGES)]
 EVERY = [*WITH_MASTERS, *[(one.name, "full") for one in LEVELS if not one.has_masters]]
 THERE = ("host", "released")
 """Where masters and moments lie on the host; gradients too, as soon as they are made."""
-KINDS = ("FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedLion", "FusedNovoGrad")
+KINDS = ("FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad")
 KINDS += ("FusedSGD", "FusedLARS")
 Kept = tuple[str, str]  # a level and a storage
 
@@ -82,7 +82,7 @@ class Run(kit.Run):
         self,
         place: str,
         kept: Kept,
-        kind: str = "FusedLion",
+        kind: str = "FusedAdagrad",
         model: Callable[[], nn.Module] = small,
         **options: Any,
     ) -> None:
@@ -143,7 +143,7 @@ class Run(kit.Run):
         return {"everything": self.everything()}
 
 
-def pair(place: str, kept: Kept, kind: str = "FusedLion", **options: Any) -> tuple[Run, Run]:
+def pair(place: str, kept: Kept, kind: str = "FusedAdagrad", **options: Any) -> tuple[Run, Run]:
     """A run on the device, and one at ``place``.
 
     A batch norm stays float32. Where others' gradients are added up on the host, and its own are

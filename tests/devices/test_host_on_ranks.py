@@ -58,7 +58,7 @@ class Run(host_runs.Run):
         sharded = way == "fully_shard"
         # The former takes norms of whole tensors; neither has a bias to correct, which a device
         # does in float32 under a dynamic scale.
-        kind = "FusedLARS" if (way, storage) == ("fully_shard", "full") else "FusedLion"
+        kind = "FusedLARS" if (way, storage) == ("fully_shard", "full") else "FusedAdagrad"
         super().__init__(place, (level, storage), kind, Sharded if sharded else averaged)
         self.wrapped = self.model if sharded else DistributedDataParallel(self.model)
 

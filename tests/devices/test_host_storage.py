@@ -371,7 +371,7 @@ def test_places_of_one_device_are_left_to_it() -> None:
 
 TEXTS = {
     "FusedAdam": "FusedAdam",
-    "FusedLion": "FusedLion",
+    "FusedAdagrad": "FusedAdagrad",
     "FusedSGD": "FusedSGD(lr=0.1, momentum=0.9)",
 }
 KEPT = [(level, "float32") for level in ("O0", "O1", "O2", "O4", "O5")]

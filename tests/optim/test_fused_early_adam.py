@@ -53,10 +53,10 @@ def torchs() -> torch.optim.Optimizer:
 
 EARLY = {"max_grad_norm": 0.0}
 REFUSED_STEPS: dict[str, Any] = {
-    "early grads": [torch.ones(2)],
-    "early output_params": [torch.ones(2)],
-    "early scale": 2.0,
-    "early grad_norms": [2.0],
+    "grads": [torch.ones(2)],
+    "output_params": [torch.ones(2)],
+    "scale": 2.0,
+    "grad_norms": [2.0],
 }
 
 
@@ -65,9 +65,8 @@ REFUSED_STEPS: dict[str, Any] = {
 def test_refused_steps(name: str, options: dict[str, Any]) -> None:
     optimizer = one(**options)
     params = nn.ParameterList(optimizer.param_groups[0]["params"])
-    arguments = {name.removeprefix("early "): REFUSED_STEPS[name]}
-    call = lambda: optimizer.step(**arguments)  # noqa: E731
-    assert_refused("optim", name, call, optimizer, params)
+    act = lambda: optimizer.step(**{name: REFUSED_STEPS[name]})  # noqa: E731
+    assert_refused("optim", "arguments of early 2019", act, optimizer, params, given=name)
 
 
 REFUSED_LOADS: dict[str, Any] = {

@@ -38,7 +38,7 @@ REFUSED: dict[str, list[tuple[str, str, Any]]] = {  # an optimizer, an option an
     ],
     "betas that are no numbers": [
         (name, "betas", betas)
-        for name in ("FusedAdam", "FusedLion")
+        for name in ("FusedAdam", "FusedLAMB")
         for betas in (0.9, ("0.9", "0.999"), None)
     ],
     "no such option in LARS": [

@@ -19,7 +19,7 @@ from kit.refusals import assert_refused
 from preamp.kernels.stored import decode, scales_shape
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.moments import SCALES
-from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
+from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from preamp.policy.storage import FULL, Storage
 
 SHAPES = ((48, 100), (12,), (3, 5), (64, 4, 4, 4))
@@ -35,7 +35,6 @@ MAKE: dict[str, Make] = {
     "sgd": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
     "adagrad": lambda params: FusedAdagrad(params, lr=0.05),
     "novograd": lambda params: FusedNovoGrad(params, lr=0.05),
-    "lion": lambda params: FusedLion(params, lr=0.05),
 }
 every_kind = pytest.mark.parametrize("kind", MAKE)
 in_fewer_bits = pytest.mark.parametrize("moments", ["bfloat16", "8bit"])

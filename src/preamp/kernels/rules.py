@@ -17,7 +17,7 @@ formula gets what ``terms`` says, and of the update what it asks for:
 
 - ``size``: the learning rate, or what the rule makes of it for the tensor or the step;
 - ``c1``, ``c2``: the bias corrections of the moments; ``denominator``: NovoGrad's, of the tensor;
-- ``is_first``: whether it is update 1; ``bound``: the fourth root of how many came before it.
+- ``is_first``: whether it is update 1.
 """
 
 from __future__ import annotations
@@ -374,96 +374,7 @@ class LarsRule(Rule):
         return self._terms(momentum=self.momentum, NESTEROV=self.nesterov)
 
 
-def lion(p, g, m, size, beta1, share, beta2, rest, decay, DECOUPLED):
-    """The new parameter and moment of `LionRule`."""
-    u = beta1 * m + share * g
-    step = choose(u > 0, size, choose(u < 0, -size, u))  # zero and nan stay what they are
-    m = beta2 * m + rest * g
-    if DECOUPLED:
-        step = step + size * (decay * p)
-    return p - step, m
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LionRule(Rule):
-    """Lion; state ``exp_avgs``.
-
-    ``u = sign(beta1 * m + (1 - beta1) * g)``; ``m = beta2 * m + (1 - beta2) * g``;
-    ``p -= lr * (u + weight_decay * p)``. The sign of nan is nan, so that weights show it.
-
-    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
-    """
-
-    beta1: float  # weight of the moment in the step
-    beta2: float  # decay of the moment
-    formulas: ClassVar = (lion,)
-
-    @property
-    def terms(self) -> Terms:
-        """See `Rule.terms`."""
-        betas = {"beta1": self.beta1, "beta2": self.beta2}
-        rest = {"share": 1 - self.beta1, "rest": 1 - self.beta2}
-        return self._terms(**betas, **rest, decoupled=True)
-
-
-def adopt_moments(
-    p, g, m, v, is_first, bound, beta1, share, beta2, rest, eps, decay, COUPLED, BOUNDED
-):
-    """The new moments of `AdoptRule`."""
-    if COUPLED:
-        g = g + decay * p
-    spread = root(v)
-    n = divide(g, choose(spread < eps, eps, spread))
-    if BOUNDED:
-        n = choose(n > bound, bound, n)
-        n = choose(n < -bound, -bound, n)
-    m = choose(is_first, m, beta1 * m + share * n)
-    v = choose(is_first, g * g, beta2 * v + rest * g * g)
-    return m, v
-
-
-def adopt_direction(p, m, is_first, decay, DECOUPLED):
-    """The step of `AdoptRule`, from the new moment, which is still zero after the first update."""
-    u = m
-    if DECOUPLED:
-        u = choose(is_first, m, u + decay * p)
-    return u
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdoptRule(_MomentsRule):
-    """ADOPT: Adam with the gradient divided by the second moment of those before it.
-
-    State ``exp_avgs``, ``exp_avg_sqs``. ``g += weight_decay * p`` unless decoupled. Update 1 only
-    lets ``v = g * g``. Later ``n = g / max(sqrt(v), eps)``, between plus and minus
-    ``(step - 1)**0.25`` if the rule is bounded; ``m = beta1 * m + (1 - beta1) * n``;
-    ``p -= lr * (m + weight_decay * p)``, the last term if decoupled;
-    ``v = beta2 * v + (1 - beta2) * g * g``.
-
-    Source: Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the Optimal
-    Rate" (arXiv:2411.02853), and the authors' code for the bound.
-    """
-
-    decoupled: bool  # decay the parameter rather than add the decay to the gradient
-    is_bounded: bool  # keep gradients that are far beyond all before from the moment
-    formulas: ClassVar = (adopt_moments, adopt_direction)
-
-    @property
-    def terms(self) -> Terms:
-        """See `Rule.terms`."""
-        return self._moment_terms(decoupled=self.decoupled, BOUNDED=self.is_bounded)
-
-
-RULES: tuple[type[Rule], ...] = (
-    AdamRule,
-    LambRule,
-    SgdRule,
-    NovoGradRule,
-    AdagradRule,
-    LarsRule,
-    LionRule,
-    AdoptRule,
-)
+RULES: tuple[type[Rule], ...] = (AdamRule, LambRule, SgdRule, NovoGradRule, AdagradRule, LarsRule)
 """Every rule that back ends know."""
 
 

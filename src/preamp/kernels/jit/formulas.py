@@ -22,7 +22,6 @@ from preamp.kernels.jit.compiler import ALWAYS_INLINE, part
 from preamp.kernels.rules import (
     RULES,
     AdamRule,
-    AdoptRule,
     BiasCorrection,
     Formula,
     LambRule,
@@ -79,11 +78,7 @@ def record_of(work: Any, rule: Rule) -> Any:
         wanted, options["CORRECTED"] = options.get("CORRECTED", rule.corrects), True
         numbers["c1"] = work.correction(rule.beta1, wanted=wanted)
         numbers["c2"] = work.correction(rule.beta2, wanted=wanted)
-    if isinstance(rule, AdoptRule):
-        numbers["bound"] = work.step - 1.0
     numbers = work.numbers_as(size=rule.lr, **numbers)
-    if isinstance(rule, AdoptRule):
-        numbers["bound"] = np.sqrt(np.sqrt(numbers["bound"]))
     given = {**numbers, **options, "is_first": work.step == 1}
     records = [
         _RECORDS[formula](
@@ -124,11 +119,7 @@ def _direction(p, g, m, v, r):
         m, v = moments(p, g, m, v, *r.moments.told)
         return step(p, m, v, *r.direction.told), m, v
 
-    def with_first(p, g, m, v, r):
-        m, v = moments(p, g, m, v, *r.moments.told)
-        return step(p, m, *r.direction.told), m, v
-
-    return with_both if "v" in inspect.signature(step.py_func).parameters else with_first
+    return with_both
 
 
 def stepped(p, g, m, v, number, r) -> Any:

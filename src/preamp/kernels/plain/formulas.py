@@ -20,7 +20,6 @@ from preamp.kernels.plain.lists import Lists, choose
 from preamp.kernels.plain.slots import Slot
 from preamp.kernels.rules import (
     AdamRule,
-    AdoptRule,
     BiasCorrection,
     Formula,
     LambRule,
@@ -141,8 +140,6 @@ def _told(slot: Slot, rule: Rule, step: Step, number: Scalar = 0.0) -> dict[str,
         told |= {"c1": c1, "c2": c2}
         if isinstance(rule, NovoGradRule):
             told["denominator"] = slot.of_each(number / c2**0.5 + rule.eps)
-    if isinstance(rule, AdoptRule):
-        told["bound"] = (slot.number(step) - 1).sqrt().sqrt()
     return told
 
 

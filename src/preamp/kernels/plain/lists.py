@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -50,12 +49,6 @@ class Lists:
     def sqrt(self) -> Lists:
         """The square roots."""
         return Lists(_torch._foreach_sqrt(self.each))
-
-    def __gt__(self, other: Any) -> Lists:
-        return Lists([operator.gt(*pair) for pair in zip(*_rows(self, other), strict=True)])
-
-    def __lt__(self, other: Any) -> Lists:
-        return Lists([operator.lt(*pair) for pair in zip(*_rows(self, other), strict=True)])
 
 
 def _rows(*given: Any) -> list[Sequence[Any]]:

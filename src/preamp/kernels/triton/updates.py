@@ -43,7 +43,7 @@ from preamp.kernels.triton.device.walk import (
     whole_blocks,
 )
 
-SGD, LARS, ADAGRAD, NOVOGRAD, LION, ADOPT, OTHER = map(tl.constexpr, range(7))
+SGD, LARS, ADAGRAD, NOVOGRAD, OTHER = map(tl.constexpr, range(5))
 """What ``RULE`` is; of Adam and LAMB ``OTHER``."""
 
 KINDS_OF_RULES: dict[type[rules.Rule], tl.constexpr] = {
@@ -51,8 +51,6 @@ KINDS_OF_RULES: dict[type[rules.Rule], tl.constexpr] = {
     rules.LarsRule: LARS,
     rules.AdagradRule: ADAGRAD,
     rules.NovoGradRule: NOVOGRAD,
-    rules.LionRule: LION,
-    rules.AdoptRule: ADOPT,
     rules.AdamRule: OTHER,
     rules.LambRule: OTHER,
 }
@@ -68,10 +66,8 @@ _formulas = rules.bound_formulas(
     helper, root=root, divide=divide, corrected=divide, choose=_choose, tl=tl
 )
 _moments, _direction = _formulas[rules.moments], _formulas[rules.direction]
-_adopt_moments = _formulas[rules.adopt_moments]
-_adopt_direction = _formulas[rules.adopt_direction]
 _sgd, _lars, _adagrad = (_formulas[f] for f in (rules.sgd, rules.lars, rules.adagrad))
-_novograd, _lion = _formulas[rules.novograd], _formulas[rules.lion]
+_novograd = _formulas[rules.novograd]
 
 
 @helper
@@ -102,7 +98,7 @@ def update_kernel(
     coefficient: tl.int64, inv_scale_at, found_inf_at, seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, V, H, H_ROW, LEADS, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, RULE, MEASURE,
     TRUST_RATIO, CORRECTS, STEP_SIZE, COUPLED, DECOUPLED, CORRECTED, EPS_INSIDE, HAS_MOMENTUM,
-    NESTEROV, BEFORE, AFTER, INSIDE, BOUNDED, CHUNK, WIDTH, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
+    NESTEROV, BEFORE, AFTER, INSIDE, CHUNK, WIDTH, KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of an update by ``RULE``.
 
@@ -123,11 +119,9 @@ def update_kernel(
     beta1, share = number(beta1), number(share)
     beta2, rest = number(beta2), number(rest)
     momentum = number(momentum)
-    is_first, bound = size, size
-    if RULE == SGD or RULE == ADOPT:
+    is_first = size
+    if RULE == SGD:
         is_first = scalar(step, step_at, STEP_AT) == 1
-    if RULE == ADOPT:
-        bound = root(root(scalar(step, step_at, STEP_AT) - 1))
     c1, c2 = size, size
     if CORRECTS:
         c1 = correction(correction1, step_at, STEP_AT)
@@ -157,20 +151,13 @@ def update_kernel(
                 m = load_moment(m_at, ms_at, start, first, count, begin, where, mask, AT_ONCE, M)
             if V is not None:
                 v = load_moment(v_at, vs_at, start, first, count, begin, where, mask, AT_ONCE, V)
-                if RULE == ADOPT:
-                    m, v = _adopt_moments(p, g, m, v, is_first, bound, beta1, share, beta2, rest,
-                                          eps, decay, COUPLED, BOUNDED)  # fmt: skip
-                else:
-                    m, v = _moments(p, g, m, v, beta1, share, beta2, rest, decay, COUPLED)
+                m, v = _moments(p, g, m, v, beta1, share, beta2, rest, decay, COUPLED)
                 if not MEASURE:  # before anything else, so that fewer registers are in use
                     store_moment(m_at, ms_at, start, first, count, begin, where, mask, AT_ONCE,
                                  M, chance, 0, m)  # fmt: skip
                     store_moment(v_at, vs_at, start, first, count, begin, where, mask, AT_ONCE,
                                  V, chance, 1, v)  # fmt: skip
-                if RULE == ADOPT:
-                    u = _adopt_direction(p, m, is_first, decay, DECOUPLED)
-                else:
-                    u = _direction(p, m, v, c1, c2, eps, decay, DECOUPLED, CORRECTED, EPS_INSIDE)
+                u = _direction(p, m, v, c1, c2, eps, decay, DECOUPLED, CORRECTED, EPS_INSIDE)
                 if MEASURE:
                     u = tl.where(mask, u, 0)  # without eps it is nan beyond the end
                     p_squares += p * p
@@ -183,8 +170,6 @@ def update_kernel(
                 p, m = _lars(p, g, m, size, momentum, decay, NESTEROV)
             elif RULE == ADAGRAD:
                 p, m = _adagrad(p, g, m, size, eps, decay, COUPLED, DECOUPLED)
-            elif RULE == LION:
-                p, m = _lion(p, g, m, size, beta1, share, beta2, rest, decay, DECOUPLED)
             else:
                 p, m = _novograd(p, g, m, denominator, size, c1, beta1, share, decay, INSIDE)
             if HAS_MOMENTUM and V is None:

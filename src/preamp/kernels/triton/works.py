@@ -43,7 +43,7 @@ from preamp.kernels.works import Work
 
 _NUMBERS = ("beta1", "share", "beta2", "rest", "momentum", "eps", "coefficient")
 _OPTIONS = ("TRUST_RATIO", "STEP_SIZE", "CORRECTS", "COUPLED", "DECOUPLED", "CORRECTED",
-            "EPS_INSIDE", "NESTEROV", "BEFORE", "AFTER", "INSIDE", "BOUNDED")  # fmt: skip
+            "EPS_INSIDE", "NESTEROV", "BEFORE", "AFTER", "INSIDE")  # fmt: skip
 _UNUSED = {**dict.fromkeys(_NUMBERS, 0), **dict.fromkeys(_OPTIONS, False), "HAS_MOMENTUM": True}
 
 

@@ -5,7 +5,6 @@ from preamp.optim.fused.adagrad import FusedAdagrad as FusedAdagrad
 from preamp.optim.fused.adam import FusedAdam as FusedAdam
 from preamp.optim.fused.lamb import FusedLAMB as FusedLAMB
 from preamp.optim.fused.lars import FusedLARS as FusedLARS
-from preamp.optim.fused.lion import FusedLion as FusedLion
 from preamp.optim.fused.mixed_precision_lamb import (
     FusedMixedPrecisionLamb as FusedMixedPrecisionLamb,
 )
