@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -17,23 +17,6 @@ from preamp.optim.gradients import State
 _DATA: Any = cast("Any", torch.Tensor).data
 
 
-class Pair(Protocol):
-    """What a master asks of its row in a `WeightTable`; a `Twin`."""
-
-    half: torch.nn.Parameter
-    table: Any
-    row: int
-
-    def value(self) -> torch.Tensor:
-        """The exact value, with what was written to either."""
-        ...
-
-    @property
-    def kept(self) -> torch.Tensor:
-        """What the master takes memory for."""
-        ...
-
-
 class MasterParameter(torch.nn.Parameter):
     """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
 
@@ -43,7 +26,8 @@ class MasterParameter(torch.nn.Parameter):
     in the same call.
     """
 
-    twin: Pair | None = None
+    twin: Any = None
+    """Its row, a `Twin`; ``None`` where there is none any more."""
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -35,11 +34,11 @@ class FusedAdagrad(FusedOptimizer):
         ValueError: A negative number.
     """
 
-    is_elementwise: ClassVar[bool] = True
-    _counts: ClassVar[bool] = False
-    _options: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
-    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
-    moments: ClassVar[Mapping[str, Format]] = {"sum": Format.UNSIGNED}
+    is_elementwise = True
+    _counts = False
+    _options = ("lr", "eps", "weight_decay")
+    _settings = ("set_grad_none", "adagrad_w_mode")
+    moments: ClassVar = {"sum": Format.UNSIGNED}
 
     adagrad_w_mode: bool
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -12,7 +12,6 @@ from preamp.core.dtypes import is_half, math_dtype
 from preamp.core.errors import bad_state, bad_value
 from preamp.core.splits import Splits
 from preamp.kernels.rules import AdamRule, BiasCorrection
-from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Closure,
     FusedOptimizer,
@@ -20,7 +19,6 @@ from preamp.optim.fused.base import (
     Signals,
     Work,
     check_counter,
-    names_scaler,
     rule_of,
 )
 from preamp.optim.fused.checks import refusal
@@ -77,16 +75,14 @@ class FusedAdam(FusedOptimizer):
             with today's.
     """
 
-    is_elementwise: ClassVar[bool] = True
-    _options: ClassVar[tuple[str, ...]] = (
-        *("lr", "bias_correction", "betas", "eps", "weight_decay"),
-    )
-    _settings: ClassVar[tuple[str, ...]] = (
+    is_elementwise = True
+    _options = ("lr", "bias_correction", "betas", "eps", "weight_decay")
+    _settings = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
         *("is_early", "_eps_inside_sqrt"),
     )
-    _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
-    moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
+    _wide_state = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
+    moments = TWO_MOMENTS
 
     adam_w_mode: bool
     capturable: bool
@@ -183,10 +179,7 @@ class FusedAdam(FusedOptimizer):
                 "Leave them out, with the backward in preamp.scale_loss, or wrap the optimizer in "
                 "preamp.optimizers.FP16_Optimizer",
             )
-        if scaling and names_scaler("FusedAdam", scaling):
-            closures = {} if closure is None else {"closure": closure}
-            return scaling["grad_scaler"].step(self, **closures)
-        return super().step(closure)
+        return self._step_by(scaling, closure) if scaling else super().step(closure)
 
     def _rule(self, group: Group) -> AdamRule:
         corrected = BiasCorrection.STEP_SIZE if self.is_early else BiasCorrection.MOMENTS
@@ -218,10 +211,8 @@ class FusedAdam(FusedOptimizer):
             if not entries.params:
                 continue
             check_counter(group)  # it counts per parameter, on the host
-            clip, rule = (
-                self._early_clip(entries, group.get("max_grad_norm", 0.0)),
-                self._rule(group),
-            )
+            clip = self._early_clip(entries, group.get("max_grad_norm", 0.0))
+            rule = self._rule(group)
             for batch in batches(entries, apart):
                 step = self._steps_done(batch.params[0]) + 1
                 update = batch.update(step=step, inv_scale=clip)

@@ -157,6 +157,20 @@ class FusedOptimizer(KeepsMoments):
                 signals.unscale_(grads, self._ops)
         return loss
 
+    def _step_by(self, given: dict[str, Any], closure: Closure | None) -> Any:
+        """`step` with other keyword arguments: a ``grad_scaler`` that takes it, and no more."""
+        unknown = sorted(given.keys() - {"grad_scaler"})
+        if unknown:
+            raise bad_type(
+                f"{type(self).__name__}.step() got {', '.join(map(repr, unknown))}",
+                "Its only other keyword argument is 'grad_scaler'",
+                "Check the spelling",
+            )
+        scaler = given.get("grad_scaler")
+        if scaler is None:
+            return FusedOptimizer.step(self, closure)
+        return scaler.step(self, **({} if closure is None else {"closure": closure}))
+
     @contextmanager
     def _counters_kept(self, work: Work) -> Generator[None]:
         """Set counters back where there is no pinned memory, or state that cannot be kept.
@@ -234,8 +248,7 @@ class FusedOptimizer(KeepsMoments):
             if found_inf is None or host_reaches(found_inf):
                 group["step"] = int(step) + 1
                 return group["step"]
-            if group["params"]:
-                group["step"] = scalar_on(step, torch.int32, group["params"][0].device)
+            group["step"] = scalar_on(step, torch.int32, group["params"][0].device)
         return count_on_device(group, found_inf)
 
     def _rule(self, group: Group) -> Rule:
@@ -430,7 +443,7 @@ class FusedOptimizer(KeepsMoments):
         self, key: str, param: torch.Tensor, dtype: torch.dtype, group: Group
     ) -> torch.Tensor:
         """State that is no moment, before the first step."""
-        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        return torch.zeros_like(param, dtype=dtype)
 
 
 def _copy_of(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
@@ -494,7 +507,7 @@ def place_on_device(group: Group) -> None:
 
 def check_counter(group: Group) -> None:
     """Raise ``PreampStateError`` for a counter on the host in a step that a CUDA graph captures."""
-    if group["params"] and is_capturing(group["params"][0].device):
+    if is_capturing(group["params"][0].device):
         step = group.get("step", 0)
         raise bad_state(
             f"optimizer.step() was captured in a CUDA graph with group['step']={step}",
@@ -513,15 +526,3 @@ def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tenso
     step: torch.Tensor = group["step"]
     step += 1 if found_inf is None else (found_inf == 0).to(step.device)
     return step
-
-
-def names_scaler(kind: str, given: dict[str, Any]) -> bool:
-    """Whether the extra keyword arguments of a ``step`` name a ``GradScaler``; no other may."""
-    unknown = sorted(given.keys() - {"grad_scaler"})
-    if unknown:
-        raise bad_type(
-            f"{kind}.step() got {', '.join(map(repr, unknown))}",
-            "Its only other keyword argument is 'grad_scaler'",
-            "Check the spelling",
-        )
-    return given.get("grad_scaler") is not None

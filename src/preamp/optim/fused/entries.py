@@ -59,7 +59,7 @@ class Entries:
         """Turn rows into columns."""
         columns: list[list[Any]] = [*map(list, tuple(zip(*rows, strict=True)) or [()] * 5)]
         columns.append([None if t is None else t.table.lows[t.row] for t in columns[4]])
-        wanted: Any = [c if any(map(_is_there, c)) else None for c in columns[2:]]
+        wanted: Any = [c if any([v is not None for v in c]) else None for c in columns[2:]]
         return cls(columns[0], columns[1], *wanted)
 
     def rows(self) -> Iterator[Row]:
@@ -126,10 +126,6 @@ class Entries:
         for twin in cast("list[Twin] | None", self.twins) or ():
             if not twin.table.is_split:
                 twin.table.note_interrupted(twin.row)
-
-
-def _is_there(value: object) -> bool:
-    return value is not None
 
 
 def entries_of(params: Sequence[Any]) -> Entries:

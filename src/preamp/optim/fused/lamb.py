@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from preamp.kernels.rules import LambRule
-from preamp.kernels.stored import Format
 from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, rule_of
 from preamp.optim.fused.moments import TWO_MOMENTS
 from preamp.optim.fused.norms import clip_factor
@@ -18,7 +16,7 @@ from preamp.optim.fused.norms import clip_factor
 class Lamb(FusedOptimizer):
     """What both have."""
 
-    _options: ClassVar[tuple[str, ...]] = (
+    _options = (
         *("lr", "bias_correction", "betas", "eps", "weight_decay"),
         *("grad_averaging", "max_grad_norm"),
     )
@@ -69,8 +67,8 @@ class FusedLAMB(Lamb):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
-    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
-    moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
+    _settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    moments = TWO_MOMENTS
 
     def __init__(
         self,

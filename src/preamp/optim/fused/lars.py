@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -40,12 +40,12 @@ class FusedLARS(FusedOptimizer):
             and ignores.
     """
 
-    _options: ClassVar[tuple[str, ...]] = (
+    _options = (
         *("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "nesterov", "is_skipped"),
     )
-    _counts: ClassVar[bool] = False
-    _more_state: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "materialize_master_grads")
+    _counts = False
+    _more_state = ("momentum_buffer",)
+    _settings = ("set_grad_none", "materialize_master_grads")
 
     def __init__(
         self,
@@ -62,17 +62,14 @@ class FusedLARS(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         super().__init__(params, {**locals(), "is_skipped": False})
-        _refuse_unused(dampening=dampening, wd_after_momentum=wd_after_momentum)
+        unused = {"dampening": dampening, "wd_after_momentum": wd_after_momentum}
+        for name, value in unused.items():
+            if value:
+                raise bad_value(
+                    f"FusedLARS got {name}={value!r}",
+                    f"Its update rule has no {name}; Apex accepts and ignores it",
+                    f"Leave {name} out",
+                )
 
     def _rule(self, group: Group) -> LarsRule:
         return rule_of(LarsRule, group, uses_trust_ratio=not group["is_skipped"])
-
-
-def _refuse_unused(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value:
-            raise bad_value(
-                f"FusedLARS got {name}={value!r}",
-                f"Its update rule has no {name}; Apex accepts and ignores it",
-                f"Leave {name} out",
-            )

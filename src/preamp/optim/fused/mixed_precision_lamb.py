@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import bad_value
-from preamp.optim.fused.base import Closure, Group, Signals, count_on_device, names_scaler
+from preamp.optim.fused.base import Closure, Group, Signals, count_on_device
 from preamp.optim.fused.lamb import Lamb
 
 
@@ -45,16 +45,14 @@ class FusedMixedPrecisionLamb(Lamb):
             ``reduced_precision_dtype`` that is not half.
     """
 
-    keeps_copies: ClassVar[bool] = True
-    _options: ClassVar[tuple[str, ...]] = (
+    keeps_copies = True
+    _options = (
         *("lr", "step", "bias_correction", "betas", "eps", "weight_decay"),
         *("grad_averaging", "max_grad_norm"),
     )
-    _more_state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    _settings: ClassVar[tuple[str, ...]] = (
-        *("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype"),
-    )
-    _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
+    _more_state = ("exp_avg", "exp_avg_sq")
+    _settings = ("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
+    _wide_state = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
 
     reduced_precision_dtype: torch.dtype | None
 
@@ -92,10 +90,7 @@ class FusedMixedPrecisionLamb(Lamb):
         Raises:
             RuntimeError: A gradient is sparse or of a dtype that is not updated.
         """
-        if names_scaler("FusedMixedPrecisionLamb", scaling):
-            closures = {} if closure is None else {"closure": closure}
-            return scaling["grad_scaler"].step(self, **closures)
-        return super().step(closure)
+        return self._step_by(scaling, closure)
 
     def _count(self, group: Group, signals: Signals) -> torch.Tensor:
         return count_on_device(group, signals.found_inf)

@@ -101,42 +101,12 @@ class Home:
 
     def made(self, dtype: torch.dtype) -> torch.Tensor:
         """A new moment of zeros."""
-        kind = torch.preserve_format
-        return torch.zeros_like(
-            self.leaf.detach(), dtype=dtype, memory_format=kind, device=self.device
-        )
+        return torch.zeros_like(self.leaf.detach(), dtype=dtype, device=self.device)
 
     def made_scales(self) -> torch.Tensor:
         """Scales of a new moment in 8 bits."""
         own = torch.zeros(self.held_scales, dtype=torch.float32, device=self.device)
         return sharded_as(own, self.leaf, scales_shape(self.shape))
-
-
-def as_kept(
-    kind: str, entry: Mapping[str, Any], key: str, home: Home, kept: Format, dtype: torch.dtype
-) -> Entry:
-    """The moment ``key`` of ``entry`` as ``kept``, and its scales; ``dtype`` is of plain ones.
-
-    What is kept so already is returned as it is, and what has fewer bits widened where a plain one
-    is kept. Raises `PreampStateError` for one that would have to be rounded.
-    """
-    value, given = entry[key], format_kept(entry[key])
-    if given.has_scales and given is kept:
-        return {key: value, key + SCALES: entry[key + SCALES]}
-    if given.has_scales and kept is Format.PLAIN:
-        wide = decode(local_of(value), local_of(entry[key + SCALES]), given)
-        like = torch.empty_like(local_of(home.leaf.detach()), dtype=dtype, device=home.device)
-        value = sharded_as(like.copy_(wide), home.leaf)
-    elif given.has_scales or (kept is not Format.PLAIN and value.dtype is not kept.dtype):
-        raise bad_state(
-            f"{kind} got {key} of parameter {home.number} in {_in_words(given, value.dtype)}, and "
-            f"its storage keeps it in {_in_words(kept, kept.dtype)}",
-            "Moments come back as they were kept; only float32 ones are made of those in fewer "
-            "bits, since others would be rounded once more",
-            "Load a state under the storage that it was saved with, or storage='full' for float32 "
-            "moments",
-        )
-    return {key: value.to(kept.dtype or dtype)}
 
 
 def _in_words(kept: Format, dtype: torch.dtype | None) -> str:
@@ -204,7 +174,7 @@ class KeepsMoments(torch.optim.Optimizer):
     storage: Storage = FULL
     """How masters and moments are kept between steps; set by ``preamp.initialize``.
 
-    At the next step moments in fewer bits become float32 where it says so; see `as_kept`.
+    At the next step moments in fewer bits become float32 where it says so.
     """
 
     moments: ClassVar[Mapping[str, Format]] = {}
@@ -323,9 +293,30 @@ class KeepsMoments(torch.optim.Optimizer):
         return kept.dtype or self._dtype_of(key, param)
 
     def _as_kept(self, param: torch.Tensor, entry: Entry, key: str, home: Home) -> Entry:
-        """The moment ``key`` of ``entry`` as it is kept; see `as_kept`."""
+        """The moment ``key`` of ``entry`` as it is kept, and its scales.
+
+        What is kept so already is returned as it is, and what has fewer bits widened where a plain
+        one is kept. Raises `PreampStateError` for one that would have to be rounded.
+        """
         kept, dtype = self._kept_as(key, param, home), self._dtype_of(key, param)
-        return as_kept(type(self).__name__, entry, key, home, kept, dtype)
+        value, given = entry[key], format_kept(entry[key])
+        if given.has_scales and given is kept:
+            return {key: value, key + SCALES: entry[key + SCALES]}
+        if given.has_scales and kept is Format.PLAIN:
+            wide = decode(local_of(value), local_of(entry[key + SCALES]), given)
+            like = torch.empty_like(local_of(home.leaf.detach()), dtype=dtype, device=home.device)
+            value = sharded_as(like.copy_(wide), home.leaf)
+        elif given.has_scales or (kept is not Format.PLAIN and value.dtype is not kept.dtype):
+            raise bad_state(
+                f"{type(self).__name__} got {key} of parameter {home.number} in "
+                f"{_in_words(given, value.dtype)}, and its storage keeps it in "
+                f"{_in_words(kept, kept.dtype)}",
+                "Moments come back as they were kept; only float32 ones are made of those in fewer "
+                "bits, since others would be rounded once more",
+                "Load a state under the storage that it was saved with, or storage='full' for "
+                "float32 moments",
+            )
+        return {key: value.to(kept.dtype or dtype)}
 
     def _make_moments(
         self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str
@@ -376,8 +367,8 @@ class KeepsMoments(torch.optim.Optimizer):
                 check_fits(type(self).__name__, tensors, key, home)
         for key, value in tensors.items():
             is_plain = self._kept_as(key, param, home) is Format.PLAIN
-            is_in_codes = key in self.moments and format_kept(value).has_scales
-            if key + SCALES in tensors or is_in_codes or not is_plain:
+            has_codes = key in self.moments and format_kept(value).has_scales
+            if key + SCALES in tensors or has_codes or not is_plain:
                 check_fits(type(self).__name__, tensors, key, home, self.moments.get(key))
                 own |= self._as_kept(param, tensors, key, home)
             elif key in self._wide_state or (is_away and value.is_floating_point()):

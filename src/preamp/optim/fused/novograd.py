@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -54,14 +54,14 @@ class FusedNovoGrad(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
-    _options: ClassVar[tuple[str, ...]] = (
+    _options = (
         *("lr", "bias_correction", "betas", "eps", "weight_decay"),
         *("grad_averaging", "norm_type", "init_zero"),
     )
-    _more_state: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
-    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
-    _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
-    moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}
+    _more_state = ("exp_avg_sq",)
+    _settings = ("set_grad_none", "moment_mode")
+    _wide_state = frozenset({"exp_avg_sq"})
+    moments: ClassVar = {"exp_avg": Format.SIGNED}
 
     moment_mode: int
 

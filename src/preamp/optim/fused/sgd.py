@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -56,17 +55,15 @@ class FusedSGD(FusedOptimizer):
         ValueError: A negative number, or nesterov without momentum or with dampening.
     """
 
-    is_elementwise: ClassVar[bool] = True
-    _counts: ClassVar[bool] = False
-    _starts_apart: ClassVar[bool] = True
-    _options: ClassVar[tuple[str, ...]] = (
-        *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    )
-    _settings: ClassVar[tuple[str, ...]] = (
+    is_elementwise = True
+    _counts = False
+    _starts_apart = True
+    _options = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    _settings = (
         *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
         *("most_recent_scale", "scale_set_by_backward"),
     )
-    moments: ClassVar[Mapping[str, Format]] = {"momentum_buffer": Format.SIGNED}
+    moments: ClassVar = {"momentum_buffer": Format.SIGNED}
 
     wd_after_momentum: bool
     materialize_master_grads: bool
