@@ -77,6 +77,17 @@ def test_around_fused_adam_it_trains_as_the_formula_says(
         assert torch.allclose(mine, wanted, rtol=8 * 2.0**-23, atol=2.0**-22)
 
 
+def test_a_norm_beyond_float32_skips_the_step() -> None:
+    """As in 2019, though each scaled gradient is finite."""
+    net, optimizer = bert(FusedAdam, torch.bfloat16, {"dynamic_loss_scale": True})
+    before, scale = flat(values(optimizer)), optimizer.cur_scale
+    for param in net.parameters():
+        param.grad = torch.full_like(param, 3e38)
+    optimizer.step()
+    assert optimizer.cur_scale == scale / 2
+    assert torch.equal(flat(values(optimizer)), before)
+
+
 def test_a_closure_is_called_once_before_the_step() -> None:
     model, optimizer = parts(static_loss_scale=4.0)
     before = flat(values(optimizer))

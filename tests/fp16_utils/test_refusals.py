@@ -83,6 +83,11 @@ def stepped() -> torch.optim.Optimizer:
     return inner
 
 
+class OfAFork(torch.optim.SGD):
+    def step(self, closure: Any = None, grads: Any = None) -> None:
+        raise AssertionError
+
+
 FUSED = {
     name: lambda name=name: getattr(preamp.optimizers, name)(params(torch.float16), lr=0.1)
     for name in ("FusedLAMB", "FusedLARS", "FusedNovoGrad", "FusedMixedPrecisionLamb")
@@ -95,6 +100,7 @@ NOT_FLAT: dict[str, Callable[[], Any]] = {
     "Adafactor": lambda: torch.optim.Adafactor(params(torch.float16)),
     "LARC": lambda: LARC(half_sgd()),
     "an optimizer that has stepped": stepped,
+    "an optimizer whose step takes grads": lambda: OfAFork(params(torch.float16), lr=0.1),
     "a FusedAdam with L2 decay": lambda: preamp.optimizers.FusedAdam(
         params(torch.float16), adam_w_mode=False
     ),

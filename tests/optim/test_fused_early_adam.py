@@ -33,6 +33,16 @@ def test_old_keywords_select_it(options: dict[str, Any], is_early: bool) -> None
     assert ("max_grad_norm" in group) == is_early
 
 
+def test_a_nan_stays_where_it_is() -> None:
+    """A clip by a norm that is nan clips nothing."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([param], lr=0.5, max_grad_norm=1.0)
+    param.grad = torch.tensor([2.0, torch.nan, -2.0])
+    optimizer.step()
+    assert param.isnan().tolist() == [False, True, False]
+    assert param[0] < 1.0 < param[2]
+
+
 # -- refusals --------------------------------------------------------------------------------
 
 

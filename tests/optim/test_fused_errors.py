@@ -144,3 +144,9 @@ def test_lists_of_unequal_length() -> None:
         "lists of unequal length",
         lambda: backend("reference").update_(*lists, rule=adam, update=Update(step=3)),
     )
+
+
+def test_copies_are_no_groups() -> None:
+    optimizer = optimizers.FusedAdam([param()], capturable=True, master_weights=True)
+    assert not hasattr(optimizer, "param_groups_master")
+    assert_refused("optim", "copies as groups", lambda: optimizer.param_groups_master)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from preamp.core.errors import bad_state, bad_type, bad_value
 from preamp.optim import LARC
+from preamp.optim.fused.adam import FusedAdam
 from preamp.optim.fused.kinds import KINDS
 
 DEFAULTS: dict[str, Any] = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
@@ -35,6 +37,13 @@ def check_elementwise(optimizer: Any) -> None:
             "element by itself",
             "The flat FP16_Optimizer takes elementwise optimizers such as SGD and Adam",
             "Use preamp.fp16_utils.FP16_Optimizer, which keeps parameters apart",
+        )
+    needs_grads = "grads" in inspect.signature(optimizer.step).parameters
+    if needs_grads and not isinstance(optimizer, FusedAdam):
+        raise bad_type(
+            f"init_optimizer is {type(optimizer).__name__}, whose step takes grads",
+            "The flat FP16_Optimizer hands gradients over as those of its masters",
+            "Wrap preamp.optimizers.FusedAdam, or an optimizer of torch.optim",
         )
     if optimizer.state:
         raise bad_state(

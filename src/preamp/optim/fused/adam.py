@@ -141,6 +141,14 @@ class FusedAdam(FusedOptimizer):
             )
         self.is_early = True
 
+    @property
+    def param_groups_master(self) -> list[Group] | None:
+        """Refused: raises an `AttributeError`, so `hasattr` says that it is not there."""
+        raise AttributeError(
+            "FusedAdam has no param_groups_master. Its float32 copies lie beside the moments. "
+            "Read optimizer.state[param]['master_param'], which a step with master_weights makes."
+        )
+
     # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
     # that name it, and hands the same over as attributes otherwise.
     def step(
@@ -221,12 +229,16 @@ class FusedAdam(FusedOptimizer):
                     self.state[param]["step"] = step
 
     def _early_clip(self, entries: Entries, max_norm: float) -> torch.Tensor | None:
-        """What clips a group, by itself: ``1 / max(1, (norm + 1e-6) / max_norm)``."""
+        """What clips a group, by itself: ``1 / max(1, (norm + 1e-6) / max_norm)``.
+
+        A norm that is nan clips nothing: the other elements are none the worse for it.
+        """
         if max_norm <= 0:
             return None
         norm = global_norm([entries], self._ops, Splits())
         norm = norm.to(math_dtype(entries.params[0].dtype))
-        return ((norm + _CLIP_EPS) / max_norm).clamp(min=1.0).reciprocal()
+        over = (norm + _CLIP_EPS) / max_norm
+        return torch.where(over > 1.0, over, 1.0).reciprocal()
 
     def _steps_of(self, params: Sequence[torch.Tensor]) -> list[int]:
         return list(map(self._steps_done, params))

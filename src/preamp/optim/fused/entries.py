@@ -103,7 +103,7 @@ class Entries:
             inv_scale=both,
             found_inf=found_inf,
             halves=None if is_split else self.halves,
-            halves_lead=self.twins is not None,  # else a script's places for results
+            halves_lead=self.twins is not None,
             stored=Stored(lows=cast("Any", self.lows)) if is_split else None,
         )
 

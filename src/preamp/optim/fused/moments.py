@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Moments in fewer bits: how each is kept, where its elements lie, and conversions between.
 
-A step at full storage enters nothing of this file.
+Of this file a step at full storage only asks whether there is anything to do.
 """
 
 from __future__ import annotations
