@@ -374,3 +374,23 @@ def test_what_ranks_share_out_is_taken() -> None:
         assert run.engine.policy.storage == HOST
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_released_gradients_are_not_shared_out(named: bool) -> None:
+    storage = preamp.Storage(place="host", release_gradients=True)
+    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        more: dict[str, Any] = {"process_groups": [dist.group.WORLD]} if named else {}
+        run = Run("O5", "FusedAdam", starts=False, storage=storage, **more)
+        with refused(
+            "host_storage",
+            "released gradients on ranks",
+            run.model,
+            run.optimizer,
+            beside="process_groups" if named else "a process group",
+        ):
+            run.initialize()
+    finally:
+        dist.destroy_process_group()
