@@ -108,8 +108,10 @@ def main() -> None:
             machine = max(rows, key=lambda row: row["date"])
             print("{}: {device}, torch {torch}, Python {python}".format(name, **machine))
     show(lines)
-    columns = [cell for _, score in SCORES for cell in (score, "to float32")]
-    show([["trained as", *columns, "B/param"], *learned(read(RESULTS / "storage.jsonl"))])
+    storages = RESULTS / "storage.jsonl"
+    if storages.exists():
+        columns = [cell for _, score in SCORES for cell in (score, "to float32")]
+        show([["trained as", *columns, "B/param"], *learned(read(storages))])
 
 
 if __name__ == "__main__":

@@ -141,7 +141,8 @@ def test_the_first_table_is_the_latest_run_of_the_demo() -> None:
     assert [row for row in rows if row not in readme] == []
 
 
-def test_the_tables_of_the_page_are_what_the_rows_say() -> None:
+def printed_tables() -> tuple[list[list[str]], list[list[str]]]:
+    """What ``benchmarks/table.py`` prints of times, without commits, and of scores."""
     done = subprocess.run(
         [sys.executable, "benchmarks/table.py"],
         cwd=ROOT,
@@ -152,7 +153,11 @@ def test_the_tables_of_the_page_are_what_the_rows_say() -> None:
     )
     lines = [cells(line) for line in done.stdout.splitlines() if line.startswith("| ")]
     start = next(at for at, line in enumerate(lines) if line[0] == "trained as")
-    printed, scores = [line[:-1] for line in lines[:start]], lines[start + 2 :]
+    return [line[:-1] for line in lines[2:start]], lines[start + 2 :]
+
+
+def test_the_tables_of_the_page_are_what_the_rows_say() -> None:
+    times, scores = printed_tables()
     page = list(map(cells, (ROOT / "docs/speed.md").read_text("utf-8").splitlines()))
 
     def is_said(row: list[str]) -> bool:
@@ -161,7 +166,34 @@ def test_the_tables_of_the_page_are_what_the_rows_say() -> None:
         steps = [case, *rest[:5], rest[-1]]  # whole steps are not timed with split and compact
         return several in page or steps in page
 
-    assert len(printed) > 20
+    assert len(times) > 18
     assert len(scores) == 8
+    assert [row for row in times if not is_said(row)] == []
     assert [row for row in scores if row not in page] == []
-    assert [row for row in printed[2:] if not is_said(row)] == []
+
+
+def range_of(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def test_sentences_about_speed_are_what_the_rows_say() -> None:
+    times, _ = printed_tables()
+    updates = [float(row[-1]) for row in times if row[0].startswith("update") and row[-1] != "–"]
+    steps = [float(row[-1]) for row in times if not row[0].startswith("update") and row[-1] != "–"]
+    plain = [row for row in times if row[0] in ("gpt", "convnet") and row[1] in ("O0", "O4", "O5")]
+    text = " ".join((ROOT / "docs/speed.md").read_text("utf-8").split())
+    assert f"An update with `FusedAdam` takes {range_of(updates)} of the time" in text
+    assert f"A whole step at O5 takes {range_of(steps)} times as long as with autocast" in text
+    over_hand = range_of([float(row[4]) / float(row[2]) for row in plain])
+    assert f"preamp with the same AdamW takes {over_hand} times as long" in text
+
+
+def test_the_hosts_update_is_what_the_rows_say() -> None:
+    lines = (ROOT / "benchmarks/results/host.jsonl").read_text("utf-8").splitlines()
+    moved = {row["name"]: f"{row['gb_s']:.1f}" for row in map(json.loads, lines)}
+    copy, full, split, compact = (
+        moved[f"{name}, 2 threads"] for name in ("copy", "full", "split", "compact")
+    )
+    text = " ".join((ROOT / "docs/storage.md").read_text("utf-8").split())
+    assert f"a copy moved {copy} GB/s, the update of float32 state {full}, " in text
+    assert f"of split masters {split}, and with 8-bit moments {compact} (" in text
