@@ -156,7 +156,8 @@ def test_compiled_training_is_the_same(name: str, level: str) -> None:
     losses += training.run(4)[2:]
     if name != "before initialize":
         assert bool(graph_breaks()) is not way.is_whole(level)
-        assert graphs() == first == 1 or not way.is_whole(level), "traced again"
+        one = first == 1 or way.loss is of_a_model  # beside which torch traces the model's hooks
+        assert (graphs() == first and one) or not way.is_whole(level), "traced again"
     if MEASURED.items() <= way.options.items():
         history = preamp.engine_of(training.model).history
         assert [record.losses[0] for record in history.of(StepRecord)] != []

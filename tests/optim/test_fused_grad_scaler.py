@@ -100,7 +100,10 @@ def test_scaled_training_is_unscaled_training(
         optimizer.zero_grad()
         reference.zero_grad()
     for a, b in zip(params, plain, strict=True):
-        assert_same(a.detach(), b.detach())
+        if far:  # where the device counts steps, and corrects moments in float32
+            assert torch.allclose(a, b, rtol=0, atol=8 * max(torch.finfo(dtype).eps, 2.0**-23))
+        else:
+            assert_same(a.detach(), b.detach())
     taken = 3 if when is None else 2
     assert [int(group["step"]) for group in optimizer.param_groups] == [taken] * 2
 
