@@ -197,3 +197,13 @@ def test_the_hosts_update_is_what_the_rows_say() -> None:
     text = " ".join((ROOT / "docs/storage.md").read_text("utf-8").split())
     assert f"a copy moved {copy} GB/s, the update of float32 state {full}, " in text
     assert f"of split masters {split}, and with 8-bit moments {compact} (" in text
+
+
+def test_attribution_is_as_often_right_as_the_rows_say() -> None:
+    lines = (ROOT / "benchmarks/results/attribution.jsonl").read_text("utf-8").splitlines()
+    whole = {row["kind"]: row for row in map(json.loads, lines) if row["every"] == 1}
+    assert all(row["right"] == row["cases"] for row in whole.values())
+    text = " ".join((ROOT / "docs/overflow.md").read_text("utf-8").split())
+    assert f"right for all of {whole['parameter']['right']:,} overflows" in text
+    backwards = whole["changing backwards"]
+    assert f"{backwards['right']:,} of {backwards['cases']:,} were right" in text
