@@ -243,7 +243,9 @@ class WeightMarks:
 
     def advance(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
         """Mark consecutive ones after a write to the memory that they had when last asked."""
-        self._versions[start:stop] = self._versions_now(tensors[start:stop])
+        before = self._versions[start:stop]
+        by = version_of(tensors[start]) - before[0]  # an op writes to all of them as often
+        self._versions[start:stop] = [version + by for version in before]
 
     def _versions_now(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         if self._has_sharded:

@@ -337,8 +337,8 @@ class HalfGradients:
     def clip(self, by: torch.Tensor) -> None:
         """Multiply what unscales half gradients; touches no memory."""
         self.changes += 1
-        factors = {device: self.factor_on(device) for device in devices_of(self.seen)}
-        self._factors = {device: own * by.to(device) for device, own in factors.items()}
+        self.factor_on(by.device)  # others follow from any
+        self._factors = {device: own * by.to(device) for device, own in self._factors.items()}
         self._is_clipped = True
 
     # -- what the script does ----------------------------------------------------------------------
@@ -613,7 +613,7 @@ class HalfGradients:
         self.is_shown = False
         self._new = None
         self.changes += 1
-        if not are_zeros:
+        if not (are_zeros or all(map(is_, self.seen, repeat(None)))):
             self._clear_halves()
         if carry is None:
             return

@@ -268,7 +268,6 @@ class FusedOptimizer(KeepsMoments):
             copies = list(map(_copy_of, targets, states))
             update = replace(update, halves=batch.params, halves_lead=True)
             return Call(batch, [copies, batch.grads, *state], rule, update)
-        kept.note("halves", batch.halves)
         kept.note("lows", batch.lows)
         if batch.lows is not None:  # split masters are their half weights
             targets = batch.targets

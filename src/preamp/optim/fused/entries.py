@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any, cast
@@ -167,7 +168,6 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
     grads = cast("list[torch.Tensor]", found)
     lows = table.lows[start:stop]
     factors: list[torch.Tensor | None] = [gradients.factor_on(grads[0].device)] * len(grads)
-    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1
     return Entries(
         [*masters],
         grads,
@@ -175,7 +175,7 @@ def _of_neighbours(params: Sequence[Any]) -> Entries | None:
         factors,
         [*table.twins[start:stop]],
         lows if table.is_split else None,
-        are_alike,
+        table.are_alike,
     )
 
 
@@ -242,9 +242,10 @@ class Kept:
     """
 
     places: list[int] | None  # of the parameters in all state; ``None`` for all, in their order
-    # References, by what a list is: ``"params"``, ``"keys"`` of all state, ``"halves"``,
-    # ``"lows"``, and the keys of the state
-    lists: dict[str, list[Any] | None] = field(default_factory=dict[str, "list[Any] | None"])
+    # The ``id`` of each tensor while all live, by what a list is: ``"params"``, ``"keys"`` of all
+    # state, ``"lows"``, and the keys of the state
+    lists: dict[str, list[int]] = field(default_factory=dict[str, "list[int]"])
+    refs: dict[str, list[Any]] = field(default_factory=dict[str, "list[Any]"])
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict[str, "torch.dtype | None"])
     homes: Any = None  # a reference to where they were, if moments are kept in fewer bits
     numbers: list[int] = field(default_factory=list[int])  # of these, see `Stored`
@@ -254,15 +255,16 @@ class Kept:
     def is_same(self, name: str, column: Collection[Any] | None) -> bool:
         """Whether a list has the very tensors that were noted."""
         before = self.lists.get(name)
-        if column is None or before is None:
-            return column is before
-        referred: Any = map(referred_to, before)
-        return len(column) == len(before) and all(map(is_, column, referred))
+        return column is before if column is None else list(map(id, column)) == before
 
     def note(self, name: str, column: Collection[Any] | None) -> None:
         """The update takes this list."""
         if not self.is_same(name, column):
-            self.lists[name] = None if column is None else list(map(weakref.ref, column))
+            self.lists.pop(name, None)
+            forget = partial(_forget, self.lists, name)
+            self.refs[name] = [weakref.ref(tensor, forget) for tensor in column or ()]
+            if column is not None:
+                self.lists[name] = list(map(id, column))
             self.standing = None
 
     def column(
@@ -282,6 +284,10 @@ class Kept:
         return None
 
 
+def _forget(lists: dict[str, list[int]], name: str, _: object) -> None:
+    lists.pop(name, None)
+
+
 def kept_of(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> tuple[Kept, list[Entry]]:
@@ -294,9 +300,12 @@ def kept_of(
     every: dict[Hashable, Kept] = vars(optimizer).setdefault("_kept_lists", {})
     key = id(params[0]), len(params)
     kept = every.get(key)
-    if kept and kept.is_same("params", params) and kept.is_same("keys", state):
-        states = list(state.values())
-        return kept, states if kept.places is None else [states[p] for p in kept.places]
+    if kept and kept.is_same("params", params):
+        if kept.places is None and are_same(state, params):
+            return kept, list(state.values())
+        if kept.places is not None and kept.is_same("keys", state):
+            states = list(state.values())
+            return kept, [states[place] for place in kept.places]
     own = [state[param] for param in params]  # made where there is none
     places = None
     if not are_same(state, params):
