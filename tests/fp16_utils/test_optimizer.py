@@ -288,6 +288,24 @@ def test_retain_graph() -> None:
     assert gradients(optimizer) == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.parametrize("how", ["assigned", "in place", "beside the half one"])
+def test_a_master_that_a_script_writes_to_counts(how: str) -> None:
+    model = Weights()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), verbose=False)
+    master: Any = optimizer.all_fp32_from_fp16_params[0]
+    if how == "in place":
+        master.detach().fill_(3.0)
+    else:
+        master.data = torch.full_like(master, 3.0)
+    if how == "beside the half one":  # what was written to last is not known: masters win
+        model.low.data.fill_(5.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(model.loss())
+        optimizer.step()
+        assert model.low.tolist() == master.tolist() == [3.0, 3.0]
+
+
 # -- groups --------------------------------------------------------------------------------------
 
 

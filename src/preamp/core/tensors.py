@@ -177,74 +177,45 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class WeightMarks:
-    """What the memory of several tensors was at some time, to tell later which were written to.
+    """How often each of several tensors was written to, to tell later which were since."""
 
-    The address alone does not tell: assigned twice, ``p.data`` may come to lie where it was. The
-    storages are held weakly, so the marks keep no memory alive.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self) -> None:
         self._versions: list[int] = []
-        self._addresses: list[int] = []
-        self._storages: list[Any] = []
-        self._keys: list[int] = []
         self._has_sharded = False
-        for tensor in tensors:
-            self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Mark one more tensor."""
         self._has_sharded |= is_sharded(tensor)
-        self._storages.append(None)
-        for column in (self._versions, self._addresses, self._keys):
-            column.append(-1)
-        self._mark(len(self._keys) - 1, tensor)
-
-    def _mark(self, row: int, tensor: torch.Tensor) -> None:
-        local = local_of(tensor)
-        storage = StorageWeakRef(local.untyped_storage())
-        self._storages[row], self._keys[row] = storage, cast("Any", storage).cdata
-        self._addresses[row] = local.data_ptr()
-        self._versions[row] = version_of(tensor)
+        self._versions.append(version_of(tensor))
 
     def is_changed(self, row: int, tensor: torch.Tensor) -> bool:
-        """Whether the tensor of one row was written to or given other memory since."""
-        return (
-            self._versions[row] != version_of(tensor)
-            or self._addresses[row] != local_of(tensor).data_ptr()
-            or _is_expired(self._keys[row])
-        )
+        """Whether the tensor of one row was written to since."""
+        return self._versions[row] != version_of(tensor)
 
     def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The rows whose tensor was written to or given other memory since."""
-        versions, addresses = self._versions_now(tensors), self._addresses_now(tensors)
-        expired = list(map(_is_expired, self._keys))
-        if versions == self._versions and addresses == self._addresses and True not in expired:
+        """The rows whose tensor was written to since."""
+        now = self._versions_now(tensors)
+        if now == self._versions:
             return []
-        columns = zip(versions, self._versions, addresses, self._addresses, expired, strict=True)
-        return [row for row, (v, w, a, b, gone) in enumerate(columns) if v != w or a != b or gone]
+        pairs = enumerate(zip(now, self._versions, strict=True))
+        return [row for row, (version, before) in pairs if version != before]
 
     def renew(self, tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Mark the tensors of some rows as they are now."""
-        if len(rows) < len(tensors):
-            for row in rows:
-                self._mark(row, tensors[row])
+        if len(rows) == len(tensors):
+            self._versions = self._versions_now(tensors)
             return
-        addresses = self._addresses_now(tensors)
-        expired = list(map(_is_expired, self._keys))
-        columns = zip(addresses, self._addresses, expired, strict=True)
-        self._versions = self._versions_now(tensors)
-        for row in [row for row, (a, b, gone) in enumerate(columns) if a != b or gone]:
-            self._mark(row, tensors[row])
+        for row in rows:
+            self._versions[row] = version_of(tensors[row])
 
     def expect_change(self, row: int) -> None:
         """From now on a tensor counts as written to."""
         self._versions[row] = -2
 
     def advance(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
-        """Mark consecutive ones after a write to the memory that they had when last asked."""
+        """Mark consecutive ones after an op, which has written to all of them as often."""
         before = self._versions[start:stop]
-        by = version_of(tensors[start]) - before[0]  # an op writes to all of them as often
+        by = self._versions_now(tensors[start : start + 1])[0] - before[0]
         self._versions[start:stop] = [version + by for version in before]
 
     def _versions_now(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -253,13 +224,8 @@ class WeightMarks:
         with unhooked():
             return list(map(_own_version, tensors))
 
-    def _addresses_now(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        with unhooked():
-            return list(map(_address_of, locals_of(tensors) if self._has_sharded else tensors))
-
 
 _address_of = torch.Tensor.data_ptr
-_is_expired: Callable[[int], bool] = cast("Any", torch.UntypedStorage)._expired  # noqa: SLF001
 _storage_at: Callable[[int], Any] = cast("Any", torch.UntypedStorage)._new_with_weak_ptr  # noqa: SLF001
 
 

@@ -66,6 +66,8 @@ class MasterParameter(torch.nn.Parameter):
         self, value: torch.Tensor
     ) -> None:
         _DATA.__set__(self, value)
+        if self.twin is not None:
+            self.twin.table.note_written_to(self.twin.row)
 
     @property
     def has_materialized_grad(self) -> bool:

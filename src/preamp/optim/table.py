@@ -96,7 +96,7 @@ class WeightPairs:
             set_data(master, master.detach().to(self.home_of(half)))
             self.note_written((row,))
             if was_written:  # and not rounded into the half weight yet
-                self._master_marks.expect_change(row)
+                self.note_written_to(row)
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
@@ -140,6 +140,11 @@ class WeightPairs:
     def note_written(self, rows: Iterable[int]) -> None:
         """Remember that the half weights of ``rows`` follow from their masters as of now."""
         self._master_marks.renew(self._marked, [*rows])
+
+    def note_written_to(self, row: int) -> None:
+        """The master of a row has other values, which torch does not count or an interrupt hid."""
+        if self._marked:
+            self._master_marks.expect_change(row)
 
 
 class Twin:
@@ -401,17 +406,14 @@ class WeightTable(WeightPairs):
 
     def note_rounded(self, start: int, stop: int) -> None:
         """An update itself has rounded new masters into half weights, of consecutive rows."""
-        self._master_marks.advance(self._marked, start, stop)
-
-    def note_interrupted(self, row: int) -> None:
-        """An update may have written to a master and not to its half weight yet."""
-        self._master_marks.expect_change(row)
+        if self._marked:
+            self._master_marks.advance(self._marked, start, stop)
 
     def hand_out(self, row: int) -> None:
         """Somebody gets a master's memory, and may write to it without a trace."""
         half = self.halves[row]
         if self.is_stepping:
-            self._master_marks.expect_change(row)
+            self.note_written_to(row)
         elif row not in self._handed_out and is_half(half):
             self._agree(row)
             self._handed_out[row] = local_of(half.detach()).clone()

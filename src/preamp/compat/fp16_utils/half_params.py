@@ -28,6 +28,7 @@ class HalfParams:
         self._optimizer = optimizer
         self._known: set[int] = set()
         self._pairs = WeightPairs(ops)
+        self._memory: list[torch.Tensor] = []  # of masters, when half parameters last agreed
         self.fp16_groups: list[Params] = []  # the model's half parameters
         # their masters, which the optimizer has in their place
         self.fp32_from_fp16_groups: list[Params] = []
@@ -84,6 +85,7 @@ class HalfParams:
         self.fp16_groups[index].append(half)
         self.fp32_from_fp16_groups[index].append(master)
         self._pairs.add_row(half, master)
+        self._memory.append(master.detach())
         state = self._optimizer.state
         if half in state:
             state[master] = cast_state(state.pop(half), master)
@@ -93,10 +95,19 @@ class HalfParams:
     def write_halves(self) -> None:
         """Round every master into its half parameter. Mutates the model."""
         self._pairs.write_halves()
+        self._memory = [master.detach() for master in self._pairs.masters]
 
     def absorb(self) -> None:
-        """Let masters see writes to half parameters, but for those through ``p.data``."""
+        """Let half parameters see writes to masters, and masters those to half parameters.
+
+        But for writes through ``master.data``, of which no plain parameter tells.
+        """
+        pairs = zip(self._pairs.masters, self._memory, strict=True)
+        for row, (master, before) in enumerate(pairs):
+            if not master.is_set_to(before):  # ``master.data`` was assigned
+                self._pairs.note_written_to(row)
         self._pairs.absorb()
+        self._memory = [master.detach() for master in self._pairs.masters]
 
 
 class ScaledGradients:

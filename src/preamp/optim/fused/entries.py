@@ -125,8 +125,7 @@ class Entries:
     def note_interrupted(self) -> None:
         """The op may have updated some of them: whoever ends the step rounds them again."""
         for twin in cast("list[Twin] | None", self.twins) or ():
-            if not twin.table.is_split:
-                twin.table.note_interrupted(twin.row)
+            twin.table.note_written_to(twin.row)
 
 
 def entries_of(params: Sequence[Any]) -> Entries:
