@@ -8,8 +8,8 @@ that kernels are made of, and of the versions of numba and Python. So copies of 
 their code where they are alike, and only there. Where nothing can be written each process compiles
 for itself.
 
-Files are unpickled, which runs what somebody else may have put there. So the folder is used only
-where nobody else can write to it, by the rule that ssh has for its files.
+Files are unpickled, which runs what is in them. So a file counts only if it is the user's or
+root's, and nobody else may write to it; any other is as if it were not there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import pickle
 import stat
 import sys
 import tempfile
-import uuid
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,8 +29,6 @@ from typing import Any
 import numba
 from numba.core import caching, serialize
 from numba.core.compiler import CompileResult
-
-from preamp.core.errors import message
 
 _numba: Any = numba
 _NullCache: Any = caching.NullCache
@@ -62,10 +58,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _folder() -> str | None:
-    """The folder of this version's code, made if need be; ``None`` if it is not to be used.
-
-    Where others may write to it, a warning says so once.
-    """
+    """The folder of this version's code, made if need be; ``None`` where nothing can be written."""
     digest = hashlib.sha256(f"{_numba.__version__} {sys.version_info[:2]}".encode())
     here = Path(__file__).parent
     beside = [here.parent / name for name in ("stored.py", "rules.py")]
@@ -73,48 +66,27 @@ def _folder() -> str | None:
         if file.name != "ops.py":  # which starts kernels, and is no part of any
             digest.update(file.read_bytes())
     try:
-        # Links are followed here: what is looked at below is what numba will use.
-        folder = (cache_folder() / f"jit-{digest.hexdigest()[:16]}").resolve()
-        for place in (*reversed(folder.parents), folder):
-            place.mkdir(mode=0o777 if sys.platform == "win32" else 0o700, exist_ok=True)
-        why = _open_to_others(folder)
-        if why is None:
-            with tempfile.TemporaryFile(dir=folder):
-                return str(folder)
+        folder = cache_folder() / f"jit-{digest.hexdigest()[:16]}"
+        folder.mkdir(0o777 if sys.platform == "win32" else 0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
     except (OSError, RuntimeError):  # there may be no home either
         return None
-    warnings.warn(_left_alone(folder, why), stacklevel=3)
-    return None
 
 
-def _open_to_others(folder: Path) -> str | None:
-    """How anybody but the user and root could put files into a folder; ``None`` if nobody can.
+def _own_content(file: Path) -> bytes | None:
+    """What is in a file that only the user and root can have written; ``None`` of any other.
 
-    It and all its parents belong to the user or root, and no other may write to them. Unlike ssh
-    this takes parents with the sticky bit, as ``/tmp`` has it: what lies in these can be moved by
-    its owner only. Windows has no such permissions; its folders for users are private.
+    The open file is asked, which nobody can exchange. Windows has no such permissions; its folders
+    for users are private.
     """
-    if sys.platform == "win32":
-        return None
-    for place in (folder, *folder.parents):
-        status = place.lstat()
-        if status.st_uid not in (0, os.geteuid()):
-            return f"{place} belongs to another user (uid {status.st_uid})"
-        is_sticky = place != folder and bool(status.st_mode & stat.S_ISVTX)
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
-            return f"others may write to {place} ({stat.filemode(status.st_mode)})"
-    return None
-
-
-def _left_alone(folder: Path, why: str) -> str:
-    return message(
-        f"Machine code is neither kept in {folder} nor read from there, since {why}: whoever puts "
-        "a file there could run code in this process",
-        "The folder and all above it have to belong to you or root, and nobody else may write to "
-        "them; until then each process compiles for itself, for about three seconds",
-        "Set PREAMP_CACHE to a folder of your own, or take the permission away (chmod go-w) and "
-        "delete what is in the folder",
-    )
+    with file.open("rb") as opened:
+        status = os.fstat(opened.fileno())
+        if sys.platform != "win32" and (
+            status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        ):
+            return None
+        return opened.read()
 
 
 class _Kept(_NullCache):
@@ -139,7 +111,7 @@ class _Kept(_NullCache):
         target_context.refresh()
         key = self._key(sig, target_context.codegen())
         try:
-            content = self._file(key).read_bytes()
+            content = _own_content(self._file(key)) or b""
         except OSError:
             return None
         digest, pickled = content[:32], content[32:]
@@ -153,14 +125,14 @@ class _Kept(_NullCache):
             return
         key = self._key(sig, cres.codegen)
         pickled = _serialize.dumps((key, cres._reduce()))
-        file = self._file(key)
-        draft = file.with_suffix(f".tmp{uuid.uuid4().hex[:16]}")
         with suppress(OSError):
+            handle, draft = tempfile.mkstemp(".tmp", dir=self._folder)  # for the user alone
             try:
-                draft.write_bytes(hashlib.sha256(pickled).digest() + pickled)
-                draft.replace(file)
+                with open(handle, "wb") as opened:
+                    opened.write(hashlib.sha256(pickled).digest() + pickled)
+                os.replace(draft, self._file(key))
             finally:
-                draft.unlink(missing_ok=True)
+                Path(draft).unlink(missing_ok=True)
 
     def _key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
         return signature, codegen.magic_tuple(), self._code
