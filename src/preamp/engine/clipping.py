@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
-from preamp.core.tensors import dtype_of, host_reaches, kinds_of, with_gradients
+from preamp.core.tensors import dtype_of, has_sharded, host_reaches, kinds_of, with_gradients
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.lookup import bare, engine_of, find_engine
 from preamp.engine.session import OptimizerSession
@@ -208,7 +208,7 @@ class _Gradients:
         ops, owners, splits, device = engine.ops, self.owners, self.splits, engine.device
         grads, factors = self.made + self.halves, [None] * len(self.made) + self.factors
         is_wide = torch.float64 in kinds_of(dtype_of, self.made)
-        if order == 2.0 and not (is_wide or splits.concern(owners)):
+        if order == 2.0 and not (is_wide or splits.given or has_sharded(owners)):
             return ops.l2norm(grads, factors, device)
         return total_norm(ops, grads, factors, owners, splits, device, order).float()
 

@@ -15,23 +15,10 @@ from collections import namedtuple
 from typing import Any, cast
 
 import numpy as np
-import torch
 from numba.extending import overload
 
 from preamp.kernels.jit.compiler import ALWAYS_INLINE, part
-from preamp.kernels.rules import (
-    RULES,
-    AdamRule,
-    BiasCorrection,
-    Formula,
-    LambRule,
-    LarsRule,
-    NovoGradRule,
-    Rule,
-    bound_formulas,
-    check_known,
-)
-from preamp.kernels.update import Scalar
+from preamp.kernels.rules import Formula, bound_formulas
 
 
 @part
@@ -53,58 +40,18 @@ _FORMULAS = bound_formulas(part, root=np.sqrt, divide=_over, corrected=_times, c
 # By formula the type of its record, whose only field is a tuple of all that it is told. Names of
 # this module: numba pickles other classes by value, and each process that reads these sees a new
 # type and compiles again.
-_RECORDS: dict[Formula, Any] = {
+RECORDS: dict[Formula, Any] = {
     formula: namedtuple(f"{formula.__name__.title()}Record", "told") for formula in _FORMULAS
 }
-globals().update({record.__name__: record for record in _RECORDS.values()})
-_BY_RECORD = {_RECORDS[formula]: compiled for formula, compiled in _FORMULAS.items()}
+globals().update({record.__name__: record for record in RECORDS.values()})
+_BY_RECORD = {RECORDS[formula]: compiled for formula, compiled in _FORMULAS.items()}
 _NAMES = {formula: tuple(inspect.signature(formula).parameters) for formula in _FORMULAS}
+# Before that come four values of an element or a tensor; three where no gradient is taken.
+TOLD = {formula: names[4 if "g" in names else 3 :] for formula, names in _NAMES.items()}
+"""By formula the names of what its record has, in order."""
 
 Moments: Any = namedtuple("Moments", "moments direction")
 """The records of both formulas of a rule with two lists of state."""
-
-_OF_ELEMENTS = frozenset("pgmv")
-# A formula that is a rule's only one takes the number of the tensor after the element's values.
-_OF_TENSORS = {rule.formulas[0]: _NAMES[rule.formulas[0]][3] for rule in RULES
-               if len(rule.formulas) == 1}  # fmt: skip
-
-
-def record_of(work: Any, rule: Rule) -> Any:
-    """What the rule's formulas are told of all elements; ``work`` is a `Launch`."""
-    check_known(rule)
-    numbers, options = cast("tuple[dict[str, Any], dict[str, Any]]", rule.terms)
-    if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
-        # Moments that are not corrected are multiplied by 1.
-        wanted, options["CORRECTED"] = options.get("CORRECTED", rule.corrects), True
-        numbers["c1"] = work.correction(rule.beta1, wanted=wanted)
-        numbers["c2"] = work.correction(rule.beta2, wanted=wanted)
-    numbers = work.numbers_as(size=rule.lr, **numbers)
-    given = {**numbers, **options, "is_first": work.step == 1}
-    records = [
-        _RECORDS[formula](
-            tuple(
-                given[name]
-                for name in _NAMES[formula]
-                if name not in _OF_ELEMENTS and name != _OF_TENSORS.get(formula)
-            )
-        )
-        for formula in rule.formulas
-    ]
-    return records[0] if len(records) == 1 else Moments(*records)
-
-
-def number_of(work: Any, rule: Rule) -> Scalar:
-    """The number of each tensor, or one for all: of NovoGrad a denominator, else a step's size."""
-    if isinstance(rule, (LambRule, LarsRule)):
-        return work.numbers_of(rule)
-    if isinstance(rule, NovoGradRule):
-        c2 = work.correction(rule.beta2, wanted=rule.corrects)
-        return work.numbers_of(rule) * c2**0.5 + rule.eps
-    if isinstance(rule, AdamRule) and rule.bias_correction is BiasCorrection.STEP_SIZE:
-        lr = rule.lr.detach() if isinstance(rule.lr, torch.Tensor) else rule.lr
-        root = work.correction(rule.beta2, wanted=True) ** 0.5
-        return float(lr) / root * work.correction(rule.beta1, wanted=True)
-    return rule.lr
 
 
 def direction(p, g, m, v, r) -> Any:

@@ -11,15 +11,24 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from preamp.kernels.jit import formulas, loops
+from preamp.kernels.jit import loops
 from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
+from preamp.kernels.jit.formulas import RECORDS, TOLD, Moments
 from preamp.kernels.jit.loops import blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
 from preamp.kernels.ops import Census, Column, Tensors
 from preamp.kernels.plain import Plain
 from preamp.kernels.plain.formulas import number_of
 from preamp.kernels.plans import GRADS, Plan, check_lengths, pick
-from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule
+from preamp.kernels.rules import (
+    AdamRule,
+    BiasCorrection,
+    LambRule,
+    LarsRule,
+    NovoGradRule,
+    Rule,
+    check_known,
+)
 from preamp.kernels.stored import join
 from preamp.kernels.update import Scalar, Update
 from preamp.kernels.vectors import norms_of
@@ -220,28 +229,51 @@ class Launch(Work):
         left = 1.0 - beta**self.step if wanted else 1.0
         return 1.0 / left if left else math.inf
 
-    def numbers_as(self, **values: Scalar) -> dict[str, Any]:
-        """Numbers as kernels take them, by name."""
-        return {
-            name: np.float32(value)
-            if value.__class__ is float and -_MOST <= value <= _MOST
-            else _number(value)
-            for name, value in values.items()
-        }
+    def _told(self) -> Any:
+        """What the rule's formulas are told of all elements: numbers as kernels take them."""
+        rule = self.rule
+        check_known(rule)
+        numbers, options = cast("tuple[dict[str, Any], dict[str, Any]]", rule.terms)
+        if isinstance(rule, (AdamRule, LambRule, NovoGradRule)):
+            # Moments that are not corrected are multiplied by 1.
+            wanted, options["CORRECTED"] = options.get("CORRECTED", rule.corrects), True
+            numbers["c1"] = self.correction(rule.beta1, wanted=wanted)
+            numbers["c2"] = self.correction(rule.beta2, wanted=wanted)
+        numbers["size"] = rule.lr
+        given: dict[str, Any] = {**options, "is_first": self.step == 1}
+        for name, value in numbers.items():
+            is_plain = value.__class__ is float and -_MOST <= value <= _MOST
+            given[name] = np.float32(value) if is_plain else _number(value)
+        records = [
+            RECORDS[formula](tuple(map(given.__getitem__, TOLD[formula])))
+            for formula in rule.formulas
+        ]
+        return records[0] if len(records) == 1 else Moments(*records)
+
+    def _number(self) -> Scalar:
+        """That of each tensor, or one for all: of NovoGrad a denominator, else a step's size."""
+        rule = self.rule
+        if isinstance(rule, (LambRule, LarsRule)):
+            return self._measured_number()
+        if isinstance(rule, NovoGradRule):
+            c2 = self.correction(rule.beta2, wanted=rule.corrects)
+            return self._measured_number() * c2**0.5 + rule.eps
+        if isinstance(rule, AdamRule) and rule.bias_correction is BiasCorrection.STEP_SIZE:
+            lr = rule.lr.detach() if isinstance(rule.lr, torch.Tensor) else rule.lr
+            root = self.correction(rule.beta2, wanted=True) ** 0.5
+            return float(lr) / root * self.correction(rule.beta1, wanted=True)
+        return rule.lr
 
     @torch.no_grad()
     def start(self) -> None:
         """See `Work.start`; nothing is done where an overflow was found."""
         if self.update.found_inf is not None and _plain(self.update.found_inf) != 0:
             return
-        rule = formulas.record_of(self, self.rule)
-        by, numbers = (
-            _number(self.inv_scale),
-            _vector(formulas.number_of(self, self.rule), self.plan),
-        )
-        second = ZEROS[torch.float32] if isinstance(rule, formulas.Moments) else None
+        told, by = self._told(), _number(self.inv_scale)
+        numbers = _vector(self._number(), self.plan)
+        second = ZEROS[torch.float32] if isinstance(told, Moments) else None
         half, low = self.way
-        self._walk(loops.update, half, low, second, self.leads and half is None, by, numbers, rule)
+        self._walk(loops.update, half, low, second, self.leads and half is None, by, numbers, told)
         self.note_written()
 
     def norms_needed(self) -> tuple[torch.Tensor, ...]:
@@ -281,15 +313,16 @@ class Launch(Work):
     def _directions(self) -> torch.Tensor:
         """``|p|`` and ``|u|`` of each tensor."""
         sums = np.zeros((2, self.chunks.table.shape[1]))
-        told = _number(self.inv_scale), sums[0], sums[1]
-        self._walk(loops.measure_directions, *told, formulas.record_of(self, self.rule))
+        by = _number(self.inv_scale)
+        self._walk(loops.measure_directions, by, sums[0], sums[1], self._told())
         owners, count = self.chunks.table[0], len(self.plan.places)
         norms = np.sqrt(np.stack([np.bincount(owners, row, count) for row in sums]))
         return cast("torch.Tensor", _torch.from_numpy(norms).to(torch.float32))
 
     @torch.no_grad()
-    def numbers_of(self, rule: Rule) -> Scalar:
+    def _measured_number(self) -> Scalar:
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
+        rule = self.rule
         lr = rule.lr.to(_CPU, torch.float32) if isinstance(rule.lr, torch.Tensor) else rule.lr
         numbers = self.rows("N")
         kept = _torch.stack(numbers).to(torch.float32) if numbers else None
