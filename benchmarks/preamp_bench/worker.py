@@ -23,6 +23,7 @@ from typing import IO, Any
 import torch
 
 import preamp
+from preamp.core.tensors import stored_grad
 from preamp_bench.harness import stopwatch, wait_for
 from preamp_bench.loops import Loop, make_loop
 from preamp_bench.memory import Peak, bytes_of
@@ -136,7 +137,7 @@ def _memory(loop: Loop, peak: Peak) -> dict[str, Any]:
     # Those of a loop by hand, or what preamp updates in place of half weights.
     masters = [p for p in preamp.master_params(loop.optimizer) if id(p) not in own]
     # Reading .grad of a lazy master would make the gradient that is being looked for.
-    made = [p for p in masters if getattr(p, "has_materialized_grad", True)]
+    made = [p for p in masters if stored_grad(p) is not None]
     held = {
         "weights": weights,
         "masters": masters,

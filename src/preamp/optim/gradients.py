@@ -656,7 +656,11 @@ class HalfGradients:
             return
         for name, grad in zip(self._names, grads, strict=True):
             if grad is not None and grad.is_sparse:
-                raise _sparse(name)
+                raise bad_state(
+                    f"The gradient of {name!r} is sparse and the parameter has a float32 master",
+                    "Masters take dense gradients; sparse ones work at O0, O1 and O4",
+                    "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
+                )
 
     def new_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
         """What `read_new` has read, if ``leaves`` are the half weights; not to be changed."""
@@ -704,12 +708,10 @@ class HalfGradients:
         """
         if self.state is not State.OPEN:
             return
-        for row in self._carried:  # the half gradient holds the earlier one too
+        # Of the carried rows the half gradient holds the earlier one too.
+        for row in (*self._carried, *self._dropped()):
             self._keep(row, None)
-        if self._reached:
-            for row in self._dropped():
-                self._keep(row, None)
-            self._reached.clear()
+        self._reached.clear()
         # Sharded ones may have been placed anew since they were read.
         grads = None if self._has_sharded else self._new
         grads = list(map(grad_of, self._halves)) if grads is None else grads
@@ -777,15 +779,6 @@ class HalfGradients:
             for row in self._zeroed:
                 self._keep(row, self._wide(self.seen[row]))
             self._zeroed.update(range(len(self._halves)))
-
-
-def _sparse(name: str) -> PreampStateError:
-    """Return the error for a sparse gradient of a half parameter."""
-    return bad_state(
-        f"The gradient of {name!r} is sparse and the parameter has a float32 master",
-        "Masters take dense gradients; sparse ones work at O0, O1 and O4",
-        "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
-    )
 
 
 def _changed_in_place(tensor: torch.Tensor, name: str, *, is_plain: bool) -> PreampStateError:

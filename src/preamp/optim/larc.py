@@ -82,15 +82,62 @@ class LARC:
             Gradients, and what the optimizer does. Weight decays are zero while it steps.
         """
         check_storage(getattr(self.optim, "storage", FULL))
+        decays: list[tuple[dict[str, Any], Any]] = []
+        is_adapted = False
+
         # In a hook, since the engine decides inside optim.step() whether there is a step at all,
         # and has brought the masters up to date by the time hooks run.
-        adaptation = _Adaptation(self)
-        handle = self.optim.register_step_pre_hook(adaptation)
+        def adapt(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+            nonlocal is_adapted
+            if is_adapted:  # hooks run twice where a subclass calls super().step
+                return
+            is_adapted = True
+            self._adapt_all(optimizer)
+            for group in optimizer.param_groups:
+                if "weight_decay" in group:
+                    decays.append((group, group["weight_decay"]))
+                    group["weight_decay"] = 0.0
+
+        handle = self.optim.register_step_pre_hook(adapt)
         try:
             self.optim.step()
         finally:
             handle.remove()
-            adaptation.restore_weight_decay()
+            for group, decay in decays:
+                group["weight_decay"] = decay
+
+    def _adapt_all(self, optimizer: torch.optim.Optimizer) -> None:
+        own = [
+            (param, group)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for param, _ in own:
+            if param.grad.is_sparse:
+                raise bad_state(
+                    f"LARC found a sparse gradient of shape {tuple(param.shape)}",
+                    "It takes dense gradients, since weight decay changes every element",
+                    "Make the embedding with sparse=False, or step it with an optimizer of its own",
+                )
+        place_gradients([param for param, _ in own])
+        norms = _norms([param for param, _ in own], getattr(optimizer, "splits", Splits()))
+        for (param, group), pair in zip(own, norms, strict=True):
+            self._adapt(param, pair, group)
+
+    @torch.no_grad()
+    def _adapt(self, param: torch.Tensor, norms: torch.Tensor, group: dict[str, Any]) -> None:
+        decay = group.get("weight_decay", 0.0)
+        weights, wide = _wide(param)
+        norm, grad_norm = norms.unbind()
+        ratio = self.trust_coefficient * norm / (grad_norm + norm * decay + self.eps)
+        if self.clip:
+            ratio = (ratio / rate_of(group)).clamp(max=1.0)
+        adapted = (wide + decay * weights) * ratio
+        # Chosen on the device: asking a norm whether it is zero would wait for it.
+        local_of(cast("torch.Tensor", param.grad)).copy_(
+            torch.where((norm != 0) & (grad_norm != 0), adapted, wide)
+        )
 
     # -- the surface of an optimizer ---------------------------------------------------------
 
@@ -146,59 +193,6 @@ def check_storage(storage: Storage) -> None:
             "It reads float32 masters and adapts whole gradients, on the device, in step()",
             "Pass the optimizer without LARC, or a storage without that",
         )
-
-
-class _Adaptation:
-    """What LARC does to gradients and groups before one step of the wrapped optimizer."""
-
-    def __init__(self, larc: LARC) -> None:
-        self._larc = larc
-        self._decays: list[tuple[dict[str, Any], Any]] = []
-        self._is_done = False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        if self._is_done:  # hooks run twice where a subclass calls super().step
-            return
-        self._is_done = True
-        own = [
-            (param, group)
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        for param, _ in own:
-            if param.grad.is_sparse:
-                raise bad_state(
-                    f"LARC found a sparse gradient of shape {tuple(param.shape)}",
-                    "It takes dense gradients, since weight decay changes every element",
-                    "Make the embedding with sparse=False, or step it with an optimizer of its own",
-                )
-        place_gradients([param for param, _ in own])
-        norms = _norms([param for param, _ in own], getattr(optimizer, "splits", Splits()))
-        for (param, group), pair in zip(own, norms, strict=True):
-            self._adapt(param, pair, group)
-        for group in optimizer.param_groups:
-            if "weight_decay" in group:
-                self._decays.append((group, group["weight_decay"]))
-                group["weight_decay"] = 0.0
-
-    @torch.no_grad()
-    def _adapt(self, param: torch.Tensor, norms: torch.Tensor, group: dict[str, Any]) -> None:
-        larc, decay = self._larc, group.get("weight_decay", 0.0)
-        weights, wide = _wide(param)
-        norm, grad_norm = norms.unbind()
-        ratio = larc.trust_coefficient * norm / (grad_norm + norm * decay + larc.eps)
-        if larc.clip:
-            ratio = (ratio / rate_of(group)).clamp(max=1.0)
-        adapted = (wide + decay * weights) * ratio
-        # Chosen on the device: asking a norm whether it is zero would wait for it.
-        local_of(cast("torch.Tensor", param.grad)).copy_(
-            torch.where((norm != 0) & (grad_norm != 0), adapted, wide)
-        )
-
-    def restore_weight_decay(self) -> None:
-        for group, decay in self._decays:
-            group["weight_decay"] = decay
 
 
 def _wide(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,13 +69,6 @@ class MasterParameter(torch.nn.Parameter):
         if self.twin is not None:
             self.twin.table.note_written_to(self.twin.row)
 
-    @property
-    def has_materialized_grad(self) -> bool:
-        """Whether a float32 gradient exists already; asking does not make one."""
-        twin = self.twin
-        held = stored_grad(self) if twin is None else twin.table.gradients.base(twin.row)
-        return held is not None
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Copy as a plain parameter, which in this copy is the half weight's copy as well."""
         if id(self) in memo:

@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.away import values_of, zeros_away
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, bad_state
+from preamp.core.errors import bad_state
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 
@@ -56,10 +56,24 @@ def read_back(
     for row, grad in now.items():
         if found[row] == 0.0 and not is_zeroed(grad):  # by a clip
             if common is None:
-                raise _clipped_to_zero(grad, names[row])
+                raise bad_state(
+                    f"The {dtype_name(grad.dtype)} gradient of {names[row]!r} was multiplied by "
+                    "zero, as a clip does whose norm is infinite",
+                    "The norm of half gradients is a half number in torch, and 65504 the largest "
+                    "in float16",
+                    "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which needs no "
+                    "unscale_",
+                )
             found[row] = common  # which left nothing of what was small
         elif found[row] is None and grad.dtype is torch.float16 and not is_plain:
-            raise _rewritten(grad, names[row])
+            raise bad_state(
+                f"The {dtype_name(grad.dtype)} gradient of {names[row]!r} was changed after "
+                "unscale_, and not by one factor as clipping by norm does",
+                "Unscaled, values below 6e-8 are zero in float16, and those below 6e-5 imprecise, "
+                "so a step cannot take them from there",
+                "Call preamp.clip_grad_value_(optimizer, clip_value), change the float32 gradients "
+                "of preamp.master_params(optimizer), or train in bfloat16 (O5)",
+            )
     return found
 
 
@@ -161,25 +175,3 @@ def _misfits(base: torch.Tensor, now: torch.Tensor, tried: list[torch.Tensor]) -
         wrong = [((new - old * factor).abs() > rounding).any() | is_odd.any() for factor in tried]
         found = torch.maximum(found, torch.stack(wrong).double())
     return found
-
-
-def _rewritten(grad: torch.Tensor, name: str) -> PreampStateError:
-    """Return the error for unscaled float16 gradients that a script has written."""
-    return bad_state(
-        f"The {dtype_name(grad.dtype)} gradient of {name!r} was changed after unscale_, and not by "
-        "one factor as clipping by norm does",
-        "Unscaled, values below 6e-8 are zero in float16, and those below 6e-5 imprecise, so a "
-        "step cannot take them from there",
-        "Call preamp.clip_grad_value_(optimizer, clip_value), change the float32 gradients of "
-        "preamp.master_params(optimizer), or train in bfloat16 (O5)",
-    )
-
-
-def _clipped_to_zero(grad: torch.Tensor, name: str) -> PreampStateError:
-    """Return the error for a clip whose norm had overflowed: it multiplies by zero."""
-    return bad_state(
-        f"The {dtype_name(grad.dtype)} gradient of {name!r} was multiplied by zero, as a clip does "
-        "whose norm is infinite",
-        "The norm of half gradients is a half number in torch, and 65504 the largest in float16",
-        "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which needs no unscale_",
-    )

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
-from preamp.core.errors import PreampStateError, bad_state
+from preamp.core.errors import bad_state
 from preamp.core.tensors import local_of
 from preamp.core.torch_private.shards import set_data, sharded_as, without_local
 from preamp.kernels.stored import are_beyond_float16
@@ -91,21 +91,18 @@ class SplitTable(WeightTable):
         half, low = local_of(self.halves[row].detach()).data, cast("Any", self.lows[row])
         wide = local_of(value.detach()).to(low.device, torch.float32)
         if half.dtype is torch.float16 and True in are_beyond_float16([wide]):
-            raise _beyond_float16(self.twins[row].name)
+            name = self.twins[row].name
+            raise bad_state(
+                f"The float16 weight {name!r} was given values beyond 65504, where it is infinite",
+                "Masters that large cannot be told from infinite ones where they are split "
+                '("split")',
+                f"Use opt_level='O5' (bfloat16), storage='full', or keep_fp32=[{name!r}]",
+            )
         self.ops.split_([wide], [half], [low])
 
     def absorb(self) -> None:
         """A split master is what its half weight is."""
         self.follow()
-
-
-def _beyond_float16(name: str) -> PreampStateError:
-    """The error for a value that is too large to be split."""
-    return bad_state(
-        f"The float16 weight {name!r} was given values beyond 65504, where it is infinite",
-        'Masters that large cannot be told from infinite ones where they are split ("split")',
-        f"Use opt_level='O5' (bfloat16), storage='full', or keep_fp32=[{name!r}]",
-    )
 
 
 def _of_form() -> set[Callable[..., Any]]:
@@ -146,7 +143,7 @@ class SplitMaster(MasterParameter):
         if func == _IS_META:  # by which torch's checkpoints make new tensors to write to
             return True
         if func not in _OF_FORM:
-            raise _has_no_memory()
+            _refuse(args)
         parameter: Any = torch.nn.Parameter  # which calls what it is given
         return parameter.__torch_function__(func, types, args, kwargs or {})
 
@@ -154,19 +151,15 @@ class SplitMaster(MasterParameter):
         return f"{type(self).__name__}(shape={tuple(self.shape)})"
 
 
-def _has_no_memory() -> PreampStateError:
-    return bad_state(
+def _refuse(master: object) -> NoReturn:
+    del master
+    raise bad_state(
         'A master was read or written to that is split (storage="split")',
         "It is kept as its half weight and 16 bits beside each element, which fused optimizers "
         "update as they are; shape, dtype and gradient may be asked for",
         "Clip with preamp.clip_grad_norm_(optimizer, max_norm); read and write weights within "
         'engine.exact_weights(), or pass storage="full"',
     )
-
-
-def _refuse(master: object) -> None:
-    del master
-    raise _has_no_memory()
 
 
 def form_of(param: torch.Tensor) -> torch.Tensor:

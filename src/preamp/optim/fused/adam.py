@@ -149,8 +149,6 @@ class FusedAdam(FusedOptimizer):
             "Read optimizer.state[param]['master_param'], which a step with master_weights makes."
         )
 
-    # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
-    # that name it, and hands the same over as attributes otherwise.
     def step(
         self,
         closure: Closure | None = None,
@@ -187,7 +185,7 @@ class FusedAdam(FusedOptimizer):
                 "Leave them out, with the backward in preamp.scale_loss, or wrap the optimizer in "
                 "preamp.optimizers.FP16_Optimizer",
             )
-        return self._step_by(scaling, closure) if scaling else super().step(closure)
+        return super().step(closure, **scaling)
 
     def _rule(self, group: Group) -> AdamRule:
         corrected = BiasCorrection.STEP_SIZE if self.is_early else BiasCorrection.MOMENTS

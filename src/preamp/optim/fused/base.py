@@ -133,11 +133,14 @@ class FusedOptimizer(KeepsMoments):
         vars(self).update({name: given[name] for name in self._settings})
         super().__init__(params, {name: given[name] for name in (*self._options, *more)})
 
-    def step(self, closure: Closure | None = None) -> Any:
+    # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
+    # that name it, and hands the same over as attributes otherwise.
+    def step(self, closure: Closure | None = None, **scaling: Any) -> Any:
         """Update the parameters that have gradients.
 
         Args:
             closure: Re-evaluates the model with gradients enabled and returns the loss.
+            scaling: ``grad_scaler=scaler`` does what ``scaler.step(optimizer)`` does.
 
         Returns:
             The closure's loss, or ``None``.
@@ -145,7 +148,12 @@ class FusedOptimizer(KeepsMoments):
         Raises:
             RuntimeError: A gradient is sparse or of a dtype that is not updated.
         """
-        loss = None if closure is None else evaluate(closure)
+        if scaling:
+            return self._step_by(scaling, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         with torch.no_grad():
             work, signals = self._collect(), Signals.of(self)
             storage = self.storage
@@ -415,8 +423,10 @@ class FusedOptimizer(KeepsMoments):
         group: Group,
     ) -> list[torch.Tensor]:
         """One of the rule's lists of state, made where there is none."""
-        is_plain = self.storage.moments == "float32"
-        dtype = (self._dtype_of if is_plain else self._kept_dtype)(key, params[0])
+        dtype = self._dtype_of(key, params[0])
+        if self.storage.moments != "float32":
+            home = self._homes().by_id[id(params[0])]
+            dtype = self._kept_as(key, params[0], home).dtype or dtype
         column = kept.column(states, key, dtype)
         if column is not None:
             return column
@@ -457,12 +467,6 @@ def _copy_of(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         state[MASTER] = param.detach().float()
     state[MASTER] = state[MASTER].to(param.device)
     return state[MASTER]
-
-
-def evaluate(closure: Closure) -> Any:
-    """Call the closure with gradients enabled, and return its loss."""
-    with torch.enable_grad():
-        return closure()
 
 
 def scalar_on(

@@ -131,20 +131,17 @@ def check_gradients(
     dtypes = kinds_of(dtype_of, params[:some]) | kinds_of(dtype_of, grads[:some])
     if not dtypes <= set(DTYPES) or not kinds_of(layout_of, grads) <= {torch.strided}:
         for param, grad in zip(params, grads, strict=True):
-            _check_gradient(kind, param, grad)
-
-
-def _check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise refusal(
-            f"{kind} got a sparse gradient of shape {tuple(grad.shape)}",
-            "Its update rule is dense",
-            "Use torch.optim.SparseAdam for this parameter, or sparse=False in the embedding",
-        )
-    for tensor in (param, grad):
-        if tensor.dtype not in DTYPES:
-            raise refusal(
-                f"{kind} got {with_article(dtype_name(tensor.dtype))} tensor",
-                f"It updates {', '.join(map(dtype_name, DTYPES))}",
-                "Give this parameter to an optimizer of torch.optim",
-            )
+            if grad.layout is not torch.strided:
+                raise refusal(
+                    f"{kind} got a sparse gradient of shape {tuple(grad.shape)}",
+                    "Its update rule is dense",
+                    "Use torch.optim.SparseAdam for this parameter, or sparse=False in the "
+                    "embedding",
+                )
+            for dtype in map(dtype_of, (param, grad)):
+                if dtype not in DTYPES:
+                    raise refusal(
+                        f"{kind} got {with_article(dtype_name(dtype))} tensor",
+                        f"It updates {', '.join(map(dtype_name, DTYPES))}",
+                        "Give this parameter to an optimizer of torch.optim",
+                    )

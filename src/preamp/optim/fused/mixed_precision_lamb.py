@@ -9,7 +9,7 @@ import torch
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import bad_value
-from preamp.optim.fused.base import Closure, Group, Signals, count_on_device
+from preamp.optim.fused.base import Group, Signals, count_on_device
 from preamp.optim.fused.lamb import Lamb
 
 
@@ -46,10 +46,6 @@ class FusedMixedPrecisionLamb(Lamb):
     """
 
     keeps_copies = True
-    _options = (
-        *("lr", "step", "bias_correction", "betas", "eps", "weight_decay"),
-        *("grad_averaging", "max_grad_norm"),
-    )
     _more_state = ("exp_avg", "exp_avg_sq")
     _settings = ("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
     _wide_state = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
@@ -72,25 +68,14 @@ class FusedMixedPrecisionLamb(Lamb):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_reduced(reduced_precision_dtype)
-        super().__init__(params, {**locals(), "set_grad_none": True})
-
-    # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
-    # that name it, and hands the same over as attributes otherwise.
-    def step(self, closure: Closure | None = None, **scaling: Any) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Re-evaluates the model with gradients enabled and returns the loss.
-            scaling: ``grad_scaler=scaler`` does what ``scaler.step(optimizer)`` does.
-
-        Returns:
-            The closure's loss, or ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated.
-        """
-        return self._step_by(scaling, closure)
+        if reduced_precision_dtype not in (*HALF_DTYPES, None):
+            raise bad_value(
+                f"FusedMixedPrecisionLamb got reduced_precision_dtype="
+                f"{dtype_name(reduced_precision_dtype)}",
+                "It is torch.float16, torch.bfloat16 or None",
+                "Name the dtype of the parameters that need a float32 copy",
+            )
+        super().__init__(params, {**locals(), "set_grad_none": True}, more=("step",))
 
     def _count(self, group: Group, signals: Signals) -> torch.Tensor:
         return count_on_device(group, signals.found_inf)
@@ -101,12 +86,3 @@ class FusedMixedPrecisionLamb(Lamb):
 
     def _has_copy(self, param: torch.Tensor) -> bool:
         return param.dtype is self.reduced_precision_dtype
-
-
-def _check_reduced(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in HALF_DTYPES:
-        raise bad_value(
-            f"FusedMixedPrecisionLamb got reduced_precision_dtype={dtype_name(dtype)}",
-            "It is torch.float16, torch.bfloat16 or None",
-            "Name the dtype of the parameters that need a float32 copy",
-        )

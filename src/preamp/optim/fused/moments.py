@@ -76,11 +76,6 @@ class Home:
         return cls(number, leaf, shape, start, can_be_blocks(shape), where)
 
     @property
-    def held_shape(self) -> tuple[int, ...]:
-        """Of what this rank keeps of a moment."""
-        return tuple(local_of(self.leaf).shape)
-
-    @property
     def held_scales(self) -> tuple[int, int]:
         """The shape of what this rank keeps of a moment's scales."""
         if not self.shape:
@@ -127,7 +122,7 @@ def check_fits(
     """
     value, scales = entry.get(key), entry.get(key + SCALES)
     given = format_kept(value)
-    fits = _shape_of(value) == home.held_shape
+    fits = _shape_of(value) == _shape_of(home.leaf)
     found = [_described(key, value)]
     if given.has_scales or scales is not None:
         fits &= given is (codes or given) and given.has_scales and _are_scales(scales, home)
@@ -288,10 +283,6 @@ class KeepsMoments(torch.optim.Optimizer):
         """Of state that is not kept in fewer bits."""
         raise NotImplementedError
 
-    def _kept_dtype(self, key: str, param: torch.Tensor) -> torch.dtype:
-        kept = self._kept_as(key, param, self._homes().by_id[id(param)])
-        return kept.dtype or self._dtype_of(key, param)
-
     def _as_kept(self, param: torch.Tensor, entry: Entry, key: str, home: Home) -> Entry:
         """The moment ``key`` of ``entry`` as it is kept, and its scales.
 
@@ -306,7 +297,7 @@ class KeepsMoments(torch.optim.Optimizer):
             wide = decode(local_of(value), local_of(entry[key + SCALES]), given)
             like = torch.empty_like(local_of(home.leaf.detach()), dtype=dtype, device=home.device)
             value = sharded_as(like.copy_(wide), home.leaf)
-        elif given.has_scales or (kept is not Format.PLAIN and value.dtype is not kept.dtype):
+        elif kept is not Format.PLAIN and value.dtype is not kept.dtype:
             raise bad_state(
                 f"{type(self).__name__} got {key} of parameter {home.number} in "
                 f"{_in_words(given, value.dtype)}, and its storage keeps it in "

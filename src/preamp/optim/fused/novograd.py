@@ -121,17 +121,14 @@ def _norms_to_state(given: dict[str, Any], own: Sequence[Group]) -> dict[str, An
                 if param.dtype is dtype and "exp_avg" in state.get(number, {})
             ]
             if len(numbers) != norms.numel():
-                raise _wrong_count(len(numbers), norms.numel(), dtype)
+                raise bad_value(
+                    f"The loaded group has {norms.numel()} norms for {len(numbers)} {dtype} "
+                    "parameters with a moment",
+                    "group['exp_avg_sq'] holds the norms of the float16 parameters, then those of "
+                    "the float32 ones, one for each parameter that was updated",
+                    "Build the model and its groups as they were when the file was written",
+                )
             for number, norm in zip(numbers, norms.reshape(-1), strict=True):
                 state[number] = {**state[number], "exp_avg_sq": norm.clone()}
     groups += given["param_groups"][len(groups) :]  # too many: torch refuses them
     return {**given, "state": state, "param_groups": groups}
-
-
-def _wrong_count(params: int, norms: int, dtype: torch.dtype) -> ValueError:
-    return bad_value(
-        f"The loaded group has {norms} norms for {params} {dtype} parameters with a moment",
-        "group['exp_avg_sq'] holds the norms of the float16 parameters, then those of the "
-        "float32 ones, one for each parameter that was updated",
-        "Build the model and its groups as they were when the file was written",
-    )
