@@ -22,7 +22,7 @@ import torch
 from preamp.core.pinned import laid_as, pinned
 from preamp.core.tensors import memory_order
 from preamp.kernels import Ops
-from preamp.optim import pair_of
+from preamp.optim import SplitTable, pair_of
 
 CHUNK = 32 << 20
 """Bytes; a power of two, since torch reserves pinned memory in these."""
@@ -84,8 +84,10 @@ def value_of(param: torch.Tensor) -> Value:
     twin = pair_of(param)
     if twin is None:
         return param.detach()
-    parts = twin.table.parts(twin.row)
-    return twin.value() if parts is None else SplitTensor(*parts, twin.table.ops)
+    table = twin.table
+    if not isinstance(table, SplitTable):
+        return twin.value()
+    return SplitTensor(*table.parts(twin.row), table.ops)
 
 
 class _Piece(NamedTuple):

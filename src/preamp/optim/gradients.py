@@ -406,15 +406,14 @@ class HalfGradients:
 
     def _take_in_spent(self, rows: Sequence[int], now: Sequence[Any]) -> None:
         """Take in what has come to half gradients that a step has used up."""
-        fresh, zeros = list[int](), set[int]()
-        for row in rows:
-            if now[row] is not None and now[row] is self.seen[row]:
-                if is_zeroed(now[row]):
-                    zeros.add(row)
-                elif self.unscales is not None:
-                    raise _changed_in_place(now[row], self._names[row], is_plain=False)
-            if now[row] is not None:
-                fresh.append(row)
+        fresh, zeros = [row for row in rows if now[row] is not None], set[int]()
+        for row in fresh:
+            if now[row] is not self.seen[row]:
+                continue
+            if is_zeroed(now[row]):
+                zeros.add(row)
+            elif self.unscales is not None:
+                raise _changed_in_place(now[row], self._names[row], is_plain=False)
         if fresh:
             self._start_from(None)
             self._zeroed = zeros

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -106,6 +105,7 @@ class LARC:
             for group, decay in decays:
                 group["weight_decay"] = decay
 
+    @torch.no_grad()
     def _adapt_all(self, optimizer: torch.optim.Optimizer) -> None:
         own = [
             (param, group)
@@ -120,12 +120,17 @@ class LARC:
                     "It takes dense gradients, since weight decay changes every element",
                     "Make the embedding with sparse=False, or step it with an optimizer of its own",
                 )
-        place_gradients([param for param, _ in own])
-        norms = _norms([param for param, _ in own], getattr(optimizer, "splits", Splits()))
+        params = [param for param, _ in own]
+        place_gradients(params)
+        # Of each parameter its norm and its gradient's, of whole tensors
+        norms = [torch.stack([cast("Any", t).norm() for t in _wide(param)]) for param in params]
+        splits: Splits = getattr(optimizer, "splits", Splits())
+        if splits.concern(params):
+            over = [[splits.of(leaf_of(param))] for param in params]
+            complete_([pair[:, None] for pair in norms], over, splits)
         for (param, group), pair in zip(own, norms, strict=True):
             self._adapt(param, pair, group)
 
-    @torch.no_grad()
     def _adapt(self, param: torch.Tensor, norms: torch.Tensor, group: dict[str, Any]) -> None:
         decay = group.get("weight_decay", 0.0)
         weights, wide = _wide(param)
@@ -201,15 +206,3 @@ def _wide(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grad, twin = cast("torch.Tensor", param.grad), pair_of(param)
     value = param.detach() if twin is None else twin.value()
     return local_of(value).to(dtype), local_of(grad.detach()).to(dtype)
-
-
-@torch.no_grad()
-def _norms(params: Sequence[torch.Tensor], splits: Splits) -> list[torch.Tensor]:
-    """The norm of each parameter and of its gradient, of whole tensors, as a vector of the two."""
-    pairs = [
-        torch.stack([cast("Any", tensor).norm() for tensor in _wide(param)]) for param in params
-    ]
-    if splits.concern(params):
-        over = [[splits.of(leaf_of(param))] for param in params]
-        complete_([pair[:, None] for pair in pairs], over, splits)
-    return pairs

@@ -267,22 +267,20 @@ class WeightTable(WeightPairs):
             self._known[place] = [] if any(map(is_half, params)) else params.copy()
 
     def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:
-        twin = self._by_half.get(id(half)) or self._add_half(half, original)
+        twin = self._by_half.get(id(half))
+        if twin is None:
+            name = self._name_of(half)
+            for other in self._others:
+                if other.of_half(half) is not None:
+                    raise in_two_optimizers(name, other.optimizer, self.optimizer)
+            data = half.detach() if original is None else original
+            twin = self.add(half, data.to(self.home_of(half), torch.float32), name)
+            self._by_half[id(half)] = twin
         state: dict[Any, Any] = self.optimizer.state
         _move_state(state, half, twin.master)
         if twin.master in state and self._casts_state:
             cast_state(state[twin.master], twin.master)
         return twin.master
-
-    def _add_half(self, half: Any, original: torch.Tensor | None) -> Twin:
-        name = self._name_of(half)
-        for other in self._others:
-            if other.of_half(half) is not None:
-                raise in_two_optimizers(name, other.optimizer, self.optimizer)
-        data = half.detach() if original is None else original
-        twin = self.add(half, data.to(self.home_of(half), torch.float32), name)
-        self._by_half[id(half)] = twin
-        return twin
 
     def add(self, half: Parameter, value: torch.Tensor, name: str) -> Twin:
         """Add a row with the float32 ``value``, which may become the master's memory."""
@@ -438,12 +436,6 @@ class WeightTable(WeightPairs):
                 now = local_of(self.masters[row].detach()).to(half.device, half.dtype)
                 is_same = now.view(torch.int16) == before.view(torch.int16)
                 half.copy_(torch.where(is_same, half, now))
-
-    # -- split masters ----------------------------------------------------------------------------
-
-    def parts(self, row: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This rank's part of the half weight and what is beside it, where masters are split."""
-        del row
 
 
 def in_two_optimizers(name: str, first: object, second: object) -> PreampStateError:

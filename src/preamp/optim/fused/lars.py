@@ -40,9 +40,7 @@ class FusedLARS(FusedOptimizer):
             and ignores.
     """
 
-    _options = (
-        *("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "nesterov", "is_skipped"),
-    )
+    _options = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps", "nesterov")
     _counts = False
     _more_state = ("momentum_buffer",)
     _settings = ("set_grad_none", "materialize_master_grads")
@@ -61,7 +59,7 @@ class FusedLARS(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        super().__init__(params, {**locals(), "is_skipped": False})
+        super().__init__(params, {**locals(), "is_skipped": False}, more=("is_skipped",))
         unused = {"dampening": dampening, "wd_after_momentum": wd_after_momentum}
         for name, value in unused.items():
             if value:

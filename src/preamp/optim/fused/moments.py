@@ -94,15 +94,6 @@ class Home:
                 "moments",
             )
 
-    def made(self, dtype: torch.dtype) -> torch.Tensor:
-        """A new moment of zeros."""
-        return torch.zeros_like(self.leaf.detach(), dtype=dtype, device=self.device)
-
-    def made_scales(self) -> torch.Tensor:
-        """Scales of a new moment in 8 bits."""
-        own = torch.zeros(self.held_scales, dtype=torch.float32, device=self.device)
-        return sharded_as(own, self.leaf, scales_shape(self.shape))
-
 
 def _in_words(kept: Format, dtype: torch.dtype | None) -> str:
     return "8 bits" if kept.has_scales or dtype is None else dtype_name(dtype)
@@ -322,9 +313,11 @@ class KeepsMoments(torch.optim.Optimizer):
                 state.update(made)
                 continue
             kept = self._kept_as(key, param, home)
-            state[key] = home.made(kept.dtype or self._dtype_of(key, param))
+            dtype = kept.dtype or self._dtype_of(key, param)
+            state[key] = torch.zeros_like(home.leaf.detach(), dtype=dtype, device=home.device)
             if kept.has_scales:
-                state[key + SCALES] = home.made_scales()
+                scales = torch.zeros(home.held_scales, dtype=torch.float32, device=home.device)
+                state[key + SCALES] = sharded_as(scales, home.leaf, scales_shape(home.shape))
 
     # -- loading -----------------------------------------------------------------------------
 
