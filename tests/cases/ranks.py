@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run a function on several processes joined by gloo, and collect what each returns."""
+"""Run a function on several processes joined by gloo, or a block in a group of one."""
 
 import faulthandler
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -77,6 +77,16 @@ def run_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
     while not ranks.join():
         pass
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Let this process be the only one of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _start(rank: int, work: Callable[[int], Any], folder: str, world: int) -> None:

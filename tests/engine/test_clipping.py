@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -20,6 +19,7 @@ import preamp.optimizers
 from cases.host_reads import far_from_the_host
 from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, batch, values
+from cases.ranks import one_rank
 from cases.tolerances import assert_same
 from kit.loops import begin, scaled_backward
 from kit.pair import Pair
@@ -291,15 +291,12 @@ def test_a_norm_of_other_gradients_is_taken_anew(level: str, change: str) -> Non
 def test_gradients_reduced_by_hand_have_another_norm(level: str) -> None:
     """all_reduce writes to gradients without raising their version."""
     pair = clipped(level)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         pair.ours(1)
         for param in pair.model.parameters():
             assert param.grad is not None
             param.grad.data.mul_(3.0)  # as if there were more ranks
         assert_norm(pair)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])

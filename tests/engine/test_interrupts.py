@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from cases.levels import EXACT, LEVEL_NAMES
+from cases.levels import LEVEL_NAMES
 from cases.models import Exact, loss_of
+from cases.ranks import one_rank
 from kit.compare import differences, picture, same
 from kit.loops import train_plain, train_step
 from kit.run import Run
@@ -452,41 +452,28 @@ def test_every_line_of_an_update(overflows: bool, error: type[BaseException]) ->
     other.engine.close()
 
 
-# -- what listeners raise, and interrupts of what an interrupt has begun ---------------------------
-
-
-# -- blocks that fail while they set aside or unscale -----------------------------------------
-
-
-levels = pytest.mark.parametrize("level", EXACT)
+# -- a block that fails ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_forward_of_a_failed_block_is_forgotten(level: str) -> None:
     """What ran under ``no_sync`` in it is no reason for the scale to wait for other ranks."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-        wrapper = DistributedDataParallel(model)
-        ones, engine = torch.ones(1, 2), preamp.engine_of(model)
+    with one_rank():
+        run = Run(level, "SGD", lambda: nn.Linear(2, 1), loss_scale="dynamic")
+        wrapper = DistributedDataParallel(run.model)
 
         def backward(factor: float, error: Exception | None = None) -> None:
-            loss = wrapper(ones).float().sum() * factor
-            with preamp.scale_loss(loss, optimizer) as scaled:
+            loss = wrapper(torch.ones(1, 2)).float().sum() * factor
+            with preamp.scale_loss(loss, run.optimizer) as scaled:
                 if error is not None:
                     raise error
                 scaled.backward()
 
         backward(1.0)
-        optimizer.step()
+        run.step()
         with wrapper.no_sync(), pytest.raises(OSError, match="disk"):
             backward(1.0, OSError("disk"))
-        before = engine.loss_scale()
+        before = run.engine.loss_scale()
         backward(float("inf"))
-        assert engine.loss_scale() == before / 2
-        optimizer.step()
-        engine.close()
-    finally:
-        dist.destroy_process_group()
+        assert run.engine.loss_scale() == before / 2
+        run.play("step; close")

@@ -14,8 +14,10 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND, CASTING_FUNCTIONS, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Parts, batch
+from kit.compare import differences, picture
 from kit.loops import begin, make, scaled_step, train_plain
 from kit.refusals import assert_refused, refused
+from kit.run import PLAIN, Run, differing
 from preamp import amp
 from preamp.optimizers import FusedAdam
 
@@ -181,33 +183,9 @@ def test_device_and_memory_format_of_what_comes_back(level: str) -> None:
 # -- engines that are dropped without close ---------------------------------------------------
 
 
-NAMESPACES = (torch, torch.Tensor, nn.functional, torch.autograd)
-
-
-def _attributes() -> list[dict[str, Any]]:
-    return [dict(vars(namespace)) for namespace in NAMESPACES]
-
-
-def _casts() -> tuple[bool, torch.dtype, bool]:
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
 def _train_and_drop(level: str, door: Any) -> list[weakref.ref[Any]]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
-    settings = {"opt_level": level, "scope": "thread", "verbosity": 0}
-    model, optimizer = door.initialize(model, optimizer, **settings)
-    for _ in range(2):
-        with door.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine = preamp.engine_of(optimizer)
-    return [weakref.ref(thing) for thing in (engine, model, optimizer, model[0].weight)]
+    run = Run(level, "Adam", door=door, scope="thread").play("iterate 0 1")
+    return [weakref.ref(one) for one in (run.engine, run.model, run.optimizer, run.params()[0])]
 
 
 def _on_another_thread() -> None:
@@ -225,13 +203,12 @@ def test_a_dropped_engine_leaves_nothing(level: str, door: Any, collect: Any) ->
     """O1's handle stays and does not hold it; casts go with the next function that is called."""
     _train_and_drop("O1", preamp)  # what torch imports at a first step is no change below
     gc.collect()
-    attributes, casts = _attributes(), _casts()
+    before = picture()
     dropped = _train_and_drop(level, door)
     collect()
     assert [ref() for ref in dropped] == [None] * len(dropped)
     assert _product() is torch.float32
-    assert _attributes() == attributes
-    assert _casts() == casts
+    assert differences(before, picture()) == []
     assert (amp.state_dict(), amp._amp_state.engine) == ({}, None)
     if door is amp and level == "O1":
         assert not amp._amp_state.handle.is_active()
@@ -247,13 +224,7 @@ def test_a_layer_shared_with_a_dropped_engine_is_free() -> None:
     preamp.engine_of(model).close()
 
 
-# -- collected where the thread's casts cannot be taken back at once ---------------------------
-
-
-def _engine(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return preamp.initialize(model, optimizer, verbosity=0, **options)
+# -- a session whose cells fail ------------------------------------------------------------------
 
 
 def _product() -> torch.dtype:
@@ -264,83 +235,57 @@ class _Fault(BaseException):
     """What goes wrong in the functions below, as an interrupt does."""
 
 
-def _fail_in_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.register_forward_hook(_raise)
-    model(torch.randn(8, 4))
-
-
-def _fail_in_a_block(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with preamp.scale_loss(model(torch.randn(8, 4)).sum(), optimizer):
-        raise _Fault
-
-
-def _fail_without_casts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with preamp.disable_casts():
-        _raise()
-
-
 def _raise(*_: object) -> None:
     raise _Fault
 
 
-# -- a session whose cells fail ------------------------------------------------------------------
+def _fail_in_forward(run: Run) -> None:
+    run.model.register_forward_hook(_raise)
+    run.loss()
 
 
-def _interrupt_the_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.forward = _raise  # type: ignore[method-assign] # torch's hooks hear of no interrupt
-    with preamp.scale_loss(torch.ones(()), optimizer):
-        model(torch.randn(8, 4))
+def _fail_in_a_block(run: Run) -> None:
+    with preamp.scale_loss(run.loss(), run.optimizer):
+        _raise()
 
 
-def _fail_beside_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    net, _ = _engine(opt_level=preamp.engine_of(optimizer).policy.opt_level)
-    net(torch.randn(8, 4))
+def _fail_without_casts(run: Run) -> None:
+    with preamp.disable_casts():
+        _raise()
+
+
+def _interrupt_the_forward(run: Run) -> None:
+    run.model.forward = _raise  # torch's hooks hear of no interrupt
+    with preamp.scale_loss(torch.ones(()), run.optimizer):
+        run.loss()
+
+
+def _fail_beside_another(run: Run) -> None:
+    Run(run.options["opt_level"]).loss()
     _raise()
 
 
-def _fail_to_initialize(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    level = preamp.engine_of(optimizer).policy.opt_level
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale=-1)
-
-
-FAILURES = [
+FAILURES: list[Callable[[Run], None]] = [
     _fail_in_forward,
     _fail_in_a_block,
     _fail_without_casts,
     _interrupt_the_forward,
     _fail_beside_another,
-    _fail_to_initialize,
+    lambda run: run.initialize(loss_scale=-1),
 ]
-
-
-def _train_plainly() -> list[torch.Tensor]:
-    """A model of plain torch, by functions that the casts of others would change."""
-    torch.manual_seed(0)
-    x, labels = torch.randn(3, 4), torch.tensor([0, 1, 1])
-    other = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
-    loss = torch.zeros(())
-    for _ in range(3):
-        optimizer.zero_grad()
-        joined = torch.cat([other(x), x @ x.T], 1)
-        loss = nn.functional.cross_entropy(other(x), labels) + joined.exp().mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
-        optimizer.step()
-    return [loss.detach(), *[p.detach() for p in other.parameters()]]
 
 
 @pytest.mark.parametrize("level", CASTING_FUNCTIONS)
 @pytest.mark.parametrize("fail", FAILURES)
 def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
-    fail: Callable[..., None], level: str
+    fail: Callable[[Run], None], level: str
 ) -> None:
     """The session keeps its variables and the latest traceback, and closes nothing."""
-    expected = _train_plainly()
-    model, optimizer = _engine(opt_level=level)
+    program = "backward; clip; step; zero; iterate 1"
+    expected = Run(PLAIN, "AdamW").play(program).numbers()
+    run = Run(level)
     with pytest.raises((_Fault, RuntimeError, ValueError)) as failed:
-        fail(model, optimizer)
-    for ours, plain in zip(_train_plainly(), expected, strict=True):
-        assert ours.dtype is torch.float32
-        assert torch.equal(ours, plain)
+        fail(run)
+    assert not differing(Run(PLAIN, "AdamW").play(program).numbers(), expected)
+    assert _product() is torch.float32
     assert failed.value.__traceback__ is not None

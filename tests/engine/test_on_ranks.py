@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import preamp
 from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Damage, Exact, batch
-from cases.ranks import run_ranks
+from cases.ranks import one_rank, run_ranks
 from cases.selection import combinations
 from cases.tolerances import assert_same
 from distributed.ranks import RUNS_ON_CPUS
@@ -263,8 +262,7 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["two losses", "one loss", "a block", "GradScaler"])
 def test_scales_hear_of_what_nobody_reduces_by_the_steps(bad: int, how: str) -> None:
     """The scale of a loss by those of its own optimizers, and by all of them, once."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         run = Run("O2", "SGD", Inner, count=2, loss_scale="dynamic", num_losses=2)
         wrappers = [DistributedDataParallel(model) for model in run.models]
         before, amp = run.engine.loss_scale(), preamp.GradScaler(run.optimizers)
@@ -292,8 +290,6 @@ def test_scales_hear_of_what_nobody_reduces_by_the_steps(bad: int, how: str) -> 
         wanted[bad if how == "two losses" else 0] /= 2
         assert [scaler.value() for scaler in run.engine.scalers] == wanted
         run.engine.close()
-    finally:
-        dist.destroy_process_group()
 
 
 ITERATIONS = 4

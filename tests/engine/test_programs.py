@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
 from cases.levels import EXACT, LEVEL_NAMES, WITH_MASTERS
+from cases.ranks import one_rank
 from cases.selection import SUITE
 from engine.programs import (
     COPIES,
@@ -391,14 +391,11 @@ def test_engines_beside_each_other_do_as_alone(level: str, beside: str, scope: s
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_one_rank_has_the_same_bits(level: str) -> None:
     """Under ``DistributedDataParallel``."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrap = functools.partial(DistributedDataParallel, find_unused_parameters=True)
+    wrap = functools.partial(DistributedDataParallel, find_unused_parameters=True)
+    with one_rank():
         for number in range(3):
             case = Dice(f"{level} {number} rank").loop(level, "full")
             assert_same_bits(case, replace(case, variant=Variant(wraps=wrap)))
-    finally:
-        dist.destroy_process_group()
 
 
 FAR: dict[str, dict[str, Any]] = {

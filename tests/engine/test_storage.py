@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import preamp
 import preamp.parallel
+from cases.ranks import one_rank
 from kit.compare import same
 from kit.loops import begin, scaled_backward
 from kit.refusals import assert_refused, refused
@@ -367,30 +368,17 @@ def test_one_line_says_that_nothing_was_moved(capsys: pytest.CaptureFixture[str]
 
 def test_what_ranks_share_out_is_taken() -> None:
     """By one rank; more are in ``tests/distributed`` and ``tests/devices``."""
-    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with one_rank():
         run = Run("O5", "FusedAdam", lambda: fully_shard(nn.Linear(4, 4)), storage=HOST)
         assert run.engine.policy.storage == HOST
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_released_gradients_are_not_shared_out(named: bool) -> None:
     storage = preamp.Storage(place="host", release_gradients=True)
-    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    words = {"beside": "process_groups" if named else "a process group"}
+    with one_rank():
         more: dict[str, Any] = {"process_groups": [dist.group.WORLD]} if named else {}
         run = Run("O5", "FusedAdam", starts=False, storage=storage, **more)
-        with refused(
-            "host_storage",
-            "released gradients on ranks",
-            run.model,
-            run.optimizer,
-            beside="process_groups" if named else "a process group",
-        ):
-            run.initialize()
-    finally:
-        dist.destroy_process_group()
+        act, things = run.initialize, (run.model, run.optimizer)
+        assert_refused("host_storage", "released gradients on ranks", act, *things, **words)
