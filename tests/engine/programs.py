@@ -377,12 +377,10 @@ class Zero(Call):
 class Clip(Call):
     """Clip the gradients of one optimizer, in one of the three ways."""
 
+    method = "clip"
     optimizer: int
     max_norm: float
     by: Literal["preamp", "masters", "model"] = "preamp"
-
-    def run(self, world: World) -> None:
-        world.clip(self)
 
 
 @dataclass(frozen=True)
@@ -406,21 +404,17 @@ class Write(Call):
 class WriteMasters(Call):
     """Write to what an optimizer holds."""
 
+    method = "write_masters"
     optimizer: int
     how: Literal["mul_", "copy_", "assigned", "data.fill_"]
-
-    def run(self, world: World) -> None:
-        world.write_masters(self.optimizer, self.how)
 
 
 @dataclass(frozen=True)
 class Halve(Call):
     """Call a method of an optimizer that writes to ``p.data``."""
 
+    method = "halve"
     optimizer: int
-
-    def run(self, world: World) -> None:
-        world.halve(self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -964,31 +958,31 @@ class World:
         elif isinstance(whose, int):
             self.is_stale[whose] = False
 
-    def clip(self, call: Clip) -> None:
-        i = call.optimizer
+    def clip(self, optimizer: int, max_norm: float, by: str) -> None:
+        i = optimizer
         if self.overflowed[i] or self.is_stale[i] or not _finite(self.grads(i)):
             return
-        if call.by == "model" and self.row.has_masters:
-            self.clip_halves(i, call.max_norm)
+        if by == "model" and self.row.has_masters:
+            self.clip_halves(i, max_norm)
             return
         params: dict[str, Callable[[], Any]] = {
             "preamp": lambda: self.opts[i],
             "masters": lambda: preamp.master_params(self.opts[i]),
             "model": lambda: _owned(self.ours, i),
         }
-        function = preamp.clip_grad_norm_ if call.by == "preamp" else nn.utils.clip_grad_norm_
-        self.log.append(f"{call.by}.clip_grad_norm_(opt{i}, {call.max_norm})")
-        with self.variant.unread() if call.by == "preamp" else nullcontext():
-            norm = function(params[call.by](), call.max_norm)
+        function = preamp.clip_grad_norm_ if by == "preamp" else nn.utils.clip_grad_norm_
+        self.log.append(f"{by}.clip_grad_norm_(opt{i}, {max_norm})")
+        with self.variant.unread() if by == "preamp" else nullcontext():
+            norm = function(params[by](), max_norm)
         grads = self.grads(i).values()
         exact = torch.stack([grad.double().norm() for grad in grads]).norm() if grads else 0.0
         wanted = float(exact)
         unfrozen = self.row.has_masters and any(self.master(name) is None for name in self.grads(i))
         half = self.plain.q.dtype is torch.float16 or unfrozen  # whose master is yet to be made
         assert math.isclose(norm.item(), wanted, rel_tol=2.0**-7 if half else 2.0**-18)
-        self.notes[i].norm = norm.item() if call.by == "preamp" else None
+        self.notes[i].norm = norm.item() if by == "preamp" else None
         norm.zero_()  # it is the script's own
-        factor = min(1.0, call.max_norm / (wanted + 1e-6))
+        factor = min(1.0, max_norm / (wanted + 1e-6))
         if factor != 1.0:
             self.exact = False
             for grad in grads:
@@ -1067,7 +1061,8 @@ class World:
         if self.engine.master_of(param) is None:
             plain.copy_(param)
 
-    def halve(self, i: int) -> None:
+    def halve(self, optimizer: int) -> None:
+        i = optimizer
         if self.half_written[i] or self.has_split(i):
             return
         self.log.append(f"opt{i}.halve()")
@@ -1124,7 +1119,8 @@ class World:
         """Whether masters of an optimizer are split, and so nobody's to write to."""
         return self.splits and any(self.master(name) is not None for name in self.names(i))
 
-    def write_masters(self, i: int, how: str) -> None:
+    def write_masters(self, optimizer: int, how: str) -> None:
+        i = optimizer
         if self.half_written[i] or self.has_split(i):
             return
         self.log.append(f"opt{i}'s parameters.{how}")

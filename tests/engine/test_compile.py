@@ -40,11 +40,9 @@ class Perceptron(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graph_breaks() -> dict[str, int]:

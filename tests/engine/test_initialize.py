@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves
 
 import preamp
 from cases.levels import CASTING_FUNCTIONS, HALF_WEIGHTS
@@ -401,12 +402,9 @@ LEFT_ALONE = [
 
 
 def tensors_in(thing: Any) -> list[torch.Tensor]:
-    if isinstance(thing, (torch.Tensor, PackedSequence)):
-        return [thing if isinstance(thing, torch.Tensor) else thing.data]
-    parts = [*thing.values()] if isinstance(thing, dict) else thing
-    if not isinstance(parts, (list, tuple)):
-        return []
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    """Those of floating numbers."""
+    found = [leaf for leaf in tree_leaves(thing) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def check_containers(found: Iterable[Any], given: Iterable[Any], expected: torch.dtype) -> None:

@@ -279,16 +279,7 @@ class Blocks(Run):
         return seen
 
 
-Prepare = Callable[[Blocks], object]
 Part = Callable[[Blocks], Callable[[], object]]
-
-
-def nothing(run: Blocks) -> None:
-    del run
-
-
-def accumulated(run: Blocks) -> None:
-    run.backward(1)
 
 
 def ending(**options: Any) -> Part:
@@ -312,14 +303,10 @@ def end_block(run: Blocks) -> None:
         run.leave()
 
 
-def prepared(level: str, count: int, prepare: Prepare) -> Blocks:
+def prepared(level: str, count: int, program: str = "") -> Any:
     """A run that has taken a step."""
     run = Blocks(level, count, 8.0 if level == "O5" else "dynamic")
-    run.backward(0)
-    run.step()
-    run.zero()
-    prepare(run)
-    return run
+    return run.play("iterate", program)
 
 
 def check(
@@ -332,16 +319,16 @@ def check(
     error: type[BaseException] = KeyboardInterrupt,
 ) -> None:
     """Interrupt a part at every so many of its lines, in a run for each."""
-    prepare, begin = BEFORE[before], PARTS[part]
-    other = prepared(level, 1, nothing)  # while it is open, casts stay where they are
-    allowed = [prepared(level, count, prepare).finish()]
-    run = prepared(level, count, prepare)
+    program, begin = BEFORE[before], PARTS[part]
+    other = prepared(level, 1)  # while it is open, casts stay where they are
+    allowed = [prepared(level, count, program).finish()]
+    run = prepared(level, count, program)
     lines = sample(lines_of(begin(run)), every, offset)
     end_block(run)
     allowed.append(run.finish())
     hits = 0
     for line in lines:
-        run = prepared(level, count, prepare)
+        run = prepared(level, count, program)
         hits += interrupt(begin(run), line, error)
         run.block = None
         seen = run.finish()
@@ -352,7 +339,7 @@ def check(
 
 OVERFLOWS = ending(factor=float("inf"))
 PARTS = {"end": ending(), "end after overflow": OVERFLOWS, "beginning": beginning}
-BEFORE = {"nothing": nothing, "accumulated": accumulated}
+BEFORE = {"nothing": "", "accumulated": "backward 1"}
 
 
 KINDS = [(level, count) for level in ("O1", "O2", "O5") for count in (1, 2)]

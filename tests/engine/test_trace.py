@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 
@@ -433,14 +432,6 @@ def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
 # -- compiled and scripted models --------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "in place": lambda model: model.compile(backend="aot_eager"),
     "function": lambda model: torch.compile(model, backend="aot_eager"),
@@ -452,7 +443,6 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("good_steps", [0, 1])
 @pytest.mark.parametrize("way", COMPILED)
